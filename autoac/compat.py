@@ -1,0 +1,131 @@
+"""Every private torch interface that autoac uses, in one place.
+
+Tried with torch 2.13.0 (CPU). `tests/test_compat.py` exercises each of them and fails loudly when one changes its
+meaning, so that a new torch release is judged here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+TRIED_VERSIONS = ("2.13.0",)
+
+OpOverload = torch._ops.OpOverload
+HigherOrderOperator = torch._ops.HigherOrderOperator
+
+disable_dispatch_modes = torch._C._DisableTorchDispatch
+"""Context in which no dispatch mode sees an op."""
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Address of the tensor's storage object: unique among the storages that are alive."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_ref(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
+    """A weak reference that dies with the storage itself, not with this tensor's wrapper.
+
+    torch keeps a storage's Python object alive as long as the storage (PyObject preservation).
+    """
+    return weakref.ref(tensor.untyped_storage())
+
+
+def storage_users(key: int) -> int:
+    """How many tensors (TensorImpl) stand on the storage with this key, which must be alive."""
+    return torch._C._storage_Use_Count(key) - 1  # asking takes a reference of its own
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The tensor's in-place version; -1 for inference tensors, which have none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def detach_sharing_version(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()` inside `__torch_dispatch__`, with the version counter still shared.
+
+    Source: `_detach_helper` in torch/utils/checkpoint.py.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Ops run without recording a graph and without autocast; dispatch modes still see them."""
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        yield
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def current_node() -> Any:
+    """The autograd node that is being evaluated, None outside of backward."""
+    return torch._C._current_autograd_node()
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the running backward retains the graph; true outside of a backward pass."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that random ops on this device use unless they are given one."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    return module.default_generators[index]
+
+
+class AllocationRanges:
+    """Context: which blocks the CPU allocator hands out and takes back within named ranges.
+
+    Reads the profiler's tree of raw events, as torch's own `_memory_profiler` does. `deltas` is there after the
+    context: for each range, the changes in bytes by time.
+    """
+
+    def __enter__(self) -> AllocationRanges:
+        self.deltas: dict[str, list[int]] = {}
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=False
+        )
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._profile.__exit__(*exception)
+        kineto = self._profile.profiler
+        assert kineto is not None and kineto.kineto_results is not None
+        stack = list(kineto.kineto_results.experimental_event_tree())
+        while stack:
+            event = stack.pop()
+            if event.name in self.deltas:
+                changes: list[tuple[int, int]] = []
+                _allocations(event, changes)
+                self.deltas[event.name] = [size for _, size in sorted(changes, key=lambda change: change[0])]
+            else:
+                stack.extend(event.children)
+
+    def range(self, name: str) -> Any:
+        """A context whose allocations are recorded under this name, which must be new."""
+        self.deltas[name] = []
+        return torch._C._profiler._RecordFunctionFast(name)
+
+
+def _allocations(event: Any, changes: list[tuple[int, int]]) -> None:
+    for child in event.children:
+        if child.tag == torch._C._profiler._EventType.Allocation:
+            if child.extra_fields.device.type == "cpu":
+                changes.append((child.start_time_ns, child.extra_fields.alloc_size))
+        _allocations(child, changes)

@@ -1,0 +1,173 @@
+"""The main job on real input: train a small GPT with and without a plan, side by side, and compare.
+
+Two copies of one model start from the same weights. Each step they see the same batch and the same random
+numbers, one trains as it is and the other under a plan for half of the first one's peak. Steps alternate, so
+that whatever else the machine does meets both; every gradient of every step is compared.
+
+What is measured as a step is forward, loss and backward from the zero_grad(set_to_none=True) state. The
+optimizer is plain SGD, which holds no memory of its own and works in place, outside of the measured part. A peak
+is what the allocator counts above the start of the step plus what was there before: parameters, buffers and the
+batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import autoac
+from autoac.demo.gpt import BATCH, BLOCKS, CONTEXT, DROPOUT, GPT, Batch, Text
+from autoac.demo.report import DemoReport, Side, mb
+from autoac.measure import measure_peak, unique_storage_bytes
+
+LEARNING_RATE = 0.1
+SEED = 0
+
+Progress = Callable[[str], None]
+
+
+class Run:
+    """One copy of the model in training, with its own stream of random numbers and its own records."""
+
+    def __init__(self, model: nn.Module, rng_state: torch.Tensor) -> None:
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        self.rng_state = rng_state
+        self.losses: list[float] = []
+        self.step_times_s: list[float] = []
+        self.measured_peak_bytes = 0
+
+    def step(self, batch: Batch, *, measure: bool) -> None:
+        """Forward, loss and backward: with the ruler held against it, or timed, for the ruler costs time."""
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.set_rng_state(self.rng_state)
+
+        def forward_and_backward() -> float:
+            loss = self.model(*batch)
+            loss.backward()
+            return loss.item()
+
+        if measure:
+            before_bytes = resident_bytes(self.model, batch)
+            measurement = measure_peak(forward_and_backward)
+            self.losses.append(measurement.result)
+            peak_bytes = before_bytes + measurement.peak_above_start_bytes
+            self.measured_peak_bytes = max(self.measured_peak_bytes, peak_bytes)
+        else:
+            start = time.perf_counter()
+            self.losses.append(forward_and_backward())
+            self.step_times_s.append(time.perf_counter() - start)
+        self.rng_state = torch.get_rng_state()
+
+    def result(self) -> Side:
+        return Side(self.measured_peak_bytes, statistics.median(self.step_times_s), self.losses)
+
+
+def resident_bytes(model: nn.Module, batch: Batch) -> int:
+    """Bytes alive before a step: parameters, buffers and the batch."""
+    return unique_storage_bytes([*model.parameters(), *model.buffers(), *batch])
+
+
+def run(steps: int, progress: Progress) -> DemoReport:
+    """Measure, plan, train both ways and compare.
+
+    Args:
+        steps: training steps, at least 3: the first and the last are measured, those between are timed.
+        progress: told in a line what happens next.
+    """
+    started = time.perf_counter()
+    torch.manual_seed(SEED)
+    text = Text(SEED)
+    model = GPT(len(text.alphabet))
+    parameters = sum(p.numel() for p in model.parameters())
+    progress(
+        f"GPT of {BLOCKS} blocks, {parameters / 1e6:.1f} M parameters, on {len(text.ids):,} characters of"
+        f" Python's language reference; {BATCH} x {CONTEXT} characters a step, dropout {DROPOUT},"
+        f" {torch.get_num_threads()} threads"
+    )
+
+    progress("Measuring the peak of a step without a plan ...")
+    batch = text.batch()
+    peak_bytes = _peak_of_one_step(model, batch)
+    half_bytes = peak_bytes // 2
+    progress(f"It is {mb(peak_bytes)}. Planning for half of it, {mb(half_bytes)} ...")
+    plain = copy.deepcopy(model)
+    plan, planning_time_s = _plan(model, batch, half_bytes, progress)
+    plan.apply(model)
+
+    progress(f"Training {steps} steps without and with the plan, in turn ...")
+    rng_state = torch.get_rng_state()
+    runs = Run(plain, rng_state), Run(model, rng_state)
+    compared, different = _train(*runs, text, steps, progress)
+    return DemoReport(
+        parameters=parameters,
+        steps=steps,
+        torch_version=torch.__version__,
+        threads=torch.get_num_threads(),
+        without_plan=runs[0].result(),
+        with_plan=runs[1].result(),
+        budget_bytes=plan.budget_bytes,
+        half_is_feasible=plan.budget_bytes == half_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        predicted_overhead=plan.predicted_overhead,
+        planning_time_s=planning_time_s,
+        gradients_compared=compared,
+        gradients_different=different,
+        losses_equal=runs[0].losses == runs[1].losses,
+        random_numbers_equal=torch.equal(runs[0].rng_state, runs[1].rng_state),
+        weights_equal=all(map(torch.equal, plain.parameters(), model.parameters())),
+        total_time_s=time.perf_counter() - started,
+    )
+
+
+def _peak_of_one_step(model: nn.Module, batch: Batch) -> int:
+    """The peak of a step after a warm-up; gradients are gone afterwards and the weights as before."""
+    rehearsal = Run(model, torch.get_rng_state())
+    rehearsal.step(batch, measure=False)
+    rehearsal.step(batch, measure=True)
+    rehearsal.optimizer.zero_grad(set_to_none=True)
+    return rehearsal.measured_peak_bytes
+
+
+def _plan(model: nn.Module, batch: Batch, budget_bytes: int, progress: Progress) -> tuple[Any, float]:
+    """A plan for the budget, or for the least feasible one above it, and the seconds it took."""
+    started = time.perf_counter()
+    try:
+        plan = autoac.plan(model, batch, budget=budget_bytes)
+    except autoac.InfeasibleBudgetError as error:
+        least_bytes = error.minimum_bytes
+        progress(f"No plan gets there. The least feasible budget is {mb(least_bytes)}; planning for that ...")
+        plan = autoac.plan(model, batch, budget=least_bytes)
+    return plan, time.perf_counter() - started
+
+
+def _train(plain: Run, planned: Run, text: Text, steps: int, progress: Progress) -> tuple[int, list[str]]:
+    """Train both in lockstep; returns how many gradients were compared and which differed."""
+    compared, different = 0, []
+    for i in range(steps):
+        batch = text.batch()
+        # Who goes first changes, for the second finds warmer caches.
+        for side in (plain, planned) if i % 2 else (planned, plain):
+            side.step(batch, measure=i in (0, steps - 1))
+        pairs = zip(plain.model.named_parameters(), planned.model.named_parameters(), strict=True)
+        for (name, expected), (_, actual) in pairs:
+            compared += 1
+            if not _equal(expected.grad, actual.grad):
+                different.append(f"step {i + 1}: {name}")
+        plain.optimizer.step()
+        planned.optimizer.step()
+        losses = f"{plain.losses[-1]:.4f} without and {planned.losses[-1]:.4f} with the plan"
+        progress(f"  step {i + 1:2}: loss {losses}")
+    return compared, different
+
+
+def _equal(expected: torch.Tensor | None, actual: torch.Tensor | None) -> bool:
+    if expected is None or actual is None:
+        return expected is actual
+    return torch.equal(expected, actual)

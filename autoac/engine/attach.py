@@ -1,0 +1,94 @@
+"""Put a plan's programs on a model's modules, and take them off again.
+
+A planned module gets an instance attribute `forward`, a `types.MethodType`: it survives `copy.deepcopy` (a closure
+would make the copy share the original's weights), and parameters, buffers, hooks and `state_dict` stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoac.engine import replay, sac
+from autoac.engine.program import Program
+
+Runner = Callable[[Program, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+ENGINES: dict[str, Runner] = {"replay": replay.run, "sac": sac.run}
+
+_KEY = "_autoac_region"
+
+
+class PlannedRegion:
+    """What a planned module carries.
+
+    Args:
+        programs: one for each call of the module in a step.
+        engine: "replay" or "sac".
+        forward: the instance's own `forward` attribute if it had one (some libraries put theirs there), else None.
+        plan_id: tells which plan it belongs to.
+    """
+
+    def __init__(self, programs: Sequence[Program], engine: str, forward: Any, plan_id: str):
+        self.programs = tuple(programs)
+        self.engine = engine
+        self.forward = forward
+        self.plan_id = plan_id
+        self.calls = threading.local()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedRegion:
+        return PlannedRegion(self.programs, self.engine, copy.deepcopy(self.forward, memo), self.plan_id)
+
+    def __reduce__(self) -> Any:
+        return PlannedRegion, (self.programs, self.engine, self.forward, self.plan_id)
+
+    def next_program(self) -> Program:
+        """The program for this call: calls are counted with gradients on, per thread, round and round."""
+        if len(self.programs) == 1:
+            return self.programs[0]
+        index = getattr(self.calls, "index", 0)
+        self.calls.index = (index + 1) % len(self.programs)
+        return self.programs[index]
+
+    def restart(self) -> None:
+        """A new step begins in this thread."""
+        self.calls.index = 0
+
+
+def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a planned module."""
+    region: PlannedRegion = self.__dict__[_KEY]
+    original = region.forward or types.MethodType(type(self).forward, self)
+    if not torch.is_grad_enabled():
+        return original(*args, **kwargs)
+    program = region.next_program()
+    if not program.recomputes:
+        return original(*args, **kwargs)
+    return ENGINES[region.engine](program, original, args, kwargs)
+
+
+def attach(module: torch.nn.Module, programs: Sequence[Program], engine: str, plan_id: str) -> None:
+    """Plan one module."""
+    own = module.__dict__.get("forward")
+    module.__dict__[_KEY] = PlannedRegion(programs, engine, own, plan_id)
+    module.__dict__["forward"] = types.MethodType(forward, module)
+
+
+def detach(module: torch.nn.Module) -> None:
+    """Take the plan off one module, exactly as it was before."""
+    region: PlannedRegion = module.__dict__.pop(_KEY)
+    if region.forward is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = region.forward
+
+
+def planned(module: torch.nn.Module) -> PlannedRegion | None:
+    """What the module carries, None if it is not planned."""
+    own = module.__dict__.get("forward")
+    return module.__dict__.get(_KEY) if getattr(own, "__func__", None) is forward else None

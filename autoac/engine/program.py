@@ -1,0 +1,84 @@
+"""What a plan says about one region: its ops in order, and which of them are recomputed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from autoac.opinfo import OpInfo, op_info
+
+Step = tuple[Any, bool, bool, OpInfo | None]
+"""Overload, is it recomputed, does the recording have to look at it at all, facts about it."""
+
+END: Step = (None, False, False, None)
+
+
+class Program:
+    """The decisions for one call of one region.
+
+    Args:
+        region: name of the region, for messages.
+        steps: for every op of the region's forward in order, its overload's name ("aten.mm.default") and whether it
+            is recomputed. Ops that `OpInfo.ignored` tells to ignore do not count.
+
+    In step with the profile, an op's decision is read off its position. Data-dependent control flow may bring ops in
+    another order; from there on, decisions are looked up by (overload, n-th call in the region), as torch's selective
+    checkpointing matches its saved entries.
+    """
+
+    def __init__(self, region: str, steps: Iterable[tuple[str, bool]]):
+        self.region = region
+        self.names = tuple(steps)
+        self.warned = False
+        self._steps: tuple[Step, ...] | None = None
+        self._by_call: dict[tuple[Any, int], bool] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self  # nothing in it changes
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether anything is recomputed; if not, the region is left as it is."""
+        return any(recompute for _, recompute in self.names)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The ops as the recording meets them, and `END` after the last."""
+        if self._steps is None:
+            overloads = [find_overload(name) for name, _ in self.names]
+            infos = [None if overload is None else op_info(overload) for overload in overloads]
+            self._steps = (
+                *(
+                    (overload, recompute, recompute or bool(info and info.writes), info)
+                    for overload, info, (_, recompute) in zip(overloads, infos, self.names, strict=True)
+                ),
+                END,
+            )
+        return self._steps
+
+    def by_call(self, func: Any, nth: int) -> bool | None:
+        """The decision for the n-th call of this overload; None if the profile has no such call."""
+        if self._by_call is None:
+            seen: Counter[Any] = Counter()
+            self._by_call = {}
+            for overload, recompute, _, _ in self.steps[:-1]:
+                self._by_call[overload, seen[overload]] = recompute
+                seen[overload] += 1
+        return self._by_call.get((func, nth))
+
+    def counts_before(self, position: int) -> Counter[Any]:
+        """How often each overload occurs before this position."""
+        return Counter(step[0] for step in self.steps[:position])
+
+
+def find_overload(name: str) -> Any:
+    """The op overload with this name, e.g. "aten.mm.default"; None if no such op is registered (yet)."""
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.rpartition(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except AttributeError:
+        return None

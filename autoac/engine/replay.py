@@ -1,0 +1,510 @@
+"""Engine "replay": a region's forward is recorded op by op, and backward runs only the recorded ops again.
+
+NOTE [ Who holds what ]
+  1. An op whose values are to be recomputed leaves a record: the op and its arguments. An argument that will itself
+     be recomputed is stored as a reference (slot and geometry), any other tensor as it is. That strong reference *is*
+     the saving: what nobody asks for is neither kept nor recorded.
+  2. Autograd gets a handle for a tensor on a recomputed storage, and a (tensor, version) pair for any other.
+  3. Handles hold the call strongly, the call knows its handles weakly. No tensor that a call holds has a grad_fn, so
+     there is no reference cycle: when the graph dies, handles, call and records die at once.
+
+NOTE [ Replay ]
+  1. The first unpack in a region, of whatever tensor, replays the region's records in order, below autograd. That
+     moment is known from the profile, so the simulator can be exact. Records that no living handle depends on are
+     not run.
+  2. A recomputed tensor is dropped after the last record that reads it; handles keep what they wait for. A record is
+     dropped as soon as it has run, unless backward retains the graph: then a second backward replays again.
+  3. A random op's generator state is stashed when it is recorded, set for its replay, and left as it was found.
+  4. What is replayed is what ran: autocast, Python side effects, changed globals do not matter. A batch norm is
+     replayed without its running statistics.
+
+NOTE [ Never wrong, whatever the decisions ]
+  The recording does not rely on the decisions being consistent, since data-dependent control flow can bring any of
+  them to any op. An in-place op on a recomputed storage is always recorded. An in-place op on a kept storage never
+  is; if a record holds that storage, the record gets a copy first. A tensor that a record or autograd holds and that
+  was written where we cannot see it (outside of the region) is found by its version, as autograd does, and is an
+  error. A storage that is read before any visible op has written it was written by an opaque kernel: it is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoac.compat import (
+    backward_keeps_graph,
+    below_autograd,
+    default_generator,
+    detach_sharing_version,
+    disable_dispatch_modes,
+    version_of,
+)
+from autoac.engine.program import END, Program
+from autoac.opinfo import OpInfo, op_info, tensors_in, written_tensors
+
+Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]
+"""Size, stride, storage offset, dtype, conjugate bit, negative bit."""
+
+
+class Slot:
+    """A storage that will be recomputed: what its replay must know, and who waits for it."""
+
+    __slots__ = ("alive", "dtype", "handles", "index", "shape", "stride", "writes")
+
+    def __init__(self, index: int, tensor: torch.Tensor, storage: torch.UntypedStorage):
+        self.index = index
+        self.alive = weakref.ref(storage)  # dead: another storage may have come to the same address
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.dtype = tensor.dtype
+        self.writes = 0
+        self.handles: list[weakref.ref[Handle]] = []
+
+
+class Record:
+    """One op to run again."""
+
+    __slots__ = ("args", "func", "kept", "kwargs", "outputs", "refs", "rng", "written")
+
+    def __init__(self, func, args, kwargs, refs, kept, rng, written):  # noqa: ANN001 (hot path, see _record)
+        self.func = func
+        self.args: tuple[Any, ...] = args
+        self.kwargs: dict[str, Any] = kwargs
+        self.refs: list[tuple[Any, Slot, Geometry | None]] = refs  # where in args, what, seen how
+        self.kept: list[tuple[torch.Tensor, int]] = kept  # tensors in args, with their versions
+        self.rng: tuple[torch.Generator, torch.Tensor] | None = rng
+        self.written: tuple[Slot, ...] = written
+        self.outputs: tuple[tuple[int, Slot], ...] = ()  # position among the op's output tensors
+
+
+class Handle:
+    """What autograd holds in place of a tensor that will be recomputed."""
+
+    __slots__ = ("__weakref__", "call", "geometry", "slot", "tensor", "writes")
+
+    def __init__(self, call: ReplayCall, slot: Slot, geometry: Geometry | None):
+        self.call = call
+        self.slot = slot
+        self.geometry = geometry
+        self.writes = slot.writes
+        self.tensor: torch.Tensor | None = None
+
+    def unpack(self) -> torch.Tensor:
+        keep_graph = backward_keeps_graph()
+        if self.tensor is None or self.call.pending:
+            self.call.replay(keep_graph, wanted=self)
+        if self.writes != self.slot.writes:
+            raise RuntimeError(_MODIFIED.format(region=self.call.program.region))
+        tensor = self.tensor
+        assert tensor is not None
+        if keep_graph:
+            self.tensor = None  # a second backward replays again, see NOTE [ Replay ] 2
+        return tensor
+
+
+_MODIFIED = (
+    "a tensor that backward needs in region {region!r} was modified by an in-place operation after it was saved. "
+    "Without a plan autograd refuses this too; use an out-of-place operation there."
+)
+_LOST = (
+    "the record of region {region!r} is gone: it was dropped after the first backward, or a replay of it failed. "
+    "Pass retain_graph=True to the first backward to run a second one."
+)
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """The unpack hook: autograd gets back what `Recording.pack` was given."""
+    if type(packed) is Handle:
+        return packed.unpack()
+    tensor, version, call = packed
+    if call.pending:
+        call.replay(backward_keeps_graph())
+    if version_of(tensor) != version:
+        raise RuntimeError(_MODIFIED.format(region=call.program.region))
+    return tensor
+
+
+class ReplayCall:
+    """What one call of a region keeps for its backward."""
+
+    __slots__ = ("__weakref__", "held", "lock", "pending", "program", "records", "slots")
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.records: list[Record | None] = []
+        self.slots: list[Slot] = []
+        self.held: set[int] = set()  # keys of the storages that records hold strongly
+        self.pending = False  # recorded and not yet replayed
+        self.lock = threading.Lock()
+
+    def preserve(self, key: int) -> None:
+        """Give the records that hold this storage a copy of it: it is about to be written in place."""
+        copies: dict[int, torch.Tensor] = {}
+        for record in self.records:
+            if record is None or all(t.untyped_storage()._cdata != key for t, _ in record.kept):
+                continue
+            for tensor, _ in record.kept:
+                if tensor.untyped_storage()._cdata == key:
+                    copies[id(tensor)] = clone_with_geometry(tensor)
+            record.args = tuple(_swap(value, copies) for value in record.args)
+            record.kwargs = {name: _swap(value, copies) for name, value in record.kwargs.items()}
+            record.kept = [(c, version_of(c)) for c in (copies.get(id(t), t) for t, _ in record.kept)]
+        self.held.discard(key)
+
+    def replay(self, keep_graph: bool, wanted: Handle | None = None) -> None:
+        """Run the recorded ops that living handles depend on, and give the handles their tensors."""
+        with self.lock:
+            if not self.pending and (wanted is None or wanted.tensor is not None):
+                return  # another thread was first
+            if self.records and self.records[0] is None:
+                raise RuntimeError(_LOST.format(region=self.program.region))
+            self.pending = False
+            run, last_use = self._schedule()
+            with below_autograd():
+                self._run(run, last_use, keep_graph)
+
+    def _schedule(self) -> tuple[list[bool], list[list[Slot]]]:
+        """Which records must run, and which slots no later record reads."""
+        wanted = {slot for slot in self.slots if any(handle() is not None for handle in slot.handles)}
+        read_later: set[Slot] = set()
+        run = [False] * len(self.records)
+        last_use: list[list[Slot]] = [[] for _ in self.records]
+        for position in range(len(self.records) - 1, -1, -1):
+            record = self.records[position]
+            assert record is not None
+            made = [slot for _, slot in record.outputs]
+            if not any(slot in wanted for slot in (*made, *record.written)):
+                continue
+            run[position] = True
+            for slot in made:
+                if slot not in read_later:
+                    last_use[position].append(slot)
+            for _, slot, _ in record.refs:
+                wanted.add(slot)
+                if slot not in read_later:
+                    read_later.add(slot)
+                    last_use[position].append(slot)
+        return run, last_use
+
+    def _run(self, run: list[bool], last_use: list[list[Slot]], keep_graph: bool) -> None:
+        table: dict[Slot, torch.Tensor] = {}
+        records = self.records
+        for position, must_run in enumerate(run):
+            record = records[position]
+            assert record is not None
+            if not keep_graph:
+                records[position] = None
+            if not must_run:
+                continue
+            result = self._run_one(record, table)
+            if len(record.outputs) == 1 and isinstance(result, torch.Tensor):
+                _deliver(record.outputs[0][1], result, table)
+            elif record.outputs:
+                made = list(tensors_in(result))
+                for index, slot in record.outputs:
+                    _deliver(slot, made[index], table)
+                del made
+            del result, record
+            for slot in last_use[position]:
+                table.pop(slot, None)
+
+    def _run_one(self, record: Record, table: dict[Slot, torch.Tensor]) -> Any:
+        for tensor, version in record.kept:
+            if version_of(tensor) != version:
+                raise RuntimeError(
+                    f"{record.func} in region {self.program.region!r} must be run again for backward, but one of its "
+                    "inputs was modified by an in-place operation after forward. The profiled step did not do that: "
+                    "profile and plan the step as you train it."
+                )
+        args: Any = record.args
+        kwargs = record.kwargs
+        if record.refs:
+            args = list(args)
+            for where, slot, geometry in record.refs:
+                tensor = table[slot] if geometry is None else with_geometry(table[slot], geometry)
+                kwargs = _put(args, kwargs, where, tensor)
+        if record.rng is None:
+            return record.func(*args, **kwargs) if kwargs else record.func(*args)
+        generator, state = record.rng
+        found = generator.get_state()
+        generator.set_state(state)
+        try:
+            return record.func(*args, **kwargs)
+        finally:
+            generator.set_state(found)
+
+
+def _deliver(slot: Slot, tensor: torch.Tensor, table: dict[Slot, torch.Tensor]) -> None:
+    table[slot] = tensor
+    for ref in slot.handles:
+        handle = ref()
+        if handle is not None:
+            geometry = handle.geometry
+            handle.tensor = tensor if geometry is None else with_geometry(tensor, geometry)
+
+
+def _put(args: list[Any], kwargs: dict[str, Any], where: Any, tensor: torch.Tensor) -> dict[str, Any]:
+    """Put the tensor where its reference was taken: a position, a (position, index) or a keyword (and index)."""
+    if type(where) is int:
+        args[where] = tensor
+    elif type(where) is str:
+        kwargs = {**kwargs, where: tensor}
+    else:
+        outer, index = where
+        if type(outer) is int:
+            args[outer] = [*args[outer]]
+            args[outer][index] = tensor
+        else:
+            kwargs = {**kwargs, outer: [*kwargs[outer]]}
+            kwargs[outer][index] = tensor
+    return kwargs
+
+
+def _swap(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return copies.get(id(value), value)
+    if isinstance(value, (list, tuple)):
+        return [_swap(item, copies) for item in value]
+    return value
+
+
+def clone_with_geometry(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on a storage of its own, with the same size and stride."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
+def with_geometry(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """A tensor on the same storage, seen otherwise."""
+    shape, stride, offset, dtype, conj, neg = geometry
+    if dtype is tensor.dtype and not (conj or neg or tensor.is_conj() or tensor.is_neg()):
+        return tensor.as_strided(shape, stride, offset)
+    seen = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, shape, stride)
+    if conj:
+        seen = torch._conj(seen)
+    return torch._neg_view(seen) if neg else seen
+
+
+class Recording(TorchDispatchMode):
+    """The dispatch mode and pack hook under which a region's forward runs."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap every dispatched op in a `torch._dynamo.disable`, 1 us each
+
+    def __init__(self, call: ReplayCall):
+        super().__init__()
+        self.call = call
+        self.steps = call.program.steps
+        self.position = 0
+        self.counts: Any = None  # once out of step: how often each overload was called
+        self.slots: dict[int, Slot] = {}
+        self.raw: set[int] = set()  # keys of recomputed storages that no visible op has written yet
+
+    # -- decisions ---------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
+        overload, recompute, look, info = self.steps[self.position]
+        if overload is func:
+            self.position += 1
+        else:
+            info = op_info(func)
+            if info.ignored:
+                look = False
+            else:
+                recompute = self._out_of_step(func)
+                look = recompute or info.writes
+        if look:
+            return self._run(func, info, types, args, kwargs or {}, recompute)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _out_of_step(self, func: Any) -> bool:
+        program = self.call.program
+        if self.counts is None:
+            self.counts = program.counts_before(self.position)
+            self.steps, self.position = (END,), 0
+        nth = self.counts[func]
+        self.counts[func] += 1
+        decision = program.by_call(func, nth)
+        if decision is None and not program.warned:
+            program.warned = True
+            warnings.warn(
+                f"region {program.region!r} runs ops that the profiled step did not run ({func}): they are not "
+                "recomputed. Gradients are right; memory may be higher than planned.",
+                stacklevel=2,
+            )
+        return bool(decision)
+
+    # -- recording ---------------------------------------------------------------------------------------------
+
+    def _run(self, func, info: OpInfo, types, args, kwargs, recompute: bool) -> Any:  # noqa: ANN001
+        recompute = recompute and info.replayable and not any(map(_is_foreign, types))
+        written: tuple[Slot, ...] = ()
+        if info.writes:
+            targets = written_tensors(info, args, kwargs)
+            written = tuple({slot for slot in map(self.slot_of, targets) if slot is not None})
+            if written and not (info.replayable and len(written) == len({_key(t) for t in targets})):
+                for target in targets:  # earlier values can be recomputed, what this op makes of them is kept
+                    self.slots.pop(_key(target), None)
+                written = ()
+            recompute = bool(written)
+            if not recompute:
+                for target in targets:
+                    if _key(target) in self.call.held:
+                        self.call.preserve(_key(target))
+        if not recompute:
+            return func(*args, **kwargs)
+        return self._record(func, info, args, kwargs, written)
+
+    def _record(self, func, info: OpInfo, args, kwargs, written: tuple[Slot, ...]) -> Any:  # noqa: ANN001
+        for slot in written:
+            slot.writes += 1
+        if self.raw and written:
+            self.raw.difference_update(map(_key, written_tensors(info, args, kwargs)))
+        rng = None
+        if info.random and info.draws_random(args):
+            generator = kwargs.get("generator") or default_generator(_device(info, args, kwargs))
+            rng = (generator, generator.get_state())
+        refs: list[tuple[Any, Slot, Geometry | None]] = []
+        kept: list[tuple[torch.Tensor, int]] = []
+        stored = list(args)
+        if info.statistics is not None and info.updates_statistics(args):
+            stored[info.statistics[0]] = stored[info.statistics[1]] = None
+        for i in info.tensors:
+            if i < len(stored) and isinstance(stored[i], torch.Tensor):
+                stored[i] = self._store(stored[i], i, refs, kept)
+        for i in info.lists:
+            if i < len(stored) and stored[i] is not None:
+                stored[i] = [None if t is None else self._store(t, (i, j), refs, kept) for j, t in enumerate(stored[i])]
+        if kwargs:
+            kwargs = dict(kwargs)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        for name in info.keywords:
+            value = kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                kwargs[name] = self._store(value, name, refs, kept)
+            elif value is not None:
+                kwargs[name] = [None if t is None else self._store(t, (name, j), refs, kept) for j, t in enumerate(value)]
+        record = Record(func, tuple(stored), kwargs, refs, kept, rng, written)
+        outputs = []
+        for index, tensor in enumerate((result,) if isinstance(result, torch.Tensor) else tensors_in(result)):
+            slot = self._new_slot(tensor, info)
+            if slot is not None:
+                outputs.append((index, slot))
+        record.outputs = tuple(outputs)
+        if outputs or written:
+            self.call.records.append(record)
+        return result
+
+    def _store(self, tensor: torch.Tensor, where: Any, refs: list, kept: list) -> torch.Tensor | None:
+        """What the record keeps of an argument: nothing but a reference if it will be recomputed, else the tensor."""
+        slot = self.slot_of(tensor)
+        if slot is not None and self.raw and _key(tensor) in self.raw and not slot.writes:
+            del self.slots[_key(tensor)]  # an opaque kernel wrote it, see NOTE [ Never wrong ]
+            self.raw.discard(_key(tensor))
+            slot = None
+        if slot is not None:
+            refs.append((where, slot, geometry_of(tensor, slot)))
+            return None
+        self.call.held.add(_key(tensor))
+        tensor = self.hold(tensor)
+        kept.append((tensor, version_of(tensor)))
+        return tensor
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor without its graph, which would make a cycle: see NOTE [ Who holds what ] 3."""
+        return tensor if tensor.grad_fn is None else detach_sharing_version(tensor)
+
+    def slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        """The slot of the tensor's storage if that will be recomputed."""
+        slot = self.slots.get(_key(tensor))
+        return None if slot is None or slot.alive() is None else slot
+
+    def _new_slot(self, tensor: torch.Tensor, info: OpInfo) -> Slot | None:
+        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+        if storage is None:
+            return None  # sparse and the like: kept by whoever needs it
+        key = storage._cdata
+        known = self.slots.get(key)
+        if (known is not None and known.alive() is not None) or key in self.call.held:
+            return None  # an alias of an argument
+        slot = self.slots[key] = Slot(len(self.call.slots), tensor, storage)
+        self.call.slots.append(slot)
+        if info.uninitialised:
+            self.raw.add(key)
+        return slot
+
+    # -- autograd's side ---------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The pack hook."""
+        call = self.call
+        slot = self.slot_of(tensor)
+        if slot is None or (self.raw and _key(tensor) in self.raw and not slot.writes):
+            if tensor.grad_fn is not None:
+                with disable_dispatch_modes():
+                    tensor = tensor.detach()
+            return tensor, version_of(tensor), call
+        handle = Handle(call, slot, geometry_of(tensor, slot))
+        slot.handles.append(weakref.ref(handle))
+        return handle
+
+    def finish(self) -> None:
+        """The region's forward is over."""
+        self.call.pending = bool(self.call.records)
+
+
+def run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one call of a region so that its backward replays what the program says to recompute."""
+    recording = Recording(ReplayCall(program))
+    with torch.autograd.graph.saved_tensors_hooks(recording.pack, unpack), recording:
+        result = forward(*args, **kwargs)
+    recording.finish()
+    return result
+
+
+def _key(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return 0  # sparse and the like have no storage
+
+
+def _is_foreign(kind: type) -> bool:
+    """A tensor subclass with a dispatch of its own: its storage is not ours to account for."""
+    return kind is not torch.Tensor and kind is not torch.nn.Parameter
+
+
+def _device(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device)
+    for position in info.tensors:
+        if position < len(args) and args[position] is not None:
+            return args[position].device
+    return torch.device("cpu")
+
+
+def geometry_of(tensor: torch.Tensor, slot: Slot) -> Geometry | None:
+    """How this tensor sees the slot's storage; None if just as the op made it."""
+    shape = tensor.shape
+    stride = tensor.stride()
+    offset = tensor.storage_offset()
+    dtype = tensor.dtype
+    conj = dtype.is_complex and tensor.is_conj()
+    neg = tensor.is_neg()
+    if not offset and shape == slot.shape and stride == slot.stride and dtype is slot.dtype and not conj and not neg:
+        return None
+    return shape, stride, offset, dtype, conj, neg

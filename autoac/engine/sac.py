@@ -1,0 +1,109 @@
+"""Engine "sac": the decisions as a policy for torch's own selective activation checkpointing.
+
+`torch.utils.checkpoint` runs the region's Python code again; what the policy says to save is taken from forward. Early
+stop, nesting and determinism checks are torch's. The rules that this brings (no skip, random ops all saved or all
+recomputed, what changes state outside of the region must be saved) are rows of the ILP; `SacPolicy` enforces them
+once more on what really runs, since data-dependent control flow may bring ops in another order than the profile's.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autoac.compat import storage_key
+from autoac.engine.program import Program
+from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_tensors
+
+SAVE = CheckpointPolicy.MUST_SAVE
+RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one call of a region under torch's checkpoint with the plan's policy."""
+    return checkpoint(
+        functools.partial(forward, **kwargs),
+        *args,
+        use_reentrant=False,
+        context_fn=functools.partial(contexts, program),
+    )
+
+
+def contexts(program: Program) -> tuple[Any, Any]:
+    """The pair of contexts for `checkpoint(context_fn=...)`."""
+    return create_selective_checkpoint_contexts(SacPolicy(program), allow_cache_entry_mutation=True)
+
+
+class SacPolicy:
+    """`policy_fn(ctx, op, *args, **kwargs)` for one call of a region; make a new one for each call.
+
+    It answers by (overload, n-th call), which is also how torch matches the saved entries.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.counts: Counter[Any] = Counter()
+        self.recomputed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.read: set[int] = set()  # kept storages that a recomputed op reads
+        self.random: CheckpointPolicy | None = None  # what was decided for the region's first random op
+
+    def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        info = op_info(func)
+        if info.ignored:
+            # A value read by the host (`item`) steers Python code: the second run must read the same one.
+            views = any(isinstance(out, torch.Tensor) for out in tensors_in(ctx.op_output))
+            return RECOMPUTE if views else SAVE
+        nth = self.counts[func]
+        self.counts[func] += 1
+        decision = RECOMPUTE if self.program.by_call(func, nth) else SAVE
+        if not info.replayable or info.updates_statistics(args):
+            decision = SAVE
+        if info.writes:
+            decision = self._written(info, args, kwargs)
+        if info.random and info.draws_random(args):
+            decision = self._random(func, decision, in_place=bool(info.writes))
+        if decision is RECOMPUTE:
+            self._note(info, args, kwargs, ctx.op_output)
+        return decision
+
+    def _written(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:
+        """An in-place op goes with the op that made the storage; what is written outside of the region is saved."""
+        keys = {storage_key(tensor) for tensor in written_tensors(info, args, kwargs)}
+        if keys and all(self._is_recomputed(key) for key in keys):
+            return RECOMPUTE
+        if any(self._is_recomputed(key) for key in keys) or keys & self.read:
+            raise RuntimeError(self._refusal(f"{info.name} writes in place what recomputed ops have read"))
+        return SAVE
+
+    def _random(self, func: Any, decision: CheckpointPolicy, in_place: bool) -> CheckpointPolicy:
+        """One random state is stashed for the whole region: its random ops are all saved or all recomputed."""
+        if self.random is None:
+            self.random = decision
+        if decision is not self.random and in_place:
+            raise RuntimeError(self._refusal(f"{func} draws random numbers for one part of what is recomputed"))
+        return self.random
+
+    def _note(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        for tensor in read_tensors(info, args, kwargs):
+            if tensor.layout is torch.strided and not self._is_recomputed(storage_key(tensor)):
+                self.read.add(storage_key(tensor))
+        for tensor in tensors_in(result):
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                self.recomputed[storage._cdata] = weakref.ref(storage)
+
+    def _is_recomputed(self, key: int) -> bool:
+        storage = self.recomputed.get(key)
+        return storage is not None and storage() is not None
+
+    def _refusal(self, what: str) -> str:
+        return (
+            f"in region {self.program.region!r}, {what}: its ops run in another order than the profiled ones, and "
+            'selective checkpointing cannot recompute that exactly. Plan with engine="replay", which can.'
+        )

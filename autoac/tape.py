@@ -1,0 +1,509 @@
+"""Record one training step: every op and storage, what autograd saves and when it lets go, and in which module.
+
+NOTE [ The recorded step ]
+  1. It runs in as little memory as we can: some modules are run by the replay engine with everything recomputed.
+     Which modules, does not matter for the record: replayed ops are left out of it, and what the engine and autograd
+     hold is held as aliases (`_Alias`), so that the tape can tell when nobody else holds a storage any more.
+  2. So a storage's `free` is when Python and the rest of the step let go of it; what autograd saved is recorded on
+     its own, with the ticks of its first unpack and its release. From these `autoac_solver.build` derives the memory
+     of any choice of regions and decisions.
+  3. A storage that was there before the step is copied before it is first written, and put back at the end.
+  4. Under a dispatch mode, autograd sums gradients out of place where it would do so in place
+     (`isTensorSubclassLike` in engine code is true for every tensor then). Such a sum is recorded as what it is
+     without a mode, see `_accumulates`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoac.compat import current_node, disable_dispatch_modes, in_backward, storage_key, storage_users, version_of
+from autoac.engine.program import Program
+from autoac.engine.replay import Recording, ReplayCall
+from autoac.engine.replay import unpack as replay_unpack
+from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_tensors
+from autoac.timing import OpTimer, WorkspaceMeter
+from autoac.untouched import tensors_of
+from autoac_solver.profile import NEVER, ModuleCall, Op, Saved, Storage
+
+_CUDA_BLOCK_BYTES = 512
+
+
+class Tape(TorchDispatchMode):
+    """The dispatch mode that is below everything else while a step is recorded.
+
+    Args:
+        device: only storages on this device have a size; others are recorded with zero bytes.
+        meter: runs the ops, and measures what it measures by their signatures.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, device: torch.device, meter: OpTimer | WorkspaceMeter):
+        super().__init__()
+        self.device = device
+        self.meter = meter
+        self.tick = 0
+        self.suspended = 0
+        self.ops: list[dict[str, Any]] = []
+        self.storages: list[dict[str, Any]] = []
+        self.saved: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
+        self.call_stack: list[int] = []
+        self.replays: weakref.WeakSet[ReplayCall] = weakref.WeakSet()
+        self.views_s = 0.0
+        self._by_key: dict[int, int] = {}
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # storage -> aliases that a holder has
+        self._again: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._copies: dict[int, torch.Tensor] = {}  # resident storages as they were
+        self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
+        self._outside = ReplayCall(Program("", ()))
+
+    # -- ops ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.suspended:
+            return func(*args, **kwargs)
+        self._poll()
+        info = op_info(func)
+        if info.ignored:
+            for call in self.call_stack:
+                self.calls[call]["views"] += 1
+            result = func(*args, **kwargs)
+            self._register_new(tensors_in(result))  # a higher-order op makes storages, too
+            return result
+        return self._op(func, info, args, kwargs)
+
+    def _op(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        self.tick += 1
+        tick = self.tick
+        written = written_tensors(info, args, kwargs)
+        reads = self._ids(read_tensors(info, args, kwargs))
+        statistics = info.updates_statistics(args)
+        writes = [] if statistics else self._ids(written)
+        if statistics:
+            reads = [s for s in reads if s not in self._ids(written)]
+        for tensor in written:
+            self._before_write(tensor)
+        random_bytes = self._random_bytes(info, args, kwargs)
+        accumulates = self._accumulates(info, args)
+        result, signature = self.meter.run(func, info, args, kwargs)
+        if accumulates:
+            self._stand_in(result, for_tensor=args[0])
+            writes = reads[:1]
+        creates = self._register_new(tensors_in(result), tick)
+        self.ops.append(
+            {
+                "name": info.name,
+                "tick": tick,
+                "module": self.call_stack[-1] if self.call_stack else NEVER,
+                "backward": in_backward(),
+                "signature": signature,
+                "reads": tuple(dict.fromkeys(reads)),
+                "writes": tuple(dict.fromkeys(writes)),
+                "creates": tuple(creates),
+                "random_bytes": random_bytes,
+                "replayable": info.replayable and not any(_is_subclass(kind) for kind in map(type, args)),
+                "side_effect": statistics,
+                "uninitialised": info.uninitialised,
+            }
+        )
+        return result
+
+    def _random_bytes(self, info: OpInfo, args: Any, kwargs: Any) -> int:
+        if not info.draws_random(args):
+            return 0
+        generator = kwargs.get("generator") or torch.default_generator
+        return generator.get_state().nbytes
+
+    def _accumulates(self, info: OpInfo, args: Any) -> bool:
+        """Whether this is autograd adding up two gradients, which it does in place when no mode is active.
+
+        That is so if nobody but the engine holds the first one, and it was made by an earlier node than the one that
+        was just evaluated (a sum inside of a node's own formula has a term that this node made, or one that its
+        arguments still hold).
+        """
+        if info.name != "aten.add.Tensor" or not in_backward() or len(args) != 2:
+            return False
+        old, new = args
+        if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or old.shape != new.shape:
+            return False
+        key = storage_key(old)
+        known = self._by_key.get(key)
+        node = current_node()
+        return (
+            known is not None
+            and old.dtype == new.dtype
+            and storage_users(key) <= 2  # the engine's tensor, and this frame's wrapper
+            and old.is_contiguous() | old.is_contiguous(memory_format=torch.channels_last) | _is_dense(old)
+            and self._born_in.get(known) != _sequence(node)
+            and old._use_count() <= 2
+        )
+
+    def _stand_in(self, result: torch.Tensor, for_tensor: torch.Tensor) -> None:
+        """Let the result's storage be recorded as the other's: without a mode the op would have been in place."""
+        old_key = storage_key(for_tensor)
+        index = self._by_key.pop(old_key)
+        self._watch(result.untyped_storage(), index)
+
+    # -- storages ----------------------------------------------------------------------------------------------
+
+    def _ids(self, tensors: Any) -> list[int]:
+        return [index for index in map(self.storage_id, tensors) if index is not None]
+
+    def storage_id(self, tensor: torch.Tensor) -> int | None:
+        """Index of the tensor's storage; one not seen before was there before the step."""
+        if tensor.layout is not torch.strided:
+            return None
+        known = self._by_key.get(storage_key(tensor))
+        return self._register(tensor, NEVER) if known is None else known
+
+    def _register_new(self, tensors: Any, tick: int | None = None) -> list[int]:
+        created = []
+        for tensor in tensors:
+            if tensor.layout is torch.strided and storage_key(tensor) not in self._by_key:
+                created.append(self._register(tensor, self.tick if tick is None else tick))
+        return created
+
+    def _register(self, tensor: torch.Tensor, alloc: int) -> int:
+        index = len(self.storages)
+        storage = tensor.untyped_storage()
+        on_device = storage.device.type == self.device.type
+        self.storages.append(
+            {
+                "bytes": _allocated(storage.nbytes(), self.device) if on_device else 0,
+                "alloc": alloc,
+                "free": NEVER,
+                "backward": in_backward(),
+            }
+        )
+        self._watch(storage, index)
+        self._born_in[index] = _sequence(current_node())
+        return index
+
+    def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
+        key = storage._cdata
+        self._by_key[key] = index
+        self._refs[index] = weakref.ref(storage, lambda _: self._died(key, index))
+
+    def _died(self, key: int, index: int) -> None:
+        self.tick += 1
+        del self._by_key[key]
+        if self.storages[index]["free"] == NEVER:
+            self.storages[index]["free"] = self.tick
+
+    def _poll(self) -> None:
+        """Find the storages that only autograd's and the engine's aliases still hold."""
+        if not self._aliases:
+            return
+        gone = []
+        for index, aliases in self._aliases.items():
+            storage = self._refs[index]()
+            if storage is None:
+                gone.append(index)
+                continue
+            key = storage._cdata
+            del storage
+            alive = sum(alias() is not None for alias in aliases)
+            if alive and storage_users(key) <= alive:
+                gone.append(index)
+                self.tick += 1
+                self.storages[index]["free"] = self.tick
+            elif not alive:
+                gone.append(index)
+        for index in gone:
+            del self._aliases[index]
+
+    def _before_write(self, tensor: torch.Tensor) -> None:
+        index = self.storage_id(tensor)
+        if index is None:
+            return
+        key = storage_key(tensor)
+        with _Suspended(self), disable_dispatch_modes():
+            for call in self.replays:
+                if key in call.held:
+                    call.preserve(key)
+            if self.storages[index]["alloc"] == NEVER and index not in self._copies:
+                self._copies[index] = _whole(tensor.untyped_storage()).clone()
+
+    def restore(self) -> None:
+        """Put back what was written in storages that were there before the step."""
+        with torch.no_grad():
+            for index, copy in self._copies.items():
+                storage = self._refs[index]()
+                if storage is not None:
+                    _whole(storage).copy_(copy)
+        self._copies.clear()
+
+    # -- what autograd and the engine hold ---------------------------------------------------------------------
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Another tensor on the same storage, for a holder whose hold is not to count as Python's."""
+        alias = tensor.data  # not `detach`: that would hold the tensor's base as well
+        index = self.storage_id(tensor)
+        if index is not None and self.storages[index]["free"] == NEVER:
+            self._aliases.setdefault(index, []).append(weakref.ref(alias))
+        return alias
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The pack hook for code outside of the modules that the engine runs."""
+        alias = self.alias(tensor)
+        return self.watch(tensor, (alias, version_of(alias), self._outside))
+
+    def watch(self, tensor: torch.Tensor, packed: Any) -> Any:
+        """Record that autograd saved this tensor, and when it lets go of it."""
+        index = self.storage_id(tensor)
+        if index is None:
+            return _Watched(None, NEVER, packed)
+        self.tick += 1
+        self.saved.append(
+            {
+                "storage": index,
+                "module": self.call_stack[-1] if self.call_stack else NEVER,
+                "tick": self.tick,
+                "unpacked": NEVER,
+                "released": NEVER,
+            }
+        )
+        return _Watched(self, len(self.saved) - 1, packed)
+
+    def unpack(self, watched: _Watched) -> torch.Tensor:
+        """The unpack hook."""
+        if watched.tape is not None and self.saved[watched.index]["unpacked"] == NEVER:
+            self._poll()
+            self.tick += 1
+            self.saved[watched.index]["unpacked"] = self.tick
+        with _Suspended(self):
+            tensor = replay_unpack(watched.packed)
+        if watched.tape is not None and storage_key(tensor) not in self._by_key:
+            self._recomputed(tensor.untyped_storage(), self.saved[watched.index]["storage"])
+        return tensor
+
+    def _recomputed(self, storage: torch.UntypedStorage, index: int) -> None:
+        """Backward sees a recomputed storage: to the record it is the one that forward made."""
+        key = storage._cdata
+        self._by_key[key] = index
+        self._again[key] = weakref.ref(storage, lambda _: (self._by_key.pop(key), self._again.pop(key)))
+
+    # -- modules -----------------------------------------------------------------------------------------------
+
+    def enter(self, fqn: str, call: int, module: torch.nn.Module, inputs: Any) -> None:
+        """A module's forward begins."""
+        self.tick += 1
+        self.calls.append(
+            {
+                "fqn": fqn,
+                "call": call,
+                "parent": self.call_stack[-1] if self.call_stack else NEVER,
+                "class_name": type(module).__name__,
+                "grad": torch.is_grad_enabled(),
+                "start": self.tick,
+                "end": NEVER,
+                "inputs": tuple(dict.fromkeys(self._ids(tensors_of(inputs)))),
+                "views": 0,
+            }
+        )
+        self.call_stack.append(len(self.calls) - 1)
+
+    def leave(self) -> None:
+        """A module's forward ends."""
+        self.tick += 1
+        self.calls[self.call_stack.pop()]["end"] = self.tick
+
+    # -- the record --------------------------------------------------------------------------------------------
+
+    def finish(self, names: dict[int, tuple[str, str]], workspace: dict[Any, int]) -> dict[str, Any]:
+        """The tables of a `Profile`.
+
+        Args:
+            names: kind and name of the storages that are known, by storage key.
+            workspace: bytes by signature.
+        """
+        self._poll()
+        end = self.tick = self.tick + 1
+        for table, field in ((self.storages, "free"), (self.saved, "released"), (self.calls, "end")):
+            for row in table:
+                if row[field] == NEVER:
+                    row[field] = end
+        known = {index: names[key] for key, index in self._by_key.items() if key in names}
+        times = self.meter.medians() if isinstance(self.meter, OpTimer) else {}
+        return {
+            "end": end,
+            "tape": tuple(_op(row, times, workspace) for row in self.ops),
+            "storage_table": tuple(
+                _storage(row, *known.get(index, _kind(row))) for index, row in enumerate(self.storages)
+            ),
+            "saved": tuple(Saved(**row) for row in self.saved),
+            "calls": tuple(ModuleCall(**row) for row in self.calls),
+            "op_fingerprint": _fingerprint(row["name"] for row in self.ops),
+        }
+
+
+class _Watched:
+    """What autograd holds while a step is recorded; its death is the release."""
+
+    __slots__ = ("index", "packed", "tape")
+
+    def __init__(self, tape: Tape | None, index: int, packed: Any):
+        self.tape = tape
+        self.index = index
+        self.packed = packed
+
+    def __del__(self) -> None:
+        if self.tape is not None:
+            self.tape.tick += 1
+            self.tape.saved[self.index]["released"] = self.tape.tick
+
+
+class _Suspended:
+    """Ops in this context are not part of the step."""
+
+    def __init__(self, tape: Tape):
+        self.tape = tape
+
+    def __enter__(self) -> None:
+        self.tape.suspended += 1
+
+    def __exit__(self, *_: Any) -> None:
+        self.tape.suspended -= 1
+
+
+class LeanRecording(Recording):
+    """The replay engine while a step is recorded: everything is recomputed, and what is held is held by aliases."""
+
+    def __init__(self, tape: Tape, region: str):
+        super().__init__(ReplayCall(Program(region, ())))
+        self.tape = tape
+        tape.replays.add(self.call)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        info = op_info(func)
+        if info.ignored:
+            return func(*args, **(kwargs or {}))
+        return self._run(func, info, types, args, kwargs or {}, True)
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.tape.alias(tensor)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = super().pack(tensor)
+        if type(packed) is tuple:
+            alias = self.tape.alias(tensor)
+            packed = (alias, version_of(alias), self.call)
+        return self.tape.watch(tensor, packed)
+
+
+class Instrumented:
+    """Context: every module's forward tells the tape of its calls, and the lean modules run under the engine.
+
+    Args:
+        lean: the modules to run with everything recomputed.
+    """
+
+    def __init__(self, model: torch.nn.Module, tape: Tape, lean: set[torch.nn.Module]):
+        self.tape = tape
+        self.lean = lean
+        self.counts: Counter[torch.nn.Module] = Counter()
+        self.modules = [
+            (name, module)
+            for name, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+        ]
+        self.depth = 0  # of lean modules
+
+    def __enter__(self) -> None:
+        self.originals = [(module, module.__dict__.get("forward")) for _, module in self.modules]
+        for name, module in self.modules:
+            module.__dict__["forward"] = types.MethodType(self._wrapper(name, module), module)
+
+    def __exit__(self, *_: Any) -> None:
+        for module, original in self.originals:
+            if original is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = original
+
+    def _wrapper(self, name: str, module: torch.nn.Module) -> Callable[..., Any]:
+        original = module.__dict__.get("forward") or types.MethodType(type(module).forward, module)
+
+        def forward(_: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            number = self.counts[module]
+            self.counts[module] += torch.is_grad_enabled()
+            self.tape.enter(name, number, module, (args, kwargs))
+            try:
+                if module in self.lean and not self.depth and torch.is_grad_enabled():
+                    return self._run_lean(name, original, args, kwargs)
+                return original(*args, **kwargs)
+            finally:
+                self.tape.leave()
+
+        return forward
+
+    def _run_lean(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        recording = LeanRecording(self.tape, name)
+        self.depth += 1
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(recording.pack, self.tape.unpack), recording:
+                result = original(*args, **kwargs)
+        finally:
+            self.depth -= 1
+        recording.finish()
+        return result
+
+
+def _op(row: dict[str, Any], times: dict[Any, float], workspace: dict[Any, int]) -> Op:
+    row = dict(row)
+    signature = row.pop("signature")
+    return Op(**row, time_s=times.get(signature, 0.0), workspace_bytes=workspace.get(signature, 0))
+
+
+def _storage(row: dict[str, Any], kind: str, name: str) -> Storage:
+    return Storage(bytes=row["bytes"], alloc=row["alloc"], free=row["free"], kind=kind, name=name)
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, str]:
+    if row["alloc"] == NEVER:
+        return "Input", ""
+    return ("Temp" if row["backward"] else "Activation"), ""
+
+
+def _fingerprint(names: Any) -> str:
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _allocated(size: int, device: torch.device) -> int:
+    """What the device's allocator takes for this many bytes: CUDA's rounds up to its block size."""
+    if device.type != "cuda":
+        return size
+    return -(-size // _CUDA_BLOCK_BYTES) * _CUDA_BLOCK_BYTES
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The storage's bytes as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _sequence(node: Any) -> int:
+    return -1 if node is None else node._sequence_nr()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return torch._debug_has_internal_overlap(tensor) == 0 and tensor.numel() * tensor.element_size() == (
+        tensor.untyped_storage().nbytes()
+    )
+
+
+def _is_subclass(kind: type) -> bool:
+    return issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, torch.nn.Parameter)

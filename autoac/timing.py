@@ -1,0 +1,129 @@
+"""What a tape cannot see: the time of an op, and the bytes that are alive only inside it.
+
+Both are measured by signature (overload, shapes, strides, dtypes, scalars), so identical layers are measured once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Hashable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoac.compat import AllocationRanges
+from autoac.opinfo import OpInfo
+
+Signature = Hashable
+
+
+def signature_of(func: Any, args: Any, kwargs: Any) -> Signature:
+    """What the time and the workspace of an op depend on."""
+    return func, tuple(map(_describe, args)), tuple((name, _describe(value)) for name, value in kwargs.items())
+
+
+def _describe(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return tuple(value.shape), value.layout, value.dtype, value.device
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_describe, value))
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+@dataclass
+class WorkspaceMeter:
+    """Runs ops and measures the most bytes that are alive inside each, on top of what it leaves behind.
+
+    Only on CPU, by the profiler's allocation events; use it within `measuring()`.
+    """
+
+    def __post_init__(self) -> None:
+        self.workspace_bytes: dict[Signature, int] = {}
+        self._ranges: AllocationRanges | None = None
+        self._names: dict[str, Signature] = {}
+
+    @contextmanager
+    def measuring(self):
+        """Context in which `run` measures; the results are there after it."""
+        with AllocationRanges() as self._ranges:
+            yield self
+        for name, deltas in self._ranges.deltas.items():
+            self.workspace_bytes[self._names[name]] = _workspace(deltas)
+
+    def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
+        """Run the op once; the first time a signature comes, measured."""
+        signature = signature_of(func, args, kwargs)
+        if signature in self.workspace_bytes or self._ranges is None:
+            return func(*args, **kwargs), signature
+        self.workspace_bytes[signature] = 0
+        name = f"autoac workspace {len(self._names)}"
+        self._names[name] = signature
+        with self._ranges.range(name):
+            return func(*args, **kwargs), signature
+
+
+def _workspace(deltas: list[int]) -> int:
+    live = peak = 0
+    for delta in deltas:
+        live += delta
+        peak = max(peak, live)
+    return peak - max(live, 0)
+
+
+class OpTimer:
+    """Runs ops and measures their times.
+
+    An op without side effects is run several times on its real arguments when its signature first comes, each result
+    dropped before the next run, so that no more memory is taken. Any other op is timed whenever it runs.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.samples: dict[Signature, list[float]] = {}
+
+    def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
+        """Run the op, and tell its result and signature."""
+        signature = signature_of(func, args, kwargs)
+        samples = self.samples.setdefault(signature, [])
+        repeatable = not info.writes and not info.random and not info.updates_statistics(args) and info.replayable
+        if repeatable and not samples:
+            first = self._time(func, args, kwargs, samples)[1]
+            for _ in range(_repeats(first) - 1):
+                self._time(func, args, kwargs, samples)
+            if len(samples) > 1:
+                del samples[0]  # the first run of a shape may set things up
+        result, _ = self._time(func, args, kwargs, samples)
+        return result, signature
+
+    def _time(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> tuple[Any, float]:
+        if self.device.type == "cuda":
+            return self._time_on_cuda(func, args, kwargs, samples)
+        start = time.perf_counter()
+        result = func(*args, **kwargs)
+        elapsed = time.perf_counter() - start
+        samples.append(elapsed)
+        return result, elapsed
+
+    def _time_on_cuda(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> tuple[Any, float]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        result = func(*args, **kwargs)
+        end.record()
+        end.synchronize()
+        elapsed = start.elapsed_time(end) * 1e-3
+        samples.append(elapsed)
+        return result, elapsed
+
+    def medians(self) -> dict[Signature, float]:
+        """Seconds by signature."""
+        return {signature: statistics.median(samples) for signature, samples in self.samples.items()}
+
+
+def _repeats(first_s: float) -> int:
+    """How often to run an op: often while it is short, so that profiling stays within a few steps."""
+    return max(2, min(7, int(0.1 / max(first_s, 1e-6))))

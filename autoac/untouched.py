@@ -1,0 +1,94 @@
+"""Run steps of a model and leave no trace: parameters, buffers, gradients, random states, attributes are put back."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def untouched(model: torch.nn.Module, sample: Any) -> Iterator[None]:
+    """Put everything a step changes back, also when it fails.
+
+    Values that are written in place are not copied here (that would double the parameters' memory): the recording
+    copies a storage before its first write and puts it back itself, see `Tape.restore`.
+    """
+    modules = [(module, _attributes(module)) for module in model.modules()]
+    leaves = [*model.parameters(), *(t for t in tensors_of(sample) if t.is_leaf)]
+    gradients = [(tensor, tensor.grad) for tensor in leaves]
+    states = _random_states(model)
+    for tensor, _ in gradients:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for module, attributes in modules:
+            _restore(module, attributes)
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
+        for put_back, state in states:
+            put_back(state)
+
+
+def random_states(model: torch.nn.Module) -> list[Any]:
+    """Every random state that a step of this model may advance, in a fixed order."""
+    return [state for _, state in _random_states(model)]
+
+
+def _random_states(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    states: list[tuple[Any, Any]] = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+    ]
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"]
+        states.append((numpy.random.set_state, numpy.random.get_state()))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    for module in model.modules():
+        for value in module.__dict__.values():
+            if isinstance(value, torch.Generator):
+                states.append((value.set_state, value.get_state()))
+    return states
+
+
+_CONTAINERS = (dict, set, list)
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
+    """The module's attributes, and the contents of those that are containers (its parameters, buffers, hooks, ...)."""
+    return {
+        name: (value, value.copy() if isinstance(value, _CONTAINERS) else None)
+        for name, value in module.__dict__.items()
+    }
+
+
+def _restore(module: torch.nn.Module, attributes: dict[str, tuple[Any, Any]]) -> None:
+    module.__dict__.clear()
+    for name, (value, contents) in attributes.items():
+        module.__dict__[name] = value
+        if isinstance(value, list):
+            value[:] = contents
+        elif isinstance(value, _CONTAINERS):
+            value.clear()
+            value.update(contents)
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a nest of tuples, lists, mappings and data classes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif hasattr(value, "values") and callable(value.values):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_of(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors_of(getattr(value, name, None))

@@ -1,0 +1,456 @@
+"""From a profile, a choice of regions and an engine to the problem that is solved.
+
+The tape shows the step with nothing held by a plan. Here we add what a plan does: a region's ops are run again where
+its backward begins (its first unpack), and storages live as long as their holders.
+
+Replay engine. A storage dies when Python and the rest of the step let go of it, but lives on
+  - until autograd releases it, if autograd saved it: always when another region or the code around regions saved it;
+    while its unit is kept when its own region did (for a recomputed unit, the replayed copy lives until then);
+  - until the replay of an op that reads it, if that op is recomputed and the storage is not (or is another region's).
+Sac engine. The region's Python code runs again, so a replayed copy, and a saved entry once the second run has passed
+it, live as long as Python and autograd want. A wrapped region keeps its inputs and one random state until its last
+release, and what is not recomputed is saved whether somebody needs it or not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Unit
+from autoac_solver.profile import NEVER, Profile
+
+CPU_RANDOM_STATE_BYTES = 5056
+"""Size of a CPU generator's state; `torch.utils.checkpoint` stashes one for each region."""
+
+
+@dataclass(frozen=True)
+class RegionTape:
+    """One region on the tape.
+
+    Args:
+        call: index of its module call.
+        ops: its ops, in order.
+        unit_of: for each of `ops`, the unit it belongs to, -1 if it is never recomputed.
+        free_of_choice: for each of `ops`, whether it may be called recomputed without ever running again (sac: it
+            comes after the last tensor that autograd saves, so early stop spares it).
+    """
+
+    call: int
+    ops: tuple[int, ...]
+    unit_of: tuple[int, ...]
+    free_of_choice: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A problem, and what its regions and units stand for."""
+
+    engine: str
+    regions: tuple[RegionTape, ...]
+    problem: Problem
+    unit_storages: tuple[tuple[int, ...], ...] = field(repr=False, default=())
+
+    def steps(self, profile: Profile, region: int, recomputed: Sequence[bool]) -> tuple[tuple[str, bool], ...]:
+        """Overload and decision of every op of a region, in order."""
+        tape = self.regions[region]
+        return tuple(
+            (profile.tape[op].name, spared or (unit >= 0 and bool(recomputed[unit])))
+            for op, unit, spared in zip(tape.ops, tape.unit_of, tape.free_of_choice, strict=True)
+        )
+
+
+def build(profile: Profile, regions: Sequence[int], engine: str) -> Built:
+    """The problem for these regions under this engine.
+
+    Args:
+        regions: module calls, none inside another; those without anything to decide on are left out.
+        engine: "replay" or "sac".
+    """
+    return _Builder(profile, regions, engine).built()
+
+
+class _Region:
+    """A region while the problem is built."""
+
+    def __init__(self, profile: Profile, call: int, ops: range, saved: list[int]):
+        self.call = call
+        self.ops = ops
+        self.saved = saved
+        record = profile.calls[call]
+        self.start, self.end = record.start, record.end
+        self.begin_backward = min(
+            (profile.saved[s].unpacked for s in saved if profile.saved[s].unpacked != NEVER), default=NEVER
+        )
+        self.last_save = max((profile.saved[s].tick for s in saved), default=NEVER)
+        self.last_release = max((profile.saved[s].released for s in saved), default=NEVER)
+        self.index = -1  # among the problem's regions
+        self.first_position = -1  # of its replay window
+        self.rerun: dict[int, int] = {}  # op -> position of its replay
+        self.window_end = -1
+
+    def owns(self, tick: int) -> bool:
+        return self.start <= tick < self.end
+
+
+class _Builder:
+    def __init__(self, profile: Profile, regions: Sequence[int], engine: str):
+        if engine not in ("replay", "sac"):
+            raise ValueError(f"engine is {engine!r}; known are 'replay' and 'sac'")
+        self.profile = profile
+        self.engine = engine
+        self.ticks = [op.tick for op in profile.tape]
+        self.regions = self._regions(regions)
+        self.region_of_storage = self._owners()
+        self.unit_of_op: dict[int, int] = {}
+        self.unit_of_storage: dict[int, int] = {}
+        self.units: list[Unit] = []
+        self.writes: dict[int, list[int]] = {}  # storage -> ticks at which it is written
+        for op in profile.tape:
+            for storage in op.writes:
+                self.writes.setdefault(storage, []).append(op.tick)
+        for region in self.regions:
+            self._add_units(region)
+        self._place_windows()
+
+    # -- regions and units -------------------------------------------------------------------------------------
+
+    def _regions(self, calls: Sequence[int]) -> list[_Region]:
+        saved_ticks = [(s.tick, i) for i, s in enumerate(self.profile.saved)]
+        saved_ticks.sort()
+        found = []
+        for call in calls:
+            record = self.profile.calls[call]
+            ops = range(bisect_left(self.ticks, record.start), bisect_left(self.ticks, record.end))
+            first = bisect_left(saved_ticks, (record.start, -1))
+            last = bisect_left(saved_ticks, (record.end, -1))
+            region = _Region(self.profile, call, ops, [i for _, i in saved_ticks[first:last]])
+            if record.grad and ops and region.begin_backward != NEVER:
+                found.append(region)
+        found.sort(key=lambda region: region.start)
+        for index, region in enumerate(found):
+            region.index = index
+        return found
+
+    def _owners(self) -> dict[int, _Region]:
+        owners = {}
+        for region in self.regions:
+            for op in region.ops:
+                for storage in self.profile.tape[op].creates:
+                    owners[storage] = region
+        return owners
+
+    def _add_units(self, region: _Region) -> None:
+        """Group the region's ops into units: ops that write a common storage of the region belong together."""
+        tape = self.profile.tape
+        group: dict[int, int] = {}  # storage -> representative storage
+
+        def find(storage: int) -> int:
+            while group[storage] != storage:
+                storage = group[storage]
+            return storage
+
+        own_of = {}
+        for op in region.ops:
+            own = [*tape[op].creates, *(s for s in tape[op].writes if self.region_of_storage.get(s) is region)]
+            own_of[op] = own
+            for storage in own:
+                group.setdefault(storage, storage)
+                group[find(storage)] = find(own[0])
+        members: dict[int, list[int]] = {}
+        for op, own in own_of.items():
+            if own:
+                members.setdefault(find(own[0]), []).append(op)
+        for ops in members.values():
+            index = len(self.units)
+            for op in ops:
+                self.unit_of_op[op] = index
+                for storage in own_of[op]:
+                    self.unit_of_storage[storage] = index
+            self.units.append(Unit(region=region.index, time_s=0.0, ops=tuple(ops)))
+        first_unit = len(self.units) - len(members)
+        opaque = self._opaque_storages(region)
+        for index in range(first_unit, len(self.units)):
+            self.units[index] = self._unit(region, index, opaque)
+        if self.engine == "sac":
+            self._tie_random_units(range(first_unit, len(self.units)))
+
+    def _unit(self, region: _Region, index: int, opaque: set[int]) -> Unit:
+        ops = self.units[index].ops
+        must_save, requires = False, set()
+        for op in ops:
+            record = self.profile.tape[op]
+            own = {*record.creates, *(s for s in record.writes if self.region_of_storage.get(s) is region)}
+            must_save |= not record.replayable or bool(own & opaque)
+            must_save |= bool(set(record.writes) - own)  # it changes something outside of the region as well
+            must_save |= record.side_effect and self.engine == "sac"
+            for storage in record.reads:
+                if not self._written_after(storage, record.tick, region.begin_backward):
+                    continue
+                owner = self.unit_of_storage.get(storage, -1)
+                if self.region_of_storage.get(storage) is not region or owner < 0:
+                    must_save = True  # when it runs again its input is no longer what it was
+                elif owner != index:
+                    requires.add(owner)
+        reruns = [op for op in ops if self.engine == "replay" or self.profile.tape[op].tick < region.last_save]
+        time_s = sum(self.profile.tape[op].time_s for op in reruns)
+        if self.engine == "replay":
+            time_s += len(ops) * self.profile.costs.replay_record
+        return Unit(region.index, time_s, must_save, tuple(sorted(requires)), -1, ops)
+
+    def _opaque_storages(self, region: _Region) -> set[int]:
+        """Storages that are read, or saved by autograd, before any visible op has written them."""
+        raw, opaque = set(), set()
+        saves = sorted((self.profile.saved[s].tick, self.profile.saved[s].storage) for s in region.saved)
+        cursor = 0
+        for op in region.ops:
+            record = self.profile.tape[op]
+            while cursor < len(saves) and saves[cursor][0] < record.tick:
+                opaque |= raw & {saves[cursor][1]}
+                cursor += 1
+            opaque |= raw & (set(record.reads) - set(record.writes))
+            raw -= set(record.writes)
+            if record.uninitialised:
+                raw |= set(record.creates)
+        return opaque | (raw & {storage for _, storage in saves[cursor:]})
+
+    def _written_after(self, storage: int, tick: int, before: int) -> bool:
+        ticks = self.writes.get(storage, ())
+        position = bisect_right(ticks, tick)
+        return position < len(ticks) and ticks[position] < before
+
+    def _tie_random_units(self, units: range) -> None:
+        """Torch stashes one random state a region: its random ops are all saved or all recomputed."""
+        random = [u for u in units if any(self.profile.tape[op].random_bytes for op in self.units[u].ops)]
+        must_save = any(self.units[u].must_save for u in random)
+        for unit in random:
+            old = self.units[unit]
+            same_as = random[0] if unit != random[0] else -1
+            self.units[unit] = Unit(old.region, old.time_s, must_save, old.requires, same_as, old.ops)
+
+    # -- positions ---------------------------------------------------------------------------------------------
+
+    def _place_windows(self) -> None:
+        """The axis: the tape's ops in order, and before the first unpack of each region its ops once more."""
+        windows = sorted(self.regions, key=lambda region: region.begin_backward)
+        self.position_op: list[int] = []
+        self.position_replayed: list[bool] = []
+        self.position_ticks: list[int] = []  # ops of a window stand at the tick of its first unpack
+        next_op = 0
+        for region in windows:
+            stop = bisect_left(self.ticks, region.begin_backward)
+            self._append(range(next_op, stop), False, None)
+            next_op = stop
+            region.first_position = len(self.position_op)
+            ops = [
+                op
+                for op in region.ops
+                if op in self.unit_of_op and (self.engine == "replay" or self.ticks[op] < region.last_save)
+            ]
+            region.rerun = {op: region.first_position + i for i, op in enumerate(ops)}
+            self._append(ops, True, region.begin_backward)
+            region.window_end = len(self.position_op)
+        self._append(range(next_op, len(self.ticks)), False, None)
+        self.forward_position = {
+            op: p
+            for p, (op, again) in enumerate(zip(self.position_op, self.position_replayed, strict=True))
+            if not again
+        }
+
+    def _append(self, ops: Sequence[int], replayed: bool, tick: int | None) -> None:
+        self.position_op.extend(ops)
+        self.position_replayed.extend([replayed] * len(ops))
+        self.position_ticks.extend(self.ticks[op] if tick is None else tick for op in ops)
+
+    def _position(self, tick: int) -> int:
+        """First position at or after this tick: what dies at a tick is not alive there."""
+        return bisect_left(self.position_ticks, tick)
+
+    # -- instances ---------------------------------------------------------------------------------------------
+
+    def built(self) -> Built:
+        """The problem, with what its units stand for."""
+        instances = [*self._storage_instances(), *self._op_instances()]
+        costs = self.profile.costs
+        wraps = []
+        for region in self.regions:
+            record = self.profile.calls[region.call]
+            per_op, per_saved, per_call = (
+                (costs.replay_op, costs.replay_saved, costs.replay_call)
+                if self.engine == "replay"
+                else (costs.sac_op, costs.sac_saved, costs.sac_call)
+            )
+            wrap_s = per_op * (len(region.ops) + record.views) + per_saved * len(region.saved) + per_call
+            wraps.append(RegionCost(wrap_s, self.profile.module_name(region.call)))
+        problem = Problem(
+            n_positions=len(self.position_op),
+            resident_bytes=self.profile.resident_bytes,
+            step_s=self.profile.step_s,
+            units=tuple(self.units),
+            regions=tuple(wraps),
+            instances=tuple(instances),
+            position_op=tuple(self.position_op),
+            position_replayed=tuple(self.position_replayed),
+        )
+        storages: list[list[int]] = [[] for _ in self.units]
+        for storage, unit in self.unit_of_storage.items():
+            storages[unit].append(storage)
+        return Built(
+            self.engine,
+            tuple(self._region_tape(region) for region in self.regions),
+            problem,
+            tuple(tuple(sorted(group)) for group in storages),
+        )
+
+    def _region_tape(self, region: _Region) -> RegionTape:
+        spared = tuple(self.engine == "sac" and self.ticks[op] > region.last_save for op in region.ops)
+        units = tuple(self.unit_of_op.get(op, -1) for op in region.ops)
+        return RegionTape(region.call, tuple(region.ops), units, spared)
+
+    def _storage_instances(self) -> list[Instance]:
+        saved_of: dict[int, list[int]] = {}
+        for index, saved in enumerate(self.profile.saved):
+            saved_of.setdefault(saved.storage, []).append(index)
+        reads_of: dict[int, list[int]] = {}
+        for region in self.regions:
+            for op in region.ops:
+                if op in self.unit_of_op:
+                    for storage in self.profile.tape[op].reads:
+                        reads_of.setdefault(storage, []).append(op)
+        inputs_of: dict[int, list[_Region]] = {}
+        for region in self.regions:
+            for storage in set(self.profile.calls[region.call].inputs):
+                inputs_of.setdefault(storage, []).append(region)
+        add = self._replay_instances if self.engine == "replay" else self._sac_instances
+        instances: list[Instance] = []
+        for index, storage in enumerate(self.profile.storage_table):
+            if storage.alloc == NEVER or not storage.bytes:
+                continue
+            saves = saved_of.get(index, [])
+            instances += add(index, saves, reads_of.get(index, []), inputs_of.get(index, []))
+        return instances
+
+    def _life(self, storage: int, saves: list[int]) -> tuple[int, int, int]:
+        """Start, end whatever is decided, and the end of what its own region's autograd wants (-1: nothing)."""
+        record = self.profile.storage_table[storage]
+        region = self.region_of_storage.get(storage)
+        end, own_end = record.free, NEVER
+        decided = storage in self.unit_of_storage and not self.units[self.unit_of_storage[storage]].must_save
+        for index in saves:
+            saved = self.profile.saved[index]
+            if decided and region is not None and region.owns(saved.tick):
+                own_end = max(own_end, saved.released)
+            else:
+                end = max(end, saved.released)
+        start = self._position(record.alloc)
+        return start, self._position(end), NEVER if own_end == NEVER else self._position(own_end)
+
+    def _replay_instances(
+        self, storage: int, saves: list[int], reads: list[int], inputs: list[_Region]
+    ) -> list[Instance]:
+        size = self.profile.storage_table[storage].bytes
+        unit = self.unit_of_storage.get(storage, -1)
+        region = self.region_of_storage.get(storage)
+        start, end, own_end = self._life(storage, saves)
+        recomputable = unit >= 0 and not self.units[unit].must_save
+        kept: list[Holder] = []
+        again: list[Holder] = []
+        if own_end != NEVER:
+            kept.append(Holder(own_end, Condition(kept=unit)))
+            again.append(Holder(own_end))
+        for op in reads:
+            reader = self.unit_of_op[op]
+            home = self.regions[self.units[reader].region]
+            if op not in home.rerun or self.units[reader].must_save:
+                continue
+            until = home.rerun[op] + 1
+            if home is not region or not recomputable:
+                kept.append(Holder(until, Condition(recomputed=reader)))
+            elif reader == unit:
+                again.append(Holder(until))
+            else:
+                if until > own_end:
+                    kept.append(Holder(until, Condition(recomputed=reader, kept=unit)))
+                again.append(Holder(until, Condition(recomputed=reader)))
+        instances = [_instance(size, start, end, ALWAYS, kept, storage)]
+        if recomputable and region is not None:
+            first = min(region.rerun[op] for op in self.units[unit].ops if storage in self.profile.tape[op].creates)
+            instances.append(_instance(size, first, first + 1, Condition(recomputed=unit), again, storage))
+        return instances
+
+    def _sac_instances(
+        self, storage: int, saves: list[int], reads: list[int], inputs: list[_Region]
+    ) -> list[Instance]:
+        record = self.profile.storage_table[storage]
+        unit = self.unit_of_storage.get(storage, -1)
+        region = self.region_of_storage.get(storage)
+        start, end, own_end = self._life(storage, saves)
+        holders = [
+            Holder(self._position(taker.last_release), Condition(wrapped=taker.index))
+            for taker in inputs
+            if taker is not region
+        ]
+        if unit < 0 or region is None:
+            return [_instance(record.bytes, start, end, ALWAYS, holders, storage)]
+        made = [region.rerun[op] for op in self.units[unit].ops if op in region.rerun]
+        decided = not self.units[unit].must_save
+        if own_end != NEVER:
+            holders.append(Holder(own_end, Condition(kept=unit)))
+        instances = []
+        if made:
+            first = min(made)
+            gone = max(self._rerun_free(region, record.free), first + 1)
+            holders.append(Holder(gone, Condition(kept=unit if decided else -1, wrapped=region.index)))
+            if decided:
+                again = [] if own_end == NEVER else [Holder(own_end)]
+                instances.append(_instance(record.bytes, first, gone, Condition(recomputed=unit), again, storage))
+        return [_instance(record.bytes, start, end, ALWAYS, holders, storage), *instances]
+
+    def _rerun_free(self, region: _Region, free: int) -> int:
+        """Where the second run of the region's code lets go of what the first let go of at tick `free`."""
+        if free > region.end:
+            return region.window_end
+        past = [position for op, position in region.rerun.items() if self.ticks[op] < free]
+        return max(past, default=region.first_position - 1) + 1
+
+    def _op_instances(self) -> list[Instance]:
+        """Workspace and random-number states."""
+        instances = []
+        on_cpu = self.profile.device.split(":")[0] == "cpu"
+        for position, op in enumerate(self.position_op):
+            record = self.profile.tape[op]
+            unit = self.unit_of_op.get(op, -1)
+            again = self.position_replayed[position]
+            if again and self.units[unit].must_save:
+                continue
+            exists = Condition(recomputed=unit) if again else ALWAYS
+            extra = record.workspace_bytes
+            if again and self.engine == "replay" and on_cpu:
+                extra += record.random_bytes  # the generator's own state, put back after the replay
+                if record.random_bytes:
+                    start = self.forward_position[op]
+                    instances.append(Instance(record.random_bytes, start, position + 1, exists))
+            if extra:
+                instances.append(Instance(extra, position, position + 1, exists))
+        if self.engine == "sac" and on_cpu:
+            for region in self.regions:
+                exists = Condition(wrapped=region.index)
+                start, end = self._position(region.start), self._position(region.last_release)
+                instances.append(Instance(CPU_RANDOM_STATE_BYTES, start, end, exists))
+                instances.append(
+                    Instance(CPU_RANDOM_STATE_BYTES, region.first_position, region.window_end, exists)
+                )
+        return instances
+
+
+def _instance(
+    size: int, start: int, end: int, exists: Condition, holders: list[Holder], storage: int
+) -> Instance:
+    """An instance without the holders that can never matter: those that end no later than another always does."""
+    always = max([end, *(h.end for h in holders if h.when == ALWAYS)])
+    longest: dict[Condition, int] = {}
+    for holder in holders:
+        if holder.end > always:
+            longest[holder.when] = max(longest.get(holder.when, 0), holder.end)
+    return Instance(size, start, always, exists, tuple(Holder(e, w) for w, e in longest.items()), storage)

@@ -1,0 +1,93 @@
+"""Everything that autoac raises on purpose; the message is the reader's next step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoac_solver.format import format_bytes
+
+
+class AutoacError(Exception):
+    """The base of all errors below."""
+
+
+class BudgetFormatError(AutoacError, ValueError):
+    """A budget that cannot be read as an amount of memory."""
+
+
+class ProfileError(AutoacError):
+    """A profile or plan file that is damaged, incomplete, or written by a newer version."""
+
+
+class PlanMismatchError(AutoacError):
+    """A plan applied to something else than it was made for."""
+
+
+class ProfilingError(AutoacError):
+    """The step could not be recorded."""
+
+
+class NoPlanInTimeError(AutoacError):
+    """The time limit passed before any plan within the budget was found; there may be one."""
+
+
+class InfeasibleBudgetError(AutoacError):
+    """No plan meets the budget.
+
+    Whoever knows the model fills in `where`, `holders` and `suggestions`; the message is composed when it is read.
+
+    Attributes:
+        budget_bytes: what was asked.
+        minimum_bytes: the least peak of any plan, a budget that succeeds; where not `proven`, the least found.
+        proven: whether nothing below `minimum_bytes` is possible.
+        recomputed: the plan that reaches `minimum_bytes`, a bool per unit.
+        peak_position: the position of its peak.
+        where: op, module and phase of the peak.
+        holders: (kind, module, bytes) of what holds the peak, largest first.
+        suggestions: what would lower it.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        minimum_bytes: int,
+        proven: bool = True,
+        recomputed: tuple[bool, ...] = (),
+        peak_position: int = -1,
+    ) -> None:
+        super().__init__(budget_bytes, minimum_bytes, proven, recomputed, peak_position)
+        self.budget_bytes = budget_bytes
+        self.minimum_bytes = minimum_bytes
+        self.proven = proven
+        self.recomputed = recomputed
+        self.peak_position = peak_position
+        self.where = ""
+        self.holders: Sequence[tuple[str, str, int]] = ()
+        self.suggestions: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([self._headline(), *self._peak_lines(), *self._suggestion_lines()])
+
+    def _headline(self) -> str:
+        asked, least = format_bytes(self.budget_bytes), format_bytes(self.minimum_bytes)
+        if self.proven:
+            return (
+                f"No plan fits a budget of {asked}: the least possible peak is {least}. "
+                f"Ask for budget={self.minimum_bytes} (bytes) or more."
+            )
+        return (
+            f"No plan fits a budget of {asked}, and the least peak found in the time given is {least}; a lower one "
+            f"was not ruled out. Ask for budget={self.minimum_bytes} (bytes) or more, or give more time."
+        )
+
+    def _peak_lines(self) -> list[str]:
+        lines = [f"The peak of that plan lies at {self.where}."] if self.where else []
+        if self.holders:
+            lines.append("It is held by:")
+            lines += [f"  {kind:<12} {module or '-'}  {format_bytes(size)}" for kind, module, size in self.holders]
+        return lines
+
+    def _suggestion_lines(self) -> list[str]:
+        if not self.suggestions:
+            return []
+        return ["What would lower it:", *(f"  - {suggestion}" for suggestion in self.suggestions)]

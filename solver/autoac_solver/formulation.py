@@ -1,0 +1,187 @@
+"""The integer program of a problem, with memory rows added where they turn out to be needed. See the README."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pulp
+
+from autoac_solver.backends import Program
+from autoac_solver.conditions import Algebra
+from autoac_solver.memory import MemoryModel, MemoryRow
+from autoac_solver.problem import Problem
+
+_COST_RANGE = 1e4
+"""What recomputing everything costs in the objective: solvers work to absolute tolerances of about 1e-6."""
+_TOLERANCE = 1e-5
+"""By how much solvers may break a row."""
+_PEAK = 0
+"""Stands for the peak where other variables are named by their positive literal."""
+
+
+class Formulation:
+    """Decisions, rules and costs of a problem, and memory rows at some positions.
+
+    Args:
+        problem: not changed.
+        algebra, memory: the problem's.
+        budget_bytes: what the memory rows allow; None minimises the peak instead of the time.
+        minimise_time: False looks for just any plan within the budget.
+
+    Attributes:
+        program: for the solver.
+        positions: those that have a memory row.
+        impossible: a row, left out of the program, cannot be met whatever is decided.
+        cost_per_s: units of the objective in a second.
+        unit_bytes: the bytes that count as 1 in the memory rows.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        algebra: Algebra,
+        memory: MemoryModel,
+        budget_bytes: int | None,
+        *,
+        minimise_time: bool = True,
+    ) -> None:
+        self._problem, self._algebra, self._memory = problem, algebra, memory
+        self._budget_bytes = budget_bytes
+        self.program = Program(pulp.LpProblem("autoac", pulp.LpMinimize), [])
+        self.positions: set[int] = set()
+        self.impossible = False
+        self.unit_bytes = max([1, *(instance.bytes for instance in problem.instances)])
+        total_s = sum(unit.time_s for unit in problem.units) + sum(region.wrap_s for region in problem.regions)
+        self.cost_per_s = _COST_RANGE / total_s if total_s > 0 else 1.0
+        self._column: dict[int, int] = {}
+        self._add_decisions()
+        self._add_rules()
+        if budget_bytes is None:
+            self._add_variable(_PEAK, "peak", None)
+            objective = [(self._variable(_PEAK), 1.0)]
+        else:
+            objective = self._costs() if minimise_time else []
+        self.program.model.setObjective(pulp.LpAffineExpression(objective))
+
+    def decisions(self, values: np.ndarray) -> np.ndarray:
+        """A float per unit and region, from the solver's values."""
+        algebra = self._algebra
+        units = [self._column[algebra.recomputed(u)] for u in range(len(self._problem.units))]
+        regions = [self._column[algebra.wrapped(k)] for k in range(len(self._problem.regions))]
+        return values[units + regions]
+
+    def point(self, decisions: np.ndarray, peak_bytes: int) -> np.ndarray:
+        """The solver's values for decisions that are whole numbers and for their peak."""
+        above_resident = (peak_bytes - self._problem.resident_bytes) / self.unit_bytes
+        by_literal = np.concatenate([[above_resident], self._memory.evaluate(decisions)])
+        return by_literal[list(self._column)]
+
+    def allows(self, peak_bytes: int) -> bool:
+        """Whether a plan of this peak is a solution."""
+        return self._budget_bytes is None or peak_bytes <= self._budget_bytes
+
+    def limit_bytes(self, values: np.ndarray) -> float:
+        """What a solution promises to stay under: the budget, or the peak that it found, give or take its tolerance."""
+        if self._budget_bytes is not None:
+            return self._budget_bytes
+        return self._problem.resident_bytes + (values[self._column[_PEAK]] + _TOLERANCE) * self.unit_bytes
+
+    def add_rows(self, positions: Iterable[int]) -> bool:
+        """Add the memory rows of positions that have none yet; tell whether there were any."""
+        new = sorted(set(positions) - self.positions)
+        for position in new:
+            self._add_memory_row(self._memory.row(position))
+        self.positions.update(new)
+        return bool(new)
+
+    def add_covers(self, positions: Iterable[int], decisions: np.ndarray) -> None:
+        """Forbid decisions that exceed the budget at positions by less than the solver's tolerance.
+
+        Of the literals that are true there, the largest that together exceed the budget cannot all be true again; nor
+        can as many out of these and all that are as large as the largest. With coefficients of one, no tolerance lets
+        that pass.
+
+        Args:
+            positions: where the budget is exceeded although there is a row.
+            decisions: 0 or 1 per unit and region.
+        """
+        truth = np.append(0.0, self._memory.evaluate(decisions)) > 0.5
+        for position in positions:
+            row = self._memory.row(position)
+            true = np.flatnonzero(truth[np.abs(row.literals)] == (row.literals > 0))
+            true = true[np.argsort(-row.bytes[true], kind="stable")]
+            size = 1 + int(np.searchsorted(np.cumsum(row.bytes[true]), self._left_bytes(row), side="right"))
+            in_row = row.bytes >= row.bytes[true[0]]
+            in_row[true[:size]] = True
+            self._add_row([(literal, 1.0) for literal in row.literals[in_row].tolist()], pulp.LpConstraintLE, size - 1)
+
+    def _add_decisions(self) -> None:
+        """A binary for each unit, shared by those decided alike; a region's follows from its units'."""
+        for unit in sorted(set(self._algebra.twin)):
+            self._add_variable(self._algebra.recomputed(unit), f"r{unit}", 1.0, pulp.LpInteger)
+        for region in range(len(self._problem.regions)):
+            self._add_variable(self._algebra.wrapped(region), f"w{region}", 1.0)
+        for literal in self._algebra.never:
+            if literal in self._column:
+                self._variable(literal).upBound = 0.0
+
+    def _add_rules(self) -> None:
+        """r <= what it brings: the units that it requires, and the wrapping of its region."""
+        for unit in sorted(set(self._algebra.twin)):
+            literal = self._algebra.recomputed(unit)
+            if literal not in self._algebra.never:
+                for brought in sorted(self._algebra.brings(unit)):
+                    self._add_row([(literal, 1.0), (brought, -1.0)], pulp.LpConstraintLE, 0)
+
+    def _costs(self) -> list[tuple[pulp.LpVariable, float]]:
+        """The seconds of each decision, in units of the objective."""
+        costs: dict[int, float] = {}
+        for index, unit in enumerate(self._problem.units):
+            literal = self._algebra.recomputed(index)
+            costs[literal] = costs.get(literal, 0.0) + unit.time_s * self.cost_per_s
+        for index, region in enumerate(self._problem.regions):
+            costs[self._algebra.wrapped(index)] = region.wrap_s * self.cost_per_s
+        return [(self._variable(literal), cost) for literal, cost in costs.items()]
+
+    def _add_memory_row(self, row: MemoryRow) -> None:
+        """Live bytes at a position are at most the budget, or the peak."""
+        terms = list(zip(row.literals.tolist(), (row.bytes / self.unit_bytes).tolist(), strict=True))
+        if self._budget_bytes is None:
+            left = self._problem.resident_bytes - row.constant_bytes
+            self._add_row([*terms, (_PEAK, -1.0)], pulp.LpConstraintLE, left / self.unit_bytes)
+        elif self._left_bytes(row) < 0:
+            self.impossible = True
+        elif row.bytes.sum() > self._left_bytes(row):
+            self._add_row(terms, pulp.LpConstraintLE, self._left_bytes(row) / self.unit_bytes)
+
+    def _left_bytes(self, row: MemoryRow) -> int:
+        """What the true literals of a row may add up to: a multiple of the step in which they can."""
+        assert self._budget_bytes is not None
+        left = self._budget_bytes - row.constant_bytes
+        step = int(np.gcd.reduce(row.bytes)) if len(row.bytes) else 1
+        return left // step * step
+
+    def _add_row(self, terms: Iterable[tuple[int, float]], sense: int, right: float) -> None:
+        """sum(coefficient * literal) <= or >= right, where a negative literal is 1 - its variable."""
+        linear = []
+        for literal, coefficient in terms:
+            if literal < 0:
+                right -= coefficient
+                coefficient = -coefficient
+            linear.append((self._variable(abs(literal)), coefficient))
+        self.program.model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(linear), sense, rhs=right))
+
+    def _variable(self, literal: int) -> pulp.LpVariable:
+        """The variable of a positive literal; auxiliary ones come into being when they are first asked for."""
+        if literal not in self._column:
+            self._add_variable(literal, f"y{literal}", 1.0)
+            for alternative in sorted(map(sorted, self._memory.auxiliary_term(literal))):
+                terms = [(literal, 1.0), *((other, -1.0) for other in alternative)]
+                self._add_row(terms, pulp.LpConstraintGE, 1 - len(alternative))
+        return self.program.variables[self._column[literal]]
+
+    def _add_variable(self, literal: int, name: str, upper: float | None, kind: str = pulp.LpContinuous) -> None:
+        """A new column, from 0."""
+        self._column[literal] = len(self.program.variables)
+        self.program.variables.append(self.program.model.add_variable(name, 0.0, upper, kind))

@@ -1,0 +1,293 @@
+"""The record of one training step: ops, storages, what autograd saved and when, and the modules they belong to.
+
+Times are *ticks* of one clock that advances with every op and every event between ops, so that the order of an
+allocation, a release and the start of a region's backward is never ambiguous. Storages, ops, module calls and saved
+tensors refer to each other by index.
+
+On disk a profile is JSON, in columns, with a schema version. Loading one runs no code from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from autoac_solver.errors import ProfileError
+from autoac_solver.files import read_json, write_json
+
+SCHEMA = "autoac.profile"
+SCHEMA_VERSION = 1
+
+NEVER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op of the step that made or changed a storage.
+
+    Args:
+        name: its overload, such as "aten.mm.default".
+        tick: when it ran.
+        module: index of the innermost module call it ran in, -1 for none.
+        backward: whether it ran inside a backward pass.
+        time_s: seconds it takes.
+        reads, writes, creates: storages it reads (those it writes in place too), writes in place, allocates.
+        workspace_bytes: bytes that are alive inside the op on top of its inputs and outputs.
+        random_bytes: size of the generator state that must be stashed to run it again, 0 if it is not random.
+        replayable: it may be run again.
+        side_effect: it updates statistics outside of its region, which `replay` leaves out and `sac` cannot.
+        uninitialised: its output holds no values yet.
+    """
+
+    name: str
+    tick: int
+    module: int
+    backward: bool
+    time_s: float
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    creates: tuple[int, ...]
+    workspace_bytes: int = 0
+    random_bytes: int = 0
+    replayable: bool = True
+    side_effect: bool = False
+    uninitialised: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One storage.
+
+    Args:
+        bytes: what it occupies on the device.
+        alloc: tick of its allocation, -1 if it was there before the step.
+        free: tick of its death where neither autograd nor a plan holds it; the end of the step if it survives.
+        kind: "Parameter", "Buffer", "Gradient", "Optstate", "Input", "Activation" or "Temp".
+        name: name of the parameter or buffer, else "".
+    """
+
+    bytes: int
+    alloc: int
+    free: int
+    kind: str
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that autograd saved for backward.
+
+    Args:
+        storage: the storage it stands on.
+        module: the module call it was saved in, -1 for none.
+        tick: when it was saved.
+        unpacked: tick of its first use in backward, -1 for never.
+        released: tick at which autograd let go of it.
+    """
+
+    storage: int
+    module: int
+    tick: int
+    unpacked: int
+    released: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module's forward.
+
+    Args:
+        fqn: the module's name in the model, "" for the model itself.
+        call: how many calls of this module with gradients on came before it in the step.
+        parent: index of the call it happened in, -1 for none.
+        class_name: the module's class.
+        grad: whether gradients were on.
+        start, end: ticks.
+        inputs: storages of the tensors among its arguments.
+        views: how many ops that only make views or metadata ran directly in it or below.
+    """
+
+    fqn: str
+    call: int
+    parent: int
+    class_name: str
+    grad: bool
+    start: int
+    end: int
+    inputs: tuple[int, ...] = ()
+    views: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCosts:
+    """What the engines' own bookkeeping costs, seconds, measured on the profile's machine.
+
+    Args:
+        replay_op: an op that runs under the recording and is not recorded.
+        replay_record: recording an op and running it again, on top of `replay_op` and of the op's own time.
+        replay_saved: a tensor that passes the pack and unpack hooks.
+        replay_call: a call of a wrapped region.
+        sac_op, sac_saved, sac_call: the same for torch's selective checkpointing.
+    """
+
+    replay_op: float = 4e-6
+    replay_record: float = 8e-6
+    replay_saved: float = 2e-6
+    replay_call: float = 2e-5
+    sac_op: float = 2.5e-5
+    sac_saved: float = 4e-6
+    sac_call: float = 1e-4
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One recorded training step.
+
+    Args:
+        model: class name of the model.
+        model_fingerprint: tells this model's structure (module names and classes, parameter shapes) from others.
+        op_fingerprint: tells this sequence of ops from others.
+        device: device type and what is known of it, such as "cpu".
+        device_bytes: the device's total memory, 0 if unknown.
+        torch_version: the torch it was recorded with.
+        end: the last tick plus one.
+        tape: the ops in order.
+        storage_table, saved, calls: see there.
+        costs: what the engines cost on this machine.
+        measured_step_s: wall-clock seconds of the recorded step (with everything recomputed, under recording).
+        views_s: seconds of all ops that only make views.
+        outside_s: seconds of the step that belong to no op (the optimizer's, if it was given).
+        notes: what the reader should know about how it was made.
+    """
+
+    model: str
+    model_fingerprint: str
+    op_fingerprint: str
+    device: str
+    device_bytes: int
+    torch_version: str
+    end: int
+    tape: tuple[Op, ...] = field(repr=False)
+    storage_table: tuple[Storage, ...] = field(repr=False)
+    saved: tuple[Saved, ...] = field(repr=False)
+    calls: tuple[ModuleCall, ...] = field(repr=False)
+    costs: EngineCosts = field(default=EngineCosts(), repr=False)
+    measured_step_s: float = 0.0
+    views_s: float = 0.0
+    outside_s: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes alive before the step."""
+        return sum(storage.bytes for storage in self.storage_table if storage.alloc == NEVER)
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of the step with nothing recomputed."""
+        return sum(op.time_s for op in self.tape) + self.views_s + self.outside_s
+
+    @property
+    def ops(self) -> pd.DataFrame:
+        """The tape, one row an op."""
+        frame = pd.DataFrame(_columns(self.tape, Op))
+        frame["module"] = [self.module_name(index) for index in frame["module"]]
+        return frame
+
+    @property
+    def storages(self) -> pd.DataFrame:
+        """The storages, one row each."""
+        return pd.DataFrame(_columns(self.storage_table, Storage))
+
+    def module_name(self, call: int) -> str:
+        """Name of a module call for people: its fqn, with the call's number if it is not the first."""
+        if call < 0:
+            return ""
+        record = self.calls[call]
+        return record.fqn if record.call == 0 else f"{record.fqn}#{record.call}"
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON; the file appears whole or not at all."""
+        scalars = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in (*_TABLES, "costs")
+        }
+        tables = {name: _columns(getattr(self, name), kind) for name, kind in _TABLES.items()}
+        write_json(path, SCHEMA, SCHEMA_VERSION, {**scalars, **tables, "costs": dataclasses.asdict(self.costs)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile.
+
+        Raises:
+            ProfileError: the file is damaged, of another kind, or from a newer version.
+        """
+        data = read_json(path, SCHEMA, SCHEMA_VERSION)
+        try:
+            values = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+            for name, kind in _TABLES.items():
+                values[name] = _rows(values[name], kind)
+            values["costs"] = EngineCosts(**values["costs"])
+            values["notes"] = tuple(values["notes"])
+            profile = cls(**values)
+            _check(profile)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ProfileError(f"{path} is not a valid profile: {error!r}. Record it again.") from error
+        return profile
+
+
+_TABLES: dict[str, type] = {"tape": Op, "storage_table": Storage, "saved": Saved, "calls": ModuleCall}
+
+_Row = TypeVar("_Row")
+
+
+def _columns(rows: Sequence[Any], kind: type) -> dict[str, list[Any]]:
+    return {f.name: [getattr(row, f.name) for row in rows] for f in dataclasses.fields(kind)}
+
+
+def _rows(columns: Mapping[str, list[Any]], kind: type[_Row]) -> tuple[_Row, ...]:
+    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    if set(columns) != set(names):
+        raise ValueError(f"columns of {kind.__name__} are {sorted(columns)}, not {sorted(names)}")
+    lists = [[tuple(v) if isinstance(v, list) else v for v in columns[name]] for name in names]
+    return tuple(kind(*row) for row in zip(*lists, strict=True))
+
+
+def _check(profile: Profile) -> None:
+    """Every index points at something and every number is of the right kind, so that later stages may rely on it."""
+    n_storages, n_calls = len(profile.storage_table), len(profile.calls)
+    for name, kind in _TABLES.items():
+        for row in getattr(profile, name):
+            for f in dataclasses.fields(kind):
+                _check_type(getattr(row, f.name), str(f.type), f"{kind.__name__}.{f.name}")
+    for op in profile.tape:
+        if any(not 0 <= s < n_storages for s in (*op.reads, *op.writes, *op.creates)):
+            raise ValueError(f"op {op.name} refers to a storage that is not there")
+        if not -1 <= op.module < n_calls or op.time_s < 0 or op.workspace_bytes < 0 or op.random_bytes < 0:
+            raise ValueError(f"op {op.name} has a value out of range")
+    for saved in profile.saved:
+        if not (0 <= saved.storage < n_storages and -1 <= saved.module < n_calls):
+            raise ValueError("a saved tensor refers to something that is not there")
+    for index, call in enumerate(profile.calls):
+        if not -1 <= call.parent < index or any(not 0 <= s < n_storages for s in call.inputs):
+            raise ValueError(f"module call {call.fqn} refers to something that is not there")
+    if any(storage.bytes < 0 for storage in profile.storage_table):
+        raise ValueError("a storage has a negative size")
+
+
+_CHECKS: dict[str, Any] = {
+    "int": lambda v: type(v) is int,
+    "float": lambda v: type(v) in (int, float) and v == v and abs(v) != float("inf"),
+    "bool": lambda v: type(v) is bool,
+    "str": lambda v: type(v) is str,
+    "tuple[int, ...]": lambda v: type(v) is tuple and all(type(i) is int for i in v),
+}
+
+
+def _check_type(value: Any, kind: str, where: str) -> None:
+    if not _CHECKS[kind](value):
+        raise ValueError(f"{where} is {value!r:.80}, not {kind}")

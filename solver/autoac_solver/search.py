@@ -1,0 +1,385 @@
+"""The search for plans: programs with too few memory rows, solved and corrected until the simulator agrees.
+
+Two searches are made of the same rounds. A program starts with memory rows at the positions where simple plans break
+the budget. First its linear relaxation is solved, and rows are added where the fractional solution breaks the budget,
+until it does so nowhere. Then the integer program is solved, and the simulator recounts what comes out; where it breaks
+the budget, rows are added and it is solved again. A program with some of the rows allows more than one with all of
+them, so its bound holds for the problem, and a plan that the simulator accepts is a plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from autoac_solver.backends import Outcome, choose_backend
+from autoac_solver.conditions import Algebra
+from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError
+from autoac_solver.format import format_bytes, format_seconds
+from autoac_solver.formulation import Formulation
+from autoac_solver.memory import MemoryModel
+from autoac_solver.problem import Problem
+from autoac_solver.simulator import Decisions, Simulator, Timeline, violations
+from autoac_solver.solution import Solution
+
+_ROWS_A_ROUND = 128
+"""About how many memory rows are added at once, spread over the positions."""
+_ROUNDINGS = 12
+"""At how many thresholds a fractional solution is rounded."""
+_NEAR_PEAK = 0.95
+"""Share of the peak, above the resident bytes, from which a position is worth a row when the peak is minimised."""
+_CLOSED = 1e-9
+"""Share of the step below which a difference in time is a rounding error."""
+
+
+Phase = Literal["relaxation", "plan", "least peak"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a search stands.
+
+    Args:
+        phase: what is being solved.
+        round: programs solved so far.
+        rows: memory rows in the last of them.
+        extra_s: seconds added by the best plan so far, None while there is none.
+        bound_s: no plan within the budget adds less.
+        least_peak_bytes: the least peak of any plan seen, within the budget or not.
+        elapsed_s: seconds since the start.
+    """
+
+    phase: Phase
+    round: int
+    rows: int
+    extra_s: float | None
+    bound_s: float
+    least_peak_bytes: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Decisions, a bool per unit, and the simulator's word on them."""
+
+    recomputed: np.ndarray
+    timeline: Timeline
+
+
+class Task:
+    """What searches share: the problem in all its forms, the solver, the clock, and the plans to begin with.
+
+    Args:
+        problem, time_limit_s, solver, start, progress: as in `ilp.solve`.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        time_limit_s: float,
+        solver: str,
+        start: Decisions | None,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.began = time.monotonic()
+        self.deadline = self.began + time_limit_s
+        self.backend = choose_backend(solver)
+        self.problem = problem
+        self.algebra = Algebra(problem)
+        self.memory = MemoryModel(problem, self.algebra)
+        self.simulator = Simulator(problem)
+        self.progress = progress
+        self.rounds = 0
+        self.start = start
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began
+
+    def in_time(self) -> bool:
+        return time.monotonic() < self.deadline
+
+    def simple_plans(self) -> Iterator[np.ndarray]:
+        """Nothing recomputed, everything that may be, and what the caller knows."""
+        units = range(len(self.problem.units))
+        yield np.zeros(len(units), dtype=bool)
+        yield np.array([self.algebra.recomputed(u) not in self.algebra.never for u in units], dtype=bool)
+        if self.start is not None:
+            yield np.array(self.start, dtype=bool)
+
+    def formulate(self, budget_bytes: int | None, *, minimise_time: bool = True) -> Formulation:
+        return Formulation(self.problem, self.algebra, self.memory, budget_bytes, minimise_time=minimise_time)
+
+    def solution(self, plan: _Plan, *, proven: bool, bound_s: float) -> Solution:
+        """A plan with what was proved about it."""
+        extra_s, step_s = plan.timeline.extra_s, self.problem.step_s
+        # A bound from a program solved to tolerances may lie a rounding error above the plan.
+        bound_s = min(bound_s, extra_s)
+        return Solution(
+            recomputed=tuple(plan.recomputed.tolist()),
+            status="optimal" if proven else "feasible",
+            peak_bytes=plan.timeline.peak_bytes,
+            extra_s=extra_s,
+            bound_s=bound_s,
+            gap=(extra_s - bound_s) / step_s if step_s > 0 else 0.0,
+            solver=self.backend.name,
+            rounds=self.rounds,
+            solve_s=self.elapsed_s(),
+        )
+
+    def decisions(self, recomputed: np.ndarray) -> np.ndarray:
+        """A float per unit and region: what is recomputed, and what is wrapped for it."""
+        wrapped = np.zeros(len(self.problem.regions))
+        wrapped[[unit.region for unit, again in zip(self.problem.units, recomputed, strict=True) if again]] = 1
+        return np.concatenate([recomputed, wrapped])
+
+
+class _Search:
+    """The rounds that both searches are made of.
+
+    Attributes:
+        best: the best plan so far, by the measure of the search.
+        lowest: the plan with the least peak so far.
+        bound_s: no plan within the budget adds fewer seconds.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.best: _Plan | None = None
+        self.lowest: _Plan | None = None
+        self.bound_s = 0.0
+
+    def is_better(self, plan: _Plan) -> bool:
+        """Whether a plan should be the best from now on."""
+        raise NotImplementedError
+
+    def learn(self, formulation: Formulation, outcome: Outcome) -> None:
+        """Take note of what a program proved."""
+
+    def consider(self, recomputed: np.ndarray) -> _Plan | None:
+        """Have decisions judged; None if they break a rule."""
+        if violations(self.task.problem, recomputed):
+            return None
+        plan = _Plan(recomputed, self.task.simulator.simulate(recomputed))
+        if self.lowest is None or plan.timeline.peak_bytes < self.lowest.timeline.peak_bytes:
+            self.lowest = plan
+        if self.is_better(plan):
+            self.best = plan
+        return plan
+
+    def relax(self, formulation: Formulation) -> Outcome:
+        """Add rows until the relaxation breaks the budget nowhere; consider its roundings on the way."""
+        memory = self.task.memory
+        while True:
+            outcome = self._run(formulation, "relaxation")
+            if outcome.values is None:
+                return outcome
+            decisions = formulation.decisions(outcome.values)
+            for rounded in self._roundings(decisions):
+                self.consider(rounded)
+            live_bytes = memory.live_bytes(memory.evaluate(decisions))
+            if not formulation.add_rows(_worst_positions(live_bytes, formulation.limit_bytes(outcome.values))):
+                return outcome
+
+    def find(self, formulation: Formulation, phase: Phase, gap: float) -> Literal["found", "infeasible", "stopped"]:
+        """Add rows until the integer program's solution is what it promises to be.
+
+        Args:
+            gap: absolute, in units of the objective.
+        """
+        while self.task.in_time():
+            outcome = self._run(formulation, phase, gap)
+            if outcome.values is None:
+                return "infeasible" if outcome.status == "infeasible" else "stopped"
+            values = formulation.decisions(outcome.values)
+            plan = self.consider(values[: len(self.task.problem.units)] > 0.5)
+            if plan is None:
+                return "stopped"
+            broken = _worst_positions(plan.timeline.live_bytes, formulation.limit_bytes(outcome.values))
+            if not broken:
+                return "found"
+            if not formulation.add_rows(broken):
+                formulation.add_covers(broken, self.task.decisions(plan.recomputed))
+        return "stopped"
+
+    def _run(self, formulation: Formulation, phase: Phase, gap: float = 0.0) -> Outcome:
+        """Solve a program, and tell who listens."""
+        if formulation.impossible:
+            return Outcome("infeasible", None, np.inf)
+        integer = phase != "relaxation"
+        outcome = self.task.backend.run(
+            formulation.program,
+            integer=integer,
+            gap=gap,
+            deadline=self.task.deadline,
+            start=self._start_values(formulation) if integer else None,
+        )
+        self.task.rounds += integer
+        self.learn(formulation, outcome)
+        if self.task.progress is not None:
+            self.task.progress(self._progress(phase, formulation))
+        return outcome
+
+    def _start_values(self, formulation: Formulation) -> np.ndarray | None:
+        """The best plan as the solver's values, if the program allows it."""
+        if self.best is None or not formulation.allows(self.best.timeline.peak_bytes):
+            return None
+        return formulation.point(self.task.decisions(self.best.recomputed), self.best.timeline.peak_bytes)
+
+    def _progress(self, phase: Phase, formulation: Formulation) -> Progress:
+        assert self.lowest is not None
+        return Progress(
+            phase=phase,
+            round=self.task.rounds,
+            rows=len(formulation.positions),
+            extra_s=self.best.timeline.extra_s if self.best else None,
+            bound_s=self.bound_s,
+            least_peak_bytes=self.lowest.timeline.peak_bytes,
+            elapsed_s=self.task.elapsed_s(),
+        )
+
+    def _roundings(self, decisions: np.ndarray) -> Iterator[np.ndarray]:
+        """Fractional decisions, rounded at thresholds from the most recomputed to the least."""
+        units = decisions[: len(self.task.problem.units)]
+        thresholds = np.unique(np.round(units[units > 1e-3], 3))
+        chosen = np.unique(np.linspace(0, len(thresholds) - 1, _ROUNDINGS).astype(int)) if len(thresholds) else []
+        for threshold in thresholds[chosen]:
+            # Half a step below, for the threshold may itself have been rounded up.
+            yield units >= threshold - 5e-4
+
+
+class LeastTime(_Search):
+    """The plan that adds the least time within a budget.
+
+    Args:
+        task: the problem and the means.
+        budget_bytes, gap: as in `ilp.solve`.
+    """
+
+    def __init__(self, task: Task, budget_bytes: int, gap: float) -> None:
+        super().__init__(task)
+        self._budget_bytes = budget_bytes
+        self._gap_s = gap * task.problem.step_s
+
+    def is_better(self, plan: _Plan) -> bool:
+        if plan.timeline.peak_bytes > self._budget_bytes:
+            return False
+        return self.best is None or plan.timeline.extra_s < self.best.timeline.extra_s
+
+    def learn(self, formulation: Formulation, outcome: Outcome) -> None:
+        if np.isfinite(outcome.bound):
+            self.bound_s = max(self.bound_s, outcome.bound / formulation.cost_per_s)
+
+    def solve(self) -> Solution:
+        """See `ilp.solve`."""
+        plans = [self.consider(recomputed) for recomputed in self.task.simple_plans()]
+        if not self._closed():
+            formulation = self.task.formulate(self._budget_bytes)
+            for plan in plans:
+                if plan is not None:
+                    formulation.add_rows(_worst_positions(plan.timeline.live_bytes, self._budget_bytes))
+            self._solve(formulation)
+        return self._solution()
+
+    def _solve(self, formulation: Formulation) -> None:
+        """The relaxation, and the integer program if that leaves a gap."""
+        result = "infeasible" if self.relax(formulation).status == "infeasible" else "stopped"
+        if result != "infeasible" and not self._closed():
+            result = self.find(formulation, "plan", self._gap_s * formulation.cost_per_s)
+        if result == "infeasible" and self.best is None:
+            self._find_minimum()
+
+    def _find_minimum(self) -> None:
+        """No plan fits, says the solver: find out what would."""
+        search = LeastPeak(self.task)
+        least = search.solve()
+        assert search.lowest is not None
+        # Only if the solver was wrong by a rounding error is there a plan after all; then it is as good as any.
+        if self.consider(search.lowest.recomputed) is None or self.best is None:
+            raise InfeasibleBudgetError(
+                budget_bytes=self._budget_bytes,
+                minimum_bytes=least.peak_bytes,
+                proven=least.status == "optimal",
+                recomputed=least.recomputed,
+                peak_position=search.lowest.timeline.peak_position,
+            )
+
+    def _closed(self) -> bool:
+        """Whether the best plan is proved to be within the gap."""
+        if self.best is None:
+            return False
+        return self.best.timeline.extra_s - self.bound_s <= self._gap_s + _CLOSED * self.task.problem.step_s
+
+    def _solution(self) -> Solution:
+        if self.best is None:
+            assert self.lowest is not None
+            raise NoPlanInTimeError(
+                f"No plan within {format_bytes(self._budget_bytes)} was found in {format_seconds(self.task.elapsed_s())}, "
+                f"and none was ruled out; the least peak seen is {format_bytes(self.lowest.timeline.peak_bytes)}. "
+                "Give more time (time_limit_s) or a larger budget."
+            )
+        return self.task.solution(self.best, proven=self._closed(), bound_s=self.bound_s)
+
+
+class LeastPeak(_Search):
+    """A plan with the least peak.
+
+    Args:
+        task: the problem and the means.
+    """
+
+    def is_better(self, plan: _Plan) -> bool:
+        return self.best is None or plan.timeline.peak_bytes < self.best.timeline.peak_bytes
+
+    def solve(self) -> Solution:
+        """See `ilp.minimum_peak`."""
+        for recomputed in self.task.simple_plans():
+            self.consider(recomputed)
+        formulation = self.task.formulate(None)
+        formulation.add_rows(self._near_peak())
+        if self.relax(formulation).values is not None:
+            self.find(formulation, "least peak", gap=0.5 / formulation.unit_bytes)
+        proven = self._prove(formulation.positions)
+        return self.task.solution(self._plan(), proven=proven, bound_s=0.0)
+
+    def _plan(self) -> _Plan:
+        """The best plan; recomputing nothing is always one."""
+        assert self.best is not None
+        return self.best
+
+    def _near_peak(self) -> list[int]:
+        """The positions of the best plan that come near its peak."""
+        timeline, resident_bytes = self._plan().timeline, self.task.problem.resident_bytes
+        limit = resident_bytes + _NEAR_PEAK * (timeline.peak_bytes - resident_bytes)
+        return _worst_positions(timeline.live_bytes, limit)
+
+    def _prove(self, positions: set[int]) -> bool:
+        """Look for a plan of one byte less until there is none: the solver's own minimum is right to a millionth only.
+
+        Returns:
+            Whether that was proved in time.
+        """
+        result = "found"
+        while result == "found":
+            plan = self._plan()
+            below = self.task.formulate(plan.timeline.peak_bytes - 1, minimise_time=False)
+            below.add_rows(positions | {plan.timeline.peak_position})
+            result = self.find(below, "least peak", gap=0.0)
+        return result == "infeasible"
+
+
+def _worst_positions(live_bytes: np.ndarray, limit_bytes: float) -> list[int]:
+    """The highest positions above a limit, each the highest of its neighbourhood."""
+    spread = len(live_bytes) // _ROWS_A_ROUND + 1
+    left = np.array(live_bytes, dtype=np.float64)
+    chosen = []
+    while left[position := int(np.argmax(left))] > limit_bytes:
+        near = slice(max(0, position - spread), position + spread + 1)
+        # What was blanked out around a higher position leaves slopes, whose tops are no peaks.
+        if live_bytes[position] >= live_bytes[near].max():
+            chosen.append(position)
+        left[near] = -np.inf
+    return chosen

@@ -1,0 +1,142 @@
+"""The referee: counts live bytes and seconds of given decisions, straight from the definition in `problem`.
+
+It shares no code with the ILP, so that neither can hide the other's mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoac_solver.problem import Condition, Problem
+
+Decisions = Sequence[bool] | np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What decisions amount to.
+
+    Args:
+        live_bytes: int64 per position, resident bytes included.
+        peak_bytes: the largest of them.
+        peak_position: the first position that reaches it.
+        extra_s: seconds added to the step.
+    """
+
+    live_bytes: np.ndarray
+    peak_bytes: int
+    peak_position: int
+    extra_s: float
+
+
+class _Conditions:
+    """Many conditions at once: three arrays of indices, -1 for none."""
+
+    def __init__(self, conditions: Iterable[Condition]) -> None:
+        literals = [(c.recomputed, c.kept, c.wrapped) for c in conditions]
+        self._columns = np.array(literals, dtype=np.int64).reshape(-1, 3).T
+
+    def hold(self, recomputed: np.ndarray, wrapped: np.ndarray) -> np.ndarray:
+        """Which of the conditions hold. The appended entry is what index -1 reads: no condition, always true."""
+        is_recomputed, is_kept, is_wrapped = (np.append(facts, True) for facts in (recomputed, ~recomputed, wrapped))
+        r, k, w = self._columns
+        return is_recomputed[r] & is_kept[k] & is_wrapped[w]
+
+
+class Simulator:
+    """Simulates one problem for many decisions; reads the problem into arrays once.
+
+    Args:
+        problem: not changed.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        instances = problem.instances
+        self._bytes = np.array([i.bytes for i in instances], dtype=np.int64)
+        self._start = np.array([i.start for i in instances], dtype=np.int64)
+        self._end = np.array([i.end for i in instances], dtype=np.int64)
+        self._exists = _Conditions(i.exists for i in instances)
+        self._holder_instance = np.repeat(np.arange(len(instances)), [len(i.holders) for i in instances])
+        self._holder_end = np.array([h.end for i in instances for h in i.holders], dtype=np.int64)
+        self._holds = _Conditions(h.when for i in instances for h in i.holders)
+        self._unit_region = np.array([u.region for u in problem.units], dtype=np.int64)
+        self._time_s = np.array([u.time_s for u in problem.units], dtype=np.float64)
+        self._wrap_s = np.array([r.wrap_s for r in problem.regions], dtype=np.float64)
+
+    def simulate(self, recomputed: Decisions) -> Timeline:
+        """Live bytes at every position, and the seconds added.
+
+        Args:
+            recomputed: bool per unit.
+        """
+        exists, end = self._lives(recomputed)
+        change = np.zeros(self.problem.n_positions + 1, dtype=np.int64)
+        np.add.at(change, self._start[exists], self._bytes[exists])
+        np.subtract.at(change, end[exists], self._bytes[exists])
+        live_bytes = self.problem.resident_bytes + np.cumsum(change[:-1])
+        peak = int(np.argmax(live_bytes))
+        return Timeline(live_bytes, int(live_bytes[peak]), peak, self.extra_s(recomputed))
+
+    def extra_s(self, recomputed: Decisions) -> float:
+        """Seconds that the recomputed units and the wrapped regions add to the step."""
+        chosen = np.asarray(recomputed, dtype=bool)
+        return float(self._time_s[chosen].sum() + self._wrap_s[self._wrapped(chosen)].sum())
+
+    def alive_at(self, recomputed: Decisions, position: int) -> np.ndarray:
+        """Indices of the instances alive at a position."""
+        exists, end = self._lives(recomputed)
+        return np.flatnonzero(exists & (self._start <= position) & (position < end))
+
+    def _wrapped(self, recomputed: np.ndarray) -> np.ndarray:
+        """Bool per region: is any of its units recomputed."""
+        wrapped = np.zeros(len(self.problem.regions), dtype=bool)
+        wrapped[self._unit_region[recomputed]] = True
+        return wrapped
+
+    def _lives(self, recomputed: Decisions) -> tuple[np.ndarray, np.ndarray]:
+        """For each instance whether it exists, and the position before which it dies."""
+        chosen = np.asarray(recomputed, dtype=bool)
+        wrapped = self._wrapped(chosen)
+        holding = self._holds.hold(chosen, wrapped)
+        end = self._end.copy()
+        np.maximum.at(end, self._holder_instance[holding], self._holder_end[holding])
+        return self._exists.hold(chosen, wrapped), end
+
+
+def simulate(problem: Problem, recomputed: Decisions) -> Timeline:
+    """`Simulator.simulate` for a single use."""
+    return Simulator(problem).simulate(recomputed)
+
+
+def alive_at(problem: Problem, recomputed: Decisions, position: int) -> np.ndarray:
+    """`Simulator.alive_at` for a single use."""
+    return Simulator(problem).alive_at(recomputed, position)
+
+
+def violations(problem: Problem, recomputed: Decisions) -> list[str]:
+    """What decisions do that they may not; memory is not looked at.
+
+    Args:
+        recomputed: bool per unit.
+
+    Returns:
+        A line for each broken rule; empty if there is none.
+    """
+    if len(recomputed) != len(problem.units):
+        return [f"{len(recomputed)} decisions for {len(problem.units)} units"]
+    lines = []
+    for index, unit in enumerate(problem.units):
+        if recomputed[index] and unit.must_save:
+            lines.append(f"unit {index} is recomputed but must be saved")
+        lines += [
+            f"unit {index} is recomputed but unit {other}, which that requires, is not"
+            for other in unit.requires
+            if recomputed[index] and not recomputed[other]
+        ]
+        if unit.same_as >= 0 and bool(recomputed[index]) != bool(recomputed[unit.same_as]):
+            lines.append(f"units {index} and {unit.same_as} must be decided alike")
+    return lines

@@ -1,0 +1,67 @@
+"""Amounts of memory as people write them; inside the program bytes are ints and seconds are floats."""
+
+from __future__ import annotations
+
+import operator
+import re
+from fractions import Fraction
+
+from autoac_solver.errors import BudgetFormatError
+from autoac_solver.format import format_bytes, format_seconds
+
+__all__ = ["format_bytes", "format_seconds", "parse_bytes"]
+
+_UNIT_BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(%|[kmgt]i?b)\s*", re.IGNORECASE)
+_POSSIBLE = (
+    'a positive int is bytes; as text write a number and a unit: KB, MB, GB, TB (powers of 1000) or '
+    'KiB, MiB, GiB, TiB (powers of 1024), for example "20GB" or "18.5 GiB"; "80%" is of the total memory'
+)
+
+
+def parse_bytes(value: int | str, total_bytes: int | None = None) -> int:
+    """Turn an amount of memory into bytes, rounded down.
+
+    Args:
+        value: bytes as an int, or text such as "20GB", "18.5 GiB" or "80%".
+        total_bytes: what a percentage is of; None where it is not known.
+
+    Returns:
+        The amount in bytes, at least 1.
+
+    Raises:
+        BudgetFormatError: for anything else; a unit is never guessed ("20" and "20G" are refused).
+    """
+    amount_bytes = _from_text(value, total_bytes) if isinstance(value, str) else _from_int(value)
+    if amount_bytes < 1:
+        raise BudgetFormatError(f"{value!r} is not a positive number of bytes: {_POSSIBLE}")
+    return amount_bytes
+
+
+def _from_int(value: object) -> int:
+    """An int (numpy's too) as it is; bool is an int to Python but no amount of memory."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise BudgetFormatError(f"{value!r} is not an amount of memory: {_POSSIBLE}")
+    return operator.index(value)  # pyright: ignore[reportArgumentType]
+
+
+def _from_text(text: str, total_bytes: int | None) -> int:
+    """A number with a unit, or a percentage of `total_bytes`."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise BudgetFormatError(f"{text!r} is not an amount of memory: {_POSSIBLE}")
+    number, unit = Fraction(match[1]), match[2].lower()
+    if unit != "%":
+        return int(number * _UNIT_BYTES[unit])
+    if total_bytes is None:
+        raise BudgetFormatError(
+            f"{text!r} is a share of a total that is not known here: give bytes instead, {_POSSIBLE}"
+        )
+    if number > 100:
+        raise BudgetFormatError(f"{text!r} is more than the total of {format_bytes(total_bytes)}: {_POSSIBLE}")
+    return int(number * total_bytes / 100)

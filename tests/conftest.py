@@ -1,0 +1,11 @@
+"""Settings for all tests; they have to be made before torch is first used."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's start and stop messages
+
+import torch
+
+# Under pytest-xdist the workers share the cores among themselves.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)

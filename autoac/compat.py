@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._prims_common
 
 TRIED_VERSIONS = ("2.13.0",)
 
@@ -38,6 +39,19 @@ def storage_ref(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
 def storage_users(key: int) -> int:
     """How many tensors (TensorImpl) stand on the storage with this key, which must be alive."""
     return torch._C._storage_Use_Count(key) - 1  # asking takes a reference of its own
+
+
+def held_once_as_argument(tensor: torch.Tensor) -> bool:
+    """Whether an argument of `__torch_dispatch__` has one owner only, and so has its storage.
+
+    The dispatch itself adds the wrapper, the boxed argument and the call's own reference to the owner's.
+    """
+    return tensor._use_count() <= 4 and storage_users(storage_key(tensor)) <= 1
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie without gaps or overlap."""
+    return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
 
 
 def version_of(tensor: torch.Tensor) -> int:

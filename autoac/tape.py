@@ -25,7 +25,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoac.compat import current_node, disable_dispatch_modes, in_backward, storage_key, storage_users, version_of
+from autoac.compat import (
+    current_node,
+    disable_dispatch_modes,
+    held_once_as_argument,
+    in_backward,
+    is_dense,
+    storage_key,
+    storage_users,
+    version_of,
+)
 from autoac.engine.program import Program
 from autoac.engine.replay import Recording, ReplayCall
 from autoac.engine.replay import unpack as replay_unpack
@@ -35,6 +44,7 @@ from autoac.untouched import tensors_of
 from autoac_solver.profile import NEVER, ModuleCall, Op, Saved, Storage
 
 _CUDA_BLOCK_BYTES = 512
+_SCALAR_BYTES = 8
 
 
 class Tape(TorchDispatchMode):
@@ -104,6 +114,7 @@ class Tape(TorchDispatchMode):
             self._stand_in(result, for_tensor=args[0])
             writes = reads[:1]
         creates = self._register_new(tensors_in(result), tick)
+        self._saved_scalar(info, args)
         self.ops.append(
             {
                 "name": info.name,
@@ -121,6 +132,18 @@ class Tape(TorchDispatchMode):
             }
         )
         return result
+
+    def _saved_scalar(self, info: OpInfo, args: Any) -> None:
+        """A Python number that autograd saves for backward: a tensor that no mode and no hook sees.
+
+        It dies with its node; when, is not known, so it is taken to live to the end of the step.
+        """
+        saves = info.name in ("aten.mul.Tensor", "aten.div.Tensor") and not in_backward()
+        if saves and self.device.type == "cpu" and torch.is_grad_enabled():
+            numbers = sum(not isinstance(a, torch.Tensor) for a in args[:2])
+            if numbers and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args[:2]):
+                row = {"bytes": _SCALAR_BYTES, "alloc": self.tick, "free": NEVER, "backward": False}
+                self.storages.append(row)
 
     def _random_bytes(self, info: OpInfo, args: Any, kwargs: Any) -> int:
         if not info.draws_random(args):
@@ -140,16 +163,13 @@ class Tape(TorchDispatchMode):
         old, new = args
         if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or old.shape != new.shape:
             return False
-        key = storage_key(old)
-        known = self._by_key.get(key)
-        node = current_node()
+        known = self._by_key.get(storage_key(old))
         return (
             known is not None
             and old.dtype == new.dtype
-            and storage_users(key) <= 2  # the engine's tensor, and this frame's wrapper
-            and old.is_contiguous() | old.is_contiguous(memory_format=torch.channels_last) | _is_dense(old)
-            and self._born_in.get(known) != _sequence(node)
-            and old._use_count() <= 2
+            and is_dense(old)
+            and held_once_as_argument(old)
+            and self._born_in.get(known) != _sequence(current_node())
         )
 
     def _stand_in(self, result: torch.Tensor, for_tensor: torch.Tensor) -> None:
@@ -497,12 +517,6 @@ def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _sequence(node: Any) -> int:
     return -1 if node is None else node._sequence_nr()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return torch._debug_has_internal_overlap(tensor) == 0 and tensor.numel() * tensor.element_size() == (
-        tensor.untyped_storage().nbytes()
-    )
 
 
 def _is_subclass(kind: type) -> bool:

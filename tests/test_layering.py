@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = {
     "autoac_solver": """
         format errors units files profile problem conditions memory build simulator solution backends formulation
-        ilp baselines curve plan_record report __init__
+        search ilp baselines curve plan_record report __init__
     """,
     "autoac": """
         _version compat opinfo measure engine untouched step costs timing workspace tape regions recorder plan

@@ -67,7 +67,7 @@ def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return original(*args, **kwargs)
     program = region.next_program()
-    if not program.recomputes:
+    if not program.wrapped:
         return original(*args, **kwargs)
     return ENGINES[region.engine](program, original, args, kwargs)
 

@@ -23,26 +23,23 @@ class Program:
         region: name of the region, for messages.
         steps: for every op of the region's forward in order, its overload's name ("aten.mm.default") and whether it
             is recomputed. Ops that `OpInfo.ignored` tells to ignore do not count.
+        wrapped: whether anything is recomputed; if not, this call of the region is left as it is.
 
     In step with the profile, an op's decision is read off its position. Data-dependent control flow may bring ops in
     another order; from there on, decisions are looked up by (overload, n-th call in the region), as torch's selective
     checkpointing matches its saved entries.
     """
 
-    def __init__(self, region: str, steps: Iterable[tuple[str, bool]]):
+    def __init__(self, region: str, steps: Iterable[tuple[str, bool]], wrapped: bool = True):
         self.region = region
         self.names = tuple(steps)
+        self.wrapped = wrapped
         self.warned = False
         self._steps: tuple[Step, ...] | None = None
         self._by_call: dict[tuple[Any, int], bool] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self  # nothing in it changes
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether anything is recomputed; if not, the region is left as it is."""
-        return any(recompute for _, recompute in self.names)
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -10,7 +10,7 @@ from autoac_solver.errors import (
     ProfilingError,
 )
 from autoac_solver.ilp import minimum_peak, solve
-from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Unit
+from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Unit, validate
 from autoac_solver.search import Progress
 from autoac_solver.simulator import Simulator, Timeline, alive_at, simulate, violations
 from autoac_solver.solution import Solution
@@ -42,5 +42,6 @@ __all__ = [
     "parse_bytes",
     "simulate",
     "solve",
+    "validate",
     "violations",
 ]

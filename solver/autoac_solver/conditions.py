@@ -46,7 +46,9 @@ class Algebra:
         self._implied = {self.wrapped(k): {self.wrapped(k)} for k in range(len(problem.regions))}
         self._implied |= {-(u + 1): {-(u + 1)} for u in range(len(units))}
         for u in range(len(units)):
-            self._implied[u + 1] = {v + 1 for v in brings[u]} | {self.wrapped(units[v].region) for v in brings[u]}
+            self._implied[u + 1] = {v + 1 for v in brings[u]} | {
+                self.wrapped(units[v].region) for v in brings[u]
+            }
             for v in brings[u]:
                 self._implied[-(v + 1)].add(-(u + 1))
 
@@ -60,7 +62,9 @@ class Algebra:
 
     def brings(self, unit: int) -> set[int]:
         """The literals that follow from a unit being recomputed, its own left out."""
-        return {self._representative(literal) for literal in self._implied[unit + 1]} - {self.recomputed(unit)}
+        return {self._representative(literal) for literal in self._implied[unit + 1]} - {
+            self.recomputed(unit)
+        }
 
     def alternative(self, *conditions: Condition) -> Alternative | None:
         """All of the conditions, without redundant literals; None if they cannot hold together."""

@@ -69,25 +69,32 @@ class InfeasibleBudgetError(AutoacError):
         return "\n".join([self._headline(), *self._peak_lines(), *self._suggestion_lines()])
 
     def _headline(self) -> str:
-        asked, least = format_bytes(self.budget_bytes), format_bytes(self.minimum_bytes)
+        asked, least = _exactly(self.budget_bytes), _exactly(self.minimum_bytes)
         if self.proven:
             return (
                 f"No plan fits a budget of {asked}: the least possible peak is {least}. "
-                f"Ask for budget={self.minimum_bytes} (bytes) or more."
+                f"Ask for budget={self.minimum_bytes} or more."
             )
         return (
-            f"No plan fits a budget of {asked}, and the least peak found in the time given is {least}; a lower one "
-            f"was not ruled out. Ask for budget={self.minimum_bytes} (bytes) or more, or give more time."
+            f"No plan fits a budget of {asked}; the least peak found in the time given is {least}, and a lower one was "
+            f"not ruled out. Ask for budget={self.minimum_bytes} or more, or give more time (time_limit_s)."
         )
 
     def _peak_lines(self) -> list[str]:
         lines = [f"The peak of that plan lies at {self.where}."] if self.where else []
         if self.holders:
             lines.append("It is held by:")
-            lines += [f"  {kind:<12} {module or '-'}  {format_bytes(size)}" for kind, module, size in self.holders]
+            lines += [
+                f"  {kind:<12} {module or '-'}  {format_bytes(size)}" for kind, module, size in self.holders
+            ]
         return lines
 
     def _suggestion_lines(self) -> list[str]:
         if not self.suggestions:
             return []
         return ["What would lower it:", *(f"  - {suggestion}" for suggestion in self.suggestions)]
+
+
+def _exactly(n_bytes: int) -> str:
+    """Rounded for the eye, and to the byte, since a byte decides here."""
+    return f"{n_bytes} bytes ({format_bytes(n_bytes)})"

@@ -30,4 +30,4 @@ def format_seconds(seconds: float) -> str:
     for scale, unit in ((1, "s"), (1e3, "ms")):
         if abs(seconds) * scale >= 1:
             return f"{seconds * scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e6:.3g} us" if seconds else "0 s"

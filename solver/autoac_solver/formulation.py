@@ -15,7 +15,10 @@ from autoac_solver.problem import Problem
 _COST_RANGE = 1e4
 """What recomputing everything costs in the objective: solvers work to absolute tolerances of about 1e-6."""
 _TOLERANCE = 1e-5
-"""By how much solvers may break a row."""
+"""By how much a solver may break a memory row."""
+_SLACK = 1e-7
+"""What memory rows allow beyond the budget, lest rounding errors (CBC reads 13 digits) cut off a plan that meets it to
+the byte. What slips through is for the simulator to find and for covers to forbid."""
 _PEAK = 0
 """Stands for the peak where other variables are named by their positive literal."""
 
@@ -52,7 +55,9 @@ class Formulation:
         self.positions: set[int] = set()
         self.impossible = False
         self.unit_bytes = max([1, *(instance.bytes for instance in problem.instances)])
-        total_s = sum(unit.time_s for unit in problem.units) + sum(region.wrap_s for region in problem.regions)
+        total_s = sum(unit.time_s for unit in problem.units) + sum(
+            region.wrap_s for region in problem.regions
+        )
         self.cost_per_s = _COST_RANGE / total_s if total_s > 0 else 1.0
         self._column: dict[int, int] = {}
         self._add_decisions()
@@ -114,7 +119,9 @@ class Formulation:
             size = 1 + int(np.searchsorted(np.cumsum(row.bytes[true]), self._left_bytes(row), side="right"))
             in_row = row.bytes >= row.bytes[true[0]]
             in_row[true[:size]] = True
-            self._add_row([(literal, 1.0) for literal in row.literals[in_row].tolist()], pulp.LpConstraintLE, size - 1)
+            self._add_row(
+                [(literal, 1.0) for literal in row.literals[in_row].tolist()], pulp.LpConstraintLE, size - 1
+            )
 
     def _add_decisions(self) -> None:
         """A binary for each unit, shared by those decided alike; a region's follows from its units'."""
@@ -153,7 +160,7 @@ class Formulation:
         elif self._left_bytes(row) < 0:
             self.impossible = True
         elif row.bytes.sum() > self._left_bytes(row):
-            self._add_row(terms, pulp.LpConstraintLE, self._left_bytes(row) / self.unit_bytes)
+            self._add_row(terms, pulp.LpConstraintLE, self._left_bytes(row) / self.unit_bytes + _SLACK)
 
     def _left_bytes(self, row: MemoryRow) -> int:
         """What the true literals of a row may add up to: a multiple of the step in which they can."""
@@ -181,7 +188,9 @@ class Formulation:
                 self._add_row(terms, pulp.LpConstraintGE, 1 - len(alternative))
         return self.program.variables[self._column[literal]]
 
-    def _add_variable(self, literal: int, name: str, upper: float | None, kind: str = pulp.LpContinuous) -> None:
+    def _add_variable(
+        self, literal: int, name: str, upper: float | None, kind: str = pulp.LpContinuous
+    ) -> None:
         """A new column, from 0."""
         self._column[literal] = len(self.program.variables)
         self.program.variables.append(self.program.model.add_variable(name, 0.0, upper, kind))

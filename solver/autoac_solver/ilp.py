@@ -59,4 +59,3 @@ def minimum_peak(
         `bound_s` is 0.
     """
     return LeastPeak(Task(problem, time_limit_s, solver, start, progress)).solve()
-

@@ -2,7 +2,7 @@
 
 The life of an instance falls into segments between the ends of its holders; in each segment it is alive under one
 term. A term of one literal is linear as it stands. Any other gets an auxiliary variable y in [0, 1], the same wherever
-the term occurs, with a row y >= sum(literals) - (m - 1) for each alternative of m literals. More memory is never better,
+the term occurs, with a row y >= sum(literals) - (m - 1) for each alternative of m literals. Less memory is never worse,
 so y settles at the truth wherever the decisions are whole numbers.
 """
 
@@ -67,7 +67,9 @@ class MemoryModel:
         difference = if_true - if_false
         constant_bytes = int(self._constant[position] + np.minimum(if_true, if_false).sum())
         counts = difference != 0
-        return MemoryRow(constant_bytes, (variables * np.sign(difference))[counts], np.abs(difference)[counts])
+        return MemoryRow(
+            constant_bytes, (variables * np.sign(difference))[counts], np.abs(difference)[counts]
+        )
 
     def evaluate(self, decisions: np.ndarray) -> np.ndarray:
         """The least values of all variables, auxiliary ones included, at decisions that may be fractions.
@@ -75,7 +77,9 @@ class MemoryModel:
         Args:
             decisions: float per unit and region, from 0 to 1.
         """
-        slack = np.where(self._entry_positive, decisions[self._entry_variable] - 1, -decisions[self._entry_variable])
+        slack = np.where(
+            self._entry_positive, decisions[self._entry_variable] - 1, -decisions[self._entry_variable]
+        )
         alternative = 1 + np.bincount(self._entry_alternative, slack, minlength=len(self._alternative_owner))
         auxiliary = np.zeros(len(self._auxiliary))
         np.maximum.at(auxiliary, self._alternative_owner, alternative)
@@ -135,7 +139,11 @@ class MemoryModel:
 
     def _index_alternatives(self) -> None:
         """Arrays for `evaluate`: one entry for each literal of each alternative of each auxiliary variable."""
-        alternatives = [(owner, sorted(a)) for owner, term in enumerate(self._auxiliary) for a in sorted(map(sorted, term))]
+        alternatives = [
+            (owner, sorted(a))
+            for owner, term in enumerate(self._auxiliary)
+            for a in sorted(map(sorted, term))
+        ]
         self._alternative_owner = np.array([owner for owner, _ in alternatives], dtype=np.int64)
         self._entry_alternative = np.repeat(np.arange(len(alternatives)), [len(a) for _, a in alternatives])
         literals = np.array([literal for _, a in alternatives for literal in a], dtype=np.int64)

@@ -16,6 +16,8 @@ The two engines differ only in which instances, holders and rows they give rise 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
@@ -115,3 +117,45 @@ class Problem:
     instances: tuple[Instance, ...]
     position_op: tuple[int, ...] = field(default=(), repr=False)
     position_replayed: tuple[bool, ...] = field(default=(), repr=False)
+
+
+def validate(problem: Problem) -> None:
+    """Refuse a problem with an index, size or time out of range, which elsewhere would quietly mean something else.
+
+    Raises:
+        ValueError: names the first fault.
+    """
+    for fault in _faults(problem):
+        raise ValueError(fault)
+
+
+def _faults(problem: Problem) -> Iterator[str]:
+    n_units, n_regions = len(problem.units), len(problem.regions)
+    if problem.n_positions < 1 or problem.resident_bytes < 0 or not _is_duration(problem.step_s):
+        yield "n_positions must be positive, resident_bytes and step_s must not be negative"
+    for index, region in enumerate(problem.regions):
+        if not _is_duration(region.wrap_s):
+            yield f"region {index}: wrap_s={region.wrap_s} is no duration"
+    for index, unit in enumerate(problem.units):
+        if not _is_duration(unit.time_s):
+            yield f"unit {index}: time_s={unit.time_s} is no duration"
+        if not 0 <= unit.region < n_regions:
+            yield f"unit {index}: there is no region {unit.region}"
+        if not all(0 <= other < n_units for other in unit.requires) or not -1 <= unit.same_as < n_units:
+            yield f"unit {index}: requires={unit.requires} or same_as={unit.same_as} names no unit"
+    for index, instance in enumerate(problem.instances):
+        if instance.bytes < 0 or not 0 <= instance.start <= instance.end <= problem.n_positions:
+            yield f"instance {index}: {instance.bytes} bytes over [{instance.start}, {instance.end})"
+        for condition in (instance.exists, *(holder.when for holder in instance.holders)):
+            if not (
+                -1 <= condition.recomputed < n_units
+                and -1 <= condition.kept < n_units
+                and -1 <= condition.wrapped < n_regions
+            ):
+                yield f"instance {index}: {condition} names no unit or region"
+        if any(holder.end > problem.n_positions for holder in instance.holders):
+            yield f"instance {index}: a holder ends after the last position"
+
+
+def _is_duration(seconds: float) -> bool:
+    return math.isfinite(seconds) and seconds >= 0

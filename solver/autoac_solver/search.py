@@ -16,13 +16,13 @@ from typing import Literal
 
 import numpy as np
 
-from autoac_solver.backends import Outcome, choose_backend
+from autoac_solver.backends import INFEASIBLE, Job, Outcome, choose_backend
 from autoac_solver.conditions import Algebra
 from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.format import format_bytes, format_seconds
 from autoac_solver.formulation import Formulation
 from autoac_solver.memory import MemoryModel
-from autoac_solver.problem import Problem
+from autoac_solver.problem import Problem, validate
 from autoac_solver.simulator import Decisions, Simulator, Timeline, violations
 from autoac_solver.solution import Solution
 
@@ -88,6 +88,9 @@ class Task:
         self.began = time.monotonic()
         self.deadline = self.began + time_limit_s
         self.backend = choose_backend(solver)
+        validate(problem)
+        if start is not None and len(start) != len(problem.units):
+            raise ValueError(f"start has {len(start)} decisions, the problem {len(problem.units)} units")
         self.problem = problem
         self.algebra = Algebra(problem)
         self.memory = MemoryModel(problem, self.algebra)
@@ -133,7 +136,9 @@ class Task:
     def decisions(self, recomputed: np.ndarray) -> np.ndarray:
         """A float per unit and region: what is recomputed, and what is wrapped for it."""
         wrapped = np.zeros(len(self.problem.regions))
-        wrapped[[unit.region for unit, again in zip(self.problem.units, recomputed, strict=True) if again]] = 1
+        wrapped[
+            [unit.region for unit, again in zip(self.problem.units, recomputed, strict=True) if again]
+        ] = 1
         return np.concatenate([recomputed, wrapped])
 
 
@@ -181,10 +186,14 @@ class _Search:
             for rounded in self._roundings(decisions):
                 self.consider(rounded)
             live_bytes = memory.live_bytes(memory.evaluate(decisions))
-            if not formulation.add_rows(_worst_positions(live_bytes, formulation.limit_bytes(outcome.values))):
+            if not formulation.add_rows(
+                _worst_positions(live_bytes, formulation.limit_bytes(outcome.values))
+            ):
                 return outcome
 
-    def find(self, formulation: Formulation, phase: Phase, gap: float) -> Literal["found", "infeasible", "stopped"]:
+    def find(
+        self, formulation: Formulation, phase: Phase, gap: float
+    ) -> Literal["found", "infeasible", "stopped"]:
         """Add rows until the integer program's solution is what it promises to be.
 
         Args:
@@ -208,15 +217,10 @@ class _Search:
     def _run(self, formulation: Formulation, phase: Phase, gap: float = 0.0) -> Outcome:
         """Solve a program, and tell who listens."""
         if formulation.impossible:
-            return Outcome("infeasible", None, np.inf)
+            return INFEASIBLE
         integer = phase != "relaxation"
-        outcome = self.task.backend.run(
-            formulation.program,
-            integer=integer,
-            gap=gap,
-            deadline=self.task.deadline,
-            start=self._start_values(formulation) if integer else None,
-        )
+        start = self._start_values(formulation) if integer else None
+        outcome = self.task.backend.run(Job(formulation.program, integer, gap, self.task.deadline, start))
         self.task.rounds += integer
         self.learn(formulation, outcome)
         if self.task.progress is not None:
@@ -245,7 +249,9 @@ class _Search:
         """Fractional decisions, rounded at thresholds from the most recomputed to the least."""
         units = decisions[: len(self.task.problem.units)]
         thresholds = np.unique(np.round(units[units > 1e-3], 3))
-        chosen = np.unique(np.linspace(0, len(thresholds) - 1, _ROUNDINGS).astype(int)) if len(thresholds) else []
+        chosen = (
+            np.unique(np.linspace(0, len(thresholds) - 1, _ROUNDINGS).astype(int)) if len(thresholds) else []
+        )
         for threshold in thresholds[chosen]:
             # Half a step below, for the threshold may itself have been rounded up.
             yield units >= threshold - 5e-4
@@ -316,9 +322,10 @@ class LeastTime(_Search):
     def _solution(self) -> Solution:
         if self.best is None:
             assert self.lowest is not None
+            least = format_bytes(self.lowest.timeline.peak_bytes)
             raise NoPlanInTimeError(
-                f"No plan within {format_bytes(self._budget_bytes)} was found in {format_seconds(self.task.elapsed_s())}, "
-                f"and none was ruled out; the least peak seen is {format_bytes(self.lowest.timeline.peak_bytes)}. "
+                f"No plan within {format_bytes(self._budget_bytes)} was found in "
+                f"{format_seconds(self.task.elapsed_s())}, and none was ruled out; the least peak seen is {least}. "
                 "Give more time (time_limit_s) or a larger budget."
             )
         return self.task.solution(self.best, proven=self._closed(), bound_s=self.bound_s)

@@ -41,7 +41,9 @@ class _Conditions:
 
     def hold(self, recomputed: np.ndarray, wrapped: np.ndarray) -> np.ndarray:
         """Which of the conditions hold. The appended entry is what index -1 reads: no condition, always true."""
-        is_recomputed, is_kept, is_wrapped = (np.append(facts, True) for facts in (recomputed, ~recomputed, wrapped))
+        is_recomputed, is_kept, is_wrapped = (
+            np.append(facts, True) for facts in (recomputed, ~recomputed, wrapped)
+        )
         r, k, w = self._columns
         return is_recomputed[r] & is_kept[k] & is_wrapped[w]
 

@@ -19,7 +19,7 @@ _UNIT_BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
 }
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(%|[kmgt]i?b)\s*", re.IGNORECASE)
 _POSSIBLE = (
-    'a positive int is bytes; as text write a number and a unit: KB, MB, GB, TB (powers of 1000) or '
+    "a positive int is bytes; as text write a number and a unit: KB, MB, GB, TB (powers of 1000) or "
     'KiB, MiB, GiB, TiB (powers of 1024), for example "20GB" or "18.5 GiB"; "80%" is of the total memory'
 )
 
@@ -63,5 +63,7 @@ def _from_text(text: str, total_bytes: int | None) -> int:
             f"{text!r} is a share of a total that is not known here: give bytes instead, {_POSSIBLE}"
         )
     if number > 100:
-        raise BudgetFormatError(f"{text!r} is more than the total of {format_bytes(total_bytes)}: {_POSSIBLE}")
+        raise BudgetFormatError(
+            f"{text!r} is more than the total of {format_bytes(total_bytes)}: {_POSSIBLE}"
+        )
     return int(number * total_bytes / 100)

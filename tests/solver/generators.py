@@ -81,12 +81,17 @@ def llama(
     turn = layers * forward + LOSS_POSITIONS
     n_positions = turn + layers * (replay + backward)
     units: list[Unit] = []
-    instances = [Instance(round(mib * MIB), turn - 40 + 5 * i, turn - 10 + i) for i, mib in enumerate((1002, 2004, 2004))]
+    instances = [
+        Instance(round(mib * MIB), turn - 40 + 5 * i, turn - 10 + i)
+        for i, mib in enumerate((1002, 2004, 2004))
+    ]
     for layer in range(layers):
         axis = _Axis(layer * forward, turn + (layers - 1 - layer) * (replay + backward), layer * n_ops)
         next_axis = _Axis((layer + 1) * forward, axis.replay_start - replay - backward, (layer + 1) * n_ops)
         for index, op in enumerate(LAYER):
-            units.append(Unit(layer, op.us * 1e-6 * (1 + noise * rng.uniform(-1, 1)), ops=(axis.unit(index),)))
+            units.append(
+                Unit(layer, op.us * 1e-6 * (1 + noise * rng.uniform(-1, 1)), ops=(axis.unit(index),))
+            )
             last_layer = layer == layers - 1
             instances += _op_instances(index, op, axis, None if last_layer else next_axis)
         instances += _gradients(axis, rng, n_positions, gradient_mib)
@@ -163,7 +168,9 @@ def random_problem(rng: random.Random, n_units: int | None = None) -> Problem:
     scale = rng.choice((1, 1, 512, 10**9))
     units = tuple(_random_unit(rng, index, n_units, n_regions) for index in range(n_units))
     regions = tuple(RegionCost(rng.choice((0.0, 0.0, rng.uniform(0, 3)))) for _ in range(n_regions))
-    instances = tuple(_random_instance(rng, n_units, n_regions, n_positions, scale) for _ in range(rng.randint(1, 40)))
+    instances = tuple(
+        _random_instance(rng, n_units, n_regions, n_positions, scale) for _ in range(rng.randint(1, 40))
+    )
     return Problem(n_positions, rng.choice((0, 1000)) * scale, rng.uniform(5, 20), units, regions, instances)
 
 
@@ -184,7 +191,9 @@ def _random_condition(rng: random.Random, n_units: int, n_regions: int) -> Condi
     )
 
 
-def _random_instance(rng: random.Random, n_units: int, n_regions: int, n_positions: int, scale: int) -> Instance:
+def _random_instance(
+    rng: random.Random, n_units: int, n_regions: int, n_positions: int, scale: int
+) -> Instance:
     start = rng.randrange(n_positions)
     end = rng.randint(start, n_positions)
     holders = tuple(
@@ -193,3 +202,30 @@ def _random_instance(rng: random.Random, n_units: int, n_regions: int, n_positio
     )
     size = rng.choice((rng.randint(0, 100), 2 ** rng.randint(0, 7))) * scale + rng.choice((0, 0, 1))
     return Instance(size, start, end, _random_condition(rng, n_units, n_regions), holders)
+
+
+def tangled(seed: int, n_units: int = 1500, n_instances: int = 12000) -> Problem:
+    """A large problem without structure, whose gap no solver closes in minutes."""
+    rng = random.Random(seed)
+    n_regions, n_positions = 30, 4000
+    units = tuple(
+        Unit(
+            index * n_regions // n_units,
+            rng.uniform(0.1, 2),
+            requires=(rng.randrange(index),) if rng.random() < 0.05 and index else (),
+        )
+        for index in range(n_units)
+    )
+    regions = tuple(RegionCost(rng.uniform(0, 0.5)) for _ in range(n_regions))
+    instances = []
+    for _ in range(n_instances):
+        start = rng.randrange(n_positions)
+        end = min(n_positions, start + rng.randint(1, 30))
+        holders = tuple(
+            Holder(min(n_positions, end + rng.randint(0, 400)), _random_condition(rng, n_units, n_regions))
+            for _ in range(rng.choice((0, 1, 1, 2, 3)))
+        )
+        exists = _random_condition(rng, n_units, n_regions) if rng.random() < 0.3 else ALWAYS
+        instances.append(Instance(rng.randint(1, 10 ** rng.randint(3, 8)), start, end, exists, holders))
+    step_s = 3 * sum(unit.time_s for unit in units)
+    return Problem(n_positions, 0, step_s, units, regions, tuple(instances))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pulp
 
-from autoac_solver.backends.common import GRACE_S, POLL_S, Outcome, Program
+from autoac_solver.backends.common import GRACE_S, INFEASIBLE, POLL_S, STOPPED, Job, Outcome
 
 try:
     import highspy
@@ -34,103 +34,102 @@ class HighsBackend:
     def __init__(self) -> None:
         self.name = f"HiGHS {highspy.Highs().version()}"
 
-    def run(
-        self, program: Program, *, integer: bool, gap: float, deadline: float, start: np.ndarray | None = None
-    ) -> Outcome:
-        solver = _Highs(program, integer=integer, gap=gap, deadline=deadline, start=start)
-        program.model.solve(solver)
+    def run(self, job: Job) -> Outcome:
+        """See `Backend`."""
+        solver = _Highs(job)
+        job.program.model.solve(solver)
         return solver.outcome
 
 
 class _Highs(pulp.HiGHS):
-    """PuLP's HiGHS with the whole model passed at once, run in a thread that can be stopped, and an honest status."""
+    """PuLP's HiGHS, the model passed whole and the run watched."""
 
-    def __init__(
-        self, program: Program, *, integer: bool, gap: float, deadline: float, start: np.ndarray | None
-    ) -> None:
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._stop = threading.Event()
-        self._deadline = deadline
-        self._columns = program.variables
-        self._start = start
-        self.outcome = Outcome("stopped", None, -np.inf)
+        self._error: BaseException | None = None
+        self.outcome = STOPPED
         kinds = highspy.cb.HighsCallbackType
         super().__init__(
-            mip=integer,
+            mip=job.integer,
             msg=False,
-            gapAbs=gap,
+            gapAbs=job.gap,
             gapRel=0.0,
             threads=_THREADS,
-            timeLimit=max(0.0, deadline - time.monotonic()),
+            timeLimit=job.left_s(),
             callbackTuple=(self._interrupt, None),
             callbacksToActivate=[kinds.kCallbackMipInterrupt, kinds.kCallbackSimplexInterrupt],
         )
 
-    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
+    def buildSolverModel(self, lp: Any) -> None:
         """Pass all columns and rows in one call."""
-        index = {variable: i for i, variable in enumerate(self._columns)}
-        rows = lp.constraints()
+        columns, rows = self._job.program.variables, lp.constraints()
+        index = {variable: number for number, variable in enumerate(columns)}
         model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = len(self._columns), len(rows)
-        model.col_cost_ = np.array([lp.objective.get(variable, 0.0) for variable in self._columns])
-        model.col_lower_ = np.array([_or(variable.lowBound, -np.inf) for variable in self._columns])
-        model.col_upper_ = np.array([_or(variable.upBound, np.inf) for variable in self._columns])
+        model.num_col_, model.num_row_ = len(columns), len(rows)
+        model.col_cost_ = self._job.program.costs()
+        model.col_lower_ = np.array([_or(variable.lowBound, -np.inf) for variable in columns])
+        model.col_upper_ = np.array([_or(variable.upBound, np.inf) for variable in columns])
         model.row_lower_ = np.array([_or(row.getLb(), -np.inf) for row in rows])
         model.row_upper_ = np.array([_or(row.getUb(), np.inf) for row in rows])
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
-        model.a_matrix_.index_ = np.array([index[variable] for row in rows for variable in row], dtype=np.int32)
-        model.a_matrix_.value_ = np.array([value for row in rows for value in row.values()], dtype=np.float64)
-        if self.mip:
+        matrix = model.a_matrix_
+        matrix.format_ = highspy.MatrixFormat.kRowwise
+        matrix.start_ = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
+        matrix.index_ = np.array([index[variable] for row in rows for variable in row], dtype=np.int32)
+        matrix.value_ = np.array([value for row in rows for value in row.values()], dtype=np.float64)
+        if self._job.integer:
             kinds = {False: highspy.HighsVarType.kContinuous, True: highspy.HighsVarType.kInteger}
-            model.integrality_ = [kinds[variable.cat == pulp.LpInteger] for variable in self._columns]
+            model.integrality_ = [kinds[variable.cat == pulp.LpInteger] for variable in columns]
         lp.solverModel.passModel(model)
 
-    def callSolver(self, lp: pulp.LpProblem) -> None:
+    def callSolver(self, lp: Any) -> None:
         """Run in a thread; stop it at the deadline or on Ctrl-C, and leave it behind if it does not stop."""
         thread = threading.Thread(target=self._run, args=(lp.solverModel,), daemon=True)
         thread.start()
         try:
-            while thread.is_alive() and time.monotonic() < self._deadline + GRACE_S:
+            while thread.is_alive() and time.monotonic() < self._job.deadline + GRACE_S:
                 thread.join(POLL_S)
         finally:
             self._stop.set()
             thread.join(GRACE_S)
+        if self._error is not None:
+            raise self._error
 
-    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
-        """PuLP's two statuses; the values are in `outcome`."""
-        codes = {
-            "solved": (pulp.LpStatusOptimal, pulp.LpSolutionOptimal),
-            "infeasible": (pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible),
-            "stopped": (pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound),
-        }
-        return codes[self.outcome.status]
+    def findSolutionValues(self, lp: Any) -> tuple[int, int]:
+        """What PuLP wants to know; ours is in `outcome`."""
+        if self.outcome.status == "solved":
+            return pulp.LpStatusOptimal, pulp.LpSolutionOptimal
+        return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
 
     def _interrupt(self, kind: Any, message: str, data_out: Any, data_in: Any, user_data: Any) -> None:
         """HiGHS asks many times a second whether to go on."""
-        if self._stop.is_set() or time.monotonic() > self._deadline:
+        if self._stop.is_set() or time.monotonic() > self._job.deadline:
             data_in.user_interrupt = True
 
     def _run(self, highs: Any) -> None:
         """What the thread does: solve, and put the result where the caller looks for it."""
-        if self._start is not None:
-            solution = highspy.HighsSolution()
-            solution.col_value = self._start
-            highs.setSolution(solution)
-        highs.run()
-        self.outcome = self._read(highs)
-        highspy.Highs.resetGlobalScheduler(False)
+        try:
+            if self._job.start is not None:
+                solution = highspy.HighsSolution()
+                solution.col_value = self._job.start
+                highs.setSolution(solution)
+            highs.run()
+            self.outcome = self._read(highs)
+            highspy.Highs.resetGlobalScheduler(False)
+        except BaseException as error:  # for the caller's thread to raise
+            self._error = error
 
     def _read(self, highs: Any) -> Outcome:
         """Status, values and bound; after a stop there may be a solution, with a gap."""
         info, status = highs.getInfo(), highs.getModelStatus()
         known = highspy.HighsModelStatus
         if status in (known.kInfeasible, known.kUnboundedOrInfeasible):
-            return Outcome("infeasible", None, np.inf)
+            return INFEASIBLE
+        solved = status == known.kOptimal
         values = np.array(highs.getSolution().col_value) if info.primal_solution_status == 2 else None
-        if not self.mip:
-            solved = status == known.kOptimal
-            return Outcome("solved", values, info.objective_function_value) if solved else self.outcome
-        return Outcome("solved" if status == known.kOptimal else "stopped", values, info.mip_dual_bound)
+        if self._job.integer:
+            return Outcome("solved" if solved else "stopped", values, info.mip_dual_bound)
+        return Outcome("solved", values, info.objective_function_value) if solved else STOPPED
 
 
 def _or(value: float | None, default: float) -> float:

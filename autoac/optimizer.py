@@ -1,0 +1,117 @@
+"""The optimizer's part of the step, found without running the user's optimizer: its state, and what `step()` takes."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoac.opinfo import tensors_in
+from autoac.untouched import tensors_of
+from autoac_solver.errors import ProfilingError
+from autoac_solver.profile import NEVER, Op, Profile, Storage
+
+OPTIMIZER_STEP = "optimizer.step"
+
+
+def with_optimizer(profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Profile:
+    """The profile of the step with this optimizer's `step()` at its end.
+
+    The state counts as resident, for it is there in every step but the first. A copy of the optimizer takes two steps
+    on fake tensors, so neither the optimizer nor the parameters are touched, and nothing is allocated.
+
+    Raises:
+        ProfilingError: the optimizer has no parameter of this model, or cannot be run on fake tensors.
+    """
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ProfilingError("the optimizer has no parameter of this model: pass the one that trains it.")
+    device = torch.device(profile.device).type
+    try:
+        state_bytes, step_bytes = _measure(optimizer, device)
+    except Exception as error:
+        raise ProfilingError(
+            f"{type(optimizer).__name__} cannot be run on fake tensors, so its memory is not known ({error!r:.200}). "
+            "Leave optimizer= out and set headroom= to its state and the temporaries of its step."
+        ) from error
+    state = Storage(state_bytes, NEVER, profile.end, "Optstate", type(optimizer).__name__)
+    step = Op(OPTIMIZER_STEP, profile.end, NEVER, False, 0.0, (), (), (), workspace_bytes=step_bytes)
+    at_end = profile.end + 1
+    return replace(
+        profile,
+        end=at_end,
+        tape=(*profile.tape, step),
+        storage_table=(*(_survive(s, profile.end, at_end) for s in profile.storage_table), state),
+        notes=(*profile.notes, f"includes {type(optimizer).__name__}.step(), whose time is not counted"),
+    )
+
+
+def _survive(storage: Storage, end: int, new_end: int) -> Storage:
+    return replace(storage, free=new_end) if storage.free == end else storage
+
+
+def _measure(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, int]:
+    """Bytes of the state, and the most bytes that a step takes on top of everything that stays."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = copy.copy(optimizer)
+        fake.state = defaultdict(dict)
+        fake.param_groups = [
+            {name: _fake_parameters(value) if name == "params" else value for name, value in group.items()}
+            for group in optimizer.param_groups
+        ]
+        fake.step()
+        state = [t for entry in fake.state.values() for t in tensors_of(entry) if t.device.type == device]
+        state_bytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in state}.values())
+        with _LiveBytes(device) as live:
+            fake.step()
+    return state_bytes, live.peak_bytes
+
+
+def _fake_parameters(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    fakes = []
+    for real in parameters:
+        empty = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+        fake = torch.nn.Parameter(empty, requires_grad=real.requires_grad)
+        if real.requires_grad:
+            fake.grad = torch.empty_like(empty)
+        fakes.append(fake)
+    return fakes
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that ops make, above those at the start."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.device = device
+        self.live_bytes = self.peak_bytes = 0
+        self._known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in (*tensors_in(args), *tensors_in(list(kwargs.values()))):
+            if tensor.untyped_storage()._cdata not in self._known:
+                self._watch(tensor.untyped_storage(), 0)
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known and tensor.device.type == self.device:
+                self.live_bytes += storage.nbytes()
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+                self._watch(storage, storage.nbytes())
+        return result
+
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+
+        def died(_: Any) -> None:
+            self.live_bytes -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, died)

@@ -1,0 +1,239 @@
+"""A plan: look at it, save it, put it on a model, check it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from autoac.engine import sac
+from autoac.engine.attach import attach, detach, planned
+from autoac.engine.program import Program
+from autoac.recorder import model_fingerprint
+from autoac.verify import Report, verify
+from autoac_solver.errors import PlanMismatchError
+from autoac_solver.format import format_bytes
+from autoac_solver.plan_record import PlanRecord, RegionPlan
+from autoac_solver.report import explain
+
+
+class Plan:
+    """What to save and what to recompute in one training step of one model.
+
+    Made by `autoac.plan` or `autoac.solve`; `Plan.load` reads one from a file, which runs no code from it.
+    """
+
+    def __init__(self, record: PlanRecord):
+        self.record = record
+        self._id = uuid.uuid4().hex
+
+    # -- what it says ------------------------------------------------------------------------------------------
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Largest number of live bytes during the planned step, resident bytes included."""
+        return self.record.predicted_peak_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes alive before the step: parameters, buffers, optimizer state, the sample."""
+        return self.record.resident_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """The limit that was asked for."""
+        return self.record.budget_bytes
+
+    @property
+    def predicted_overhead(self) -> float:
+        """Extra step time / step time with nothing recomputed, the engine's own cost included."""
+        step_s = self.record.predicted_step_s
+        return self.record.predicted_extra_s / step_s if step_s else 0.0
+
+    @property
+    def optimality_gap(self) -> float:
+        """How much faster another plan within the budget can be at most, as a fraction of the step's time."""
+        return self.record.gap
+
+    @property
+    def status(self) -> str:
+        """ "optimal" if no plan within the budget is faster by more than the asked gap, else "feasible"."""
+        return self.record.status
+
+    @property
+    def engine(self) -> str:
+        """ "replay" or "sac"."""
+        return self.record.engine
+
+    @property
+    def regions(self) -> tuple[RegionPlan, ...]:
+        """The regions: module name, call, whether it is wrapped, and the decision for each of its ops."""
+        return self.record.regions
+
+    @property
+    def decisions(self) -> pd.DataFrame:
+        """One row a value: region, module, op, bytes, decision ("save", "recompute" or "skip"), time_s."""
+        return self.record.decisions
+
+    def memory_timeline(self) -> pd.DataFrame:
+        """One row an op of the planned step: op, module, phase, live_bytes in all and by kind of memory."""
+        return self.record.timeline
+
+    def explain(self) -> str:
+        """The plan in words: budget, peak and who holds it, extra time and what was proved, what is recomputed."""
+        return explain(self.record)
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.record.model}, engine={self.engine!r}, budget={format_bytes(self.budget_bytes)}, "
+            f"predicted peak={format_bytes(self.predicted_peak_bytes)}, "
+            f"predicted overhead={self.predicted_overhead:.1%}, {self.status})"
+        )
+
+    # -- files -------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; the file appears whole or not at all."""
+        self.record.save(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan.
+
+        Raises:
+            ProfileError: the file is damaged, of another kind, or from a newer version.
+        """
+        return cls(PlanRecord.load(path))
+
+    # -- on a model --------------------------------------------------------------------------------------------
+
+    def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Put the plan on the model, and return the model; train it as before.
+
+        Regions with nothing to recompute are left untouched. Under `torch.no_grad` the model runs as without a plan.
+
+        Raises:
+            PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
+        """
+        self._check(model)
+        done: list[torch.nn.Module] = []
+        try:
+            for fqn, programs in self._programs().items():
+                module = model.get_submodule(fqn)
+                attach(module, programs, self.engine, self._id)
+                done.append(module)
+        except BaseException:
+            for module in done:
+                detach(module)
+            raise
+        return model
+
+    def remove(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Take the plan off the model, which is then exactly as it was before, and return it.
+
+        Raises:
+            PlanMismatchError: this plan is not on the model.
+        """
+        modules = [m for m in model.modules() if (region := planned(m)) is not None and region.plan_id == self._id]
+        if not modules and self._programs():
+            raise PlanMismatchError("this plan is not applied to this model, so there is nothing to remove.")
+        for module in modules:
+            detach(module)
+        return model
+
+    @contextlib.contextmanager
+    def applied(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """Context in which the plan is on the model."""
+        self.apply(model)
+        try:
+            yield model
+        finally:
+            self.remove(model)
+
+    def _programs(self) -> dict[str, list[Program]]:
+        """The programs of each module that has anything to recompute, one for each of its calls."""
+        programs: dict[str, list[Program]] = {}
+        for region in self.regions:
+            steps = region.steps if region.wrapped else tuple((name, False) for name, _ in region.steps)
+            calls = programs.setdefault(region.fqn, [])
+            calls.append(Program(region.name, steps, wrapped=region.wrapped))
+        return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
+
+    def _check(self, model: torch.nn.Module) -> None:
+        if any(planned(module) for module in model.modules()):
+            raise PlanMismatchError(
+                "this model has a plan applied already: call remove(model) on that plan before applying another."
+            )
+        found = model_fingerprint(model)
+        if found == self.record.model_fingerprint:
+            return
+        missing = [r.fqn for r in self.regions if r.fqn not in dict(model.named_modules())]
+        detail = f"; it has no module {missing[0]!r}" if missing else ""
+        raise PlanMismatchError(
+            f"this plan was made for {self.record.model} (fingerprint {self.record.model_fingerprint}), and this "
+            f"{type(model).__name__} is another one or has changed since (fingerprint {found}){detail}. Modules, "
+            "parameter shapes, dtypes and which parameters are frozen must be those that were profiled: plan again "
+            "for the model as it is."
+        )
+
+    # -- for those who call checkpoint() themselves ------------------------------------------------------------
+
+    def policy_fn(self, region: str) -> Callable[..., Any]:
+        """A policy for `create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)`.
+
+        It answers by (overload, n-th call in the region), so every call of the region needs a new one: pass
+        `context_fn(region)` to `checkpoint`, which makes it.
+
+        Args:
+            region: name of a region of this plan, as in `plan.regions`.
+
+        Raises:
+            PlanMismatchError: there is no such region, or the plan was made for another engine.
+        """
+        return sac.SacPolicy(self._sac_program(region))
+
+    def context_fn(self, region: str) -> Callable[[], tuple[Any, Any]]:
+        """For `torch.utils.checkpoint.checkpoint(function, ..., use_reentrant=False, context_fn=...)`.
+
+        Args:
+            region: name of a region of this plan, as in `plan.regions`.
+
+        Raises:
+            PlanMismatchError: there is no such region, or the plan was made for another engine.
+        """
+        return functools.partial(sac.contexts, self._sac_program(region))
+
+    def _sac_program(self, region: str) -> Program:
+        if self.engine != "sac":
+            raise PlanMismatchError(
+                f"this plan is for engine {self.engine!r}, whose decisions torch's checkpoint cannot follow exactly: "
+                'plan with engine="sac" to use policy_fn or context_fn.'
+            )
+        for record in self.regions:
+            if record.name == region:
+                return Program(record.name, record.steps, wrapped=record.wrapped)
+        known = ", ".join(repr(record.name) for record in self.regions[:12])
+        raise PlanMismatchError(f"this plan has no region {region!r}; it has {known}.")
+
+    # -- trust -------------------------------------------------------------------------------------------------
+
+    def verify(self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> Report:
+        """Run one step with the plan and one without from the same state, and compare.
+
+        The model, which must not have a plan applied, and the sample are left as they were.
+
+        Args:
+            model, sample, loss: as for `autoac.plan`.
+
+        Returns:
+            Whether loss, gradients, buffers and random states are equal to the bit, predicted and measured peak, and
+            the ratio of the step times; where something differs, the first op or parameter that does.
+        """
+        self._check(model)
+        return verify(self, model, sample, loss)

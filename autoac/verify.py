@@ -1,0 +1,225 @@
+"""Run a step with a plan and without from the same state, and compare everything a step leaves behind."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoac.compat import current_node
+from autoac.measure import measure_peak
+from autoac.opinfo import op_info, tensors_in
+from autoac.recorder import device_of
+from autoac.step import make_step
+from autoac.untouched import random_states, untouched
+from autoac_solver.format import format_bytes
+
+
+class AnyPlan(Protocol):
+    """What `verify` asks of a plan."""
+
+    @property
+    def predicted_peak_bytes(self) -> int: ...
+    @property
+    def predicted_overhead(self) -> float: ...
+    @property
+    def resident_bytes(self) -> int: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    def applied(self, model: torch.nn.Module) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `Plan.verify` found.
+
+    Args:
+        equal: loss, gradients, buffers and random states are equal to the bit.
+        first_difference: what differs first, "" if nothing does.
+        predicted_peak_bytes, measured_peak_bytes: of the planned step, resident bytes included.
+        unplanned_peak_bytes: measured without the plan.
+        budget_bytes: the plan's budget.
+        time_ratio: median step time with the plan / without, from interleaved steps.
+        predicted_overhead: what the plan predicts for `time_ratio - 1`.
+    """
+
+    equal: bool
+    first_difference: str
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    unplanned_peak_bytes: int
+    budget_bytes: int
+    time_ratio: float
+    predicted_overhead: float
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the measured peak is within the budget."""
+        return self.measured_peak_bytes <= self.budget_bytes
+
+    @property
+    def ok(self) -> bool:
+        """Equal, and within the budget."""
+        return self.equal and self.within_budget
+
+    def __str__(self) -> str:
+        peak = self.measured_peak_bytes
+        lines = [
+            "gradients, loss, buffers and random states: "
+            + ("equal to the bit" if self.equal else f"DIFFERENT, first in {self.first_difference}"),
+            f"measured peak {format_bytes(peak)}, predicted {format_bytes(self.predicted_peak_bytes)} "
+            f"({peak / self.predicted_peak_bytes - 1:+.3%}), budget {format_bytes(self.budget_bytes)}"
+            + ("" if self.within_budget else ": EXCEEDED"),
+            f"measured peak without the plan {format_bytes(self.unplanned_peak_bytes)}",
+            f"step time {self.time_ratio:.2f} x that without the plan, predicted {1 + self.predicted_overhead:.2f}",
+        ]
+        return "\n".join(lines)
+
+
+_TIMED_ROUNDS = 3
+
+
+def verify(plan: AnyPlan, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None) -> Report:
+    """See `Plan.verify`."""
+    step = make_step(model, sample, loss)
+    fixed = sample if not callable(sample) else ()
+    device = device_of(model)
+
+    def run(planned: bool, measure: bool = False) -> _Outcome:
+        with untouched(model, fixed), _Kept(model), plan.applied(model) if planned else nullcontext():
+            return _run(model, step, device, measure)
+
+    run(False)  # lazy initialisation is not to count
+    without, with_plan = run(False, measure=True), run(True, measure=True)
+    difference = without.first_difference(with_plan)
+    if difference:
+        difference = _first_op(model, step, fixed, plan) or difference
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(_TIMED_ROUNDS):
+        for planned in (False, True):
+            times[planned].append(run(planned).seconds)
+    return Report(
+        equal=not difference,
+        first_difference=difference,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_peak_bytes=plan.resident_bytes + with_plan.peak_bytes,
+        unplanned_peak_bytes=plan.resident_bytes + without.peak_bytes,
+        budget_bytes=plan.budget_bytes,
+        time_ratio=statistics.median(times[True]) / statistics.median(times[False]),
+        predicted_overhead=plan.predicted_overhead,
+    )
+
+
+class _Kept:
+    """Context that puts parameters and buffers back: steps of a callable sample may write them."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.tensors = [*model.parameters(), *model.buffers()]
+
+    def __enter__(self) -> None:
+        self.copies = [t.detach().clone() for t in self.tensors]
+
+    def __exit__(self, *_: Any) -> None:
+        with torch.no_grad():
+            for tensor, copy in zip(self.tensors, self.copies, strict=True):
+                if not torch.equal(tensor, copy):
+                    tensor.copy_(copy)
+
+
+@dataclass
+class _Outcome:
+    values: dict[str, Any]
+    seconds: float
+    peak_bytes: int = 0
+
+    def first_difference(self, other: _Outcome) -> str:
+        for name, value in self.values.items():
+            if not same(value, other.values.get(name)):
+                return name
+        return ""
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal to the bit; NaN equals NaN."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+            return False
+        if a.layout is not torch.strided:
+            a, b = a.to_dense(), b.to_dense()
+        return torch.equal(a, b) or bool(torch.equal(a.nan_to_num(), b.nan_to_num()) and same_nans(a, b))
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if hasattr(a, "shape"):
+        return bool((a == b).all())
+    return a == b
+
+
+def same_nans(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the same elements are NaN."""
+    return torch.equal(torch.isnan(a), torch.isnan(b))
+
+
+def _run(model: torch.nn.Module, step: Callable[[], Any], device: torch.device, measure: bool) -> _Outcome:
+    peak = 0
+    start = time.perf_counter()
+    if measure:
+        measured = measure_peak(step, device)
+        loss, peak = measured.result, measured.peak_above_start_bytes
+    else:
+        loss = step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    values: dict[str, Any] = {"the loss": loss}
+    for name, parameter in model.named_parameters():
+        values[f"the gradient of {name}"] = parameter.grad
+    for name, buffer in model.named_buffers():
+        values[f"buffer {name}"] = buffer.detach().clone()
+    for index, state in enumerate(random_states(model)):
+        values[f"random state {index}"] = state
+    return _Outcome(values, seconds, peak)
+
+
+class _Trace(TorchDispatchMode):
+    """Records what ops of backward compute, by a checksum of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[str, tuple[bytes, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        info = op_info(func)
+        node = current_node()
+        if not info.ignored and node is not None:
+            self.rows.append((f"{info.name} in {node.name()}", tuple(_digest(t) for t in tensors_in(result))))
+        return result
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    dense = tensor.detach().cpu()
+    dense = dense.to_dense() if dense.layout is not torch.strided else dense
+    return hashlib.sha256(dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
+
+
+def _first_op(model: torch.nn.Module, step: Callable[[], Any], fixed: Any, plan: AnyPlan) -> str:
+    """The first op of backward whose result differs, "" if none can be told."""
+    traces = []
+    for planned in (False, True):
+        with untouched(model, fixed), _Kept(model), plan.applied(model) if planned else nullcontext():
+            with _Trace() as trace:
+                step()
+        traces.append(trace.rows)
+    plain, planned_rows = traces
+    remaining = iter(planned_rows)  # replayed ops stand between those of backward: look for plain's as a subsequence
+    for row in plain:
+        if row not in remaining:
+            return f"backward op {row[0]}"
+    return ""

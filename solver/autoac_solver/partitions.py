@@ -1,0 +1,57 @@
+"""Which module calls become regions: the largest whose share of the saved bytes a budget may carry.
+
+Large regions cost less time (fewer values are needed only because a region ends there) but need their whole working
+set during backward; so the choices are tried from coarse to fine.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+
+from autoac_solver.profile import NEVER, Profile
+
+SHARES = (0.6, 0.3, 0.12, 0.05, 0.02)
+"""The largest share of the saved bytes that one region may hold, for each choice."""
+
+
+def partitions(profile: Profile) -> list[tuple[int, ...]]:
+    """Choices of regions (module calls), from coarse to fine, and at last the whole model as one region."""
+    weights = _saved_bytes(profile)
+    children: list[list[int]] = [[] for _ in profile.calls]
+    roots = []
+    for index, call in enumerate(profile.calls):
+        (roots if call.parent < 0 else children[call.parent]).append(index)
+    total = sum(weights[root] for root in roots)
+    choices = [_descend(profile, roots, children, weights, share * total) for share in SHARES]
+    choices.append(tuple(root for root in roots if profile.calls[root].grad))
+    return [choice for choice in dict.fromkeys(choices) if choice]
+
+
+def _descend(
+    profile: Profile, roots: list[int], children: list[list[int]], weights: list[int], limit: float
+) -> tuple[int, ...]:
+    chosen = []
+    stack = list(reversed(roots))
+    while stack:
+        call = stack.pop()
+        if not weights[call]:
+            continue  # autograd saved nothing in it
+        if profile.calls[call].grad and (weights[call] <= limit or not children[call]):
+            chosen.append(call)
+        else:
+            stack.extend(reversed(children[call]))
+    return tuple(chosen)
+
+
+def _saved_bytes(profile: Profile) -> list[int]:
+    """For each module call, the bytes that were made in it and that autograd saved."""
+    saved = {s.storage for s in profile.saved}
+    marks = sorted(
+        (storage.alloc, storage.bytes)
+        for index, storage in enumerate(profile.storage_table)
+        if index in saved and storage.alloc != NEVER
+    )
+    ticks = [tick for tick, _ in marks]
+    sums = [0, *accumulate(size for _, size in marks)]
+    return [sums[bisect_left(ticks, call.end)] - sums[bisect_left(ticks, call.start)] for call in profile.calls]

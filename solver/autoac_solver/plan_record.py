@@ -1,0 +1,150 @@
+"""What a plan is on disk: the decisions of every region, and what was predicted and proved about them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from autoac_solver.errors import ProfileError
+from autoac_solver.files import read_json, write_json
+
+SCHEMA = "autoac.plan"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPlan:
+    """The decisions for one call of one module.
+
+    Args:
+        fqn: the module's name in the model.
+        call: which of the module's calls in a step.
+        wrapped: whether anything is recomputed; if not, this call is left untouched.
+        steps: for every op in order, its overload's name and whether it is recomputed.
+    """
+
+    fqn: str
+    call: int
+    wrapped: bool
+    steps: tuple[tuple[str, bool], ...] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """The region's name: the module's, with the call's number if it is not the first."""
+        return self.fqn if self.call == 0 else f"{self.fqn}#{self.call}"
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """A plan as data.
+
+    Args:
+        model, model_fingerprint, op_fingerprint, device, torch_version: of the profile it was made from.
+        engine, engine_reason: "replay" or "sac", and why.
+        budget_bytes: the limit for the peak; headroom_bytes of it were left free on purpose.
+        resident_bytes: alive before the step.
+        predicted_peak_bytes, unplanned_peak_bytes: of the step with the plan, and with nothing recomputed.
+        predicted_extra_s, predicted_step_s: seconds that the plan adds, seconds of the step without it.
+        bound_s, gap: no plan adds less than bound_s; gap is the difference as a fraction of the step.
+        status, solver, solve_s: "optimal" or "feasible", by what, in how many seconds.
+        peak_where, peak_holders: where the predicted peak lies, and kind, module, bytes of what is alive there.
+        regions: see `RegionPlan`.
+        decision_columns, timeline_columns: the tables behind `decisions` and `memory_timeline`, by column.
+    """
+
+    model: str
+    model_fingerprint: str
+    op_fingerprint: str
+    device: str
+    torch_version: str
+    engine: str
+    engine_reason: str
+    budget_bytes: int
+    headroom_bytes: int
+    resident_bytes: int
+    predicted_peak_bytes: int
+    unplanned_peak_bytes: int
+    predicted_extra_s: float
+    predicted_step_s: float
+    bound_s: float
+    gap: float
+    status: str
+    solver: str
+    solve_s: float
+    peak_where: str
+    peak_holders: tuple[tuple[str, str, int], ...] = field(repr=False)
+    regions: tuple[RegionPlan, ...] = field(repr=False)
+    decision_columns: dict[str, list[Any]] = field(repr=False)
+    timeline_columns: dict[str, list[Any]] = field(repr=False)
+
+    @property
+    def decisions(self) -> pd.DataFrame:
+        """One row a value, see `report.decisions_table`."""
+        return pd.DataFrame(self.decision_columns)
+
+    @property
+    def timeline(self) -> pd.DataFrame:
+        """One row a position of the step, see `report.timeline_table`."""
+        return pd.DataFrame(self.timeline_columns)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; the file appears whole or not at all."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        programs: dict[tuple[tuple[str, bool], ...], int] = {}
+        data["regions"] = [
+            {"fqn": r.fqn, "call": r.call, "wrapped": r.wrapped, "steps": programs.setdefault(r.steps, len(programs))}
+            for r in self.regions
+        ]
+        data["programs"] = list(programs)
+        write_json(path, SCHEMA, SCHEMA_VERSION, data)
+
+    @classmethod
+    def load(cls, path: str | Path) -> PlanRecord:
+        """Read a plan.
+
+        Raises:
+            ProfileError: the file is damaged, of another kind, or from a newer version.
+        """
+        data = read_json(path, SCHEMA, SCHEMA_VERSION)
+        try:
+            values = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+            programs = [_steps(steps) for steps in data["programs"]]
+            values["regions"] = tuple(
+                RegionPlan(_is(r["fqn"], str), _is(r["call"], int), _is(r["wrapped"], bool), programs[r["steps"]])
+                for r in values["regions"]
+            )
+            values["peak_holders"] = tuple(
+                (_is(kind, str), _is(module, str), _is(size, int)) for kind, module, size in values["peak_holders"]
+            )
+            for f in dataclasses.fields(cls):
+                if f.type in ("str", "int"):
+                    _is(values[f.name], {"str": str, "int": int}[f.type])
+                elif f.type == "float":
+                    values[f.name] = _number(values[f.name])
+            if values["engine"] not in ("replay", "sac"):
+                raise ValueError(f"engine is {values['engine']!r:.80}")
+            record = cls(**values)
+            record.decisions, record.timeline  # noqa: B018 (columns of unequal length are found here)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ProfileError(f"{path} is not a valid plan: {error!r:.200}. Make it again.") from error
+        return record
+
+
+def _steps(steps: list[Any]) -> tuple[tuple[str, bool], ...]:
+    return tuple((_is(name, str), _is(again, bool)) for name, again in steps)
+
+
+def _is(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{value!r:.80} is not of type {kind.__name__}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or value != value or abs(value) == float("inf"):
+        raise ValueError(f"{value!r:.80} is not a number")
+    return float(value)

@@ -1,15 +1,107 @@
-"""What the engines' bookkeeping costs on this machine, measured once a process."""
+"""What the engines' bookkeeping costs on this machine, measured once a process on chains of tiny ops.
+
+The plan pays for the dispatch mode and the hooks of a wrapped region whatever it decides there, and for each op that it
+records. Where ops are short this is what decides whether a region is worth wrapping.
+"""
 
 from __future__ import annotations
 
 import functools
+import time
+from collections.abc import Callable
 
 import torch
 
+from autoac.engine import replay, sac
+from autoac.engine.program import Program
 from autoac_solver.profile import EngineCosts
+
+_OPS = 48
+_ROUNDS = 11
 
 
 @functools.cache
 def engine_costs(device: torch.device) -> EngineCosts:
-    """The engines' own costs, seconds."""
-    return EngineCosts()
+    """The engines' own costs on this device, seconds."""
+    tensor = torch.ones(4, device=device, requires_grad=True)
+    ops = range(_OPS)
+    sin, add = "aten.sin.default", "aten.add.Tensor"  # one saves its input for backward, the other nothing
+
+    def saving(x: torch.Tensor) -> torch.Tensor:
+        for _ in ops:
+            x = torch.sin(x)
+        return x
+
+    def not_saving(x: torch.Tensor) -> torch.Tensor:
+        for _ in ops:
+            x = x + x
+        return torch.sin(x)  # makes backward come for it, or sac would not run its second time
+
+    def once(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x)
+
+    def program(name: str, recompute: bool, count: int = _OPS) -> Program:
+        return Program("costs", [(name, recompute)] * count)
+
+    runs: dict[str, Callable[[], torch.Tensor]] = {
+        "saving": lambda: saving(tensor),
+        "not saving": lambda: not_saving(tensor),
+        "once": lambda: once(tensor),
+        "replay not saving": lambda: replay.run(program_not_saving, not_saving, (tensor,), {}),
+        "replay saving": lambda: replay.run(program_saving, saving, (tensor,), {}),
+        "replay all": lambda: replay.run(program_all, saving, (tensor,), {}),
+        "replay once": lambda: replay.run(program_once, once, (tensor,), {}),
+        "sac not saving": lambda: sac.run(program_not_saving, not_saving, (tensor,), {}),
+        "sac saving": lambda: sac.run(program_saving, saving, (tensor,), {}),
+        "sac once": lambda: sac.run(program_once, once, (tensor,), {}),
+    }
+    program_saving = program(sin, False)
+    program_not_saving = Program("costs", [(add, False)] * _OPS + [(sin, False)])
+    program_all, program_once = program(sin, True), program(sin, False, 1)
+    seconds = _interleaved(runs, tensor, device)
+    op_s = _op_seconds(tensor, device)
+
+    def extra(name: str, base: str) -> float:
+        return max(0.0, seconds[name] - seconds[base])
+
+    replay_op = extra("replay not saving", "not saving") / _OPS
+    sac_op = extra("sac not saving", "not saving") / _OPS
+    return EngineCosts(
+        replay_op=replay_op,
+        replay_record=max(0.0, extra("replay all", "replay saving") / _OPS - op_s),
+        replay_saved=max(0.0, extra("replay saving", "saving") / _OPS - replay_op),
+        replay_call=extra("replay once", "once"),
+        sac_op=sac_op,
+        sac_saved=max(0.0, extra("sac saving", "saving") / _OPS - sac_op),
+        sac_call=extra("sac once", "once"),
+    )
+
+
+def _interleaved(
+    runs: dict[str, Callable[[], torch.Tensor]], tensor: torch.Tensor, device: torch.device
+) -> dict[str, float]:
+    """Seconds of forward and backward of each; the lower quartile of rounds, since noise only ever adds."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(_ROUNDS):
+        for name, run in runs.items():
+            start = _now(device)
+            torch.autograd.grad(run().sum(), tensor)
+            samples[name].append(_now(device) - start)
+    return {name: sorted(values)[len(values) // 4] for name, values in samples.items()}
+
+
+def _op_seconds(tensor: torch.Tensor, device: torch.device) -> float:
+    op, detached = torch.ops.aten.sin.default, tensor.detach()
+    samples = []
+    for _ in range(_ROUNDS):
+        start = _now(device)
+        for _ in range(_OPS):
+            op(detached)
+        samples.append((_now(device) - start) / _OPS)
+    return sorted(samples)[len(samples) // 4]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -52,7 +52,7 @@ def test_readers_fall_away_one_after_the_other():
     problem = problem_of(Instance(7, 0, 1, ALWAYS, holders))
     assert row(problem, 0) == (107, {})
     assert list(row(problem, 4)[1].values()) == [7]
-    assert model(problem).auxiliary_term(list(row(problem, 4)[1])[0]) == {frozenset({1}), frozenset({2})}
+    assert model(problem).auxiliary_term(next(iter(row(problem, 4)[1]))) == {frozenset({1}), frozenset({2})}
     assert row(problem, 5) == (100, {2: 7})
     assert row(problem, 8) == (100, {})
 

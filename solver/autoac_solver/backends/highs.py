@@ -4,14 +4,17 @@ What PuLP's own class does differently, and why it is overridden:
 
 - It hands over the model row by row; passing it whole takes a fifth of the time.
 - HiGHS overruns its time limit by seconds, ignores Ctrl-C, and refuses to run in a thread that used it with another
-  number of threads. So it runs in a fresh thread, is stopped by a callback, and is left behind if it does not hear.
+  number of threads. So it runs in a fresh thread, is stopped by a callback, and is left behind if it does not hear:
+  in the relaxations that it solves within an integer program it minds the time limit, but no callback.
 - It reports "Optimal" after a time limit. The status is read from HiGHS itself.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,17 @@ except ImportError:  # then CBC does it, see choose_backend
 
 _THREADS = 1
 """One thread: the same answer on every machine, and the other cores stay free."""
+_END_S = 10.0
+"""How long the end of the process waits for runs that were left behind."""
+_running: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_left_behind() -> None:
+    """Let runs that were told to stop do so: a callback into an interpreter that is gone aborts the process."""
+    end = time.monotonic() + _END_S
+    for thread in list(_running):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class HighsBackend:
@@ -85,6 +99,7 @@ class _Highs(pulp.HiGHS):
     def callSolver(self, lp: Any) -> None:
         """Run in a thread; stop it at the deadline or on Ctrl-C, and leave it behind if it does not stop."""
         thread = threading.Thread(target=self._run, args=(lp.solverModel,), daemon=True)
+        _running.add(thread)
         thread.start()
         try:
             while thread.is_alive() and time.monotonic() < self._job.deadline + GRACE_S:

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch._prims_common
 
 TRIED_VERSIONS = ("2.13.0",)
 
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
+OptimizedModule = torch._dynamo.OptimizedModule
 
 disable_dispatch_modes = torch._C._DisableTorchDispatch
 """Context in which no dispatch mode sees an op."""
@@ -76,6 +78,11 @@ def below_autograd() -> Iterator[None]:
     """Ops run without recording a graph and without autocast; dispatch modes still see them."""
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         yield
+
+
+def any_autocast() -> bool:
+    """Whether autocast is on for any device in this thread."""
+    return torch._C._is_any_autocast_enabled()
 
 
 def in_backward() -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from autoac.compat import OptimizedModule
 from autoac.optimizer import with_optimizer
 from autoac.plans import Plan
-from autoac.recorder import check_model, device_bytes, device_of, record
+from autoac.recorder import check_model, device_bytes, device_of, record, unwrapped
 from autoac.regions import RegionChoice, named_calls, select_modules
 from autoac.step import Loss, make_step
 from autoac_solver.build import Built, build
@@ -72,13 +73,14 @@ def plan(
         ProfilingError: the step could not be recorded.
         ValueError: an argument makes no sense.
     """
+    compiled = isinstance(model, OptimizedModule) or getattr(model, "_compiled_call_impl", None) is not None
+    model = unwrapped(model)
     check_model(model)
     _check_engine(engine)
     total = device_bytes(device_of(model))
     budget_bytes, _ = _limits(budget, headroom, total)
     reason = "asked for"
     if engine == "auto":
-        compiled = isinstance(model, torch._dynamo.OptimizedModule) or model._compiled_call_impl is not None
         engine = "sac" if compiled else "replay"
         reason = "auto: the model is compiled" if compiled else "auto: eager mode"
     recorded = profile(model, sample, loss=loss, optimizer=optimizer, progress=progress)
@@ -111,6 +113,7 @@ def profile(
     """
     if mode not in ("auto", "real"):
         raise ValueError(f"mode is {mode!r}; possible are 'auto' and 'real'.")
+    model = unwrapped(model)
     check_model(model)
     select_modules(model, regions)
     recorded = record(model, sample, make_step(model, sample, loss), progress)
@@ -259,6 +262,7 @@ def make_record(
         op_fingerprint=profile.op_fingerprint,
         device=profile.device,
         torch_version=profile.torch_version,
+        root_calls=sum(call.fqn == "" and call.grad for call in profile.calls),
         engine=built.engine,
         engine_reason=reason,
         budget_bytes=budget_bytes,

@@ -13,9 +13,9 @@ import pandas as pd
 import torch
 
 from autoac.engine import sac
-from autoac.engine.attach import attach, detach, planned
+from autoac.engine.attach import attach, attach_root, detach, planned
 from autoac.engine.program import Program
-from autoac.recorder import model_fingerprint
+from autoac.recorder import model_fingerprint, unwrapped
 from autoac.verify import Report, verify
 from autoac_solver.errors import PlanMismatchError
 from autoac_solver.format import format_bytes
@@ -122,17 +122,22 @@ class Plan:
             PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
         """
         self._check(model)
+        given, model = model, unwrapped(model)
         done: list[torch.nn.Module] = []
         try:
-            for fqn, programs in self._programs().items():
+            programs_of = self._programs()
+            for fqn, programs in programs_of.items():
                 module = model.get_submodule(fqn)
                 attach(module, programs, self.engine, self._id)
                 done.append(module)
+            several = [fqn for fqn, programs in programs_of.items() if len(programs) > 1]
+            if several and self.record.root_calls == 1 and "" not in programs_of:
+                attach_root(model, several, self._id)
         except BaseException:
             for module in done:
                 detach(module)
             raise
-        return model
+        return given
 
     def remove(self, model: torch.nn.Module) -> torch.nn.Module:
         """Take the plan off the model, which is then exactly as it was before, and return it.
@@ -170,6 +175,7 @@ class Plan:
             raise PlanMismatchError(
                 "this model has a plan applied already: call remove(model) on that plan before applying another."
             )
+        model = unwrapped(model)
         found = model_fingerprint(model)
         if found == self.record.model_fingerprint:
             return
@@ -236,4 +242,4 @@ class Plan:
             the ratio of the step times; where something differs, the first op or parameter that does.
         """
         self._check(model)
-        return verify(self, model, sample, loss)
+        return verify(self, unwrapped(model), sample, loss)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from autoac.compat import storage_key
+from autoac.compat import OptimizedModule, storage_key
 from autoac.costs import engine_costs
 from autoac.engine.attach import planned
 from autoac.regions import lean_modules
@@ -124,6 +125,11 @@ def check_model(model: torch.nn.Module) -> None:
         raise ProfilingError(f"the model's parameters are on {sorted(map(str, devices))}; one device is supported.")
 
 
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The module itself where `torch.compile` returned a wrapper of it."""
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
 def device_of(model: torch.nn.Module) -> torch.device:
     """The device of the model's trained parameters."""
     return next(p.device for p in model.parameters() if p.requires_grad)
@@ -134,8 +140,6 @@ def device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "cpu":
-        import os
-
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 0
 

@@ -78,6 +78,7 @@ class Tape(TorchDispatchMode):
         self._again: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._copies: dict[int, torch.Tensor] = {}  # resident storages as they were
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
+        self._unpacked_for = (NEVER, NEVER)  # node that unpacked last, and the module call it belongs to
         self._outside = ReplayCall(Program("", ()))
 
     # -- ops ---------------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class Tape(TorchDispatchMode):
             {
                 "name": info.name,
                 "tick": tick,
-                "module": self.call_stack[-1] if self.call_stack else NEVER,
+                "module": self._module(),
                 "backward": in_backward(),
                 "signature": signature,
                 "reads": tuple(dict.fromkeys(reads)),
@@ -132,6 +133,13 @@ class Tape(TorchDispatchMode):
             }
         )
         return result
+
+    def _module(self) -> int:
+        """The module call that an op belongs to; in backward, that whose saved tensors its node has unpacked."""
+        if self.call_stack:
+            return self.call_stack[-1]
+        sequence, module = self._unpacked_for
+        return module if in_backward() and sequence == _sequence(current_node()) else NEVER
 
     def _saved_scalar(self, info: OpInfo, args: Any) -> None:
         """A Python number that autograd saves for backward: a tensor that no mode and no hook sees.
@@ -305,6 +313,7 @@ class Tape(TorchDispatchMode):
             self._poll()
             self.tick += 1
             self.saved[watched.index]["unpacked"] = self.tick
+            self._unpacked_for = _sequence(current_node()), self.saved[watched.index]["module"]
         with _Suspended(self):
             tensor = replay_unpack(watched.packed)
         if watched.tape is not None and storage_key(tensor) not in self._by_key:

@@ -79,16 +79,49 @@ def attach(module: torch.nn.Module, programs: Sequence[Program], engine: str, pl
     module.__dict__["forward"] = types.MethodType(forward, module)
 
 
+class Root:
+    """What the root of a model carries when some module is called several times a step: a step starts with its call.
+
+    Counting round and round would do if every step ran to its end; after an exception it would be off.
+
+    Args:
+        names: the modules that are called several times.
+        forward: the root's own instance attribute `forward` if it had one, else None.
+        plan_id: tells which plan it belongs to.
+    """
+
+    def __init__(self, names: Sequence[str], forward: Any, plan_id: str):
+        self.names = tuple(names)
+        self.forward = forward
+        self.plan_id = plan_id
+
+
+def root_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a root that carries a `Root`."""
+    root: Root = self.__dict__[_KEY]
+    for name in root.names:
+        region = planned(self.get_submodule(name))
+        if isinstance(region, PlannedRegion):
+            region.restart()
+    return (root.forward or types.MethodType(type(self).forward, self))(*args, **kwargs)
+
+
+def attach_root(model: torch.nn.Module, names: Sequence[str], plan_id: str) -> None:
+    """Let a call of the model start the count of its modules' calls anew."""
+    model.__dict__[_KEY] = Root(names, model.__dict__.get("forward"), plan_id)
+    model.__dict__["forward"] = types.MethodType(root_forward, model)
+
+
 def detach(module: torch.nn.Module) -> None:
     """Take the plan off one module, exactly as it was before."""
-    region: PlannedRegion = module.__dict__.pop(_KEY)
+    region: PlannedRegion | Root = module.__dict__.pop(_KEY)
     if region.forward is None:
         del module.__dict__["forward"]
     else:
         module.__dict__["forward"] = region.forward
 
 
-def planned(module: torch.nn.Module) -> PlannedRegion | None:
-    """What the module carries, None if it is not planned."""
+def planned(module: torch.nn.Module) -> PlannedRegion | Root | None:
+    """What the module carries, None if no plan is on it."""
     own = module.__dict__.get("forward")
-    return module.__dict__.get(_KEY) if getattr(own, "__func__", None) is forward else None
+    return module.__dict__.get(_KEY) if getattr(own, "__func__", None) in (forward, root_forward) else None

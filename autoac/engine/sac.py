@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from autoac.compat import storage_key
+from autoac.compat import any_autocast, disable_dispatch_modes, storage_key
 from autoac.engine.program import Program
 from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_tensors
 
@@ -37,7 +38,52 @@ def run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kw
 
 def contexts(program: Program) -> tuple[Any, Any]:
     """The pair of contexts for `checkpoint(context_fn=...)`."""
-    return create_selective_checkpoint_contexts(SacPolicy(program), allow_cache_entry_mutation=True)
+    policy = SacPolicy(program)
+    first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
+    if torch.is_autocast_cache_enabled() and any_autocast() and not torch.compiler.is_compiling():
+        second = _RecomputationUnderAutocast(second, policy)
+    return first, second
+
+
+class _RecomputationUnderAutocast:
+    """The second run's context where autocast keeps casts of weights.
+
+    In forward a weight that an earlier region has cast is not cast again; the second run starts without those casts.
+    Its additional casts must not be matched with what forward saved: they run past the selective checkpointing. All
+    others come in forward's order, if the second run neither finds casts nor leaves any.
+    """
+
+    def __init__(self, selective: Any, policy: SacPolicy):
+        self.selective = selective
+        self.policy = policy
+
+    def __enter__(self) -> None:
+        torch.clear_autocast_cache()
+        self.selective.__enter__()
+        self.casts = _AdditionalCasts(self.policy.cast)
+        self.casts.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.casts.__exit__(*exception)
+        self.selective.__exit__(*exception)
+        torch.clear_autocast_cache()
+
+
+class _AdditionalCasts(TorchDispatchMode):
+    def __init__(self, known: set[int]):
+        super().__init__()
+        self.known = known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _casts_weight(func, args) and storage_key(args[0]) not in self.known:
+            with disable_dispatch_modes():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _casts_weight(func: Any, args: Any) -> bool:
+    """Whether this may be a cast that autocast keeps."""
+    return func is torch.ops.aten._to_copy.default and args[0].is_leaf and args[0].requires_grad
 
 
 class SacPolicy:
@@ -50,11 +96,14 @@ class SacPolicy:
         self.program = program
         self.counts: Counter[Any] = Counter()
         self.recomputed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.cast: set[int] = set()  # storages of weights that this region casts itself
         self.read: set[int] = set()  # kept storages that a recomputed op reads
         self.random: CheckpointPolicy | None = None  # what was decided for the region's first random op
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)
+        if _casts_weight(func, args):
+            self.cast.add(storage_key(args[0]))
         if info.ignored:
             # A value read by the host (`item`) steers Python code: the second run must read the same one.
             views = any(isinstance(out, torch.Tensor) for out in tensors_in(ctx.op_output))

@@ -44,6 +44,7 @@ class PlanRecord:
 
     Args:
         model, model_fingerprint, op_fingerprint, device, torch_version: of the profile it was made from.
+        root_calls: how often the profiled step called the model itself.
         engine, engine_reason: "replay" or "sac", and why.
         budget_bytes: the limit for the peak; headroom_bytes of it were left free on purpose.
         resident_bytes: alive before the step.
@@ -61,6 +62,7 @@ class PlanRecord:
     op_fingerprint: str
     device: str
     torch_version: str
+    root_calls: int
     engine: str
     engine_reason: str
     budget_bytes: int

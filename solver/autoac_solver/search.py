@@ -370,7 +370,7 @@ class LeastPeak(_Search):
             Whether that was proved in time.
         """
         result = "found"
-        while result == "found":
+        while result == "found" and self.task.in_time():
             plan = self._plan()
             below = self.task.formulate(plan.timeline.peak_bytes - 1, minimise_time=False)
             below.add_rows(positions | {plan.timeline.peak_position})

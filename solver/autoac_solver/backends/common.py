@@ -9,9 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 import pulp
 
-POLL_S = 0.02
-"""How often a running solver is looked at."""
-GRACE_S = 0.5
+GRACE_S = 0.4
 """How long a solver may take to stop once told."""
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pulp
 
-from autoac_solver.backends.common import GRACE_S, INFEASIBLE, POLL_S, STOPPED, Job, Outcome
+from autoac_solver.backends.common import GRACE_S, INFEASIBLE, STOPPED, Job, Outcome
 
 try:
     import highspy
@@ -31,15 +31,16 @@ _THREADS = 1
 """One thread: the same answer on every machine, and the other cores stay free."""
 _END_S = 10.0
 """How long the end of the process waits for runs that were left behind."""
-_running: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_ends: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+"""Set when a run has ended, one for each."""
 
 
 @atexit.register
 def _wait_for_left_behind() -> None:
     """Let runs that were told to stop do so: a callback into an interpreter that is gone aborts the process."""
     end = time.monotonic() + _END_S
-    for thread in list(_running):
-        thread.join(max(0.0, end - time.monotonic()))
+    for ended in list(_ends):
+        ended.wait(max(0.0, end - time.monotonic()))
 
 
 class HighsBackend:
@@ -60,7 +61,7 @@ class _Highs(pulp.HiGHS):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._stop = threading.Event()
+        self._stop, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self.outcome = STOPPED
         kinds = highspy.cb.HighsCallbackType
@@ -98,15 +99,14 @@ class _Highs(pulp.HiGHS):
 
     def callSolver(self, lp: Any) -> None:
         """Run in a thread; stop it at the deadline or on Ctrl-C, and leave it behind if it does not stop."""
-        thread = threading.Thread(target=self._run, args=(lp.solverModel,), daemon=True)
-        _running.add(thread)
-        thread.start()
+        _ends.add(self._ended)
+        threading.Thread(target=self._run, args=(lp.solverModel,), daemon=True).start()
         try:
-            while thread.is_alive() and time.monotonic() < self._job.deadline + GRACE_S:
-                thread.join(POLL_S)
+            # Not Thread.join: interrupted by Ctrl-C it holds the thread for ended (bpo-45274).
+            self._ended.wait(self._job.left_s() + GRACE_S)
         finally:
             self._stop.set()
-            thread.join(GRACE_S)
+            self._ended.wait(GRACE_S)
         if self._error is not None:
             raise self._error
 
@@ -133,6 +133,8 @@ class _Highs(pulp.HiGHS):
             highspy.Highs.resetGlobalScheduler(False)
         except BaseException as error:  # for the caller's thread to raise
             self._error = error
+        finally:
+            self._ended.set()
 
     def _read(self, highs: Any) -> Outcome:
         """Status, values and bound; after a stop there may be a solution, with a gap."""

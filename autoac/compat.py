@@ -7,22 +7,29 @@ meaning, so that a new torch release is judged here and nowhere else.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch._prims_common
 
 TRIED_VERSIONS = ("2.13.0",)
 
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
-OptimizedModule = torch._dynamo.OptimizedModule
+disable_dynamo = torch._disable_dynamo
+"""Decorator: `torch.compile` does not trace into the function. Imports the compiler only when it is called."""
 
 disable_dispatch_modes = torch._C._DisableTorchDispatch
 """Context in which no dispatch mode sees an op."""
+
+
+def is_compiled_wrapper(model: Any) -> bool:
+    """Whether this is what `torch.compile(module)` returns."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing can have been compiled, and importing it is slow
+    return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoac.compat import OptimizedModule
+from autoac.compat import is_compiled_wrapper
 from autoac.optimizer import with_optimizer
 from autoac.plans import Plan
 from autoac.recorder import check_model, device_bytes, device_of, record, unwrapped
@@ -28,6 +28,8 @@ from autoac_solver.units import parse_bytes
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
+
+_MANY_UNITS = 1000
 
 ENGINES = ("auto", "replay", "sac")
 
@@ -73,7 +75,7 @@ def plan(
         ProfilingError: the step could not be recorded.
         ValueError: an argument makes no sense.
     """
-    compiled = isinstance(model, OptimizedModule) or getattr(model, "_compiled_call_impl", None) is not None
+    compiled = is_compiled_wrapper(model) or getattr(model, "_compiled_call_impl", None) is not None
     model = unwrapped(model)
     check_model(model)
     _check_engine(engine)
@@ -202,6 +204,8 @@ def best_plan(
 ) -> tuple[Built, Solution]:
     """The fastest plan over the choices of regions: from coarse to fine, as long as finer ones help.
 
+    Coarse regions are nearly always the faster ones, so in large models the first choice that fits is taken.
+
     Raises:
         InfeasibleBudgetError: for the choice with the least possible peak.
     """
@@ -224,8 +228,8 @@ def best_plan(
         if best is not None and solution.extra_s >= best[1].extra_s:
             break
         best = built, solution
-        if solution.extra_s <= gap * built.problem.step_s:
-            break  # nothing to gain
+        if solution.extra_s <= gap * built.problem.step_s or len(built.problem.units) > _MANY_UNITS:
+            break
     if best is not None:
         return best
     if infeasible is None:
@@ -234,7 +238,7 @@ def best_plan(
     if error.recomputed:
         error.where = describe_position(profile, built, error.peak_position)
         error.holders = holders_at(profile, built, error.recomputed, error.peak_position)[:10]
-        error.suggestions = suggestions(error.holders, error.where, True)
+        error.suggestions = suggestions(error.holders, finer_regions=len(choices) == 1)
     raise error
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoac.compat import OptimizedModule, storage_key
+from autoac.compat import is_compiled_wrapper, storage_key
 from autoac.costs import engine_costs
 from autoac.engine.attach import planned
 from autoac.regions import lean_modules
@@ -127,7 +127,7 @@ def check_model(model: torch.nn.Module) -> None:
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The module itself where `torch.compile` returned a wrapper of it."""
-    return model._orig_mod if isinstance(model, OptimizedModule) else model
+    return model._orig_mod if is_compiled_wrapper(model) else model  # type: ignore[return-value]
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

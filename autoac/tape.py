@@ -16,6 +16,7 @@ NOTE [ The recorded step ]
 from __future__ import annotations
 
 import hashlib
+import time
 import types
 import weakref
 from collections import Counter
@@ -92,7 +93,9 @@ class Tape(TorchDispatchMode):
         if info.ignored:
             for call in self.call_stack:
                 self.calls[call]["views"] += 1
+            start = time.perf_counter()
             result = func(*args, **kwargs)
+            self.views_s += time.perf_counter() - start
             self._register_new(tensors_in(result))  # a higher-order op makes storages, too
             return result
         return self._op(func, info, args, kwargs)
@@ -242,10 +245,12 @@ class Tape(TorchDispatchMode):
             if storage is None:
                 gone.append(index)
                 continue
-            key = storage._cdata
+            users = storage_users(storage._cdata)
             del storage
+            if users > len(aliases):
+                continue  # the common case, told without looking at each
             alive = sum(alias() is not None for alias in aliases)
-            if alive and storage_users(key) <= alive:
+            if alive and users <= alive:
                 gone.append(index)
                 self.tick += 1
                 self.storages[index]["free"] = self.tick
@@ -281,7 +286,8 @@ class Tape(TorchDispatchMode):
         """Another tensor on the same storage, for a holder whose hold is not to count as Python's."""
         alias = tensor.data  # not `detach`: that would hold the tensor's base as well
         index = self.storage_id(tensor)
-        if index is not None and self.storages[index]["free"] == NEVER:
+        lives = index is not None and self.storages[index]["free"] == NEVER
+        if index is not None and lives and self.storages[index]["alloc"] != NEVER:
             self._aliases.setdefault(index, []).append(weakref.ref(alias))
         return alias
 
@@ -370,6 +376,7 @@ class Tape(TorchDispatchMode):
         times = self.meter.medians() if isinstance(self.meter, OpTimer) else {}
         return {
             "end": end,
+            "views_s": self.views_s,
             "tape": tuple(_op(row, times, workspace) for row in self.ops),
             "storage_table": tuple(
                 _storage(row, *known.get(index, _kind(row))) for index, row in enumerate(self.storages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import random
 import sys
 from collections.abc import Iterator
@@ -60,23 +61,37 @@ def _random_states(model: torch.nn.Module) -> list[tuple[Any, Any]]:
 _CONTAINERS = (dict, set, list)
 
 
-def _attributes(module: torch.nn.Module) -> dict[str, tuple[Any, Any]]:
-    """The module's attributes, and the contents of those that are containers (its parameters, buffers, hooks, ...)."""
+def _attributes(module: torch.nn.Module) -> dict[str, tuple[Any, list[Any] | None]]:
+    """The module's attributes, and what is in those that are containers (its parameters, buffers, hooks, ...)."""
     return {
-        name: (value, value.copy() if isinstance(value, _CONTAINERS) else None)
+        name: (value, _contents(value) if isinstance(value, _CONTAINERS) else None)
         for name, value in module.__dict__.items()
     }
 
 
-def _restore(module: torch.nn.Module, attributes: dict[str, tuple[Any, Any]]) -> None:
+def _contents(container: Any) -> list[Any]:
+    return list(container.items()) if isinstance(container, dict) else list(container)
+
+
+def _restore(module: torch.nn.Module, attributes: dict[str, tuple[Any, list[Any] | None]]) -> None:
     module.__dict__.clear()
     for name, (value, contents) in attributes.items():
         module.__dict__[name] = value
+        if contents is None or _same_items(_contents(value), contents):
+            continue  # not to be written without need: some dictionaries are frozen
         if isinstance(value, list):
             value[:] = contents
-        elif isinstance(value, _CONTAINERS):
+        else:
             value.clear()
             value.update(contents)
+
+
+def _same_items(found: list[Any], contents: list[Any]) -> bool:
+    """Whether they are the same objects in the same order; for pairs, their keys and values."""
+    return len(found) == len(contents) and all(
+        a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
+        for a, b in zip(found, contents, strict=True)
+    )
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

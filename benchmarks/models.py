@@ -113,7 +113,7 @@ def t5(size: str) -> Workload:
     from transformers import T5Config, T5ForConditionalGeneration
 
     layers, width, heads, length, batch, vocabulary = (
-        (4, 384, 6, 256, 8, 4096) if size == "full" else (2, 32, 2, 16, 2, 64)
+        (4, 384, 6, 128, 12, 4096) if size == "full" else (2, 32, 2, 16, 2, 64)
     )
     config = T5Config(
         vocab_size=vocabulary,
@@ -143,17 +143,11 @@ MODELS: dict[str, Callable[[str], Workload]] = {"gpt": gpt, "resnet": resnet, "t
 def make(name: str, size: str, device: torch.device) -> Workload:
     """The model with this name, always with the same weights and data."""
     torch.manual_seed(0)
-    made = MODELS[name](size)
-    sample = made.sample
-    moved = (
-        {key: value.to(device) for key, value in sample.items()}
-        if isinstance(sample, Mapping)
-        else tuple(value.to(device) for value in sample)
-    )
-    return Workload(made.name, made.title, made.model.to(device).train(), moved, made.blocks)
+    with device:
+        return MODELS[name](size)
 
 
 def _workload(name: str, title: str, model: nn.Module, sample: Any, classes: str | tuple[str, ...]) -> Workload:
     wanted = (classes,) if isinstance(classes, str) else classes
     blocks = tuple(fqn for fqn, module in model.named_modules() if type(module).__name__ in wanted)
-    return Workload(name, title, model, sample, blocks)
+    return Workload(name, title, model.train(), sample, blocks)

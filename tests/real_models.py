@@ -22,11 +22,19 @@ class RealModel:
         model: in training mode.
         sample: positional (a tuple) or keyword arguments (a dict).
         loss: from the model's output to a scalar.
+        target: what `loss` compares the output with, if the sample does not hold it.
     """
 
     model: nn.Module
     sample: dict[str, Any] | tuple[torch.Tensor, ...]
     loss: Callable[[Any], torch.Tensor]
+    target: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is there before the step: parameters, buffers, sample and target."""
+        values = self.sample.values() if isinstance(self.sample, dict) else self.sample
+        given = [v for v in (*values, self.target) if isinstance(v, torch.Tensor)]
+        return [*self.model.parameters(), *self.model.buffers(), *given]
 
 
 def with_labels(model: nn.Module, **sample: Any) -> RealModel:
@@ -249,7 +257,7 @@ def unet() -> RealModel:
     )
     picture, noise = torch.randn(2, 3, 16, 16), torch.randn(2, 3, 16, 16)
     sample = {"sample": picture, "timestep": torch.tensor([3, 70])}
-    return RealModel(model, sample, lambda output: F.mse_loss(output.sample, noise))
+    return RealModel(model, sample, lambda output: F.mse_loss(output.sample, noise), noise)
 
 
 def dit() -> RealModel:
@@ -271,7 +279,7 @@ def dit() -> RealModel:
         "timestep": torch.tensor([3, 70, 5, 9]),
         "class_labels": torch.tensor([1, 2, 3, 4]),
     }
-    return RealModel(model, sample, lambda output: F.mse_loss(output.sample, noise))
+    return RealModel(model, sample, lambda output: F.mse_loss(output.sample, noise), noise)
 
 
 # -- plain torch -------------------------------------------------------------------------------------------------------
@@ -307,7 +315,9 @@ class Tagger(nn.Module):
 
 def lstm() -> RealModel:
     ids, tags = words(4, 24), words(4, 24)
-    return RealModel(Tagger(), (ids,), lambda logits: F.cross_entropy(logits.flatten(0, 1), tags.flatten()))
+    return RealModel(
+        Tagger(), (ids,), lambda logits: F.cross_entropy(logits.flatten(0, 1), tags.flatten()), tags
+    )
 
 
 class ConvBlock(nn.Module):
@@ -348,7 +358,7 @@ class SegmentationUNet(nn.Module):
 def cnn_with_skips() -> RealModel:
     labels = torch.randint(0, 4, (2, 32, 32))
     return RealModel(
-        SegmentationUNet(), (torch.randn(2, 3, 32, 32),), lambda logits: F.cross_entropy(logits, labels)
+        SegmentationUNet(), (torch.randn(2, 3, 32, 32),), lambda logits: F.cross_entropy(logits, labels), labels
     )
 
 

@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 
+from autoac.compat import disable_dynamo
 from autoac.engine import replay, sac
 from autoac.engine.program import Program
 
 Runner = Callable[[Program, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 ENGINES: dict[str, Runner] = {"replay": replay.run, "sac": sac.run}
+
+_replay_eagerly = disable_dynamo(replay.run)
+"""Replay needs the ops of eager mode: under `torch.compile` its regions are left out of the graph."""
 
 _KEY = "_autoac_region"
 
@@ -69,6 +73,8 @@ def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     program = region.next_program()
     if not program.wrapped:
         return original(*args, **kwargs)
+    if region.engine == "replay" and torch.compiler.is_compiling():
+        return _replay_eagerly(program, original, args, kwargs)
     return ENGINES[region.engine](program, original, args, kwargs)
 
 

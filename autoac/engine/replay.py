@@ -16,7 +16,8 @@ NOTE [ Replay ]
      dropped as soon as it has run, unless backward retains the graph: then a second backward replays again.
   3. A random op's generator state is stashed when it is recorded, set for its replay, and left as it was found.
   4. What is replayed is what ran: autocast, Python side effects, changed globals do not matter. A batch norm is
-     replayed without its running statistics.
+     replayed without its running statistics. Gradients are on or off as they were, for some kernels look: oneDNN's
+     LSTM makes its workspace only where they are on.
 
 NOTE [ Never wrong, whatever the decisions ]
   The recording does not rely on the decisions being consistent, since data-dependent control flow can bring any of
@@ -70,10 +71,11 @@ class Slot:
 class Record:
     """One op to run again."""
 
-    __slots__ = ("args", "func", "kept", "kwargs", "outputs", "refs", "rng", "written")
+    __slots__ = ("args", "func", "grad", "kept", "kwargs", "outputs", "refs", "rng", "written")
 
     def __init__(self, func, args, kwargs, refs, kept, rng, written):  # noqa: ANN001 (hot path, see _record)
         self.func = func
+        self.grad = torch.is_grad_enabled()  # see NOTE [ Replay ] 4
         self.args: tuple[Any, ...] = args
         self.kwargs: dict[str, Any] = kwargs
         self.refs: list[tuple[Any, Slot, Geometry | None]] = refs  # where in args, what, seen how
@@ -166,7 +168,7 @@ class ReplayCall:
                 raise RuntimeError(_LOST.format(region=self.program.region))
             self.pending = False
             run, last_use = self._schedule()
-            with below_autograd():
+            with torch.enable_grad(), below_autograd():
                 self._run(run, last_use, keep_graph)
 
     def _schedule(self) -> tuple[list[bool], list[list[Slot]]]:
@@ -229,6 +231,12 @@ class ReplayCall:
             for where, slot, geometry in record.refs:
                 tensor = table[slot] if geometry is None else with_geometry(table[slot], geometry)
                 kwargs = _put(args, kwargs, where, tensor)
+        if not record.grad:
+            with torch.no_grad():
+                return self._call(record, args, kwargs)
+        return self._call(record, args, kwargs)
+
+    def _call(self, record: Record, args: Any, kwargs: dict[str, Any]) -> Any:
         if record.rng is None:
             return record.func(*args, **kwargs) if kwargs else record.func(*args)
         generator, state = record.rng

@@ -52,7 +52,9 @@ class Built:
     problem: Problem
     unit_storages: tuple[tuple[int, ...], ...] = field(repr=False, default=())
 
-    def steps(self, profile: Profile, region: int, recomputed: Sequence[bool]) -> tuple[tuple[str, bool], ...]:
+    def steps(
+        self, profile: Profile, region: int, recomputed: Sequence[bool]
+    ) -> tuple[tuple[str, bool], ...]:
         """Overload and decision of every op of a region, in order."""
         tape = self.regions[region]
         return tuple(
@@ -153,7 +155,10 @@ class _Builder:
 
         own_of = {}
         for op in region.ops:
-            own = [*tape[op].creates, *(s for s in tape[op].writes if self.region_of_storage.get(s) is region)]
+            own = [
+                *tape[op].creates,
+                *(s for s in tape[op].writes if self.region_of_storage.get(s) is region),
+            ]
             own_of[op] = own
             for storage in own:
                 group.setdefault(storage, storage)
@@ -193,7 +198,9 @@ class _Builder:
                     must_save = True  # when it runs again its input is no longer what it was
                 elif owner != index:
                     requires.add(owner)
-        reruns = [op for op in ops if self.engine == "replay" or self.profile.tape[op].tick < region.last_save]
+        reruns = [
+            op for op in ops if self.engine == "replay" or self.profile.tape[op].tick < region.last_save
+        ]
         time_s = sum(self.profile.tape[op].time_s for op in reruns)
         if self.engine == "replay":
             time_s += len(ops) * self.profile.costs.replay_record
@@ -375,7 +382,9 @@ class _Builder:
                 again.append(Holder(until, Condition(recomputed=reader)))
         instances = [_instance(size, start, end, ALWAYS, kept, storage)]
         if recomputable and region is not None:
-            first = min(region.rerun[op] for op in self.units[unit].ops if storage in self.profile.tape[op].creates)
+            first = min(
+                region.rerun[op] for op in self.units[unit].ops if storage in self.profile.tape[op].creates
+            )
             instances.append(_instance(size, first, first + 1, Condition(recomputed=unit), again, storage))
         return instances
 
@@ -404,7 +413,9 @@ class _Builder:
             holders.append(Holder(gone, Condition(kept=unit if decided else -1, wrapped=region.index)))
             if decided:
                 again = [] if own_end == NEVER else [Holder(own_end)]
-                instances.append(_instance(record.bytes, first, gone, Condition(recomputed=unit), again, storage))
+                instances.append(
+                    _instance(record.bytes, first, gone, Condition(recomputed=unit), again, storage)
+                )
         return [_instance(record.bytes, start, end, ALWAYS, holders, storage), *instances]
 
     def _rerun_free(self, region: _Region, free: int) -> int:

@@ -37,7 +37,9 @@ def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ProfileError(f"{path} is not readable JSON: it is damaged or truncated ({error!r:.200}).") from error
+        raise ProfileError(
+            f"{path} is not readable JSON: it is damaged or truncated ({error!r:.200})."
+        ) from error
     if not isinstance(data, dict) or data.get("schema") != schema:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise ProfileError(f"{path} holds {found!r:.80}, but {schema!r} was expected.")

@@ -100,7 +100,7 @@ class Formulation:
         self.positions.update(new)
         return bool(new)
 
-    def add_covers(self, positions: Iterable[int], decisions: np.ndarray) -> None:
+    def add_covers(self, positions: Iterable[int], decisions: np.ndarray) -> bool:
         """Forbid decisions that exceed the budget at positions by less than the solver's tolerance.
 
         Of the literals that are true there, the largest that together exceed the budget cannot all be true again; nor
@@ -110,7 +110,12 @@ class Formulation:
         Args:
             positions: where the budget is exceeded although there is a row.
             decisions: 0 or 1 per unit and region.
+
+        Returns:
+            Whether there was anything to add: where the peak is minimised, no decisions are forbidden.
         """
+        if self._budget_bytes is None:
+            return False
         truth = np.append(0.0, self._memory.evaluate(decisions)) > 0.5
         for position in positions:
             row = self._memory.row(position)
@@ -122,6 +127,7 @@ class Formulation:
             self._add_row(
                 [(literal, 1.0) for literal in row.literals[in_row].tolist()], pulp.LpConstraintLE, size - 1
             )
+        return True
 
     def _add_decisions(self) -> None:
         """A binary for each unit, shared by those decided alike; a region's follows from its units'."""

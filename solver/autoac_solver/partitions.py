@@ -11,8 +11,13 @@ from itertools import accumulate
 
 from autoac_solver.profile import NEVER, Profile
 
-SHARES = (0.6, 0.3, 0.12, 0.05, 0.02)
-"""The largest share of the saved bytes that one region may hold, for each choice."""
+COARSEST_SHARE = 0.6
+"""The largest share of all saved bytes that one region may hold."""
+
+FINER = 0.5
+"""Every next choice splits the regions that hold more than this share of the largest one."""
+
+MOST_CHOICES = 5
 
 
 def partitions(profile: Profile) -> list[tuple[int, ...]]:
@@ -22,8 +27,15 @@ def partitions(profile: Profile) -> list[tuple[int, ...]]:
     roots = []
     for index, call in enumerate(profile.calls):
         (roots if call.parent < 0 else children[call.parent]).append(index)
-    total = sum(weights[root] for root in roots)
-    choices = [_descend(profile, roots, children, weights, share * total) for share in SHARES]
+    limit = COARSEST_SHARE * sum(weights[root] for root in roots)
+    choices: list[tuple[int, ...]] = []
+    while len(choices) < MOST_CHOICES:
+        choice = _descend(profile, roots, children, weights, limit)
+        choices.append(choice)
+        largest = max((weights[call] for call in choice if children[call]), default=0)
+        if not largest:
+            break
+        limit = FINER * largest
     choices.append(tuple(root for root in roots if profile.calls[root].grad))
     return [choice for choice in dict.fromkeys(choices) if choice]
 
@@ -54,4 +66,6 @@ def _saved_bytes(profile: Profile) -> list[int]:
     )
     ticks = [tick for tick, _ in marks]
     sums = [0, *accumulate(size for _, size in marks)]
-    return [sums[bisect_left(ticks, call.end)] - sums[bisect_left(ticks, call.start)] for call in profile.calls]
+    return [
+        sums[bisect_left(ticks, call.end)] - sums[bisect_left(ticks, call.start)] for call in profile.calls
+    ]

@@ -98,7 +98,12 @@ class PlanRecord:
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         programs: dict[tuple[tuple[str, bool], ...], int] = {}
         data["regions"] = [
-            {"fqn": r.fqn, "call": r.call, "wrapped": r.wrapped, "steps": programs.setdefault(r.steps, len(programs))}
+            {
+                "fqn": r.fqn,
+                "call": r.call,
+                "wrapped": r.wrapped,
+                "steps": programs.setdefault(r.steps, len(programs)),
+            }
             for r in self.regions
         ]
         data["programs"] = list(programs)
@@ -116,11 +121,14 @@ class PlanRecord:
             values = {f.name: data[f.name] for f in dataclasses.fields(cls)}
             programs = [_steps(steps) for steps in data["programs"]]
             values["regions"] = tuple(
-                RegionPlan(_is(r["fqn"], str), _is(r["call"], int), _is(r["wrapped"], bool), programs[r["steps"]])
+                RegionPlan(
+                    _is(r["fqn"], str), _is(r["call"], int), _is(r["wrapped"], bool), programs[r["steps"]]
+                )
                 for r in values["regions"]
             )
             values["peak_holders"] = tuple(
-                (_is(kind, str), _is(module, str), _is(size, int)) for kind, module, size in values["peak_holders"]
+                (_is(kind, str), _is(module, str), _is(size, int))
+                for kind, module, size in values["peak_holders"]
             )
             for f in dataclasses.fields(cls):
                 if f.type in ("str", "int"):

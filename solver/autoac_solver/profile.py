@@ -214,10 +214,14 @@ class Profile:
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON; the file appears whole or not at all."""
         scalars = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in (*_TABLES, "costs")
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in (*_TABLES, "costs")
         }
         tables = {name: _columns(getattr(self, name), kind) for name, kind in _TABLES.items()}
-        write_json(path, SCHEMA, SCHEMA_VERSION, {**scalars, **tables, "costs": dataclasses.asdict(self.costs)})
+        write_json(
+            path, SCHEMA, SCHEMA_VERSION, {**scalars, **tables, "costs": dataclasses.asdict(self.costs)}
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -119,8 +119,12 @@ def holders_at(
     return tuple(sorted(rows, key=lambda row: (-row[2], row[0], row[1])))
 
 
-def suggestions(holders: Sequence[tuple[str, str, int]], where: str, covered: bool) -> tuple[str, ...]:
-    """What would lower the peak, judged by what holds it."""
+def suggestions(holders: Sequence[tuple[str, str, int]], finer_regions: bool) -> tuple[str, ...]:
+    """What would lower the peak, judged by what holds it.
+
+    Args:
+        finer_regions: whether smaller regions than those that were tried are worth a try.
+    """
     by_kind: dict[str, int] = {}
     for kind, _, size in holders:
         by_kind[kind] = by_kind.get(kind, 0) + size
@@ -138,8 +142,8 @@ def suggestions(holders: Sequence[tuple[str, str, int]], where: str, covered: bo
     if largest is not None and largest[2] > 0.25 * total:
         owner = f"module {largest[1]!r}" if largest[1] else "code outside of all modules (the loss, say)"
         found.append(f"{owner} alone holds {format_bytes(largest[2])} there: compute it in chunks")
-    if not covered:
-        found.append("smaller regions, with regions=, where one region's working set holds the peak")
+    if finer_regions:
+        found.append("smaller regions: leave regions= out to have all sizes tried")
     return tuple(found)
 
 
@@ -158,7 +162,9 @@ def explain(plan: Any) -> str:
         f"({plan.solver}, {plan.solve_s:.1f} s)",
         f"The peak lies at {plan.peak_where}. Alive there:",
     ]
-    lines += [f"  {kind:<11} {format_bytes(size):>24}  {module}" for kind, module, size in plan.peak_holders[:12]]
+    lines += [
+        f"  {kind:<11} {format_bytes(size):>24}  {module}" for kind, module, size in plan.peak_holders[:12]
+    ]
     if len(plan.peak_holders) > 12:
         rest = sum(size for _, _, size in plan.peak_holders[12:])
         lines.append(f"  and {len(plan.peak_holders) - 12} more {format_bytes(rest):>18}")
@@ -168,7 +174,11 @@ def explain(plan: Any) -> str:
         part = frame[frame["decision"] == decision]
         time_s = part.drop_duplicates("unit")["time_s"].sum() if decision == "recompute" else 0.0
         cost = f", {format_seconds(time_s)} to run again" if decision == "recompute" else ""
-        lines.append(f"  {decision:<10} {len(part):>6} values, {format_bytes(int(part['bytes'].sum()))}{cost}")
+        lines.append(
+            f"  {decision:<10} {len(part):>6} values, {format_bytes(int(part['bytes'].sum()))}{cost}"
+        )
     untouched = sum(not region.wrapped for region in plan.regions)
-    lines.append(f"Regions: {len(plan.regions)}, of which {untouched} are left untouched (nothing to recompute).")
+    lines.append(
+        f"Regions: {len(plan.regions)}, of which {untouched} are left untouched (nothing to recompute)."
+    )
     return "\n".join(lines)

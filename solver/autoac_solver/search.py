@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from autoac_solver.backends import INFEASIBLE, Job, Outcome, choose_backend
+from autoac_solver.backends import INFEASIBLE, STOPPED, Job, Outcome, choose_backend
 from autoac_solver.conditions import Algebra
 from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.format import format_bytes, format_seconds
@@ -45,7 +45,7 @@ class Progress:
 
     Args:
         phase: what is being solved.
-        round: programs solved so far.
+        round: integer programs solved so far.
         rows: memory rows in the last of them.
         extra_s: seconds added by the best plan so far, None while there is none.
         bound_s: no plan within the budget adds less.
@@ -199,7 +199,7 @@ class _Search:
         Args:
             gap: absolute, in units of the objective.
         """
-        while self.task.in_time():
+        while True:
             outcome = self._run(formulation, phase, gap)
             if outcome.values is None:
                 return "infeasible" if outcome.status == "infeasible" else "stopped"
@@ -210,14 +210,17 @@ class _Search:
             broken = _worst_positions(plan.timeline.live_bytes, formulation.limit_bytes(outcome.values))
             if not broken:
                 return "found"
-            if not formulation.add_rows(broken):
-                formulation.add_covers(broken, self.task.decisions(plan.recomputed))
-        return "stopped"
+            if not formulation.add_rows(broken) and not formulation.add_covers(
+                broken, self.task.decisions(plan.recomputed)
+            ):
+                return "found"
 
     def _run(self, formulation: Formulation, phase: Phase, gap: float = 0.0) -> Outcome:
         """Solve a program, and tell who listens."""
         if formulation.impossible:
             return INFEASIBLE
+        if not self.task.in_time():
+            return STOPPED
         integer = phase != "relaxation"
         start = self._start_values(formulation) if integer else None
         outcome = self.task.backend.run(Job(formulation.program, integer, gap, self.task.deadline, start))
@@ -301,6 +304,8 @@ class LeastTime(_Search):
     def _find_minimum(self) -> None:
         """No plan fits, says the solver: find out what would."""
         search = LeastPeak(self.task)
+        if self.lowest is not None:
+            search.consider(self.lowest.recomputed)
         least = search.solve()
         assert search.lowest is not None
         # Only if the solver was wrong by a rounding error is there a plan after all; then it is as good as any.

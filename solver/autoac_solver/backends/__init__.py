@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from autoac_solver.backends.cbc import CbcBackend, find_cbc
-from autoac_solver.backends.common import INFEASIBLE, Backend, Job, Outcome, Program
+from autoac_solver.backends.common import INFEASIBLE, STOPPED, Backend, Job, Outcome, Program
 from autoac_solver.backends.highs import HighsBackend, highspy
 from autoac_solver.errors import AutoacError
 
-__all__ = ["INFEASIBLE", "Backend", "Job", "Outcome", "Program", "choose_backend"]
+__all__ = ["INFEASIBLE", "STOPPED", "Backend", "Job", "Outcome", "Program", "choose_backend"]
 
 
 def choose_backend(solver: str) -> Backend:

@@ -1,0 +1,189 @@
+"""torch's own planner, `torch.distributed._tools.sac_ilp.sac_milp`, and its advice carried out.
+
+It only advises: which modules to checkpoint, and which share of their activation memory to discard. From the share,
+torch's `get_optimal_checkpointing_policy_per_module` chooses the ops to save, and a policy for selective
+checkpointing carries that out. Statistics are collected the way torch's tests do it, under fake tensors; since its
+estimators know CUDA only, ops are timed here on real tensors of the same shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from autoac.step import make_step
+from autoac.timing import signature_of
+from benchmarks import models
+from benchmarks.models import Workload
+from benchmarks.strategies import Strategy, checkpoint_module
+
+NAME = "torch sac_milp"
+_TIMED_RUNS = 3
+
+
+def advised(workload: Workload, size: str, device: torch.device, budgets: Sequence[int]) -> list[Strategy]:
+    """Its advice for each budget, equal advice once; one entry with the error where it cannot run."""
+    try:
+        planner = _Planner(workload, size, device)
+    except Exception as error:  # whatever it is, it is a row of the table: this planner fails on this model
+        return [_failed(NAME, 0, f"cannot run: {type(error).__name__}: {str(error) or 'an assertion of its own'}")]
+    strategies: list[Strategy] = []
+    seen: list[dict[str, tuple[int, ...]]] = []
+    for budget in budgets:
+        try:
+            saved = planner.decide(budget)
+        except Exception as error:
+            strategies.append(_failed(f"{NAME} {budget / 1e6:.1f} MB", budget, f"{type(error).__name__}: {error}"))
+            continue
+        if saved and saved not in seen:
+            seen.append(saved)
+            install = functools.partial(_install, saved)
+            strategies.append(Strategy(f"{NAME} {budget / 1e6:.1f} MB", "other", install, budget))
+    return strategies or [_failed(NAME, 0, "gives no advice at any budget")]
+
+
+def _failed(name: str, budget: int, error: str) -> Strategy:
+    return Strategy(name, "other", lambda model: None, budget, error=error)
+
+
+class _Planner:
+    """The statistics of one model, and torch's solver on them."""
+
+    def __init__(self, workload: Workload, size: str, device: torch.device) -> None:
+        import pwlf  # noqa: F401  # type: ignore[import-not-found]  # torch needs it, and asks too late to say so
+        from torch.distributed._tools import sac_ilp
+        from torch.distributed._tools.ilp_utils import aggregate_stats, parse_module_info
+        from torch.distributed._tools.sac_estimator import SACEstimator
+
+        sac_ilp.logger.setLevel(logging.CRITICAL)  # a budget it cannot meet is no error here
+        with FakeTensorMode(), redirect_stdout(StringIO()):
+            fake = models.make(workload.name, size, device)
+            step = make_step(fake.model, fake.sample)
+            memory = _memory(fake.model, step)
+            runtime = _runtime(fake.model, step)
+            self.estimator = SACEstimator()
+            self.estimator._estimate_runtime = _timed
+            with self.estimator:
+                step()
+            info = aggregate_stats(fake.model, memory, runtime, self.estimator, device)
+        self.graph = parse_module_info(info)
+        self.prefix = f"{type(workload.model).__name__}."
+        self.blocks = [self.prefix + block for block in workload.blocks]
+
+    def decide(self, budget_bytes: int) -> dict[str, tuple[int, ...]]:
+        """For each module to checkpoint, whether to save each of its ops; empty if it says nothing."""
+        from torch.distributed._tools.sac_ilp import get_optimal_checkpointing_policy_per_module, sac_milp
+
+        graph = copy.deepcopy(self.graph)
+        discarded, _, _ = sac_milp(graph, budget_bytes / 2**30, ac_units=self.blocks)
+        saved = {}
+        for name, share in discarded.items():
+            stats = self.estimator.sac_mod_stats[name]
+            decisions = get_optimal_checkpointing_policy_per_module(stats, min(1.0, max(0.0, 1 - share)))
+            saved[name.removeprefix(self.prefix)] = tuple(decisions)
+        return saved
+
+
+# -- statistics --------------------------------------------------------------------------------------------------
+
+
+def _memory(model: nn.Module, step: Callable[[], object]) -> Any:
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        for again in (False, True):
+            step()
+            model.zero_grad(set_to_none=True)
+            if not again:
+                tracker.reset_mod_stats()
+    return tracker
+
+
+def _runtime(model: nn.Module, step: Callable[[], object]) -> Any:
+    """The order of modules; the solver takes no times from here."""
+    from torch.distributed._tools.runtime_estimator import RuntimeEstimator
+
+    estimator = RuntimeEstimator()
+    estimator._estimate = lambda func, args, kwargs: (func(*args, **(kwargs or {})), 0.0)
+    estimator._estimate_mode_type = "order only"
+    with estimator:
+        step()
+    for name in estimator.mod_fw_pre_order:
+        estimator.mod_runtimes[name]  # modules that run no op have no entry, and torch looks for one
+    model.zero_grad(set_to_none=True)
+    return estimator
+
+
+def _timed(func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+    """An op on fake tensors, and the milliseconds it takes on real ones."""
+    kwargs = kwargs or {}
+    signature = signature_of(func, args, kwargs)
+    if signature not in _TIMES:
+        _TIMES[signature] = _milliseconds(func, args, kwargs)
+    return func(*args, **kwargs), _TIMES[signature]
+
+
+_TIMES: dict[Any, float] = {}
+
+
+def _milliseconds(func: Any, args: Any, kwargs: Any) -> float:
+    with unset_fake_temporarily(), torch.random.fork_rng():
+        args, kwargs = tree_map(_real, (args, kwargs))
+        seconds = []
+        for _ in range(_TIMED_RUNS):
+            start = time.perf_counter()
+            func(*args, **kwargs)
+            seconds.append(time.perf_counter() - start)
+    return min(seconds) * 1e3
+
+
+def _real(value: Any) -> Any:
+    if not isinstance(value, FakeTensor):
+        return value
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+    memory = torch.ones(extent if value.numel() else 0, dtype=value.dtype, device=value.fake_device)
+    return memory.as_strided(value.shape, value.stride())
+
+
+# -- carrying it out ---------------------------------------------------------------------------------------------
+
+
+class _AdvisedPolicy:
+    """Answers by the op's position among the ops that torch's estimator counts."""
+
+    def __init__(self, saved: tuple[int, ...]) -> None:
+        self.saved = saved
+        self.positions = {False: 0, True: 0}  # by whether it is the second run
+
+    def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        from torch.distributed._tools.sac_estimator import OPS_TO_ALWAYS_SKIP
+
+        if func in OPS_TO_ALWAYS_SKIP:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        position = self.positions[ctx.is_recompute]
+        self.positions[ctx.is_recompute] += 1
+        keep = position < len(self.saved) and self.saved[position]
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts(saved: tuple[int, ...]) -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_AdvisedPolicy(saved), allow_cache_entry_mutation=True)
+
+
+def _install(saved: dict[str, tuple[int, ...]], model: nn.Module) -> None:
+    for name, decisions in saved.items():
+        checkpoint_module(model.get_submodule(name), functools.partial(_contexts, decisions))

@@ -4,6 +4,9 @@ Tried with torch 2.13.0 (CPU). `tests/test_compat.py` exercises each of them and
 meaning, so that a new torch release is judged here and nowhere else.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# (private names are what this file is for; torch's type stubs do not know them)
+
 from __future__ import annotations
 
 import contextlib
@@ -28,7 +31,9 @@ disable_dispatch_modes = torch._C._DisableTorchDispatch
 
 def is_compiled_wrapper(model: Any) -> bool:
     """Whether this is what `torch.compile(module)` returns."""
-    dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing can have been compiled, and importing it is slow
+    dynamo = sys.modules.get(
+        "torch._dynamo"
+    )  # not imported: nothing can have been compiled, and importing it is slow
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
@@ -69,6 +74,21 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return -1
+
+
+@contextlib.contextmanager
+def counted_writes(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Every tensor written in this context, inside `__torch_dispatch__`, gets a new in-place version.
+
+    An op that writes the tensors of a list (`_foreach_mul_`) leaves that to the ops it is made of, and below a dispatch
+    mode these do not count it on CPU. Autograd would then miss that a saved tensor was modified, and that the gradient of a
+    view has to go through the write.
+    """
+    versions = [version_of(tensor) for tensor in tensors]
+    yield
+    torch.autograd.graph.increment_version(
+        [t for t, version in zip(tensors, versions, strict=True) if version >= 0 and version_of(t) == version]
+    )
 
 
 def detach_sharing_version(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,15 +153,11 @@ class AllocationRanges:
 
     def __exit__(self, *exception: Any) -> None:
         self._profile.__exit__(*exception)
-        kineto = self._profile.profiler
-        assert kineto is not None and kineto.kineto_results is not None
-        stack = list(kineto.kineto_results.experimental_event_tree())
+        stack = raw_events(self._profile)
         while stack:
             event = stack.pop()
             if event.name in self.deltas:
-                changes: list[tuple[int, int]] = []
-                _allocations(event, changes)
-                self.deltas[event.name] = [size for _, size in sorted(changes, key=lambda change: change[0])]
+                self.deltas[event.name] = [size for _, _, size in cpu_allocations([event])]
             else:
                 stack.extend(event.children)
 
@@ -151,9 +167,31 @@ class AllocationRanges:
         return torch._C._profiler._RecordFunctionFast(name)
 
 
-def _allocations(event: Any, changes: list[tuple[int, int]]) -> None:
-    for child in event.children:
-        if child.tag == torch._C._profiler._EventType.Allocation:
-            if child.extra_fields.device.type == "cpu":
-                changes.append((child.start_time_ns, child.extra_fields.alloc_size))
-        _allocations(child, changes)
+def raw_events(profile: torch.profiler.profile) -> list[Any]:
+    """The roots of a finished profile's tree of raw events, which torch's own `_memory_profiler` reads as well."""
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    return list(profile.profiler.kineto_results.experimental_event_tree())
+
+
+def cpu_allocations(events: list[Any]) -> list[tuple[int, int, int]]:
+    """(Unix time in ns, address, change in bytes) of what the CPU allocator did in these events, by time."""
+    found: list[tuple[int, int, int]] = []
+    stack = list(events)
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        if event.tag == torch._C._profiler._EventType.Allocation and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    found.sort(key=lambda event: event[0])
+    return found
+
+
+def conjugate_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same storage with the conjugate bit set."""
+    return torch._conj(tensor)
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same storage with the negative bit set."""
+    return torch._neg_view(tensor)

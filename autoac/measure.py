@@ -26,12 +26,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
+
+from autoac.compat import cpu_allocations, raw_events
 
 T = TypeVar("T")
 
@@ -149,24 +150,12 @@ def _measure_cpu(fn: Callable[[], T]) -> Measurement[T]:
 def _allocator_events(prof: profile) -> list[tuple[int, int]]:
     """(Unix time in ns, change in bytes) for all blocks allocated on CPU while `prof` was on, by time.
 
-    The tree of raw events is not public, but torch's own `_memory_profiler` reads it the same way, and it alone
-    has the addresses that rule 2 of NOTE [ What the profiler does not say ] needs.
+    The tree of raw events is not public, but it alone has the addresses that rule 2 of
+    NOTE [ What the profiler does not say ] needs.
     """
-    kineto = prof.profiler
-    assert kineto is not None
-    assert kineto.kineto_results is not None
-    raw: list[tuple[int, int, int]] = []
-    stack: list[Any] = list(kineto.kineto_results.experimental_event_tree())
-    while stack:
-        event = stack.pop()
-        stack.extend(event.children)
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            raw.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    raw.sort(key=lambda event: event[0])
-
     changes: list[tuple[int, int]] = []
     live: dict[int, int] = {}
-    for when, address, size in raw:
+    for when, address, size in cpu_allocations(raw_events(prof)):
         if size > 0:
             live[address] = size
             changes.append((when, size))

@@ -30,7 +30,13 @@ _UNINITIALISED = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::e
 _UNINITIALISED |= {"aten::new_empty_strided", "aten::empty_permuted"}
 
 # Communication must happen as often as the other ranks expect it.
-_COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
+_COLLECTIVE_NAMESPACES = {
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d_functional",
+    "symm_mem",
+}
 _NOT_REPLAYABLE = {"aten::set_", "aten::_cudnn_rnn", "aten::_batch_norm_with_update"}
 
 
@@ -45,6 +51,7 @@ class OpInfo:
         lists: positions of arguments that are a list of tensors.
         keywords: names of keyword-only arguments that are tensors or lists of them.
         writes: positions (int) or keyword names (str) of the arguments that are written in place.
+        writes_lists: some of these are lists of tensors.
         random: it may draw from a generator, see `draws_random`.
         uninitialised: its output holds no values yet.
         replayable: it may be run a second time on the same inputs, in principle.
@@ -58,6 +65,7 @@ class OpInfo:
     lists: tuple[int, ...] = ()
     keywords: tuple[str, ...] = ()
     writes: tuple[int | str, ...] = ()
+    writes_lists: bool = False
     random: bool = False
     uninitialised: bool = False
     replayable: bool = True
@@ -128,6 +136,7 @@ def _read(func: Any) -> OpInfo:
         lists=tuple(lists),
         keywords=tuple(keywords),
         writes=tuple(writes),
+        writes_lists=any(where in lists for where in writes),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         uninitialised=schema.name in _UNINITIALISED,
         replayable=func.namespace not in _COLLECTIVE_NAMESPACES and schema.name not in _NOT_REPLAYABLE,

@@ -178,7 +178,9 @@ def _solve(
     start = time.perf_counter()
     headroom_bytes = _limits(budget_bytes, headroom, profile.device_bytes or None)[1]
     limit = budget_bytes - headroom_bytes
-    built, solution = best_plan(profile, limit, engine, region_choices(profile, names), time_limit_s, gap, progress)
+    built, solution = best_plan(
+        profile, limit, engine, region_choices(profile, names), time_limit_s, gap, progress
+    )
     solution = replace(solution, solve_s=time.perf_counter() - start)
     return Plan(make_record(profile, built, solution, budget_bytes, headroom_bytes, reason))
 
@@ -189,7 +191,9 @@ def region_choices(profile: Profile, names: Sequence[str] | None) -> list[tuple[
         return partitions(profile)
     calls = named_calls(profile, names)
     if not calls:
-        raise ProfilingError(f"none of the regions {list(names)} was called with gradients on in the profiled step.")
+        raise ProfilingError(
+            f"none of the regions {list(names)} was called with gradients on in the profiled step."
+        )
     return [tuple(calls)]
 
 
@@ -233,7 +237,9 @@ def best_plan(
     if best is not None:
         return best
     if infeasible is None:
-        raise ProfilingError("no module of the profiled step has anything to recompute, so there is nothing to plan.")
+        raise ProfilingError(
+            "no module of the profiled step has anything to recompute, so there is nothing to plan."
+        )
     built, error = infeasible
     if error.recomputed:
         error.where = describe_position(profile, built, error.peak_position)

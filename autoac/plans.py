@@ -145,7 +145,9 @@ class Plan:
         Raises:
             PlanMismatchError: this plan is not on the model.
         """
-        modules = [m for m in model.modules() if (region := planned(m)) is not None and region.plan_id == self._id]
+        modules = [
+            m for m in model.modules() if (region := planned(m)) is not None and region.plan_id == self._id
+        ]
         if not modules and self._programs():
             raise PlanMismatchError("this plan is not applied to this model, so there is nothing to remove.")
         for module in modules:
@@ -229,7 +231,9 @@ class Plan:
 
     # -- trust -------------------------------------------------------------------------------------------------
 
-    def verify(self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> Report:
+    def verify(
+        self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None
+    ) -> Report:
         """Run one step with the plan and one without from the same state, and compare.
 
         The model, which must not have a plan applied, and the sample are left as they were.

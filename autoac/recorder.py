@@ -115,14 +115,20 @@ def check_model(model: torch.nn.Module) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ProfilingError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
     if any(planned(module) for module in model.modules()):
-        raise ProfilingError("this model has a plan applied: call plan.remove(model) before profiling it again.")
+        raise ProfilingError(
+            "this model has a plan applied: call plan.remove(model) before profiling it again."
+        )
     if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in model.parameters()):
         raise ProfilingError("this model has lazy parameters that are not initialised: run it once first.")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ProfilingError("no parameter of this model requires grad, so a training step has nothing to do.")
+        raise ProfilingError(
+            "no parameter of this model requires grad, so a training step has nothing to do."
+        )
     devices = {p.device for p in model.parameters() if p.requires_grad}
     if len(devices) > 1:
-        raise ProfilingError(f"the model's parameters are on {sorted(map(str, devices))}; one device is supported.")
+        raise ProfilingError(
+            f"the model's parameters are on {sorted(map(str, devices))}; one device is supported."
+        )
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

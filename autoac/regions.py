@@ -34,7 +34,9 @@ def lean_modules(model: torch.nn.Module) -> set[torch.nn.Module]:
 
     def descend(module: torch.nn.Module) -> None:
         children = list(module.children())
-        has_forward = type(module).forward is not torch.nn.Module.forward  # ModuleList and the like are never called
+        has_forward = (
+            type(module).forward is not torch.nn.Module.forward
+        )  # ModuleList and the like are never called
         if has_forward and (layers(module) <= limit or not children or _is_block(module)):
             chosen.add(module)
             return
@@ -67,7 +69,9 @@ def select_modules(model: torch.nn.Module, choice: RegionChoice) -> list[str] | 
     else:
         names = []
         for pattern in [choice] if isinstance(choice, str) else list(choice):
-            found = [name for name in modules if name == pattern or (name and fnmatch.fnmatchcase(name, pattern))]
+            found = [
+                name for name in modules if name == pattern or (name and fnmatch.fnmatchcase(name, pattern))
+            ]
             if not found:
                 raise ProfilingError(
                     f"regions={pattern!r} matches no module. Modules of this model are: {_some(modules)}."

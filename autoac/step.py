@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from autoac_solver.errors import ProfilingError
-
 from autoac.untouched import tensors_of
+from autoac_solver.errors import ProfilingError
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -46,7 +45,9 @@ def default_loss(output: Any) -> torch.Tensor:
     return means[0] if len(means) == 1 else torch.stack([m.float() for m in means]).mean()
 
 
-def make_step(model: torch.nn.Module, sample: Any, loss: Loss | None = None) -> Callable[[], torch.Tensor | None]:
+def make_step(
+    model: torch.nn.Module, sample: Any, loss: Loss | None = None
+) -> Callable[[], torch.Tensor | None]:
     """A function that runs one step and returns its loss (None if the sample is a step of its own).
 
     The model's output stays alive until backward is over, as in the usual training loop.
@@ -63,8 +64,8 @@ def make_step(model: torch.nn.Module, sample: Any, loss: Loss | None = None) -> 
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ProfilingError(
-                f"the loss is no scalar with a gradient (it is {shape}). Pass loss=, a function from the model's output "
-                "to a scalar tensor, and check that some parameter requires grad."
+                f"the loss is no scalar with a gradient (it is {shape}). Pass loss=, a function from the "
+                "model's output to a scalar tensor, and check that some parameter requires grad."
             )
         value.backward()
         return value.detach()

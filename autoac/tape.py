@@ -528,7 +528,9 @@ def _allocated(size: int, device: torch.device) -> int:
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
     """The storage's bytes as a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
 
 
 def _sequence(node: Any) -> int:

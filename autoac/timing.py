@@ -22,7 +22,11 @@ Signature = Hashable
 
 def signature_of(func: Any, args: Any, kwargs: Any) -> Signature:
     """What the time and the workspace of an op depend on."""
-    return func, tuple(map(_describe, args)), tuple((name, _describe(value)) for name, value in kwargs.items())
+    return (
+        func,
+        tuple(map(_describe, args)),
+        tuple((name, _describe(value)) for name, value in kwargs.items()),
+    )
 
 
 def _describe(value: Any) -> Hashable:
@@ -90,7 +94,9 @@ class OpTimer:
         """Run the op, and tell its result and signature."""
         signature = signature_of(func, args, kwargs)
         samples = self.samples.setdefault(signature, [])
-        repeatable = not info.writes and not info.random and not info.updates_statistics(args) and info.replayable
+        repeatable = (
+            not info.writes and not info.random and not info.updates_statistics(args) and info.replayable
+        )
         if repeatable and not samples:
             first = self._time(func, args, kwargs, samples)[1]
             for _ in range(_repeats(first) - 1):

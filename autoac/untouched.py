@@ -6,7 +6,7 @@ import contextlib
 import operator
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in a nest of tuples, lists, mappings and data classes."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif hasattr(value, "values") and callable(value.values):
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_of(item)
     elif isinstance(value, (list, tuple, set)):

@@ -86,7 +86,9 @@ class Report:
 _TIMED_ROUNDS = 3
 
 
-def verify(plan: AnyPlan, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None) -> Report:
+def verify(
+    plan: AnyPlan, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None
+) -> Report:
     """See `Plan.verify`."""
     step = make_step(model, sample, loss)
     fixed = sample if not callable(sample) else ()
@@ -213,12 +215,12 @@ def _first_op(model: torch.nn.Module, step: Callable[[], Any], fixed: Any, plan:
     """The first op of backward whose result differs, "" if none can be told."""
     traces = []
     for planned in (False, True):
-        with untouched(model, fixed), _Kept(model), plan.applied(model) if planned else nullcontext():
-            with _Trace() as trace:
-                step()
+        context = plan.applied(model) if planned else nullcontext()
+        with untouched(model, fixed), _Kept(model), context, _Trace() as trace:
+            step()
         traces.append(trace.rows)
     plain, planned_rows = traces
-    remaining = iter(planned_rows)  # replayed ops stand between those of backward: look for plain's as a subsequence
+    remaining = iter(planned_rows)  # with replayed ops among them, so plain's must be a subsequence
     for row in plain:
         if row not in remaining:
             return f"backward op {row[0]}"

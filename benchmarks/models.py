@@ -5,16 +5,15 @@ Each comes in two sizes: "full" is what the published table shows, "tiny" is for
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # random configs need no network
-
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from autoac.step import make_step
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,10 @@ class Workload:
     Args:
         name: short name, for the command line and file names.
         title: what it is, for the table.
-        model: in training mode; its output is the loss or has a `.loss`.
+        model: in training mode.
         sample: positional (tuple) or keyword (mapping) arguments of the model.
         blocks: names of the modules that people checkpoint one by one.
+        loss: from the model's output to a scalar; None if the output is the loss or has a `.loss`.
     """
 
     name: str
@@ -34,6 +34,11 @@ class Workload:
     model: nn.Module
     sample: tuple[Any, ...] | Mapping[str, Any]
     blocks: tuple[str, ...]
+    loss: Callable[[Any], torch.Tensor] | None = None
+
+    def step(self, model: nn.Module) -> Callable[[], torch.Tensor | None]:
+        """One training step of the model, or of a copy of it that something was done to."""
+        return make_step(model, self.sample, self.loss)
 
 
 class Block(nn.Module):
@@ -123,18 +128,19 @@ def t5(size: str) -> Workload:
         num_layers=layers,
         num_heads=heads,
         use_cache=False,
-        decoder_start_token_id=0,
     )
     model = T5ForConditionalGeneration(config)
-    sample = {
-        "input_ids": torch.randint(vocabulary, (batch, length)),
-        "labels": torch.randint(vocabulary, (batch, length)),
-    }
+    source, target, labels = (torch.randint(vocabulary, (batch, length)) for _ in range(3))
+
+    def loss(output: Any) -> torch.Tensor:
+        return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+
     title = (
         f"transformers' T5, {layers} + {layers} blocks, d {width}, {heads} heads, sequences {length}, batch {batch}, "
         f"vocabulary {vocabulary}, dropout {config.dropout_rate}"
     )
-    return _workload("t5", title, model, sample, "T5Block")
+    sample = {"input_ids": source, "decoder_input_ids": target}
+    return _workload("t5", title, model, sample, "T5Block", loss)
 
 
 MODELS: dict[str, Callable[[str], Workload]] = {"gpt": gpt, "resnet": resnet, "t5": t5}
@@ -147,7 +153,14 @@ def make(name: str, size: str, device: torch.device) -> Workload:
         return MODELS[name](size)
 
 
-def _workload(name: str, title: str, model: nn.Module, sample: Any, classes: str | tuple[str, ...]) -> Workload:
+def _workload(
+    name: str,
+    title: str,
+    model: nn.Module,
+    sample: Any,
+    classes: str | tuple[str, ...],
+    loss: Callable[[Any], torch.Tensor] | None = None,
+) -> Workload:
     wanted = (classes,) if isinstance(classes, str) else classes
     blocks = tuple(fqn for fqn, module in model.named_modules() if type(module).__name__ in wanted)
-    return Workload(name, title, model.train(), sample, blocks)
+    return Workload(name, title, model.train(), sample, blocks, loss)

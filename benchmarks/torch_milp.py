@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from autoac.step import make_step
 from autoac.timing import signature_of
 from benchmarks import models
 from benchmarks.models import Workload
@@ -70,14 +69,17 @@ class _Planner:
         sac_ilp.logger.setLevel(logging.CRITICAL)  # a budget it cannot meet is no error here
         with FakeTensorMode(), redirect_stdout(StringIO()):
             fake = models.make(workload.name, size, device)
-            step = make_step(fake.model, fake.sample)
+            step = fake.step(fake.model)
             memory = _memory(fake.model, step)
             runtime = _runtime(fake.model, step)
             self.estimator = SACEstimator()
             self.estimator._estimate_runtime = _timed
             with self.estimator:
                 step()
+            _drop_empty(self.estimator)
             info = aggregate_stats(fake.model, memory, runtime, self.estimator, device)
+        for order in ("fw_pre_order", "fw_post_order"):  # torch expects that each module is called once
+            info["mod_order"][order] = list(dict.fromkeys(info["mod_order"][order]))
         self.graph = parse_module_info(info)
         self.prefix = f"{type(workload.model).__name__}."
         self.blocks = [self.prefix + block for block in workload.blocks]
@@ -126,6 +128,13 @@ def _runtime(model: nn.Module, step: Callable[[], object]) -> Any:
         estimator.mod_runtimes[name]  # modules that run no op have no entry, and torch looks for one
     model.zero_grad(set_to_none=True)
     return estimator
+
+
+def _drop_empty(estimator: Any) -> None:
+    """Modules with nothing to discard, by whose memory torch would divide."""
+    for name, stats in list(estimator.sac_mod_stats.items()):
+        if not sum(stats.memory):
+            del estimator.sac_mod_stats[name]
 
 
 def _timed(func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:

@@ -41,9 +41,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoac.compat import (
     backward_keeps_graph,
     below_autograd,
+    conjugate_view,
+    counted_writes,
     default_generator,
     detach_sharing_version,
     disable_dispatch_modes,
+    negative_view,
     version_of,
 )
 from autoac.engine.program import END, Program
@@ -73,7 +76,7 @@ class Record:
 
     __slots__ = ("args", "func", "grad", "kept", "kwargs", "outputs", "refs", "rng", "written")
 
-    def __init__(self, func, args, kwargs, refs, kept, rng, written):  # noqa: ANN001 (hot path, see _record)
+    def __init__(self, func, args, kwargs, refs, kept, rng, written):
         self.func = func
         self.grad = torch.is_grad_enabled()  # see NOTE [ Replay ] 4
         self.args: tuple[Any, ...] = args
@@ -293,10 +296,12 @@ def with_geometry(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     shape, stride, offset, dtype, conj, neg = geometry
     if dtype is tensor.dtype and not (conj or neg or tensor.is_conj() or tensor.is_neg()):
         return tensor.as_strided(shape, stride, offset)
-    seen = torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, shape, stride)
+    seen = torch.empty(0, dtype=dtype, device=tensor.device).set_(
+        tensor.untyped_storage(), offset, shape, stride
+    )
     if conj:
-        seen = torch._conj(seen)
-    return torch._neg_view(seen) if neg else seen
+        seen = conjugate_view(seen)
+    return negative_view(seen) if neg else seen
 
 
 class Recording(TorchDispatchMode):
@@ -323,9 +328,9 @@ class Recording(TorchDispatchMode):
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         overload, recompute, look, info = self.steps[self.position]
-        if overload is func:
+        if overload is func and info is not None:
             self.position += 1
         else:
             info = op_info(func)
@@ -357,7 +362,7 @@ class Recording(TorchDispatchMode):
 
     # -- recording ---------------------------------------------------------------------------------------------
 
-    def _run(self, func, info: OpInfo, types, args, kwargs, recompute: bool) -> Any:  # noqa: ANN001
+    def _run(self, func, info: OpInfo, types, args, kwargs, recompute: bool) -> Any:
         recompute = recompute and info.replayable and not any(map(_is_foreign, types))
         written: tuple[Slot, ...] = ()
         if info.writes:
@@ -372,11 +377,14 @@ class Recording(TorchDispatchMode):
                 for target in targets:
                     if _key(target) in self.call.held:
                         self.call.preserve(_key(target))
+            if info.writes_lists:
+                with counted_writes(targets):
+                    return self._record(func, info, args, kwargs, written) if recompute else func(*args, **kwargs)
         if not recompute:
             return func(*args, **kwargs)
         return self._record(func, info, args, kwargs, written)
 
-    def _record(self, func, info: OpInfo, args, kwargs, written: tuple[Slot, ...]) -> Any:  # noqa: ANN001
+    def _record(self, func, info: OpInfo, args, kwargs, written: tuple[Slot, ...]) -> Any:
         for slot in written:
             slot.writes += 1
         if self.raw and written:
@@ -395,7 +403,9 @@ class Recording(TorchDispatchMode):
                 stored[i] = self._store(stored[i], i, refs, kept)
         for i in info.lists:
             if i < len(stored) and stored[i] is not None:
-                stored[i] = [None if t is None else self._store(t, (i, j), refs, kept) for j, t in enumerate(stored[i])]
+                stored[i] = [
+                    None if t is None else self._store(t, (i, j), refs, kept) for j, t in enumerate(stored[i])
+                ]
         if kwargs:
             kwargs = dict(kwargs)
         result = func(*args, **kwargs) if kwargs else func(*args)
@@ -404,7 +414,9 @@ class Recording(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 kwargs[name] = self._store(value, name, refs, kept)
             elif value is not None:
-                kwargs[name] = [None if t is None else self._store(t, (name, j), refs, kept) for j, t in enumerate(value)]
+                kwargs[name] = [
+                    None if t is None else self._store(t, (name, j), refs, kept) for j, t in enumerate(value)
+                ]
         record = Record(func, tuple(stored), kwargs, refs, kept, rng, written)
         outputs = []
         for index, tensor in enumerate((result,) if isinstance(result, torch.Tensor) else tensors_in(result)):
@@ -513,6 +525,13 @@ def geometry_of(tensor: torch.Tensor, slot: Slot) -> Geometry | None:
     dtype = tensor.dtype
     conj = dtype.is_complex and tensor.is_conj()
     neg = tensor.is_neg()
-    if not offset and shape == slot.shape and stride == slot.stride and dtype is slot.dtype and not conj and not neg:
+    if (
+        not offset
+        and shape == slot.shape
+        and stride == slot.stride
+        and dtype is slot.dtype
+        and not conj
+        and not neg
+    ):
         return None
-    return shape, stride, offset, dtype, conj, neg
+    return shape, stride, int(offset), dtype, conj, neg

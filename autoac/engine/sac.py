@@ -135,7 +135,9 @@ class SacPolicy:
         if self.random is None:
             self.random = decision
         if decision is not self.random and in_place:
-            raise RuntimeError(self._refusal(f"{func} draws random numbers for one part of what is recomputed"))
+            raise RuntimeError(
+                self._refusal(f"{func} draws random numbers for one part of what is recomputed")
+            )
         return self.random
 
     def _note(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

@@ -138,7 +138,8 @@ class PlanRecord:
             if values["engine"] not in ("replay", "sac"):
                 raise ValueError(f"engine is {values['engine']!r:.80}")
             record = cls(**values)
-            record.decisions, record.timeline  # noqa: B018 (columns of unequal length are found here)
+            for columns in (record.decision_columns, record.timeline_columns):
+                pd.DataFrame(columns)  # columns of unequal length are found here
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ProfileError(f"{path} is not a valid plan: {error!r:.200}. Make it again.") from error
         return record

@@ -26,7 +26,7 @@ disable_dynamo = torch._disable_dynamo
 """Decorator: `torch.compile` does not trace into the function. Imports the compiler only when it is called."""
 
 disable_dispatch_modes = torch._C._DisableTorchDispatch
-"""Context in which no dispatch mode sees an op."""
+"""Context in which no dispatch mode sees an op. It acts from its construction on: make it where it is entered."""
 
 
 def is_compiled_wrapper(model: Any) -> bool:

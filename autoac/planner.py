@@ -220,8 +220,6 @@ def best_plan(
     for index, calls in enumerate(choices):
         tell(f"solving with {len(calls)} regions", index / len(choices))
         built = build(profile, calls, engine)
-        if not built.regions:
-            continue
         left = max(0.1, deadline - time.perf_counter())
         try:
             solution = solve_problem(built.problem, limit, gap=gap, time_limit_s=left)
@@ -241,10 +239,9 @@ def best_plan(
             "no module of the profiled step has anything to recompute, so there is nothing to plan."
         )
     built, error = infeasible
-    if error.recomputed:
-        error.where = describe_position(profile, built, error.peak_position)
-        error.holders = holders_at(profile, built, error.recomputed, error.peak_position)[:10]
-        error.suggestions = suggestions(error.holders, finer_regions=len(choices) == 1)
+    error.where = describe_position(profile, built, error.peak_position)
+    error.holders = holders_at(profile, built, error.recomputed, error.peak_position)[:10]
+    error.suggestions = suggestions(error.holders, finer_regions=len(choices) == 1)
     raise error
 
 

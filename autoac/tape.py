@@ -8,14 +8,15 @@ NOTE [ The recorded step ]
      its own, with the ticks of its first unpack and its release. From these `autoac_solver.build` derives the memory
      of any choice of regions and decisions.
   3. A storage that was there before the step is copied before it is first written, and put back at the end.
-  4. Under a dispatch mode, autograd sums gradients out of place where it would do so in place
-     (`isTensorSubclassLike` in engine code is true for every tensor then). Such a sum is recorded as what it is
-     without a mode, see `_accumulates`.
+  4. Under a dispatch mode, autograd does some things out of place that it would do in place (`isTensorSubclassLike`
+     is true for every tensor then): it sums gradients, and scatters them into zeros. They are recorded as what they
+     are without a mode, see `_in_place_without_a_mode`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import statistics
 import time
 import types
 import weakref
@@ -47,6 +48,12 @@ from autoac_solver.profile import NEVER, ModuleCall, Op, Saved, Storage
 _CUDA_BLOCK_BYTES = 512
 _SCALAR_BYTES = 8
 
+# Out of place under a dispatch mode only; source: `areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp.
+_SCATTERS = {"aten.index_put.default", "aten.scatter.src", "aten.scatter.value"}
+_SCATTERS |= {"aten.scatter_add.default", "aten.index_add.default", "aten.put.default"}
+_BCE_NODE = "BinaryCrossEntropyWithLogitsBackward"
+_BCE_OPS = {"aten.sub.Tensor", "aten.mul.Tensor"}
+
 
 class Tape(TorchDispatchMode):
     """The dispatch mode that is below everything else while a step is recorded.
@@ -72,7 +79,7 @@ class Tape(TorchDispatchMode):
         self.calls: list[dict[str, Any]] = []
         self.call_stack: list[int] = []
         self.replays: weakref.WeakSet[ReplayCall] = weakref.WeakSet()
-        self.views_s = 0.0
+        self._view_times: list[float] = []
         self._by_key: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # storage -> aliases that a holder has
@@ -95,7 +102,7 @@ class Tape(TorchDispatchMode):
                 self.calls[call]["views"] += 1
             start = time.perf_counter()
             result = func(*args, **kwargs)
-            self.views_s += time.perf_counter() - start
+            self._view_times.append(time.perf_counter() - start)
             self._register_new(tensors_in(result))  # a higher-order op makes storages, too
             return result
         return self._op(func, info, args, kwargs)
@@ -112,9 +119,9 @@ class Tape(TorchDispatchMode):
         for tensor in written:
             self._before_write(tensor)
         random_bytes = self._random_bytes(info, args, kwargs)
-        accumulates = self._accumulates(info, args)
+        in_place = self._in_place_without_a_mode(info, args)
         result, signature = self.meter.run(func, info, args, kwargs)
-        if accumulates:
+        if in_place:
             self._stand_in(result, for_tensor=args[0])
             writes = reads[:1]
         creates = self._register_new(tensors_in(result), tick)
@@ -162,26 +169,24 @@ class Tape(TorchDispatchMode):
         generator = kwargs.get("generator") or torch.default_generator
         return generator.get_state().nbytes
 
-    def _accumulates(self, info: OpInfo, args: Any) -> bool:
-        """Whether this is autograd adding up two gradients, which it does in place when no mode is active.
+    def _in_place_without_a_mode(self, info: OpInfo, args: Any) -> bool:
+        """Whether this is autograd's own op, which it does in place when no mode is active.
 
-        That is so if nobody but the engine holds the first one, and it was made by an earlier node than the one that
-        was just evaluated (a sum inside of a node's own formula has a term that this node made, or one that its
-        arguments still hold).
+        Of the formulas of single nodes these are known by name, and work on what the same node has made. Anything
+        else is two gradients that are added up: the first was made by an earlier node than the one that was just
+        evaluated (a sum inside of a node's own formula has a term that this node made). In both cases nobody but
+        autograd holds the first argument.
         """
-        if info.name != "aten.add.Tensor" or not in_backward() or len(args) != 2:
+        if not in_backward() or not args or not isinstance(args[0], torch.Tensor):
             return False
-        old, new = args
-        if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or old.shape != new.shape:
+        old = args[0]
+        node = current_node()
+        scatters = info.name in _SCATTERS or (info.name in _BCE_OPS and _name(node).startswith(_BCE_NODE))
+        if not scatters and not (info.name == "aten.add.Tensor" and len(args) == 2 and _alike(*args)):
             return False
         known = self._by_key.get(storage_key(old))
-        return (
-            known is not None
-            and old.dtype == new.dtype
-            and is_dense(old)
-            and held_once_as_argument(old)
-            and self._born_in.get(known) != _sequence(current_node())
-        )
+        same_node = known is not None and self._born_in.get(known) == _sequence(node)
+        return known is not None and same_node == scatters and is_dense(old) and held_once_as_argument(old)
 
     def _stand_in(self, result: torch.Tensor, for_tensor: torch.Tensor) -> None:
         """Let the result's storage be recorded as the other's: without a mode the op would have been in place."""
@@ -376,7 +381,7 @@ class Tape(TorchDispatchMode):
         times = self.meter.medians() if isinstance(self.meter, OpTimer) else {}
         return {
             "end": end,
-            "views_s": self.views_s,
+            "views_s": len(self._view_times) * statistics.median(self._view_times or [0.0]),
             "tape": tuple(_op(row, times, workspace) for row in self.ops),
             "storage_table": tuple(
                 _storage(row, *known.get(index, _kind(row))) for index, row in enumerate(self.storages)
@@ -535,6 +540,14 @@ def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _sequence(node: Any) -> int:
     return -1 if node is None else node._sequence_nr()
+
+
+def _name(node: Any) -> str:
+    return "" if node is None else node.name()
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype
 
 
 def _is_subclass(kind: type) -> bool:

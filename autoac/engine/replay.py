@@ -29,6 +29,7 @@ NOTE [ Never wrong, whatever the decisions ]
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
@@ -101,7 +102,7 @@ class Handle:
         self.tensor: torch.Tensor | None = None
 
     def unpack(self) -> torch.Tensor:
-        keep_graph = backward_keeps_graph()
+        keep_graph = backward_keeps_graph() or self.call.recording
         if self.tensor is None or self.call.pending:
             self.call.replay(keep_graph, wanted=self)
         if self.writes != self.slot.writes:
@@ -138,13 +139,14 @@ def unpack(packed: Any) -> torch.Tensor:
 class ReplayCall:
     """What one call of a region keeps for its backward."""
 
-    __slots__ = ("__weakref__", "held", "lock", "pending", "program", "records", "slots")
+    __slots__ = ("__weakref__", "held", "lock", "pending", "program", "recording", "records", "slots")
 
     def __init__(self, program: Program):
         self.program = program
         self.records: list[Record | None] = []
         self.slots: list[Slot] = []
         self.held: set[int] = set()  # keys of the storages that records hold strongly
+        self.recording = True  # the region's forward is still running
         self.pending = False  # recorded and not yet replayed
         self.lock = threading.Lock()
 
@@ -171,8 +173,10 @@ class ReplayCall:
                 raise RuntimeError(_LOST.format(region=self.program.region))
             self.pending = False
             run, last_use = self._schedule()
+            # A backward inside of the region's own forward replays what is recorded so far, unseen by the recording.
             with torch.enable_grad(), below_autograd():
-                self._run(run, last_use, keep_graph)
+                with disable_dispatch_modes() if self.recording else contextlib.nullcontext():
+                    self._run(run, last_use, keep_graph)
 
     def _schedule(self) -> tuple[list[bool], list[list[Slot]]]:
         """Which records must run, and which slots no later record reads."""
@@ -483,6 +487,7 @@ class Recording(TorchDispatchMode):
 
     def finish(self) -> None:
         """The region's forward is over."""
+        self.call.recording = False
         self.call.pending = bool(self.call.records)
 
 

@@ -83,7 +83,7 @@ class _Region:
         record = profile.calls[call]
         self.start, self.end = record.start, record.end
         self.begin_backward = min(
-            (profile.saved[s].unpacked for s in saved if profile.saved[s].unpacked != NEVER), default=NEVER
+            (profile.saved[s].unpacked for s in saved if profile.saved[s].unpacked >= self.end), default=NEVER
         )
         self.last_save = max((profile.saved[s].tick for s in saved), default=NEVER)
         self.last_release = max((profile.saved[s].released for s in saved), default=NEVER)
@@ -121,13 +121,15 @@ class _Builder:
     def _regions(self, calls: Sequence[int]) -> list[_Region]:
         saved_ticks = [(s.tick, i) for i, s in enumerate(self.profile.saved)]
         saved_ticks.sort()
-        found = []
+        profile, found = self.profile, []
         for call in calls:
-            record = self.profile.calls[call]
+            record = profile.calls[call]
             ops = range(bisect_left(self.ticks, record.start), bisect_left(self.ticks, record.end))
             first = bisect_left(saved_ticks, (record.start, -1))
             last = bisect_left(saved_ticks, (record.end, -1))
-            region = _Region(self.profile, call, ops, [i for _, i in saved_ticks[first:last]])
+            region = _Region(profile, call, ops, [i for _, i in saved_ticks[first:last]])
+            if self.engine == "sac" and any(NEVER < profile.saved[i].unpacked < record.end for i in region.saved):
+                continue  # selective checkpointing refuses a backward inside of the region's forward
             if record.grad and ops and region.begin_backward != NEVER:
                 found.append(region)
         found.sort(key=lambda region: region.start)
@@ -175,7 +177,7 @@ class _Builder:
                     self.unit_of_storage[storage] = index
             self.units.append(Unit(region=region.index, time_s=0.0, ops=tuple(ops)))
         first_unit = len(self.units) - len(members)
-        opaque = self._opaque_storages(region)
+        opaque = self._kept_storages(region)
         for index in range(first_unit, len(self.units)):
             self.units[index] = self._unit(region, index, opaque)
         if self.engine == "sac":
@@ -206,9 +208,18 @@ class _Builder:
             time_s += len(ops) * self.profile.costs.replay_record
         return Unit(region.index, time_s, must_save, tuple(sorted(requires)), -1, ops)
 
-    def _opaque_storages(self, region: _Region) -> set[int]:
-        """Storages that are read, or saved by autograd, before any visible op has written them."""
-        raw, opaque = set(), set()
+    def _kept_storages(self, region: _Region) -> set[int]:
+        """Storages that cannot be recomputed.
+
+        Those that are read, or saved by autograd, before any visible op has written them (an opaque kernel did), and
+        those that a backward inside of the region's own forward needs.
+        """
+        raw: set[int] = set()
+        opaque = {
+            self.profile.saved[s].storage
+            for s in region.saved
+            if NEVER < self.profile.saved[s].unpacked < region.end
+        }
         saves = sorted((self.profile.saved[s].tick, self.profile.saved[s].storage) for s in region.saved)
         cursor = 0
         for op in region.ops:

@@ -37,7 +37,7 @@ def partitions(profile: Profile) -> list[tuple[int, ...]]:
             break
         limit = FINER * largest
     choices.append(tuple(root for root in roots if profile.calls[root].grad))
-    return [choice for choice in dict.fromkeys(choices) if choice]
+    return [choice for choice in dict.fromkeys(choices) if choice] or [()]
 
 
 def _descend(

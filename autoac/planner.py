@@ -21,7 +21,14 @@ from autoac_solver.ilp import solve as solve_problem
 from autoac_solver.partitions import partitions
 from autoac_solver.plan_record import PlanRecord, RegionPlan
 from autoac_solver.profile import Profile
-from autoac_solver.report import decisions_table, describe_position, holders_at, suggestions, timeline_table
+from autoac_solver.report import (
+    decisions_table,
+    describe_position,
+    fixed_bytes_at,
+    holders_at,
+    suggestions,
+    timeline_table,
+)
 from autoac_solver.simulator import Simulator
 from autoac_solver.solution import Solution
 from autoac_solver.units import parse_bytes
@@ -285,6 +292,7 @@ def make_record(
         solver=solution.solver,
         solve_s=solution.solve_s,
         peak_where=describe_position(profile, built, timeline.peak_position),
+        peak_fixed_bytes=fixed_bytes_at(built, timeline.peak_position),
         peak_holders=holders_at(profile, built, recomputed, timeline.peak_position),
         regions=regions,
         decision_columns=decisions_table(profile, built, recomputed).to_dict("list"),

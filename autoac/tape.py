@@ -100,6 +100,7 @@ class Tape(TorchDispatchMode):
         if info.ignored:
             for call in self.call_stack:
                 self.calls[call]["views"] += 1
+            self._ids(tensors_in((*args, *kwargs.values())))  # what is seen here first was there before the step
             start = time.perf_counter()
             result = func(*args, **kwargs)
             self._view_times.append(time.perf_counter() - start)
@@ -172,21 +173,21 @@ class Tape(TorchDispatchMode):
     def _in_place_without_a_mode(self, info: OpInfo, args: Any) -> bool:
         """Whether this is autograd's own op, which it does in place when no mode is active.
 
-        Of the formulas of single nodes these are known by name, and work on what the same node has made. Anything
-        else is two gradients that are added up: the first was made by an earlier node than the one that was just
-        evaluated (a sum inside of a node's own formula has a term that this node made). In both cases nobody but
-        autograd holds the first argument.
+        Formulas of single nodes that do so are known by name, and write what the same node has made. Anything else is
+        two gradients that are added up: the first was made by an earlier node than the one that was just evaluated (a
+        sum inside of a node's own formula has a term that this node made), and nobody but the engine holds it.
         """
         if not in_backward() or not args or not isinstance(args[0], torch.Tensor):
             return False
-        old = args[0]
-        node = current_node()
-        scatters = info.name in _SCATTERS or (info.name in _BCE_OPS and _name(node).startswith(_BCE_NODE))
-        if not scatters and not (info.name == "aten.add.Tensor" and len(args) == 2 and _alike(*args)):
-            return False
+        old, node = args[0], current_node()
         known = self._by_key.get(storage_key(old))
-        same_node = known is not None and self._born_in.get(known) == _sequence(node)
-        return known is not None and same_node == scatters and is_dense(old) and held_once_as_argument(old)
+        if known is None or not is_dense(old):
+            return False
+        made_by_node = self._born_in.get(known) == _sequence(node)
+        if info.name in _SCATTERS or (info.name in _BCE_OPS and _name(node).startswith(_BCE_NODE)):
+            return made_by_node
+        adds = info.name == "aten.add.Tensor" and len(args) == 2 and _alike(*args)
+        return adds and not made_by_node and held_once_as_argument(old)
 
     def _stand_in(self, result: torch.Tensor, for_tensor: torch.Tensor) -> None:
         """Let the result's storage be recorded as the other's: without a mode the op would have been in place."""

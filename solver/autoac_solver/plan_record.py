@@ -52,7 +52,8 @@ class PlanRecord:
         predicted_extra_s, predicted_step_s: seconds that the plan adds, seconds of the step without it.
         bound_s, gap: no plan adds less than bound_s; gap is the difference as a fraction of the step.
         status, solver, solve_s: "optimal" or "feasible", by what, in how many seconds.
-        peak_where, peak_holders: where the predicted peak lies, and kind, module, bytes of what is alive there.
+        peak_where, peak_fixed_bytes, peak_holders: where the predicted peak lies, how much is alive there whatever is
+            decided, and kind, module, bytes of what is alive there.
         regions: see `RegionPlan`.
         decision_columns, timeline_columns: the tables behind `decisions` and `memory_timeline`, by column.
     """
@@ -78,6 +79,7 @@ class PlanRecord:
     solver: str
     solve_s: float
     peak_where: str
+    peak_fixed_bytes: int
     peak_holders: tuple[tuple[str, str, int], ...] = field(repr=False)
     regions: tuple[RegionPlan, ...] = field(repr=False)
     decision_columns: dict[str, list[Any]] = field(repr=False)

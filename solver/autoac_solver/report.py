@@ -10,7 +10,7 @@ import pandas as pd
 
 from autoac_solver.build import Built
 from autoac_solver.format import format_bytes, format_seconds
-from autoac_solver.problem import Instance
+from autoac_solver.problem import ALWAYS, Instance
 from autoac_solver.profile import NEVER, Profile
 from autoac_solver.simulator import Simulator
 
@@ -119,6 +119,12 @@ def holders_at(
     return tuple(sorted(rows, key=lambda row: (-row[2], row[0], row[1])))
 
 
+def fixed_bytes_at(built: Built, position: int) -> int:
+    """Bytes that are alive at a position whatever is decided."""
+    always = (i for i in built.problem.instances if i.exists == ALWAYS and i.start <= position < i.end)
+    return built.problem.resident_bytes + sum(instance.bytes for instance in always)
+
+
 def suggestions(holders: Sequence[tuple[str, str, int]], finer_regions: bool) -> tuple[str, ...]:
     """What would lower the peak, judged by what holds it.
 
@@ -160,7 +166,8 @@ def explain(plan: Any) -> str:
         f"{format_seconds(plan.predicted_step_s)}: {overhead:.1%}",
         f"  proved          {plan.status}: no plan is faster by more than {plan.gap:.2%} of the step "
         f"({plan.solver}, {plan.solve_s:.1f} s)",
-        f"The peak lies at {plan.peak_where}. Alive there:",
+        f"The peak lies at {plan.peak_where}. {format_bytes(plan.peak_fixed_bytes)} of it are there whatever is "
+        "recomputed. Alive there:",
     ]
     lines += [
         f"  {kind:<11} {format_bytes(size):>24}  {module}" for kind, module, size in plan.peak_holders[:12]

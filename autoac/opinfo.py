@@ -47,6 +47,7 @@ class OpInfo:
     Args:
         name: such as "aten.mm.default".
         ignored: it makes and changes no storage (views, metadata, reads by the host): not an op of the tape.
+        reshapes: it changes in place how its first argument sees its storage (`unsqueeze_`).
         tensors: positions of arguments that are a tensor (or None).
         lists: positions of arguments that are a list of tensors.
         keywords: names of keyword-only arguments that are tensors or lists of them.
@@ -61,6 +62,7 @@ class OpInfo:
 
     name: str
     ignored: bool = False
+    reshapes: bool = False
     tensors: tuple[int, ...] = ()
     lists: tuple[int, ...] = ()
     keywords: tuple[str, ...] = ()
@@ -132,6 +134,7 @@ def _read(func: Any) -> OpInfo:
     return OpInfo(
         name=str(func),
         ignored=ignored,
+        reshapes=metadata_only,
         tensors=tuple(tensors),
         lists=tuple(lists),
         keywords=tuple(keywords),

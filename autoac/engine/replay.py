@@ -340,6 +340,8 @@ class Recording(TorchDispatchMode):
             info = op_info(func)
             if info.ignored:
                 look = False
+                if info.reshapes and _key(args[0]) in self.call.held:
+                    self.call.preserve(_key(args[0]))
             else:
                 recompute = self._out_of_step(func)
                 look = recompute or info.writes

@@ -76,15 +76,13 @@ class Formulation:
         regions = [self._column[algebra.wrapped(k)] for k in range(len(self._problem.regions))]
         return values[units + regions]
 
-    def point(self, decisions: np.ndarray, peak_bytes: int) -> np.ndarray:
-        """The solver's values for decisions that are whole numbers and for their peak."""
-        above_resident = (peak_bytes - self._problem.resident_bytes) / self.unit_bytes
-        by_literal = np.concatenate([[above_resident], self._memory.evaluate(decisions)])
-        return by_literal[list(self._column)]
+    def point(self, decisions: np.ndarray) -> np.ndarray:
+        """The solver's values for decisions that are whole numbers; for programs with a budget."""
+        return self._memory.evaluate(decisions)[np.array(list(self._column)) - 1]
 
     def allows(self, peak_bytes: int) -> bool:
         """Whether a plan of this peak is a solution."""
-        return self._budget_bytes is None or peak_bytes <= self._budget_bytes
+        return self._budget_bytes is not None and peak_bytes <= self._budget_bytes
 
     def limit_bytes(self, values: np.ndarray) -> float:
         """What a solution promises to stay under: the budget, or the peak that it found, give or take its tolerance."""
@@ -100,7 +98,7 @@ class Formulation:
         self.positions.update(new)
         return bool(new)
 
-    def add_covers(self, positions: Iterable[int], decisions: np.ndarray) -> bool:
+    def add_covers(self, positions: Iterable[int], decisions: np.ndarray) -> None:
         """Forbid decisions that exceed the budget at positions by less than the solver's tolerance.
 
         Of the literals that are true there, the largest that together exceed the budget cannot all be true again; nor
@@ -110,12 +108,7 @@ class Formulation:
         Args:
             positions: where the budget is exceeded although there is a row.
             decisions: 0 or 1 per unit and region.
-
-        Returns:
-            Whether there was anything to add: where the peak is minimised, no decisions are forbidden.
         """
-        if self._budget_bytes is None:
-            return False
         truth = np.append(0.0, self._memory.evaluate(decisions)) > 0.5
         for position in positions:
             row = self._memory.row(position)
@@ -127,7 +120,6 @@ class Formulation:
             self._add_row(
                 [(literal, 1.0) for literal in row.literals[in_row].tolist()], pulp.LpConstraintLE, size - 1
             )
-        return True
 
     def _add_decisions(self) -> None:
         """A binary for each unit, shared by those decided alike; a region's follows from its units'."""

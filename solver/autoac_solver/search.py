@@ -30,6 +30,8 @@ _ROWS_A_ROUND = 128
 """About how many memory rows are added at once, spread over the positions."""
 _ROUNDINGS = 12
 """At how many thresholds a fractional solution is rounded."""
+_WHOLE = 1e-3
+"""How near to 0 or 1 a fractional decision counts as whole."""
 _NEAR_PEAK = 0.95
 """Share of the peak, above the resident bytes, from which a position is worth a row when the peak is minimised."""
 _CLOSED = 1e-9
@@ -192,9 +194,9 @@ class _Search:
                 return outcome
 
     def find(
-        self, formulation: Formulation, phase: Phase, gap: float
+        self, formulation: Formulation, phase: Phase, gap: float = 0.0
     ) -> Literal["found", "infeasible", "stopped"]:
-        """Add rows until the integer program's solution is what it promises to be.
+        """Add rows until the integer program's solution is within the budget.
 
         Args:
             gap: absolute, in units of the objective.
@@ -210,10 +212,8 @@ class _Search:
             broken = _worst_positions(plan.timeline.live_bytes, formulation.limit_bytes(outcome.values))
             if not broken:
                 return "found"
-            if not formulation.add_rows(broken) and not formulation.add_covers(
-                broken, self.task.decisions(plan.recomputed)
-            ):
-                return "found"
+            if not formulation.add_rows(broken):
+                formulation.add_covers(broken, self.task.decisions(plan.recomputed))
 
     def _run(self, formulation: Formulation, phase: Phase, gap: float = 0.0) -> Outcome:
         """Solve a program, and tell who listens."""
@@ -234,7 +234,7 @@ class _Search:
         """The best plan as the solver's values, if the program allows it."""
         if self.best is None or not formulation.allows(self.best.timeline.peak_bytes):
             return None
-        return formulation.point(self.task.decisions(self.best.recomputed), self.best.timeline.peak_bytes)
+        return formulation.point(self.task.decisions(self.best.recomputed))
 
     def _progress(self, phase: Phase, formulation: Formulation) -> Progress:
         assert self.lowest is not None
@@ -251,7 +251,7 @@ class _Search:
     def _roundings(self, decisions: np.ndarray) -> Iterator[np.ndarray]:
         """Fractional decisions, rounded at thresholds from the most recomputed to the least."""
         units = decisions[: len(self.task.problem.units)]
-        thresholds = np.unique(np.round(units[units > 1e-3], 3))
+        thresholds = np.unique(np.round(units[units > _WHOLE], 3))
         chosen = (
             np.unique(np.linspace(0, len(thresholds) - 1, _ROUNDINGS).astype(int)) if len(thresholds) else []
         )
@@ -294,12 +294,46 @@ class LeastTime(_Search):
         return self._solution()
 
     def _solve(self, formulation: Formulation) -> None:
-        """The relaxation, and the integer program if that leaves a gap."""
-        result = "infeasible" if self.relax(formulation).status == "infeasible" else "stopped"
+        """The relaxation, what is near it, and the integer program if that leaves a gap."""
+        outcome = self.relax(formulation)
+        if outcome.values is not None:
+            self._thin_out(formulation.decisions(outcome.values))
+        result = outcome.status
         if result != "infeasible" and not self._closed():
             result = self.find(formulation, "plan", self._gap_s * formulation.cost_per_s)
         if result == "infeasible" and self.best is None:
             self._find_minimum()
+
+    def _thin_out(self, decisions: np.ndarray) -> None:
+        """Recompute all that the relaxation recomputes in part, then take back what need not be, regions first.
+
+        Equal layers make it recompute a little in each, and pay a little of each wrapping, where a plan recomputes more
+        in some; roundings do not find those.
+        """
+        units, regions = np.split(decisions, [len(self.task.problem.units)])
+        fitting = self._fits(units > _WHOLE) or self.best
+        for group in self._partly_recomputed(units, regions):
+            if fitting is None or self._closed() or not self.task.in_time():
+                return
+            thinner = fitting.recomputed.copy()
+            thinner[group] = False
+            fitting = self._fits(thinner) or fitting
+
+    def _partly_recomputed(self, units: np.ndarray, regions: np.ndarray) -> Iterator[np.ndarray]:
+        """The units of each fractional region, then each fractional unit; first what the relaxation wants least."""
+        region_of = np.array([unit.region for unit in self.task.problem.units])
+        for region in np.argsort(regions, kind="stable"):
+            if _WHOLE < regions[region] < 1 - _WHOLE:
+                yield np.flatnonzero(region_of == region)
+        time_s = np.array([unit.time_s for unit in self.task.problem.units])
+        for unit in np.lexsort((-time_s, np.round(units, 2))):
+            if _WHOLE < units[unit] < 1 - _WHOLE:
+                yield np.array([unit])
+
+    def _fits(self, recomputed: np.ndarray) -> _Plan | None:
+        """The plan of decisions if they are permitted and within the budget."""
+        plan = self.consider(recomputed)
+        return plan if plan is not None and plan.timeline.peak_bytes <= self._budget_bytes else None
 
     def _find_minimum(self) -> None:
         """No plan fits, says the solver: find out what would."""
@@ -352,9 +386,9 @@ class LeastPeak(_Search):
             self.consider(recomputed)
         formulation = self.task.formulate(None)
         formulation.add_rows(self._near_peak())
-        if self.relax(formulation).values is not None:
-            self.find(formulation, "least peak", gap=0.5 / formulation.unit_bytes)
-        proven = self._prove(formulation.positions)
+        outcome = self.relax(formulation)
+        floor_bytes = 0 if outcome.values is None else int(formulation.limit_bytes(outcome.values))
+        proven = self._close_in(formulation.positions, floor_bytes)
         return self.task.solution(self._plan(), proven=proven, bound_s=0.0)
 
     def _plan(self) -> _Plan:
@@ -368,19 +402,32 @@ class LeastPeak(_Search):
         limit = resident_bytes + _NEAR_PEAK * (timeline.peak_bytes - resident_bytes)
         return _worst_positions(timeline.live_bytes, limit)
 
-    def _prove(self, positions: set[int]) -> bool:
-        """Look for a plan of one byte less until there is none: the solver's own minimum is right to a millionth only.
+    def _close_in(self, positions: set[int], floor_bytes: int) -> bool:
+        """Look for a plan of one byte less; while there is one, look half-way down, and for one byte less again.
+
+        The peak as an objective would do in one go, but solvers see far less in it than in a budget: that there is no
+        plan within one byte less often takes them no search at all.
+
+        Args:
+            positions: to begin with rows at.
+            floor_bytes: the least peak is hardly below; an estimate, proofs do not rest on it.
 
         Returns:
-            Whether that was proved in time.
+            Whether the best plan was proved to be that in time.
         """
-        result = "found"
-        while result == "found" and self.task.in_time():
-            plan = self._plan()
-            below = self.task.formulate(plan.timeline.peak_bytes - 1, minimise_time=False)
-            below.add_rows(positions | {plan.timeline.peak_position})
-            result = self.find(below, "least peak", gap=0.0)
-        return result == "infeasible"
+        aim_bytes = self._plan().timeline.peak_bytes - 1
+        while True:
+            below = self.task.formulate(aim_bytes, minimise_time=False)
+            below.add_rows(positions | {self._plan().timeline.peak_position})
+            result = self.find(below, "least peak")
+            one_less = self._plan().timeline.peak_bytes - 1
+            if result == "stopped" or (result == "infeasible" and aim_bytes == one_less):
+                return result == "infeasible"
+            if result == "infeasible":
+                floor_bytes, aim_bytes = aim_bytes + 1, one_less
+            else:
+                aim_bytes = min(one_less, (floor_bytes + one_less) // 2)
+            positions = below.positions
 
 
 def _worst_positions(live_bytes: np.ndarray, limit_bytes: float) -> list[int]:

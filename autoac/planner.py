@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
 import torch
 
 from autoac.compat import is_compiled_wrapper
@@ -16,6 +17,7 @@ from autoac.recorder import check_model, device_bytes, device_of, record, unwrap
 from autoac.regions import RegionChoice, named_calls, select_modules
 from autoac.step import Loss, make_step
 from autoac_solver.build import Built, build
+from autoac_solver.curve import COLUMNS, Tradeoff
 from autoac_solver.errors import InfeasibleBudgetError, ProfilingError
 from autoac_solver.ilp import solve as solve_problem
 from autoac_solver.partitions import partitions
@@ -156,6 +158,88 @@ def solve(
     reason = "auto: eager mode" if engine == "auto" else "asked for"
     engine = "replay" if engine == "auto" else engine
     return _solve(profile, budget_bytes, engine, reason, names, headroom, time_limit_s, gap, progress)
+
+
+def tradeoff(
+    profile: Profile,
+    budgets: Sequence[int | str] | None = None,
+    points: int = 20,
+    *,
+    engine: str = "auto",
+    regions: str | Sequence[str] | None = None,
+    time_limit_s: float = 60.0,
+    gap: float = 1e-3,
+    progress: Progress | None = None,
+) -> Tradeoff:
+    """Plans over a range of budgets, from the least feasible one to that which needs no recomputation.
+
+    Args:
+        budgets: the budgets to plan for; those that no plan meets are left out. None spreads `points` of them evenly.
+        points: how many budgets, at least 2.
+        time_limit_s: for each budget.
+        profile, engine, regions, gap, progress: as for `solve`. Ctrl-C keeps what is done so far.
+
+    Raises:
+        InfeasibleBudgetError: `budgets` are given, and no plan meets any of them.
+    """
+    _check_engine(engine)
+    if points < 2:
+        raise ValueError(f"points is {points}; a curve takes at least 2.")
+    names = [regions] if isinstance(regions, str) else None if regions is None else list(regions)
+    choices = region_choices(profile, names)
+    reason = "auto: eager mode" if engine == "auto" else "asked for"
+    engine = "replay" if engine == "auto" else engine
+    if budgets is None:
+        least, most = _range(profile, engine, choices, time_limit_s)
+        limits = [least + (most - least) * i // (points - 1) for i in range(points)]
+    else:
+        limits = sorted(_limits(budget, 0, profile.device_bytes or None)[0] for budget in budgets)
+    tell = progress or (lambda *_: None)
+    found: list[tuple[int, Built, Solution]] = []
+    infeasible: InfeasibleBudgetError | None = None
+    try:
+        for index, limit in enumerate(limits):
+            tell(f"budget {index + 1} of {len(limits)}", index / len(limits))
+            try:
+                built, solution = best_plan(profile, limit, engine, choices, time_limit_s, gap)
+            except InfeasibleBudgetError as error:
+                infeasible = error
+                continue
+            if found and found[-1][2].extra_s < solution.extra_s:
+                # within the gap, a smaller budget's plan may turn out faster; it fits this budget too
+                _, built, better = found[-1]
+                solution = replace(better, bound_s=solution.bound_s)
+            found.append((limit, built, solution))
+    except KeyboardInterrupt:
+        if not found:
+            raise
+    if not found and infeasible is not None:
+        raise infeasible
+    return _curve(profile, engine, reason, found)
+
+
+def _range(
+    profile: Profile, engine: str, choices: Sequence[Sequence[int]], time_limit_s: float
+) -> tuple[int, int]:
+    """The least feasible budget, and the peak with nothing recomputed."""
+    unplanned = [Simulator(build(profile, calls, engine).problem) for calls in choices[:1]]
+    most = unplanned[0].simulate([False] * len(unplanned[0].problem.units)).peak_bytes
+    try:
+        best_plan(profile, profile.resident_bytes, engine, choices, time_limit_s, 1e-3)
+    except InfeasibleBudgetError as error:
+        return error.minimum_bytes, most
+    return profile.resident_bytes, most
+
+
+def _curve(profile: Profile, engine: str, reason: str, found: list[tuple[int, Built, Solution]]) -> Tradeoff:
+    step_s = profile.step_s
+    rows = [
+        (limit, s.peak_bytes, s.extra_s, s.extra_s / step_s, s.bound_s / step_s, s.status, len(built.regions))
+        for limit, built, s in found
+    ]
+    plans = tuple(Plan(make_record(profile, built, s, limit, 0, reason)) for limit, built, s in found)
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    return Tradeoff(profile.model, engine, profile.resident_bytes, step_s, frame, plans)
 
 
 def _check_engine(engine: str) -> None:

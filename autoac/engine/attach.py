@@ -1,12 +1,14 @@
 """Put a plan's programs on a model's modules, and take them off again.
 
-A planned module gets an instance attribute `forward`, a `types.MethodType`: it survives `copy.deepcopy` (a closure
-would make the copy share the original's weights), and parameters, buffers, hooks and `state_dict` stay as they are.
+A planned module gets an instance attribute `forward`; parameters, buffers, hooks and `state_dict` stay as they are.
+It is a `functools.partial`, which survives `copy.deepcopy` (a closure would make the copy share the original's
+weights) and pickling (a `types.MethodType` is pickled by the function's name, and comes back as another function).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -64,10 +66,10 @@ class PlannedRegion:
         self.calls.index = 0
 
 
-def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a planned module."""
-    region: PlannedRegion = self.__dict__[_KEY]
-    original = region.forward or types.MethodType(type(self).forward, self)
+    region: PlannedRegion = module.__dict__[_KEY]
+    original = region.forward or functools.partial(type(module).forward, module)
     if not torch.is_grad_enabled():
         return original(*args, **kwargs)
     program = region.next_program()
@@ -80,9 +82,15 @@ def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def attach(module: torch.nn.Module, programs: Sequence[Program], engine: str, plan_id: str) -> None:
     """Plan one module."""
-    own = module.__dict__.get("forward")
-    module.__dict__[_KEY] = PlannedRegion(programs, engine, own, plan_id)
-    module.__dict__["forward"] = types.MethodType(forward, module)
+    _put(module, forward, PlannedRegion(programs, engine, module.__dict__.get("forward"), plan_id))
+
+
+def _put(module: torch.nn.Module, function: Callable[..., Any], carried: PlannedRegion | Root) -> None:
+    bound = functools.partial(function, module)
+    # For `inspect.signature`: transformers' Trainer asks a model's forward which columns of the data it takes.
+    bound.__wrapped__ = carried.forward or types.MethodType(type(module).forward, module)  # type: ignore[attr-defined]
+    module.__dict__[_KEY] = carried
+    module.__dict__["forward"] = bound
 
 
 class Root:
@@ -102,20 +110,19 @@ class Root:
         self.plan_id = plan_id
 
 
-def root_forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a root that carries a `Root`."""
-    root: Root = self.__dict__[_KEY]
+    root: Root = module.__dict__[_KEY]
     for name in root.names:
-        region = planned(self.get_submodule(name))
+        region = planned(module.get_submodule(name))
         if isinstance(region, PlannedRegion):
             region.restart()
-    return (root.forward or types.MethodType(type(self).forward, self))(*args, **kwargs)
+    return (root.forward or functools.partial(type(module).forward, module))(*args, **kwargs)
 
 
 def attach_root(model: torch.nn.Module, names: Sequence[str], plan_id: str) -> None:
     """Let a call of the model start the count of its modules' calls anew."""
-    model.__dict__[_KEY] = Root(names, model.__dict__.get("forward"), plan_id)
-    model.__dict__["forward"] = types.MethodType(root_forward, model)
+    _put(model, root_forward, Root(names, model.__dict__.get("forward"), plan_id))
 
 
 def detach(module: torch.nn.Module) -> None:
@@ -129,5 +136,4 @@ def detach(module: torch.nn.Module) -> None:
 
 def planned(module: torch.nn.Module) -> PlannedRegion | Root | None:
     """What the module carries, None if no plan is on it."""
-    own = module.__dict__.get("forward")
-    return module.__dict__.get(_KEY) if getattr(own, "__func__", None) in (forward, root_forward) else None
+    return module.__dict__.get(_KEY)

@@ -6,20 +6,59 @@ The public names. They are loaded when first asked for, so that `autoac --help` 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoac._version import __version__
+
+if TYPE_CHECKING:
+    from autoac.planner import plan, profile, solve, tradeoff
+    from autoac.plans import Plan
+    from autoac_solver.curve import Tradeoff
+    from autoac_solver.errors import (
+        AutoacError,
+        BudgetFormatError,
+        InfeasibleBudgetError,
+        NoPlanInTimeError,
+        PlanMismatchError,
+        ProfileError,
+        ProfilingError,
+    )
+    from autoac_solver.profile import Profile
 
 _HOMES = {
     "plan": "autoac.planner",
     "profile": "autoac.planner",
     "solve": "autoac.planner",
     "tradeoff": "autoac.planner",
+    "Plan": "autoac.plans",
+    "Profile": "autoac_solver.profile",
+    "Tradeoff": "autoac_solver.curve",
     "AutoacError": "autoac_solver.errors",
+    "BudgetFormatError": "autoac_solver.errors",
     "InfeasibleBudgetError": "autoac_solver.errors",
+    "NoPlanInTimeError": "autoac_solver.errors",
+    "PlanMismatchError": "autoac_solver.errors",
+    "ProfileError": "autoac_solver.errors",
+    "ProfilingError": "autoac_solver.errors",
 }
 
-__all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
+    "AutoacError",
+    "BudgetFormatError",
+    "InfeasibleBudgetError",
+    "NoPlanInTimeError",
+    "Plan",
+    "PlanMismatchError",
+    "Profile",
+    "ProfileError",
+    "ProfilingError",
+    "Tradeoff",
+    "__version__",
+    "plan",
+    "profile",
+    "solve",
+    "tradeoff",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import uuid
+import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from autoac.engine import sac
-from autoac.engine.attach import attach, attach_root, detach, planned
+from autoac.engine.attach import attach, attach_root, covered, detach, planned
 from autoac.engine.program import Program
 from autoac.recorder import model_fingerprint, unwrapped
 from autoac.verify import Report, verify
@@ -31,7 +31,13 @@ class Plan:
 
     def __init__(self, record: PlanRecord):
         self.record = record
-        self._id = uuid.uuid4().hex
+
+    @functools.cached_property
+    def _id(self) -> str:
+        """Tells on a model whose decisions it carries; a plan that was saved and loaded is the same plan."""
+        decisions = [(region.fqn, region.call, region.wrapped, region.steps) for region in self.regions]
+        content = repr((self.record.model_fingerprint, self.engine, decisions))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     # -- what it says ------------------------------------------------------------------------------------------
 
@@ -143,14 +149,22 @@ class Plan:
         """Take the plan off the model, which is then exactly as it was before, and return it.
 
         Raises:
-            PlanMismatchError: this plan is not on the model.
+            PlanMismatchError: this plan is not on the model, or somebody has put another forward over it since.
         """
-        modules = [
-            m for m in model.modules() if (region := planned(m)) is not None and region.plan_id == self._id
-        ]
+        modules = {
+            name: module
+            for name, module in model.named_modules()
+            if (carried := planned(module)) is not None and carried.plan_id == self._id
+        }
         if not modules and self._programs():
             raise PlanMismatchError("this plan is not applied to this model, so there is nothing to remove.")
-        for module in modules:
+        for name, module in modules.items():
+            if covered(module):
+                raise PlanMismatchError(
+                    f"module {name!r} was given another forward after the plan was applied (some libraries wrap it): undo "
+                    "that first, then remove the plan."
+                )
+        for module in modules.values():
             detach(module)
         return model
 

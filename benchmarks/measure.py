@@ -10,10 +10,9 @@ import copy
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,9 +54,7 @@ class Bench:
         self.workload = workload
         self.device = device
         self.clock = _cuda_clock if device.type == "cuda" else _cpu_clock
-        self.resident_bytes = unique_storage_bytes(
-            [*workload.model.parameters(), *workload.model.buffers(), *_tensors(workload.sample)]
-        )
+        self.resident_bytes = unique_storage_bytes(workload.tensors)
         self.steps: dict[str, Callable[[], object]] = {}
         self.reference: _Outcome | None = None
 
@@ -67,7 +64,9 @@ class Bench:
             return Configuration(strategy, error=strategy.error)
         try:
             return self._examine(strategy)
-        except Exception as error:  # a strategy that fails on this model is a row of the table, not the end of it
+        except (
+            Exception
+        ) as error:  # a strategy that fails on this model is a row of the table, not the end of it
             message = f"{type(error).__name__}: {error}".split("\n")[0]
             return Configuration(strategy, error=message)
         finally:
@@ -151,11 +150,6 @@ def _equal(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | 
 def _sharing_copy(model: nn.Module) -> nn.Module:
     """A copy of the modules on the same parameters and buffers."""
     return copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
-
-
-def _tensors(sample: Any) -> list[torch.Tensor]:
-    values = sample.values() if isinstance(sample, Mapping) else sample
-    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _cpu_clock(step: Callable[[], object]) -> tuple[float, float]:

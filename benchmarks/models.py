@@ -26,7 +26,7 @@ class Workload:
         model: in training mode.
         sample: positional (tuple) or keyword (mapping) arguments of the model.
         blocks: names of the modules that people checkpoint one by one.
-        loss: from the model's output to a scalar; None if the output is the loss or has a `.loss`.
+        targets: tokens to predict, for a model that is given none; None if its output is the loss or has a `.loss`.
     """
 
     name: str
@@ -34,11 +34,27 @@ class Workload:
     model: nn.Module
     sample: tuple[Any, ...] | Mapping[str, Any]
     blocks: tuple[str, ...]
-    loss: Callable[[Any], torch.Tensor] | None = None
+    targets: torch.Tensor | None = None
 
     def step(self, model: nn.Module) -> Callable[[], torch.Tensor | None]:
         """One training step of the model, or of a copy of it that something was done to."""
         return make_step(model, self.sample, self.loss)
+
+    @property
+    def loss(self) -> Callable[[Any], torch.Tensor] | None:
+        """From the model's output to a scalar; None if it needs nothing from us."""
+        return None if self.targets is None else self._cross_entropy
+
+    def _cross_entropy(self, output: Any) -> torch.Tensor:
+        assert self.targets is not None
+        return F.cross_entropy(output.logits.flatten(0, 1), self.targets.flatten())
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is there before a step: parameters, buffers and the batch."""
+        sample = self.sample.values() if isinstance(self.sample, Mapping) else self.sample
+        held = [*self.model.parameters(), *self.model.buffers(), *sample]
+        return held if self.targets is None else [*held, self.targets]
 
 
 class Block(nn.Module):
@@ -102,7 +118,9 @@ def resnet(size: str) -> Workload:
     batch, pixels = (8, 160) if size == "full" else (2, 32)
     config = ResNetConfig(num_labels=1000)
     if size != "full":
-        config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5)
+        config = ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5
+        )
     model = ResNetForImageClassification(config)
     sample = {
         "pixel_values": torch.randn(batch, 3, pixels, pixels),
@@ -130,17 +148,13 @@ def t5(size: str) -> Workload:
         use_cache=False,
     )
     model = T5ForConditionalGeneration(config)
-    source, target, labels = (torch.randint(vocabulary, (batch, length)) for _ in range(3))
-
-    def loss(output: Any) -> torch.Tensor:
-        return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
-
+    source, target, expected = (torch.randint(vocabulary, (batch, length)) for _ in range(3))
     title = (
         f"transformers' T5, {layers} + {layers} blocks, d {width}, {heads} heads, sequences {length}, batch {batch}, "
         f"vocabulary {vocabulary}, dropout {config.dropout_rate}"
     )
     sample = {"input_ids": source, "decoder_input_ids": target}
-    return _workload("t5", title, model, sample, "T5Block", loss)
+    return _workload("t5", title, model, sample, "T5Block", expected)
 
 
 MODELS: dict[str, Callable[[str], Workload]] = {"gpt": gpt, "resnet": resnet, "t5": t5}
@@ -159,8 +173,8 @@ def _workload(
     model: nn.Module,
     sample: Any,
     classes: str | tuple[str, ...],
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    targets: torch.Tensor | None = None,
 ) -> Workload:
     wanted = (classes,) if isinstance(classes, str) else classes
     blocks = tuple(fqn for fqn, module in model.named_modules() if type(module).__name__ in wanted)
-    return Workload(name, title, model.train(), sample, blocks, loss)
+    return Workload(name, title, model.train(), sample, blocks, targets)

@@ -68,7 +68,9 @@ def by_hand(workload: Workload) -> list[Strategy]:
     for name, policy in policies(workload.name).items():
         for early_stop in (True, False):
             contexts = functools.partial(_policy_contexts, policy)
-            install = functools.partial(_checkpoint_blocks, blocks, context_fn=contexts, early_stop=early_stop)
+            install = functools.partial(
+                _checkpoint_blocks, blocks, context_fn=contexts, early_stop=early_stop
+            )
             stop = "early stop" if early_stop else "no early stop"
             strategies.append(Strategy(f"{name}, {stop}", "other", install))
     return strategies
@@ -93,8 +95,12 @@ def policies(model: str) -> dict[str, SavePolicy]:
             "save convolutions": SavePolicy(CONVOLUTIONS, MATMULS),
         }
     found = {"save attention, every other matmul": SavePolicy(ATTENTION, MATMULS)}
-    if model == "t5":  # its attention has a trained bias, which no fused kernel takes: it is made of batched matmuls
-        found["save batched matmuls, every other matmul"] = SavePolicy((*ATTENTION, *BATCHED_MATMULS), MATMULS)
+    if (
+        model == "t5"
+    ):  # its attention has a trained bias, which no fused kernel takes: it is made of batched matmuls
+        found["save batched matmuls, every other matmul"] = SavePolicy(
+            (*ATTENTION, *BATCHED_MATMULS), MATMULS
+        )
     return found
 
 

@@ -37,14 +37,18 @@ def advised(workload: Workload, size: str, device: torch.device, budgets: Sequen
     try:
         planner = _Planner(workload, size, device)
     except Exception as error:  # whatever it is, it is a row of the table: this planner fails on this model
-        return [_failed(NAME, 0, f"cannot run: {type(error).__name__}: {str(error) or 'an assertion of its own'}")]
+        return [
+            _failed(NAME, 0, f"cannot run: {type(error).__name__}: {str(error) or 'an assertion of its own'}")
+        ]
     strategies: list[Strategy] = []
     seen: list[dict[str, tuple[int, ...]]] = []
     for budget in budgets:
         try:
             saved = planner.decide(budget)
         except Exception as error:
-            strategies.append(_failed(f"{NAME} {budget / 1e6:.1f} MB", budget, f"{type(error).__name__}: {error}"))
+            strategies.append(
+                _failed(f"{NAME} {budget / 1e6:.1f} MB", budget, f"{type(error).__name__}: {error}")
+            )
             continue
         if saved and saved not in seen:
             seen.append(saved)

@@ -126,12 +126,18 @@ def attach_root(model: torch.nn.Module, names: Sequence[str], plan_id: str) -> N
 
 
 def detach(module: torch.nn.Module) -> None:
-    """Take the plan off one module, exactly as it was before."""
-    region: PlannedRegion | Root = module.__dict__.pop(_KEY)
-    if region.forward is None:
-        del module.__dict__["forward"]
+    """Take the plan off one module, exactly as it was before; the module must not be `covered`."""
+    carried: PlannedRegion | Root = module.__dict__.pop(_KEY)
+    if carried.forward is None:
+        module.__dict__.pop("forward", None)
     else:
-        module.__dict__["forward"] = region.forward
+        module.__dict__["forward"] = carried.forward
+
+
+def covered(module: torch.nn.Module) -> bool:
+    """Whether somebody has given a planned module another `forward`, which perhaps calls the plan's."""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "func", None) not in (forward, root_forward)
 
 
 def planned(module: torch.nn.Module) -> PlannedRegion | Root | None:

@@ -41,6 +41,9 @@ class Program:
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self  # nothing in it changes
 
+    def __reduce__(self) -> Any:
+        return Program, (self.region, self.names, self.wrapped)
+
     @property
     def steps(self) -> tuple[Step, ...]:
         """The ops as the recording meets them, and `END` after the last."""
@@ -60,10 +63,11 @@ class Program:
         """The decision for the n-th call of this overload; None if the profile has no such call."""
         if self._by_call is None:
             seen: Counter[Any] = Counter()
-            self._by_call = {}
+            by_call = {}
             for overload, recompute, _, _ in self.steps[:-1]:
-                self._by_call[overload, seen[overload]] = recompute
+                by_call[overload, seen[overload]] = recompute
                 seen[overload] += 1
+            self._by_call = by_call  # whole, for other threads may be reading
         return self._by_call.get((func, nth))
 
     def counts_before(self, position: int) -> Counter[Any]:

@@ -42,14 +42,20 @@ class Tradeoff:
             axes = pyplot.subplots(figsize=(6, 3.5))[1]
         megabytes = self.frame["budget_bytes"] / 1e6
         axes.step(megabytes, 100 * self.frame["overhead"], where="post", marker="o", label="plan")
-        axes.step(megabytes, 100 * self.frame["bound"], where="post", linestyle=":", color="grey", label="bound")
-        axes.set(xlabel="budget, MB", ylabel="extra step time, %", title=f"{self.model}, engine {self.engine}")
+        axes.step(
+            megabytes, 100 * self.frame["bound"], where="post", linestyle=":", color="grey", label="bound"
+        )
+        axes.set(
+            xlabel="budget, MB", ylabel="extra step time, %", title=f"{self.model}, engine {self.engine}"
+        )
         axes.legend()
         return axes
 
     def __str__(self) -> str:
         lines = [f"{'budget':>24}  {'predicted peak':>24}  overhead  bound"]
-        for row in self.frame.itertuples():
-            budget, peak = format_bytes(int(row.budget_bytes)), format_bytes(int(row.peak_bytes))  # type: ignore[arg-type]
-            lines.append(f"{budget:>24}  {peak:>24}  {row.overhead:>7.1%}  {row.bound:>5.1%}")
+        columns = (self.frame[name] for name in ("budget_bytes", "peak_bytes", "overhead", "bound"))
+        for budget, peak, overhead, bound in zip(*columns, strict=True):
+            lines.append(
+                f"{format_bytes(int(budget)):>24}  {format_bytes(int(peak)):>24}  {overhead:>7.1%}  {bound:>5.1%}"
+            )
         return "\n".join(lines)

@@ -20,6 +20,8 @@ from torch import nn
 
 import autoac
 from autoac.engine.replay import Handle, Record, Recording, ReplayCall, Slot
+from autoac.plans import Plan
+from autoac.regions import select_modules
 from autoac_solver.profile import Profile
 
 FRACTIONS = (0.0, 0.3, 0.6, 1.0)
@@ -77,10 +79,10 @@ def least_budget(profile: Profile, engine: str, regions: Sequence[str]) -> int:
     raise AssertionError("a budget of one byte was met")
 
 
-def plans(case: Case, engine: str, fractions: Sequence[float] = FRACTIONS) -> dict[float, autoac.Plan]:
+def plans(case: Case, engine: str, fractions: Sequence[float] = FRACTIONS) -> dict[float, Plan]:
     """A plan for each budget, given as a fraction of the way from the least feasible to the unplanned peak."""
     profile = case.profile()
-    names = autoac.regions.select_modules(case.model(), case.regions)
+    names = select_modules(case.model(), case.regions)
     assert names is not None
     least = least_budget(profile, engine, names)
     ample = autoac.solve(profile, 10**12, engine=engine, regions=names).record.unplanned_peak_bytes
@@ -89,38 +91,39 @@ def plans(case: Case, engine: str, fractions: Sequence[float] = FRACTIONS) -> di
     return {f: autoac.solve(profile, budget, engine=engine, regions=names) for f, budget in budgets.items()}
 
 
-def decisions(plan: autoac.Plan, op: str) -> list[bool]:
+def decisions(plan: Plan, op: str) -> list[bool]:
     """For each call of an op in the plan's wrapped regions, in order: is it recomputed?"""
     steps = [step for region in plan.regions if region.wrapped for step in region.steps]
     return [recompute for name, recompute in steps if name == op]
 
 
-def recomputes(plan: autoac.Plan) -> bool:
+def recomputes(plan: Plan) -> bool:
     """Whether the plan recomputes anything."""
     return any(again for region in plan.regions if region.wrapped for _, again in region.steps)
 
 
-def redecided(plan: autoac.Plan, choose: Callable[[str, int], bool]) -> autoac.Plan:
+def redecided(plan: Plan, choose: Callable[[str, str, int], bool]) -> Plan:
     """The plan with other decisions, which the solver would never have made, perhaps.
 
     Args:
-        choose: from an op's name and its number among the ops of that name in the region, to "is it recomputed".
+        choose: from a region's name, an op's and its number among the ops of that name in the region, to "is it
+            recomputed".
     """
     regions = []
     for region in plan.regions:
         calls: Counter[str] = Counter()
         steps = []
         for name, _ in region.steps:
-            steps.append((name, choose(name, calls[name])))
+            steps.append((name, choose(region.name, name, calls[name])))
             calls[name] += 1
         regions.append(dataclasses.replace(region, wrapped=True, steps=tuple(steps)))
-    return autoac.Plan(dataclasses.replace(plan.record, regions=tuple(regions)))
+    return Plan(dataclasses.replace(plan.record, regions=tuple(regions)))
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def run(case: Case, plan: autoac.Plan | None = None, steps: int = STEPS) -> dict[str, Any]:
+def run(case: Case, plan: Plan | None = None, steps: int = STEPS) -> dict[str, Any]:
     """Run some steps of a new model, and return everything they leave behind."""
     model = case.model()
     if plan is not None:
@@ -183,7 +186,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def assert_exact(case: Case, engine: str, fractions: Sequence[float] = FRACTIONS) -> dict[float, autoac.Plan]:
+def assert_exact(case: Case, engine: str, fractions: Sequence[float] = FRACTIONS) -> dict[float, Plan]:
     """Steps with plans for several budgets, from the least feasible to an ample one, equal those without a plan.
 
     Returns:
@@ -201,7 +204,7 @@ def assert_exact(case: Case, engine: str, fractions: Sequence[float] = FRACTIONS
 
 
 def assert_plan_exact(
-    case: Case, plan: autoac.Plan, expected: dict[str, Any] | None = None, where: str = ""
+    case: Case, plan: Plan, expected: dict[str, Any] | None = None, where: str = ""
 ) -> None:
     """Steps with this plan equal those without, and leave no memory behind, with backward and without."""
     expected = expected or run(case)

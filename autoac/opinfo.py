@@ -54,6 +54,7 @@ class OpInfo:
         writes: positions (int) or keyword names (str) of the arguments that are written in place.
         writes_lists: some of these are lists of tensors.
         random: it may draw from a generator, see `draws_random`.
+        generator_at: position or keyword of the generator that it may be given, None if there is none.
         uninitialised: its output holds no values yet.
         replayable: it may be run a second time on the same inputs, in principle.
         statistics: positions of (running mean, running variance, training flag) of a batch norm, else None.
@@ -69,6 +70,7 @@ class OpInfo:
     writes: tuple[int | str, ...] = ()
     writes_lists: bool = False
     random: bool = False
+    generator_at: int | str | None = None
     uninitialised: bool = False
     replayable: bool = True
     statistics: tuple[int, int, int] | None = None
@@ -84,6 +86,11 @@ class OpInfo:
         if self.dropout_p >= 0:
             return len(args) > self.dropout_p and args[self.dropout_p] > 0
         return True
+
+    def generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+        """The generator that this call was given, None if it draws from the device's own."""
+        where = self.generator_at
+        return kwargs.get(where) if isinstance(where, str) else None if where is None else _at(args, where)
 
     def updates_statistics(self, args: tuple[Any, ...]) -> bool:
         """Whether this call of a batch norm writes its running statistics."""
@@ -107,12 +114,14 @@ def _read(func: Any) -> OpInfo:
         return OpInfo(name=str(func), ignored=True, replayable=False)
     schema = func._schema
     tensors, lists, keywords, writes = [], [], [], []
-    dropout_p = -1
+    dropout_p, generator_at = -1, None
     for position, argument in enumerate(schema.arguments):
         kind = str(argument.type)
         where = argument.name if argument.kwarg_only else position
         if argument.name == "dropout_p" and not argument.kwarg_only:
             dropout_p = position
+        if "Generator" in kind:
+            generator_at = where
         if "Tensor" not in kind:
             continue
         if argument.kwarg_only:
@@ -141,6 +150,7 @@ def _read(func: Any) -> OpInfo:
         writes=tuple(writes),
         writes_lists=any(where in lists for where in writes),
         random=torch.Tag.nondeterministic_seeded in func.tags,
+        generator_at=generator_at,
         uninitialised=schema.name in _UNINITIALISED,
         replayable=func.namespace not in _COLLECTIVE_NAMESPACES and schema.name not in _NOT_REPLAYABLE,
         statistics=_BATCH_NORM_STATISTICS.get(schema.name),

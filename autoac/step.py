@@ -14,17 +14,29 @@ Loss = Callable[[Any], torch.Tensor]
 
 
 def call_model(model: torch.nn.Module, sample: Any) -> Any:
-    """The model's output for a sample: a tensor, a tuple (positional) or a mapping (keyword)."""
+    """The model's output for a sample: a tensor, a tuple (positional) or a mapping (keyword).
+
+    A model that takes its batch apart (`batch.pop("labels")`) gets containers of its own in every step.
+    """
     if isinstance(sample, torch.Tensor):
         return model(sample)
     if isinstance(sample, tuple):
-        return model(*sample)
+        return model(*map(_fresh, sample))
     if isinstance(sample, Mapping):
-        return model(**sample)
+        return model(**{name: _fresh(value) for name, value in sample.items()})
     raise ProfilingError(
         f"sample is a {type(sample).__name__}; it must be a tensor, a tuple (positional arguments), a mapping (keyword "
         "arguments), or a callable without arguments that runs one whole step (forward, loss, backward)."
     )
+
+
+def _fresh(value: Any) -> Any:
+    """The same values in new lists and dictionaries."""
+    if type(value) is dict:
+        return {key: _fresh(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_fresh, value))
+    return value
 
 
 def default_loss(output: Any) -> torch.Tensor:

@@ -85,6 +85,8 @@ class Tape(TorchDispatchMode):
         self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # storage -> aliases that a holder has
         self._again: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._copies: dict[int, torch.Tensor] = {}  # resident storages as they were
+        self._leaves: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with their gradients as they were
+        self._generators: dict[torch.Generator, torch.Tensor] = {}  # with their states as they were
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
         self._unpacked_for = (NEVER, NEVER)  # node that unpacked last, and the module call it belongs to
         self._outside = ReplayCall(Program("", ()))
@@ -139,7 +141,7 @@ class Tape(TorchDispatchMode):
                 "creates": tuple(creates),
                 "random_bytes": random_bytes,
                 "replayable": info.replayable and not any(_is_subclass(kind) for kind in map(type, args)),
-                "side_effect": statistics,
+                "side_effect": statistics or info.generator(args, kwargs) is not None,
                 "uninitialised": info.uninitialised,
             }
         )
@@ -167,8 +169,10 @@ class Tape(TorchDispatchMode):
     def _random_bytes(self, info: OpInfo, args: Any, kwargs: Any) -> int:
         if not info.draws_random(args):
             return 0
-        generator = kwargs.get("generator") or torch.default_generator
-        return generator.get_state().nbytes
+        generator = info.generator(args, kwargs) or torch.default_generator
+        state = generator.get_state()
+        self._generators.setdefault(generator, state)
+        return state.nbytes
 
     def _in_place_without_a_mode(self, info: OpInfo, args: Any) -> bool:
         """Whether this is autograd's own op, which it does in place when no mode is active.
@@ -205,7 +209,11 @@ class Tape(TorchDispatchMode):
         if tensor.layout is not torch.strided:
             return None
         known = self._by_key.get(storage_key(tensor))
-        return self._register(tensor, NEVER) if known is None else known
+        if known is not None:
+            return known
+        if tensor.is_leaf and tensor.requires_grad:
+            self._leaves.append((tensor, tensor.grad))
+        return self._register(tensor, NEVER)
 
     def _register_new(self, tensors: Any, tick: int | None = None) -> list[int]:
         created = []
@@ -278,13 +286,17 @@ class Tape(TorchDispatchMode):
                 self._copies[index] = _whole(tensor.untyped_storage()).clone()
 
     def restore(self) -> None:
-        """Put back what was written in storages that were there before the step."""
+        """Put back what the step has changed of what was there before: storages, gradients of leaves, generators."""
         with torch.no_grad():
             for index, copy in self._copies.items():
                 storage = self._refs[index]()
                 if storage is not None:
                     _whole(storage).copy_(copy)
         self._copies.clear()
+        for tensor, gradient in self._leaves:
+            tensor.grad = gradient
+        for generator, state in self._generators.items():
+            generator.set_state(state)
 
     # -- what autograd and the engine hold ---------------------------------------------------------------------
 

@@ -116,15 +116,14 @@ def resnet(size: str) -> Workload:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     batch, pixels = (8, 160) if size == "full" else (2, 32)
-    config = ResNetConfig(num_labels=1000)
+    config = ResNetConfig()
     if size != "full":
-        config = ResNetConfig(
-            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5
-        )
+        config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    config.num_labels = 1000 if size == "full" else 5
     model = ResNetForImageClassification(config)
     sample = {
         "pixel_values": torch.randn(batch, 3, pixels, pixels),
-        "labels": torch.randint(config.num_labels, (batch,)),
+        "labels": torch.randint(1000 if size == "full" else 5, (batch,)),
     }
     kind = "ResNet-50" if size == "full" else "small ResNet"
     title = f"transformers' {kind}, batch {batch}, {pixels} x {pixels} pixels"

@@ -42,18 +42,16 @@ def advised(workload: Workload, size: str, device: torch.device, budgets: Sequen
         ]
     strategies: list[Strategy] = []
     seen: list[dict[str, tuple[int, ...]]] = []
-    for budget in budgets:
+    for number, budget in enumerate(budgets, 1):
         try:
             saved = planner.decide(budget)
         except Exception as error:
-            strategies.append(
-                _failed(f"{NAME} {budget / 1e6:.1f} MB", budget, f"{type(error).__name__}: {error}")
-            )
+            strategies.append(_failed(f"{NAME}, budget {number}", budget, f"{type(error).__name__}: {error}"))
             continue
         if saved and saved not in seen:
             seen.append(saved)
             install = functools.partial(_install, saved)
-            strategies.append(Strategy(f"{NAME} {budget / 1e6:.1f} MB", "other", install, budget))
+            strategies.append(Strategy(f"{NAME}, budget {number}", "other", install, budget))
     return strategies or [_failed(NAME, 0, "gives no advice at any budget")]
 
 

@@ -1,11 +1,22 @@
 """Settings for all tests; they have to be made before torch is first used."""
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's start and stop messages
 
+import pytest
 import torch
 
 # Under pytest-xdist the workers share the cores among themselves.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests of models so small that a second thread only costs time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

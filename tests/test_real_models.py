@@ -6,7 +6,6 @@ Nothing of autoac's own verification is used here: the step, the ruler and what 
 import copy
 import functools
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,12 +29,7 @@ TOLERANCE = 1e-3
 SEED = 7
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True)

@@ -397,7 +397,7 @@ class Recording(TorchDispatchMode):
             self.raw.difference_update(map(_key, written_tensors(info, args, kwargs)))
         rng = None
         if info.random and info.draws_random(args):
-            generator = kwargs.get("generator") or default_generator(_device(info, args, kwargs))
+            generator = info.generator(args, kwargs) or default_generator(_device(info, args, kwargs))
             rng = (generator, generator.get_state())
         refs: list[tuple[Any, Slot, Geometry | None]] = []
         kept: list[tuple[torch.Tensor, int]] = []

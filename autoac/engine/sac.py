@@ -116,7 +116,8 @@ class SacPolicy:
         if info.writes:
             decision = self._written(info, args, kwargs)
         if info.random and info.draws_random(args):
-            decision = self._random(func, decision, in_place=bool(info.writes))
+            own = info.generator(args, kwargs) is not None
+            decision = self._random(func, decision, own, in_place=bool(info.writes))
         if decision is RECOMPUTE:
             self._note(info, args, kwargs, ctx.op_output)
         return decision
@@ -130,15 +131,19 @@ class SacPolicy:
             raise RuntimeError(self._refusal(f"{info.name} writes in place what recomputed ops have read"))
         return SAVE
 
-    def _random(self, func: Any, decision: CheckpointPolicy, in_place: bool) -> CheckpointPolicy:
-        """One random state is stashed for the whole region: its random ops are all saved or all recomputed."""
-        if self.random is None:
+    def _random(self, func: Any, decision: CheckpointPolicy, own: bool, in_place: bool) -> CheckpointPolicy:
+        """One random state is stashed for the whole region: its random ops are all saved or all recomputed.
+
+        Of a generator of the model's own nothing is stashed: what it draws is saved.
+        """
+        if self.random is None and not own:
             self.random = decision
-        if decision is not self.random and in_place:
+        wanted = SAVE if own else self.random
+        if decision is not wanted and in_place:
             raise RuntimeError(
                 self._refusal(f"{func} draws random numbers for one part of what is recomputed")
             )
-        return self.random
+        return wanted
 
     def _note(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         for tensor in read_tensors(info, args, kwargs):

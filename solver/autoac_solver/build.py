@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Unit
-from autoac_solver.profile import NEVER, Profile
+from autoac_solver.profile import NEVER, Op, Profile
 
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of a CPU generator's state; `torch.utils.checkpoint` stashes one for each region."""
@@ -103,15 +103,15 @@ class _Builder:
         self.profile = profile
         self.engine = engine
         self.ticks = [op.tick for op in profile.tape]
+        self.writes: dict[int, list[int]] = {}  # storage -> ticks at which it is written
+        for op in profile.tape:
+            for storage in op.writes:
+                self.writes.setdefault(storage, []).append(op.tick)
         self.regions = self._regions(regions)
         self.region_of_storage = self._owners()
         self.unit_of_op: dict[int, int] = {}
         self.unit_of_storage: dict[int, int] = {}
         self.units: list[Unit] = []
-        self.writes: dict[int, list[int]] = {}  # storage -> ticks at which it is written
-        for op in profile.tape:
-            for storage in op.writes:
-                self.writes.setdefault(storage, []).append(op.tick)
         for region in self.regions:
             self._add_units(region)
         self._place_windows()
@@ -130,12 +130,19 @@ class _Builder:
             region = _Region(profile, call, ops, [i for _, i in saved_ticks[first:last]])
             if self.engine == "sac" and any(NEVER < profile.saved[i].unpacked < record.end for i in region.saved):
                 continue  # selective checkpointing refuses a backward inside of the region's forward
-            if record.grad and ops and region.begin_backward != NEVER:
+            if record.grad and ops and region.begin_backward != NEVER and not self._loses_input(region):
                 found.append(region)
         found.sort(key=lambda region: region.start)
         for index, region in enumerate(found):
             region.index = index
         return found
+
+    def _loses_input(self, region: _Region) -> bool:
+        """Whether the region's code cannot run again (sac), as an input is no longer there: torch refuses that."""
+        record = self.profile.calls[region.call]
+        return self.engine == "sac" and any(
+            self._written_after(storage, record.start, region.begin_backward) for storage in record.inputs
+        )
 
     def _owners(self) -> dict[int, _Region]:
         owners = {}
@@ -239,8 +246,15 @@ class _Builder:
         return position < len(ticks) and ticks[position] < before
 
     def _tie_random_units(self, units: range) -> None:
-        """Torch stashes one random state a region: its random ops are all saved or all recomputed."""
-        random = [u for u in units if any(self.profile.tape[op].random_bytes for op in self.units[u].ops)]
+        """Torch stashes one random state a region: its random ops are all saved or all recomputed.
+
+        It does not stash that of a generator of the model's own, to draw from which is a side effect.
+        """
+
+        def draws(op: Op) -> bool:
+            return bool(op.random_bytes) and not op.side_effect
+
+        random = [u for u in units if any(draws(self.profile.tape[op]) for op in self.units[u].ops)]
         must_save = any(self.units[u].must_save for u in random)
         for unit in random:
             old = self.units[unit]

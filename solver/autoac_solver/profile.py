@@ -40,7 +40,8 @@ class Op:
         workspace_bytes: bytes that are alive inside the op on top of its inputs and outputs.
         random_bytes: size of the generator state that must be stashed to run it again, 0 if it is not random.
         replayable: it may be run again.
-        side_effect: it updates statistics outside of its region, which `replay` leaves out and `sac` cannot.
+        side_effect: it updates statistics outside of its region or draws from a generator of the model's own, which
+            `replay` leaves out or puts back, and `sac` cannot.
         uninitialised: its output holds no values yet.
     """
 

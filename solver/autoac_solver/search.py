@@ -18,8 +18,6 @@ import numpy as np
 
 from autoac_solver.backends import INFEASIBLE, STOPPED, Job, Outcome, choose_backend
 from autoac_solver.conditions import Algebra
-from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError
-from autoac_solver.format import format_bytes, format_seconds
 from autoac_solver.formulation import Formulation
 from autoac_solver.memory import MemoryModel
 from autoac_solver.problem import Problem, validate
@@ -30,12 +28,8 @@ _ROWS_A_ROUND = 128
 """About how many memory rows are added at once, spread over the positions."""
 _ROUNDINGS = 12
 """At how many thresholds a fractional solution is rounded."""
-_WHOLE = 1e-3
+WHOLE = 1e-3
 """How near to 0 or 1 a fractional decision counts as whole."""
-_NEAR_PEAK = 0.95
-"""Share of the peak, above the resident bytes, from which a position is worth a row when the peak is minimised."""
-_CLOSED = 1e-9
-"""Share of the step below which a difference in time is a rounding error."""
 
 
 Phase = Literal["relaxation", "plan", "least peak"]
@@ -65,7 +59,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
     """Decisions, a bool per unit, and the simulator's word on them."""
 
     recomputed: np.ndarray
@@ -118,7 +112,7 @@ class Task:
     def formulate(self, budget_bytes: int | None, *, minimise_time: bool = True) -> Formulation:
         return Formulation(self.problem, self.algebra, self.memory, budget_bytes, minimise_time=minimise_time)
 
-    def solution(self, plan: _Plan, *, proven: bool, bound_s: float) -> Solution:
+    def solution(self, plan: Plan, *, proven: bool, bound_s: float) -> Solution:
         """A plan with what was proved about it."""
         extra_s, step_s = plan.timeline.extra_s, self.problem.step_s
         # A bound from a program solved to tolerances may lie a rounding error above the plan.
@@ -144,7 +138,7 @@ class Task:
         return np.concatenate([recomputed, wrapped])
 
 
-class _Search:
+class Search:
     """The rounds that both searches are made of.
 
     Attributes:
@@ -155,22 +149,22 @@ class _Search:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.best: _Plan | None = None
-        self.lowest: _Plan | None = None
+        self.best: Plan | None = None
+        self.lowest: Plan | None = None
         self.bound_s = 0.0
 
-    def is_better(self, plan: _Plan) -> bool:
+    def is_better(self, plan: Plan) -> bool:
         """Whether a plan should be the best from now on."""
         raise NotImplementedError
 
     def learn(self, formulation: Formulation, outcome: Outcome) -> None:
         """Take note of what a program proved."""
 
-    def consider(self, recomputed: np.ndarray) -> _Plan | None:
+    def consider(self, recomputed: np.ndarray) -> Plan | None:
         """Have decisions judged; None if they break a rule."""
         if violations(self.task.problem, recomputed):
             return None
-        plan = _Plan(recomputed, self.task.simulator.simulate(recomputed))
+        plan = Plan(recomputed, self.task.simulator.simulate(recomputed))
         if self.lowest is None or plan.timeline.peak_bytes < self.lowest.timeline.peak_bytes:
             self.lowest = plan
         if self.is_better(plan):
@@ -188,9 +182,7 @@ class _Search:
             for rounded in self._roundings(decisions):
                 self.consider(rounded)
             live_bytes = memory.live_bytes(memory.evaluate(decisions))
-            if not formulation.add_rows(
-                _worst_positions(live_bytes, formulation.limit_bytes(outcome.values))
-            ):
+            if not formulation.add_rows(worst_positions(live_bytes, formulation.limit_bytes(outcome.values))):
                 return outcome
 
     def find(
@@ -209,7 +201,7 @@ class _Search:
             plan = self.consider(values[: len(self.task.problem.units)] > 0.5)
             if plan is None:
                 return "stopped"
-            broken = _worst_positions(plan.timeline.live_bytes, formulation.limit_bytes(outcome.values))
+            broken = worst_positions(plan.timeline.live_bytes, formulation.limit_bytes(outcome.values))
             if not broken:
                 return "found"
             if not formulation.add_rows(broken):
@@ -251,7 +243,7 @@ class _Search:
     def _roundings(self, decisions: np.ndarray) -> Iterator[np.ndarray]:
         """Fractional decisions, rounded at thresholds from the most recomputed to the least."""
         units = decisions[: len(self.task.problem.units)]
-        thresholds = np.unique(np.round(units[units > _WHOLE], 3))
+        thresholds = np.unique(np.round(units[units > WHOLE], 3))
         chosen = (
             np.unique(np.linspace(0, len(thresholds) - 1, _ROUNDINGS).astype(int)) if len(thresholds) else []
         )
@@ -260,177 +252,7 @@ class _Search:
             yield units >= threshold - 5e-4
 
 
-class LeastTime(_Search):
-    """The plan that adds the least time within a budget.
-
-    Args:
-        task: the problem and the means.
-        budget_bytes, gap: as in `ilp.solve`.
-    """
-
-    def __init__(self, task: Task, budget_bytes: int, gap: float) -> None:
-        super().__init__(task)
-        self._budget_bytes = budget_bytes
-        self._gap_s = gap * task.problem.step_s
-
-    def is_better(self, plan: _Plan) -> bool:
-        if plan.timeline.peak_bytes > self._budget_bytes:
-            return False
-        return self.best is None or plan.timeline.extra_s < self.best.timeline.extra_s
-
-    def learn(self, formulation: Formulation, outcome: Outcome) -> None:
-        if np.isfinite(outcome.bound):
-            self.bound_s = max(self.bound_s, outcome.bound / formulation.cost_per_s)
-
-    def solve(self) -> Solution:
-        """See `ilp.solve`."""
-        plans = [self.consider(recomputed) for recomputed in self.task.simple_plans()]
-        if not self._closed():
-            formulation = self.task.formulate(self._budget_bytes)
-            for plan in plans:
-                if plan is not None:
-                    formulation.add_rows(_worst_positions(plan.timeline.live_bytes, self._budget_bytes))
-            self._solve(formulation)
-        return self._solution()
-
-    def _solve(self, formulation: Formulation) -> None:
-        """The relaxation, what is near it, and the integer program if that leaves a gap."""
-        outcome = self.relax(formulation)
-        if outcome.values is not None:
-            self._thin_out(formulation.decisions(outcome.values))
-        result = outcome.status
-        if result != "infeasible" and not self._closed():
-            result = self.find(formulation, "plan", self._gap_s * formulation.cost_per_s)
-        if result == "infeasible" and self.best is None:
-            self._find_minimum()
-
-    def _thin_out(self, decisions: np.ndarray) -> None:
-        """Recompute all that the relaxation recomputes in part, then take back what need not be, regions first.
-
-        Equal layers make it recompute a little in each, and pay a little of each wrapping, where a plan recomputes more
-        in some; roundings do not find those.
-        """
-        units, regions = np.split(decisions, [len(self.task.problem.units)])
-        fitting = self._fits(units > _WHOLE) or self.best
-        for group in self._partly_recomputed(units, regions):
-            if fitting is None or self._closed() or not self.task.in_time():
-                return
-            thinner = fitting.recomputed.copy()
-            thinner[group] = False
-            fitting = self._fits(thinner) or fitting
-
-    def _partly_recomputed(self, units: np.ndarray, regions: np.ndarray) -> Iterator[np.ndarray]:
-        """The units of each fractional region, then each fractional unit; first what the relaxation wants least."""
-        region_of = np.array([unit.region for unit in self.task.problem.units])
-        for region in np.argsort(regions, kind="stable"):
-            if _WHOLE < regions[region] < 1 - _WHOLE:
-                yield np.flatnonzero(region_of == region)
-        time_s = np.array([unit.time_s for unit in self.task.problem.units])
-        for unit in np.lexsort((-time_s, np.round(units, 2))):
-            if _WHOLE < units[unit] < 1 - _WHOLE:
-                yield np.array([unit])
-
-    def _fits(self, recomputed: np.ndarray) -> _Plan | None:
-        """The plan of decisions if they are permitted and within the budget."""
-        plan = self.consider(recomputed)
-        return plan if plan is not None and plan.timeline.peak_bytes <= self._budget_bytes else None
-
-    def _find_minimum(self) -> None:
-        """No plan fits, says the solver: find out what would."""
-        search = LeastPeak(self.task)
-        if self.lowest is not None:
-            search.consider(self.lowest.recomputed)
-        least = search.solve()
-        assert search.lowest is not None
-        # Only if the solver was wrong by a rounding error is there a plan after all; then it is as good as any.
-        if self.consider(search.lowest.recomputed) is None or self.best is None:
-            raise InfeasibleBudgetError(
-                budget_bytes=self._budget_bytes,
-                minimum_bytes=least.peak_bytes,
-                proven=least.status == "optimal",
-                recomputed=least.recomputed,
-                peak_position=search.lowest.timeline.peak_position,
-            )
-
-    def _closed(self) -> bool:
-        """Whether the best plan is proved to be within the gap."""
-        if self.best is None:
-            return False
-        return self.best.timeline.extra_s - self.bound_s <= self._gap_s + _CLOSED * self.task.problem.step_s
-
-    def _solution(self) -> Solution:
-        if self.best is None:
-            assert self.lowest is not None
-            least = format_bytes(self.lowest.timeline.peak_bytes)
-            raise NoPlanInTimeError(
-                f"No plan within {format_bytes(self._budget_bytes)} was found in "
-                f"{format_seconds(self.task.elapsed_s())}, and none was ruled out; the least peak seen is {least}. "
-                "Give more time (time_limit_s) or a larger budget."
-            )
-        return self.task.solution(self.best, proven=self._closed(), bound_s=self.bound_s)
-
-
-class LeastPeak(_Search):
-    """A plan with the least peak.
-
-    Args:
-        task: the problem and the means.
-    """
-
-    def is_better(self, plan: _Plan) -> bool:
-        return self.best is None or plan.timeline.peak_bytes < self.best.timeline.peak_bytes
-
-    def solve(self) -> Solution:
-        """See `ilp.minimum_peak`."""
-        for recomputed in self.task.simple_plans():
-            self.consider(recomputed)
-        formulation = self.task.formulate(None)
-        formulation.add_rows(self._near_peak())
-        outcome = self.relax(formulation)
-        floor_bytes = 0 if outcome.values is None else int(formulation.limit_bytes(outcome.values))
-        proven = self._close_in(formulation.positions, floor_bytes)
-        return self.task.solution(self._plan(), proven=proven, bound_s=0.0)
-
-    def _plan(self) -> _Plan:
-        """The best plan; recomputing nothing is always one."""
-        assert self.best is not None
-        return self.best
-
-    def _near_peak(self) -> list[int]:
-        """The positions of the best plan that come near its peak."""
-        timeline, resident_bytes = self._plan().timeline, self.task.problem.resident_bytes
-        limit = resident_bytes + _NEAR_PEAK * (timeline.peak_bytes - resident_bytes)
-        return _worst_positions(timeline.live_bytes, limit)
-
-    def _close_in(self, positions: set[int], floor_bytes: int) -> bool:
-        """Look for a plan of one byte less; while there is one, look half-way down, and for one byte less again.
-
-        The peak as an objective would do in one go, but solvers see far less in it than in a budget: that there is no
-        plan within one byte less often takes them no search at all.
-
-        Args:
-            positions: to begin with rows at.
-            floor_bytes: the least peak is hardly below; an estimate, proofs do not rest on it.
-
-        Returns:
-            Whether the best plan was proved to be that in time.
-        """
-        aim_bytes = self._plan().timeline.peak_bytes - 1
-        while True:
-            below = self.task.formulate(aim_bytes, minimise_time=False)
-            below.add_rows(positions | {self._plan().timeline.peak_position})
-            result = self.find(below, "least peak")
-            one_less = self._plan().timeline.peak_bytes - 1
-            if result == "stopped" or (result == "infeasible" and aim_bytes == one_less):
-                return result == "infeasible"
-            if result == "infeasible":
-                floor_bytes, aim_bytes = aim_bytes + 1, one_less
-            else:
-                aim_bytes = min(one_less, (floor_bytes + one_less) // 2)
-            positions = below.positions
-
-
-def _worst_positions(live_bytes: np.ndarray, limit_bytes: float) -> list[int]:
+def worst_positions(live_bytes: np.ndarray, limit_bytes: float) -> list[int]:
     """The highest positions above a limit, each the highest of its neighbourhood."""
     spread = len(live_bytes) // _ROWS_A_ROUND + 1
     left = np.array(live_bytes, dtype=np.float64)

@@ -88,6 +88,16 @@ def test_cbc_agrees_within_the_gap(large):
     assert abs(highs.extra_s - cbc.extra_s) <= 1e-3 * large.step_s
 
 
+def test_a_layer_that_is_costly_to_wrap_is_taken_back_without_an_integer_program():
+    problem = llama(layers=40, noise=0, wrap_s=0.02)  # wrapping a layer is 0.7 % of the step
+    solution = solve(problem, budget_between(problem, 0.7))
+    assert (solution.status, solution.rounds) == ("optimal", 0)
+    assert (
+        len({unit.region for unit, again in zip(problem.units, solution.recomputed, strict=True) if again})
+        == 13
+    )
+
+
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 @pytest.mark.parametrize("limit_s", [1.0, 2.5])
 def test_time_limit_is_kept_and_nothing_is_claimed_beyond_it(hard, solver, limit_s):

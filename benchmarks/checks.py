@@ -1,0 +1,105 @@
+"""What is expected of the plans, held against what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from benchmarks.results import ModelResult, Row
+
+POINTS = 0.02
+"""How far a predicted overhead may be from the measured one."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One expectation: what it is, whether it holds, and the numbers."""
+
+    text: str
+    passed: bool
+    numbers: str
+
+    def __str__(self) -> str:
+        return f"{'pass' if self.passed else 'FAIL'}: {self.text}: {self.numbers}"
+
+
+def checks(model: ModelResult) -> list[Check]:
+    """All expectations of one model."""
+    return [
+        _right(model),
+        _never_slower(model),
+        _against_full(model),
+        _half_on_average(model),
+        _predicted(model),
+    ]
+
+
+def contested(model: ModelResult) -> list[tuple[Row, Row]]:
+    """Our row and the best other's at each budget that some other strategy fits."""
+    pairs = [(ours, model.best_other(ours.budget_bytes)) for ours in model.ours]
+    return [(ours, other) for ours, other in pairs if other is not None]
+
+
+def _right(model: ModelResult) -> Check:
+    wrong = [row.name for row in model.ours if not row.counts]
+    over = [row.name for row in model.ours if row.peak_bytes > row.budget_bytes]
+    off = max(abs(row.peak_bytes / (row.predicted_peak_bytes or 1) - 1) for row in model.ours)
+    numbers = f"{len(model.ours) - len(set(wrong + over))} of {len(model.ours)}; peak predicted to {off:.3%}"
+    if wrong or over:
+        numbers += f"; gradients differ: {wrong or 'none'}; over budget: {over or 'none'}"
+    return Check(
+        "gradients equal to the bit and measured peak within the budget", not wrong and not over, numbers
+    )
+
+
+def _never_slower(model: ModelResult) -> Check:
+    pairs = contested(model)
+    worst, where = max(
+        (model.overhead(ours) - model.best_overhead(other), ours.name) for ours, other in pairs
+    )
+    numbers = f"largest difference {_points(worst)} ({where}), noise {model.noise:.1%}; {len(pairs)} budgets compared"
+    return Check(
+        "never slower than the best other strategy that fits, beyond noise", worst <= model.noise, numbers
+    )
+
+
+def _against_full(model: ModelResult) -> Check:
+    ours = model.ours[0]
+    text = "at the least budget not slower than full checkpointing of each block, beyond noise"
+    full = next((row for row in model.rows if row.name == "full, each block"), None)
+    if full is None or full.error:
+        return Check(text, False, "full checkpointing did not run")
+    difference = model.overhead(ours) - model.overhead(full)
+    numbers = (
+        f"{model.overhead(ours):+.1%} at {_mb(ours.peak_bytes)} against {model.overhead(full):+.1%} at "
+        f"{_mb(full.peak_bytes)}, noise {model.noise:.1%}"
+    )
+    return Check(text, difference <= model.noise, numbers)
+
+
+def _half_on_average(model: ModelResult) -> Check:
+    pairs = contested(model)
+    ours = statistics.fmean(model.overhead(row) for row, _ in pairs)
+    other = statistics.fmean(model.best_overhead(row) for _, row in pairs)
+    numbers = f"{ours:.1%} against {other:.1%} over {len(pairs)} of {len(model.ours)} budgets"
+    if len(pairs) < len(model.ours):
+        numbers += " (no other strategy fits the rest)"
+    return Check("on average at most half of the best others' overhead", ours <= other / 2, numbers)
+
+
+def _predicted(model: ModelResult) -> Check:
+    errors = [(model.overhead(row) - (row.predicted_overhead or 0.0), row.name) for row in model.ours]
+    worst, where = max(errors, key=lambda error: abs(error[0]))
+    numbers = (
+        f"measured less predicted at most {_points(worst)} ({where}), on average "
+        f"{_points(statistics.fmean(error for error, _ in errors))}; rank correlation {model.rank_correlation:.2f}"
+    )
+    return Check("predicted overhead within two points of the measured one", abs(worst) <= POINTS, numbers)
+
+
+def _points(fraction: float) -> str:
+    return f"{fraction * 100:+.1f} points"
+
+
+def _mb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:.0f} MB"

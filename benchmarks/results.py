@@ -1,0 +1,158 @@
+"""What a run of the benchmark found, as records and as JSON, and what follows from them.
+
+Overhead is a configuration's step time over that of no checkpointing, less one. Its step time is the least of the
+rounds, for whatever else a machine does only ever adds; medians stand beside it in the table.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from autoac_solver.files import read_json, write_json
+from benchmarks.measure import Configuration
+
+SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 1
+
+Statistic = Callable[[Sequence[float]], float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration and what was measured of it; see `Strategy` and `Configuration` for the fields."""
+
+    name: str
+    kind: str
+    budget_bytes: int
+    predicted_peak_bytes: int | None
+    predicted_overhead: float | None
+    peak_bytes: int
+    gradients_equal: bool
+    buffers_equal: bool
+    seconds: list[float]
+    wall_s: list[float]
+    error: str
+
+    @classmethod
+    def of(cls, configuration: Configuration) -> Row:
+        strategy = configuration.strategy
+        return cls(
+            name=strategy.name,
+            kind=strategy.kind,
+            budget_bytes=strategy.budget_bytes,
+            predicted_peak_bytes=strategy.predicted_peak_bytes,
+            predicted_overhead=strategy.predicted_overhead,
+            peak_bytes=configuration.peak_bytes,
+            gradients_equal=configuration.gradients_equal,
+            buffers_equal=configuration.buffers_equal,
+            seconds=configuration.seconds,
+            wall_s=configuration.wall_s,
+            error=configuration.error,
+        )
+
+    @property
+    def counts(self) -> bool:
+        """Whether it ran and its gradients are right."""
+        return not self.error and self.gradients_equal
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """All configurations of one model.
+
+    Args:
+        budgets: bytes, from the least feasible peak to the peak without checkpointing.
+        resident_bytes: alive before the step.
+        profile_s, solve_s: seconds to profile once, and to plan for all budgets.
+    """
+
+    name: str
+    title: str
+    engine: str
+    budgets: list[int]
+    resident_bytes: int
+    profile_s: float
+    solve_s: float
+    rows: list[Row]
+
+    def of_kind(self, kind: str) -> list[Row]:
+        """The rows of one kind: "none", "other" or "ours"."""
+        return [row for row in self.rows if row.kind == kind]
+
+    @property
+    def ours(self) -> list[Row]:
+        """Our rows, one a budget."""
+        return self.of_kind("ours")
+
+    def overhead(self, row: Row, statistic: Statistic = min) -> float:
+        """Extra step time over that of no checkpointing."""
+        base = statistics.fmean(statistic(none.seconds) for none in self.of_kind("none"))
+        return statistic(row.seconds) / base - 1
+
+    def best_other(self, budget_bytes: int) -> Row | None:
+        """The fastest of what fits the budget and is not ours; None if nothing does."""
+        fitting = [
+            row for row in self.rows if row.kind != "ours" and row.counts and row.peak_bytes <= budget_bytes
+        ]
+        plain = [row for row in fitting if row.kind == "none"]
+        return plain[0] if plain else min(fitting, key=self.overhead, default=None)
+
+    def best_overhead(self, row: Row) -> float:
+        """Overhead of what `best_other` returned: nothing, by definition, for no checkpointing."""
+        return 0.0 if row.kind == "none" else self.overhead(row)
+
+    @property
+    def difference_of_none(self) -> float:
+        """How far no checkpointing measured twice is apart (A/A), as a fraction."""
+        first, second = (min(row.seconds) for row in self.of_kind("none"))
+        return abs(first / second - 1)
+
+    @property
+    def noise(self) -> float:
+        """What two configurations that are the same differ by in 95 of 100 cases, as a fraction.
+
+        The samples of no checkpointing are dealt into two hands at random, 2000 times; not less than A/A itself.
+        """
+        samples = [second for row in self.of_kind("none") for second in row.seconds]
+        shuffled = random.Random(0)
+        differences = []
+        for _ in range(2000):
+            shuffled.shuffle(samples)
+            half = len(samples) // 2
+            differences.append(abs(min(samples[:half]) / min(samples[half:]) - 1))
+        return max(sorted(differences)[int(0.95 * len(differences))], self.difference_of_none)
+
+    @property
+    def rank_correlation(self) -> float:
+        """Spearman's, of predicted and measured overhead over our plans."""
+        predicted = pd.Series([row.predicted_overhead for row in self.ours], dtype=float)
+        measured = pd.Series([self.overhead(row) for row in self.ours])
+        return float(predicted.rank().corr(measured.rank()))
+
+
+@dataclass(frozen=True)
+class Results:
+    """A whole run.
+
+    Args:
+        conditions: what it was run on and how, for the caption.
+    """
+
+    conditions: dict[str, str]
+    models: list[ModelResult]
+
+    def save(self, path: Path) -> None:
+        """Write JSON; the file appears whole or not at all."""
+        write_json(path, SCHEMA, SCHEMA_VERSION, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """Read what `save` wrote."""
+        data = read_json(path, SCHEMA, SCHEMA_VERSION)
+        models = [ModelResult(**{**m, "rows": [Row(**row) for row in m["rows"]]}) for m in data["models"]]
+        return cls(data["conditions"], models)

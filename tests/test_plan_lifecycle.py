@@ -1,0 +1,707 @@
+"""A plan on a model: put on, copied, saved, used from threads, taken off again; and what a plan says of itself."""
+
+import copy
+import dataclasses
+import functools
+import inspect
+import io
+import json
+import pickle
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import autoac
+from autoac.engine import attach as attach_file
+from autoac.measure import measure_peak
+from autoac.plans import Plan
+from autoac_solver.errors import PlanMismatchError, ProfileError
+from tests.small_models import (
+    BLOCKS,
+    Blocks,
+    assert_same,
+    attributes,
+    batch,
+    least_bytes,
+    make,
+    step,
+    tight_plan,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAMES = [f"blocks.{i}" for i in range(BLOCKS)]
+
+
+@functools.cache
+def plan_for(engine: str, rounds: int = 1, dropout: float = 0.1) -> Plan:
+    """The plan with the blocks as regions at the least feasible budget."""
+    profile = autoac.profile(make(rounds=rounds, dropout=dropout), batch())
+    plan = tight_plan(profile, engine, NAMES)
+    assert any(region.wrapped for region in plan.regions)
+    return plan
+
+
+@pytest.fixture(params=["replay", "sac"])
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def plan(engine: str) -> Plan:
+    return plan_for(engine)
+
+
+def is_recomputing(model: Blocks) -> bool:
+    """Whether a step takes less memory than that of the same model without a plan."""
+    return peak_bytes(model) < peak_bytes(make(rounds=model.rounds).train(model.training))
+
+
+def peak_bytes(model: nn.Module) -> int:
+    """Of a step, above what is there before it."""
+    step(model)
+    model.zero_grad(set_to_none=True)
+    return measure_peak(lambda: step(model)).peak_above_start_bytes
+
+
+# -- copies and states -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_deep_copy_is_planned_and_trains_its_own_weights(engine: str, rounds: int):
+    plan = plan_for(engine, rounds)
+    model = plan.apply(make(rounds=rounds))
+    twin = copy.deepcopy(model)
+    plain = make(rounds=rounds)
+    with torch.no_grad():
+        for changed in (twin, plain):
+            for parameter in changed.parameters():
+                parameter.mul_(1.5)
+
+    assert_same(step(twin), step(plain))
+    assert all(p.grad is None for p in model.parameters())
+    assert_same(step(model), step(make(rounds=rounds)))
+    assert is_recomputing(twin)
+    plan.remove(twin)
+    assert not is_recomputing(twin)
+    assert is_recomputing(model)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_pickled_model_is_planned(engine: str, rounds: int, tmp_path: Path):
+    plan = plan_for(engine, rounds)
+    model = plan.apply(make(rounds=rounds))
+    step(model)  # what the engine has looked up by now is not to stand in the way
+    restored = pickle.loads(pickle.dumps(model))
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+
+    plan.save(tmp_path / "plan.json")
+    for other in (restored, loaded):
+        expected = step(copy.deepcopy(model))
+        assert_same(step(other), expected)
+        assert is_recomputing(other)
+        Plan.load(tmp_path / "plan.json").remove(other)  # as another process would
+        assert [names(module) for module in other.modules()] == [names(m) for m in make(rounds=rounds).modules()]
+
+
+def names(module: nn.Module) -> list[str]:
+    return list(vars(module))
+
+
+def test_state_dict_is_that_of_the_model(plan: Plan):
+    model, plain = make(), make()
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    plan.apply(model)
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+
+
+def test_state_goes_through_a_file(plan: Plan):
+    model = plan.apply(make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+
+    planned, plain = plan.apply(make()), make()
+    assert str(planned.load_state_dict(state)) == str(plain.load_state_dict(state)) == "<All keys matched successfully>"
+    assert_same(step(planned), step(plain))
+
+
+def test_training_with_a_plan_is_training(plan: Plan):
+    """Some steps with an optimizer, gradients accumulated over two batches in each."""
+    parameters = []
+    for model in (make(), plan.apply(make())):
+        torch.manual_seed(3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            for seed in (1, 2):
+                model(batch(seed)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        parameters.append([p.detach() for p in model.parameters()])
+    assert_same(*parameters)
+
+
+# -- modes -------------------------------------------------------------------------------------------------------------
+
+
+def test_train_and_eval(plan: Plan):
+    planned, plain = plan.apply(make()), make()
+    for training in (True, False, True):
+        planned.train(training)
+        plain.train(training)
+        assert planned.blocks[0].training is training
+        assert_same(step(planned), step(plain))
+    assert is_recomputing(planned.eval())
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_original_forward_runs(plan: Plan, context: Any, monkeypatch: pytest.MonkeyPatch):
+    def engine_runs(*_: Any) -> None:
+        raise AssertionError("the engine ran")
+
+    planned, plain = plan.apply(make()), make()
+    for name in attach_file.ENGINES:
+        monkeypatch.setitem(attach_file.ENGINES, name, engine_runs)
+    with context():
+        torch.manual_seed(1)
+        expected = plain(batch())
+        torch.manual_seed(1)
+        assert torch.equal(planned(batch()), expected)
+    with pytest.raises(AssertionError, match="the engine ran"):
+        planned(batch())
+
+
+def test_signature_of_forward_is_kept(engine: str):
+    """transformers' Trainer reads it to know which columns of the data set the model takes."""
+    plan = plan_for(engine, 2)
+    plain, model = make(rounds=2), plan.apply(make(rounds=2))
+    assert "forward" in vars(model)  # it starts the count of the blocks' calls
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert inspect.signature(model.blocks[0].forward) == inspect.signature(plain.blocks[0].forward)
+
+
+def test_hooks_run_as_without_a_plan(plan: Plan):
+    logs = []
+    for model in (make(), plan.apply(make())):
+        log: list[str] = []
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda *_, n=name, log=log: log.append(f"before {n}"))
+            module.register_forward_hook(lambda *_, n=name, log=log: log.append(f"after {n}"))
+        model.blocks[1].register_full_backward_hook(lambda *_, log=log: log.append("backward of block 1"))
+        model(batch()).mean().backward()
+        logs.append(log)
+    forward = [len(log) if plan.engine == "replay" else 2 * (1 + 1 + 5 * BLOCKS) for log in logs]
+    assert logs[1][: forward[1]] == logs[0][: forward[0]]  # torch's checkpoint calls hooks of inner modules again
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("one_model", [True, False])
+def test_two_threads(engine: str, rounds: int, one_model: bool):
+    plan = plan_for(engine, rounds, dropout=0.0)
+    first = plan.apply(make(rounds=rounds, dropout=0.0))
+    models = [first, first if one_model else plan.apply(make(rounds=rounds, dropout=0.0))]
+    plain = make(rounds=rounds, dropout=0.0).eval()
+    expected = [gradients(plain, seed) for seed in (1, 2)]
+    start = threading.Barrier(2)
+    faults: list[str] = []
+
+    def train(index: int) -> None:
+        try:
+            start.wait()
+            for _ in range(20):
+                assert_same(gradients(models[index], index + 1), expected[index])
+        except BaseException as error:
+            faults.append(f"thread {index}: {error!r}")
+
+    for model in models:
+        model.eval()  # its buffer would be counted up by both
+    threads = [threading.Thread(target=train, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+
+
+def gradients(model: nn.Module, seed: int) -> list[torch.Tensor]:
+    """Without touching `.grad`, which threads that train one model share."""
+    return list(torch.autograd.grad(model(batch(seed)).square().mean(), list(model.parameters())))
+
+
+def test_backward_in_another_thread(plan: Plan):
+    planned, expected = plan.apply(make()), step(make())
+    torch.manual_seed(5)
+    loss = planned(batch()).square().mean()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert_same([p.grad for p in planned.parameters() if p.grad is not None], expected[1:-2])
+
+
+# -- on and off --------------------------------------------------------------------------------------------------------
+
+
+def wrapped_by_a_library(module: nn.Module) -> None:
+    """As accelerate puts its hooks."""
+
+    def new_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        module.library_log.append("called")
+        return module._old_forward(*args, **kwargs)
+
+    module.library_log = []  # type: ignore[assignment]
+    module._old_forward = module.forward
+    module.forward = functools.update_wrapper(functools.partial(new_forward, module), module._old_forward)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("library", [True, False])
+def test_remove_restores_exactly(engine: str, rounds: int, library: bool):
+    plan = plan_for(engine, rounds)
+    model, plain = make(rounds=rounds), make(rounds=rounds)
+    if library:
+        for block in model.blocks:
+            wrapped_by_a_library(block)
+        wrapped_by_a_library(model)
+    before = attributes(model)
+
+    assert plan.apply(model) is model
+    assert attributes(model) != before
+    assert_same(step(model), step(plain))
+    assert plan.remove(model) is model
+    assert attributes(model) == before
+    if library:
+        # sac runs the Python code of the region again.
+        calls = [len(block.library_log) for block in model.blocks]
+        assert calls == [rounds] * BLOCKS if engine == "replay" else min(calls) >= rounds
+        assert len(model.library_log) == 1
+
+    with plan.applied(model) as planned:
+        assert planned is model
+        assert attributes(model) != before
+    assert attributes(model) == before
+    with pytest.raises(LookupError, match="on purpose"), plan.applied(model):
+        raise LookupError("on purpose")
+    assert attributes(model) == before
+    assert_same(step(model), step(plain))
+
+
+def test_a_forward_put_over_the_plan_is_seen(plan: Plan):
+    model = plan.apply(make())
+    assert plan.regions[0].wrapped
+    wrapped_by_a_library(model.blocks[0])
+    assert_same(step(model), step(make()))
+    assert model.blocks[0].library_log == ["called"]
+    before = attributes(model)
+
+    with pytest.raises(PlanMismatchError, match=r"module 'blocks\.0' was given another forward after the plan"):
+        plan.remove(model)
+    with pytest.raises(PlanMismatchError, match="has a plan applied already"):
+        plan.apply(model)
+    assert attributes(model) == before
+
+    model.blocks[0].forward = model.blocks[0]._old_forward
+    plan.remove(model)
+    assert "forward" not in vars(model.blocks[0])
+
+
+def test_what_is_not_recomputed_is_untouched(engine: str):
+    profile = autoac.profile(make(), batch())
+    ample = autoac.solve(profile, 10**12, engine=engine, regions=NAMES)
+    model = make()
+    before = attributes(model)
+    ample.apply(model)
+    assert attributes(model) == before
+    ample.remove(model)
+
+    least = least_bytes(profile, engine, NAMES)
+    middle = autoac.solve(profile, (least + ample.predicted_peak_bytes) // 2, engine=engine, regions=NAMES)
+    middle.apply(model)
+    wrapped = {region.fqn for region in middle.regions if region.wrapped}
+    assert 0 < len(wrapped) < BLOCKS
+    assert {name for name, module in model.named_modules() if "forward" in vars(module)} == wrapped
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refuses(plan: Plan, model: nn.Module, message: str) -> None:
+    before = attributes(model)
+    with pytest.raises(PlanMismatchError, match=message):
+        plan.apply(model)
+    assert attributes(model) == before
+
+
+def test_applied_twice(plan: Plan):
+    model = plan.apply(make())
+    already = r"has a plan applied already: call remove\(model\) on that plan before applying another"
+    refuses(plan, model, already)
+    refuses(plan_for("sac" if plan.engine == "replay" else "replay"), model, already)
+    with pytest.raises(autoac.AutoacError, match=r"has a plan applied: call plan\.remove\(model\) before profiling"):
+        autoac.profile(model, batch())
+    with pytest.raises(PlanMismatchError, match="has a plan applied already"):
+        plan.verify(model, batch())
+    assert_same(step(model), step(make()))
+
+
+def test_applied_to_another_model(plan: Plan):
+    refuses(plan, nn.Linear(3, 3), r"was made for Blocks .* this Linear is another one .* no module 'blocks\.0'")
+    refuses(plan, make(blocks=BLOCKS - 1), "it has no module 'blocks.2'")
+
+
+@pytest.mark.parametrize("change", ["a layer more", "frozen", "dtype", "shape"])
+def test_applied_after_the_model_changed(plan: Plan, change: str):
+    model = make()
+    if change == "a layer more":
+        model.blocks[1].dropout = nn.Sequential(model.blocks[1].dropout, nn.Identity())  # type: ignore[assignment]
+    elif change == "frozen":
+        model.blocks[0].up.weight.requires_grad_(False)
+    elif change == "dtype":
+        model.double()
+    else:
+        model.head = nn.Linear(16, 17)
+    refuses(plan, model, "another one or has changed since .* plan again for the model as it is")
+
+
+def test_removed_where_it_is_not(plan: Plan):
+    other = plan_for("sac" if plan.engine == "replay" else "replay")
+    model = make()
+    for applied in (False, True):
+        if applied:
+            other.apply(model)
+        before = attributes(model)
+        with pytest.raises(PlanMismatchError, match="this plan is not applied to this model, so there is nothing to remove"):
+            plan.remove(model)
+        assert attributes(model) == before
+
+
+@pytest.mark.parametrize("fails", ["attach", "attach_root"])
+def test_a_failure_halfway_leaves_the_model_as_it_was(engine: str, fails: str, monkeypatch: pytest.MonkeyPatch):
+    plan = plan_for(engine, rounds=2)
+    model = make(rounds=2)
+    before = attributes(model)
+    original, calls = getattr(attach_file, fails), []
+
+    def failing(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2 or fails == "attach_root":
+            raise LookupError("on purpose")
+        original(*args)
+
+    monkeypatch.setattr(f"autoac.plans.{fails}", failing)
+    with pytest.raises(LookupError, match="on purpose"):
+        plan.apply(model)
+    assert attributes(model) == before
+
+
+# -- several calls of a module in a step -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def regions_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The regions that the engine runs, as they come."""
+    log: list[str] = []
+    for name, run in list(attach_file.ENGINES.items()):
+
+        def logged(program: Any, *args: Any, run: Any = run) -> Any:
+            log.append(program.region)
+            return run(program, *args)
+
+        monkeypatch.setitem(attach_file.ENGINES, name, logged)
+    return log
+
+
+def wrapped_names(plan: Plan) -> list[str]:
+    return [region.name for region in plan.regions if region.wrapped]
+
+
+def test_each_call_has_its_own_decisions(engine: str, regions_run: list[str]):
+    plan = plan_for(engine, rounds=2)
+    assert [region.name for region in plan.regions] == [*NAMES, *(f"{name}#1" for name in NAMES)]
+    model = plan.apply(make(rounds=2))
+    for _ in range(2):
+        regions_run.clear()
+        assert_same(step(model), step(plain := make(rounds=2))) if _ == 0 else step(model)
+        assert regions_run == wrapped_names(plan)
+    with torch.no_grad():
+        model(batch())  # is not counted
+    regions_run.clear()
+    step(model)
+    assert regions_run == wrapped_names(plan)
+    del plain
+
+
+@pytest.mark.parametrize("where", ["blocks.0", "blocks.1", "head"])
+def test_after_an_exception_calls_are_counted_anew(engine: str, where: str, regions_run: list[str]):
+    plan = plan_for(engine, rounds=2)
+    model = plan.apply(make(rounds=2))
+
+    def fails(*_: Any) -> None:
+        raise LookupError("on purpose")
+
+    hook = model.get_submodule(where).register_forward_pre_hook(fails)
+    with pytest.raises(LookupError, match="on purpose"):
+        step(model)
+    hook.remove()
+    regions_run.clear()
+    model.zero_grad(set_to_none=True)
+    peak = measure_peak(lambda: step(model)).peak_above_start_bytes
+    assert regions_run == wrapped_names(plan)
+    assert peak == peak_bytes(plan.apply(make(rounds=2)))
+
+
+def test_a_forward_that_is_never_followed_by_a_backward(engine: str, regions_run: list[str]):
+    plan = plan_for(engine, rounds=2)
+    model = plan.apply(make(rounds=2))
+    model(batch())
+    regions_run.clear()
+    first, second = step(model), step(make(rounds=2))
+    assert regions_run == wrapped_names(plan)
+    assert_same(first[:-2], second[:-2])  # but for the buffer, which counts forwards
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_round_trip_through_a_file(engine: str, rounds: int, tmp_path: Path):
+    plan = plan_for(engine, rounds)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    for field in dataclasses.fields(plan.record):
+        if field.name not in ("decision_columns", "timeline_columns"):
+            assert getattr(loaded.record, field.name) == getattr(plan.record, field.name), field.name
+    pd.testing.assert_frame_equal(loaded.decisions, plan.decisions)
+    pd.testing.assert_frame_equal(loaded.memory_timeline(), plan.memory_timeline())
+    assert (repr(loaded), loaded.explain()) == (repr(plan), plan.explain())
+
+    model = loaded.apply(make(rounds=rounds))
+    assert_same(step(model), step(make(rounds=rounds)))
+    assert is_recomputing(model)
+    plan.remove(model)  # the same plan
+    assert attributes_names(model) == attributes_names(make(rounds=rounds))
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def attributes_names(model: nn.Module) -> list[list[str]]:
+    return [list(vars(module)) for module in model.modules()]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "not readable JSON: it is damaged or truncated"),
+        (lambda text: "", "not readable JSON"),
+        (lambda text: "[]", "holds 'list', but 'autoac.plan' was expected"),
+        (lambda text: text.replace("autoac.plan", "autoac.profile"), "but 'autoac.plan' was expected"),
+        (lambda text: changed_json(text, schema_version=99), "schema version 99; .* Update autoac"),
+        (lambda text: changed_json(text, engine="magic"), "not a valid plan"),
+        (lambda text: changed_json(text, budget_bytes="many"), "not a valid plan"),
+        (lambda text: changed_json(text, predicted_extra_s=None), "not a valid plan"),
+        (lambda text: changed_json(text, regions=[{"fqn": "a"}]), "not a valid plan"),
+        (lambda text: changed_json(text, programs=[]), "not a valid plan"),
+        (lambda text: changed_json(text, decision_columns={"a": [1], "b": []}), "not a valid plan"),
+        (lambda text: re.sub('"budget_bytes": [0-9]+, ', "", text), "not a valid plan"),
+    ],
+)
+def test_a_damaged_plan_is_refused(damage: Any, message: str, tmp_path: Path):
+    path = tmp_path / "plan.json"
+    plan_for("replay").save(path)
+    text = path.read_text()
+    assert damage(text) != text
+    path.write_text(damage(text))
+    with pytest.raises(ProfileError, match=message):
+        Plan.load(path)
+
+
+def changed_json(text: str, **values: Any) -> str:
+    return json.dumps({**json.loads(text), **values})
+
+
+# -- with torch's checkpoint, by hand ----------------------------------------------------------------------------------
+
+
+class ByHand(Blocks):
+    """Calls torch's checkpoint itself where the plan has something to recompute.
+
+    Args:
+        contexts: by name of the region, what to pass as `context_fn`.
+    """
+
+    contexts: dict[str, Any]
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        if self.training:
+            self.seen.add_(1)
+        for index, block in enumerate(self.blocks):
+            context_fn = self.contexts.get(f"blocks.{index}")
+            if context_fn is None:
+                x = block(x, scale=scale)
+            else:
+                x = checkpoint(block, x, scale=scale, use_reentrant=False, context_fn=context_fn)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("through", ["context_fn", "policy_fn"])
+def test_in_a_loop_that_calls_checkpoint_itself(through: str):
+    plan = plan_for("sac")
+
+    def from_policy(name: str) -> Any:
+        return lambda: create_selective_checkpoint_contexts(
+            plan.policy_fn(name), allow_cache_entry_mutation=True
+        )
+
+    make_context = plan.context_fn if through == "context_fn" else from_policy
+    model = make()
+    model.__class__ = ByHand
+    model.contexts = {region.name: make_context(region.name) for region in plan.regions if region.wrapped}  # type: ignore[assignment]
+    assert model.contexts
+
+    assert_same(step(model), step(make()))
+    planned = plan.apply(make())
+    step(planned)
+    by_hand, by_plan = (measure_peak(lambda m=m: step(m)).peak_above_start_bytes for m in (model, planned))
+    assert by_hand == by_plan
+
+
+def test_refusals_of_policy_fn():
+    for name in ("policy_fn", "context_fn"):
+        with pytest.raises(PlanMismatchError, match=r"has no region 'blocks\.9'; it has 'blocks\.0', 'blocks\.1'"):
+            getattr(plan_for("sac"), name)("blocks.9")
+        with pytest.raises(PlanMismatchError, match='for engine \'replay\'.* plan with engine="sac"'):
+            getattr(plan_for("replay"), name)("blocks.0")
+
+
+# -- what a plan says --------------------------------------------------------------------------------------------------
+
+
+def test_timeline(plan: Plan):
+    timeline = plan.memory_timeline()
+    kinds = ["Parameter", "Buffer", "Gradient", "Optstate", "Input", "Activation", "Temp"]
+    assert list(timeline.columns) == ["op", "module", "phase", "live_bytes", *kinds]
+    assert timeline["live_bytes"].max() == plan.predicted_peak_bytes <= plan.budget_bytes
+    assert (timeline[kinds].sum(axis=1) == timeline["live_bytes"]).all()
+    assert set(timeline["phase"]) == {"forward", "recompute", "backward"}
+    assert timeline["phase"].iloc[0] == "forward"
+    assert timeline["phase"].iloc[-1] == "backward"
+    assert (timeline["live_bytes"] >= plan.resident_bytes).all()
+
+    model = make()
+    n_parameter_bytes = 4 * sum(p.numel() for p in model.parameters())
+    assert plan.resident_bytes == n_parameter_bytes + 4 + batch().nbytes  # and the buffer, and the sample
+    assert (timeline["Parameter"] == n_parameter_bytes).all()
+    assert timeline["Gradient"].iloc[0] == 0
+    assert timeline["Gradient"].iloc[-1] == n_parameter_bytes
+    assert (timeline["Input"] == batch().nbytes).all()
+    assert "blocks.0.norm" in set(timeline["module"])
+
+
+def test_decisions(plan: Plan):
+    decisions = plan.decisions
+    assert list(decisions.columns) == [
+        "region", "module", "op", "bytes", "decision", "time_s", "must_save", "unit", "storage",
+    ]  # fmt: skip
+    assert set(decisions["region"]) == {region.name for region in plan.regions}
+    assert set(decisions["decision"]) <= {"save", "recompute", "skip"}
+    assert (decisions["time_s"] >= 0).all()
+    assert not ((decisions["decision"] == "recompute") & decisions["must_save"]).any()
+    recomputed = set(decisions[decisions["decision"] == "recompute"]["region"])
+    assert recomputed == {region.name for region in plan.regions if region.wrapped}
+    norm = decisions[(decisions["region"] == "blocks.0") & (decisions["op"] == "aten.native_layer_norm.default")]
+    assert list(norm["module"]) == ["blocks.0.norm"] * 3
+    assert sorted(norm["bytes"]) == [64 * 4, 64 * 4, 64 * 16 * 4]  # mean, reciprocal deviation, output
+
+
+def test_decisions_are_those_of_the_regions_steps(plan: Plan):
+    """The two tables that a plan has of its decisions say the same."""
+    made = plan.decisions[plan.decisions["op"] == "aten.addmm.default"]
+    for region in plan.regions:
+        listed = list(made[made["region"] == region.name].sort_values("storage")["decision"] == "recompute")
+        steps = [again for name, again in region.steps if name == "aten.addmm.default"]
+        if plan.engine == "replay":  # sac may call recomputed what early stop never reaches
+            assert listed == steps
+
+
+def test_in_words(plan: Plan):
+    text = plan.explain()
+    assert text.startswith(f"Plan for Blocks on cpu, engine {plan.engine} (asked for).")
+    assert f"budget          {autoac_bytes(plan.budget_bytes)}" in text
+    assert f"predicted peak  {autoac_bytes(plan.predicted_peak_bytes)}" in text
+    assert f"resident before the step {autoac_bytes(plan.resident_bytes)}" in text
+    assert f"The peak lies at {plan.record.peak_where}" in text
+    assert f"Regions: {BLOCKS}, of which" in text
+    assert repr(plan).startswith(f"Plan(Blocks, engine='{plan.engine}', budget=")
+    assert repr(plan).endswith(f"{plan.status})")
+
+
+def autoac_bytes(size: int) -> str:
+    return f"{size / 1e3:.4g} KB = {size / 2**10:.4g} KiB"
+
+
+def test_holders_of_the_peak_add_up(plan: Plan):
+    assert sum(size for _, _, size in plan.record.peak_holders) == plan.predicted_peak_bytes
+    sizes = [size for _, _, size in plan.record.peak_holders]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_unplanned_peak_is_that_of_an_ample_plan(plan: Plan):
+    ample = autoac.solve(autoac.profile(make(), batch()), 10**12, engine=plan.engine)
+    assert plan.record.unplanned_peak_bytes == ample.predicted_peak_bytes == ample.record.unplanned_peak_bytes
+    assert ample.predicted_overhead == 0
+    assert ample.status == "optimal"
+    assert plan.predicted_overhead > 0
+
+
+# -- verify ------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_finds_nothing(plan: Plan):
+    model = make()
+    before = attributes(model)
+    state = copy.deepcopy(model.state_dict())
+    report = plan.verify(model, batch())
+    assert report.ok
+    assert report.equal
+    assert report.first_difference == ""
+    assert report.predicted_peak_bytes == plan.predicted_peak_bytes
+    assert report.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, abs=100)
+    assert report.unplanned_peak_bytes == pytest.approx(plan.record.unplanned_peak_bytes, abs=100)
+    assert "gradients, loss, buffers and random states: equal to the bit" in str(report)
+    assert attributes(model) == before
+    assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_verify_names_what_differs(monkeypatch: pytest.MonkeyPatch):
+    plan = plan_for("replay")
+    run = attach_file.ENGINES["replay"]
+
+    def wrong(program: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        result = run(program, forward, args, kwargs)
+        result.register_hook(lambda gradient: gradient * 1.0000002)
+        return result
+
+    monkeypatch.setitem(attach_file.ENGINES, "replay", wrong)
+    report = plan.verify(make(), batch())
+    assert not report.ok
+    assert not report.equal
+    assert report.first_difference.startswith("backward op aten.")
+    assert "DIFFERENT, first in backward op" in str(report)
+
+

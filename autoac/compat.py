@@ -112,6 +112,11 @@ def any_autocast() -> bool:
     return torch._C._is_any_autocast_enabled()
 
 
+def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The pack and unpack hook that autograd calls now, None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
     return torch._C._current_graph_task_id() != -1

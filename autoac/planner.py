@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -345,10 +346,12 @@ def make_record(
     timeline = simulator.simulate(recomputed)
     nothing = simulator.simulate([False] * len(recomputed))
     again_in = {unit.region for unit, again in zip(built.problem.units, recomputed, strict=True) if again}
+    calls_of = Counter(call.fqn for call in profile.calls if call.grad)
     regions = tuple(
         RegionPlan(
             fqn=profile.calls[tape.call].fqn,
             call=profile.calls[tape.call].call,
+            calls=calls_of[profile.calls[tape.call].fqn],
             wrapped=index in again_in,
             steps=built.steps(profile, index, recomputed),
         )

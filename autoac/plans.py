@@ -181,9 +181,9 @@ class Plan:
         """The programs of each module that has anything to recompute, one for each of its calls."""
         programs: dict[str, list[Program]] = {}
         for region in self.regions:
-            steps = region.steps if region.wrapped else tuple((name, False) for name, _ in region.steps)
-            calls = programs.setdefault(region.fqn, [])
-            calls.append(Program(region.name, steps, wrapped=region.wrapped))
+            untouched = Program(region.fqn, (), wrapped=False)
+            calls = programs.setdefault(region.fqn, [untouched] * region.calls)
+            calls[region.call] = Program(region.name, region.steps, wrapped=region.wrapped)
         return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
 
     def _check(self, model: torch.nn.Module) -> None:

@@ -59,10 +59,10 @@ def record(
         tables = _run(model, step, tape, fixed, meter.workspace_bytes, model_names=True)
         elapsed = time.perf_counter() - start
     tell("engine costs", 0.95)
-    if not tables["saved"]:
+    if not any(op.backward for op in tables["tape"]):
         raise ProfilingError(
-            "the recorded step saved nothing for backward: did it run with gradients on, and did the callable sample "
-            "run forward and backward of this model?"
+            "the recorded step ran no backward: does the callable sample run forward, loss and backward of this model, "
+            "with gradients on?"
         )
     return Profile(
         model=type(model).__name__,

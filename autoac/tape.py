@@ -35,6 +35,7 @@ from autoac.compat import (
     is_dense,
     storage_key,
     storage_users,
+    top_saved_tensors_hooks,
     version_of,
 )
 from autoac.engine.program import Program
@@ -183,6 +184,8 @@ class Tape(TorchDispatchMode):
         """
         if not in_backward() or not args or not isinstance(args[0], torch.Tensor):
             return False
+        if args[0].layout is not torch.strided:
+            return False
         old, node = args[0], current_node()
         known = self._by_key.get(storage_key(old))
         if known is None or not is_dense(old):
@@ -214,6 +217,12 @@ class Tape(TorchDispatchMode):
         if tensor.is_leaf and tensor.requires_grad:
             self._leaves.append((tensor, tensor.grad))
         return self._register(tensor, NEVER)
+
+    def allocated(self, tensor: torch.Tensor) -> None:
+        """Record a storage that was made outside of any op."""
+        if not self.suspended:
+            self.tick += 1
+            self._register_new([tensor])
 
     def _register_new(self, tensors: Any, tick: int | None = None) -> list[int]:
         created = []
@@ -478,16 +487,25 @@ class Instrumented:
         self.depth = 0  # of lean modules
 
     def __enter__(self) -> None:
+        self.get_rng_state = torch.get_rng_state
+        torch.get_rng_state = self._seen_rng_state
         self.originals = [(module, module.__dict__.get("forward")) for _, module in self.modules]
         for name, module in self.modules:
             module.__dict__["forward"] = types.MethodType(self._wrapper(name, module), module)
 
     def __exit__(self, *_: Any) -> None:
+        torch.get_rng_state = self.get_rng_state
         for module, original in self.originals:
             if original is None:
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = original
+
+    def _seen_rng_state(self) -> torch.Tensor:
+        """No dispatch mode sees this allocation, and the user's own checkpoints make it for each of their calls."""
+        state = self.get_rng_state()
+        self.tape.allocated(state)
+        return state
 
     def _wrapper(self, name: str, module: torch.nn.Module) -> Callable[..., Any]:
         original = module.__dict__.get("forward") or types.MethodType(type(module).forward, module)
@@ -497,13 +515,20 @@ class Instrumented:
             self.counts[module] += torch.is_grad_enabled()
             self.tape.enter(name, number, module, (args, kwargs))
             try:
-                if module in self.lean and not self.depth and torch.is_grad_enabled():
+                if module in self.lean and not self.depth and torch.is_grad_enabled() and self._hooks_are_ours():
                     return self._run_lean(name, original, args, kwargs)
                 return original(*args, **kwargs)
             finally:
                 self.tape.leave()
 
         return forward
+
+    def _hooks_are_ours(self) -> bool:
+        """Whether what autograd saves comes to us: not inside of the user's own checkpoint or `save_on_cpu`.
+
+        There the user has decided already; such code is recorded as it runs, and nothing in it becomes a region.
+        """
+        return top_saved_tensors_hooks() == (self.tape.pack, self.tape.unpack)
 
     def _run_lean(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         recording = LeanRecording(self.tape, name)

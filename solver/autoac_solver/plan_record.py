@@ -22,13 +22,14 @@ class RegionPlan:
 
     Args:
         fqn: the module's name in the model.
-        call: which of the module's calls in a step.
+        call, calls: which of the module's calls in a step, of how many with gradients on.
         wrapped: whether anything is recomputed; if not, this call is left untouched.
         steps: for every op in order, its overload's name and whether it is recomputed.
     """
 
     fqn: str
     call: int
+    calls: int
     wrapped: bool
     steps: tuple[tuple[str, bool], ...] = field(repr=False)
 

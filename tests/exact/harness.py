@@ -46,7 +46,7 @@ class Case:
         forward: from the model to the loss, or a nest of tensors that begins with it.
         backward: from what `forward` returned; what it returns is compared as well.
         regions: names or globs of the modules to plan.
-        profiled: forward of the profiled step, if it is to be another one.
+        profiled, profiled_backward: the profiled step's, if it is to be another one.
     """
 
     build: Callable[[], nn.Module]
@@ -54,6 +54,7 @@ class Case:
     regions: str | Sequence[str]
     backward: Callable[[Any], Any] = backward_from
     profiled: Callable[[nn.Module], Any] | None = None
+    profiled_backward: Callable[[Any], Any] | None = None
 
     def model(self) -> nn.Module:
         """A new model, always the same."""
@@ -63,8 +64,8 @@ class Case:
     def profile(self) -> Profile:
         """The profile of one step."""
         model = self.model()
-        forward = self.profiled or self.forward
-        return autoac.profile(model, lambda: self.backward(forward(model)), regions=self.regions)
+        forward, backward = self.profiled or self.forward, self.profiled_backward or self.backward
+        return autoac.profile(model, lambda: backward(forward(model)), regions=self.regions)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -195,7 +196,8 @@ def assert_exact(case: Case, engine: str, fractions: Sequence[float] = FRACTIONS
     made = plans(case, engine, fractions)
     assert recomputes(made[min(made)]), "at the least budget nothing is recomputed: the case tests nothing"
     expected = run(case)
-    assert any(value is not None for name, value in expected.items() if name.startswith("the gradient"))
+    gradients = [value for name, value in expected.items() if name.startswith(("the gradient", "returned"))]
+    assert any(gradient is not None and gradient.any() for gradient in gradients)
     for fraction, plan in made.items():
         assert_plan_exact(case, plan, expected, f"engine {engine} at {fraction}")
     if 1.0 in made:

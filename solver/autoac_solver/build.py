@@ -128,7 +128,9 @@ class _Builder:
             first = bisect_left(saved_ticks, (record.start, -1))
             last = bisect_left(saved_ticks, (record.end, -1))
             region = _Region(profile, call, ops, [i for _, i in saved_ticks[first:last]])
-            if self.engine == "sac" and any(NEVER < profile.saved[i].unpacked < record.end for i in region.saved):
+            if self.engine == "sac" and any(
+                NEVER < profile.saved[i].unpacked < record.end for i in region.saved
+            ):
                 continue  # selective checkpointing refuses a backward inside of the region's forward
             if record.grad and ops and region.begin_backward != NEVER and not self._loses_input(region):
                 found.append(region)

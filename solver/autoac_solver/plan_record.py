@@ -15,6 +15,8 @@ from autoac_solver.files import read_json, write_json
 SCHEMA = "autoac.plan"
 SCHEMA_VERSION = 1
 
+_MOST_CALLS = 1_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
@@ -125,10 +127,16 @@ class PlanRecord:
             programs = [_steps(steps) for steps in data["programs"]]
             values["regions"] = tuple(
                 RegionPlan(
-                    _is(r["fqn"], str), _is(r["call"], int), _is(r["wrapped"], bool), programs[r["steps"]]
+                    fqn=_is(r["fqn"], str),
+                    call=_is(r["call"], int),
+                    calls=_is(r["calls"], int),
+                    wrapped=_is(r["wrapped"], bool),
+                    steps=programs[_is(r["steps"], int)],
                 )
                 for r in values["regions"]
             )
+            if any(not 0 <= region.call < region.calls <= _MOST_CALLS for region in values["regions"]):
+                raise ValueError("a region's call is out of range")
             values["peak_holders"] = tuple(
                 (_is(kind, str), _is(module, str), _is(size, int))
                 for kind, module, size in values["peak_holders"]

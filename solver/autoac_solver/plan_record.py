@@ -106,6 +106,7 @@ class PlanRecord:
             {
                 "fqn": r.fqn,
                 "call": r.call,
+                "calls": r.calls,
                 "wrapped": r.wrapped,
                 "steps": programs.setdefault(r.steps, len(programs)),
             }

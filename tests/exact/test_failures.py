@@ -1,0 +1,188 @@
+"""What goes wrong in a step: clear errors instead of wrong gradients, and a next step that is right."""
+
+import dataclasses
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoac.plans import Plan
+from autoac.recorder import model_fingerprint
+from tests.exact.harness import Case, assert_nothing_active, differences, nothing_leaks, plans, redecided, run
+
+X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(64, 64), nn.Linear(64, 64), nn.BatchNorm1d(64)
+        self.broken = ""
+
+    def forward(self, x):
+        y = torch.tanh(self.norm(F.dropout(self.first(x), 0.1)))
+        if self.broken == "forward":
+            raise LookupError("on purpose, in forward")
+        if self.broken == "backward":
+            y.register_hook(_fail)
+        return x + self.second(torch.sin(y))
+
+
+def _fail(gradient):
+    raise LookupError("on purpose, in backward")
+
+
+def mean_square(model: nn.Module) -> torch.Tensor:
+    return model(X).square().mean()
+
+
+CASE = Case(lambda: nn.Sequential(Block(), Block(), Block()), mean_square, regions=("0", "1", "2"))
+
+
+# -- exceptions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("fraction", [0.0, 0.3])
+def test_next_step_after_an_exception(engine, where, which, fraction):
+    plan = plans(CASE, engine, [fraction])[fraction]
+
+    def forward(model):
+        """A step that fails, with its traces wiped off, and then the one that counts."""
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        state = torch.get_rng_state()
+        model[which].broken = where
+        with pytest.raises(LookupError, match=f"on purpose, in {where}"):
+            mean_square(model).backward()
+        assert_nothing_active()
+        model[which].broken = ""
+        model.zero_grad(set_to_none=True)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+        torch.set_rng_state(state)
+        return mean_square(model)
+
+    failing = Case(CASE.build, forward, CASE.regions)
+    found = run(failing, plan)
+    assert not differences(found, run(CASE))
+
+
+def test_exception_in_forward_leaves_no_memory(engine):
+    """What was recorded up to the exception goes with it."""
+    plan = plans(CASE, engine, [0.0])[0.0]
+    model = plan.apply(CASE.model())
+    model[1].broken = "forward"
+    with nothing_leaks(), pytest.raises(LookupError) as caught:
+        model(X)
+    del caught
+    gc.collect()
+
+
+def test_exception_in_backward_leaves_no_memory(engine):
+    """Torch's own queue holds on to the rest of that backward, up to the next one in this thread."""
+    plan = plans(CASE, engine, [0.0])[0.0]
+    model = plan.apply(CASE.model())
+    with nothing_leaks():
+        model[1].broken = "backward"
+        with pytest.raises(LookupError):
+            mean_square(model).backward()
+        model[1].broken = ""
+        mean_square(model).backward()
+        torch.ones(1, requires_grad=True).backward()
+
+
+# -- saved tensors modified by the user --------------------------------------------------------------------------------
+
+
+class Squared(nn.Module):
+    """Autograd saves its first value, an intermediate one, and its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        self.inner = torch.sigmoid(self.linear(x))
+        return torch.exp(torch.sin(self.inner))
+
+
+SQUARED = Case(lambda: nn.Sequential(nn.Linear(64, 64), Squared()), mean_square, regions="1")
+SAME_AS_AUTOGRAD = "modified by an in-?place operation"
+
+
+def modified_step(model: nn.Module, what: str) -> None:
+    """A step of the model in which the user changes what backward needs."""
+    values = {"weight": model[1].linear.weight, "input": model[0](X)}
+    values["output"] = model[1](values["input"])
+    values["inner"] = model[1].inner
+    loss = values["output"].square().mean()
+    with torch.no_grad():
+        values[what].mul_(2)
+    loss.backward()
+
+
+@pytest.mark.parametrize("what", ["input", "inner", "output", "weight"])
+@pytest.mark.parametrize("saved", ["all", "some"])
+def test_saved_tensors_modified_by_the_user(what, saved):
+    """An error as without a plan, for as far as the tensor, or what it is recomputed from, is the one that was saved."""
+    with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
+        modified_step(SQUARED.model(), what)
+    plan = plans(SQUARED, "replay", [0.0])[0.0]
+    recomputed = {"all": set(), "some": {"aten.sin.default"}}[saved]
+    model = redecided(plan, lambda region, op, nth: op in recomputed).apply(SQUARED.model())
+    with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
+        modified_step(model, what)
+    assert_nothing_active()
+
+
+@pytest.mark.parametrize("what", ["input", "weight"])
+def test_inputs_of_recomputed_values_modified_by_the_user(what):
+    plan = plans(SQUARED, "replay", [0.0])[0.0]
+    model = redecided(plan, lambda region, op, nth: True).apply(SQUARED.model())
+    with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
+        modified_step(model, what)
+
+
+@pytest.mark.parametrize("what", ["inner", "output"])
+def test_recomputed_values_modified_by_the_user(what):
+    """The value that backward needs is recomputed as it was: the gradients are those of the step without the change."""
+    plan = plans(SQUARED, "replay", [0.0])[0.0]
+    model = redecided(plan, lambda region, op, nth: True).apply(SQUARED.model())
+    modified_step(model, what)
+    expected = run(SQUARED, steps=1)
+    for name, parameter in model.named_parameters():
+        if what != "output":  # which the loss has seen as it was, but saved itself
+            assert torch.equal(parameter.grad, expected[f"the gradient of {name} of step 0"])
+
+
+class ModifiedInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = torch.sigmoid(self.linear(x))
+        z = y * y
+        y.add_(1)
+        return z + y
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_saved_tensor_modified_inside_its_region(recompute):
+    """Whether it is recomputed or not, autograd would refuse it."""
+    case = Case(lambda: nn.Sequential(ModifiedInside()), mean_square, regions="0")
+    with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
+        run(case)
+    plan = plans(SQUARED, "replay", [0.0])[0.0]
+    names = ["addmm.default", "sigmoid.default", "mul.Tensor", "add_.Tensor", "add.Tensor"]
+    region = dataclasses.replace(
+        plan.regions[0], fqn="0", wrapped=True, steps=tuple((f"aten.{name}", recompute) for name in names)
+    )
+    record = dataclasses.replace(
+        plan.record, regions=(region,), model_fingerprint=model_fingerprint(case.model())
+    )
+    with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
+        run(case, Plan(record))

@@ -1,0 +1,246 @@
+"""Tensors of every kind: layouts, types, indices and masks, and what a custom `autograd.Function` saves."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.exact.harness import Case, assert_exact, decisions
+
+X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+IMAGES = torch.linspace(-1, 1, 4 * 8 * 12 * 12).reshape(4, 8, 12, 12)
+
+
+def two_of(block, x=X, build=lambda model: model) -> Case:
+    """Two blocks in a row, each of them a region."""
+    return Case(
+        build=lambda: build(nn.Sequential(block(), block())),
+        forward=lambda model: model(x).abs().square().mean(),
+        regions=("0", "1"),
+    )
+
+
+# -- layouts and types -------------------------------------------------------------------------------------------------
+
+
+def images_block() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(8, 16, 3, padding=1), nn.GELU(), nn.GroupNorm(4, 16)),
+        *(nn.Conv2d(16, 8, 1), nn.Tanh(), nn.Softplus()),
+    )
+
+
+def test_channels_last(engine):
+    last = torch.channels_last
+    case = two_of(images_block, IMAGES.to(memory_format=last), lambda model: model.to(memory_format=last))
+    assert case.model()(IMAGES.to(memory_format=last)).is_contiguous(memory_format=last)
+    assert_exact(case, engine)
+
+
+def test_float64(engine):
+    assert_exact(two_of(images_block, IMAGES.double(), lambda model: model.double()), engine)
+
+
+class Complex(nn.Module):
+    """Conjugate and negative bits, real views of complex storages and complex views of real ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64) / 8)
+
+    def forward(self, x):
+        y = torch.fft.fft(x) @ self.weight.conj()
+        y = torch.tanh(y) * y.conj() + y.mH.conj() * y.abs()
+        parts = torch.view_as_real(y).sin()
+        z = torch.view_as_complex(parts) * y.conj().imag * y.real.cos()
+        return z / (1 + z.abs())
+
+
+def test_complex(engine):
+    made = assert_exact(two_of(Complex, X.to(torch.complex64)), engine)
+    assert any(decisions(made[0.0], "aten.tanh.default"))
+
+
+def test_complex128(engine):
+    assert_exact(two_of(Complex, X.to(torch.complex128), lambda model: model.to(torch.complex128)), engine)
+
+
+class Strided(nn.Module):
+    """Saves tensors with every kind of geometry: transposed, sliced, expanded, with an offset, of no elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = torch.sin(self.linear(x))
+        left, right = y.chunk(2, dim=1)
+        z = left.t() @ right
+        z = z * y[1:33, ::2] * y[0, :32].expand(32, 32) * y.as_strided((32, 32), (1, 33), 7)
+        heads = y.view(64, 4, 16).transpose(0, 1)
+        scores = torch.softmax(heads @ heads.transpose(1, 2), -1) @ heads
+        return scores.transpose(0, 1).reshape(64, 64) + z.repeat(2, 2) + y[:0].sum() + y.unfold(1, 8, 8).prod(2).mean()
+
+
+def test_geometry_of_saved_tensors(engine):
+    assert_exact(two_of(Strided), engine)
+
+
+# -- integers and masks ------------------------------------------------------------------------------------------------
+
+
+class Indexing(nn.Module):
+    """Autograd saves integers and booleans, computed in the region: indices, masks, places of maxima."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(16, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = self.linear(x)
+        buckets = (torch.sigmoid(y[:, 0]) * 16).long()
+        y = y + self.embedding(buckets)
+        values, order = y.sort(dim=1)
+        top, where = values.topk(8, dim=1)
+        y = y.gather(1, order.flip(1)).masked_fill(y > 0.5, 0.0)
+        y = y.scatter_add(1, where, top.sin())
+        y = torch.where(y.abs() < 0.3, y * 2, y.tanh())
+        pooled, _ = F.max_pool1d(y, 2, return_indices=True)
+        chosen = y[buckets.unique()].sum(0)
+        return y[order[:, 0]] + pooled.repeat(1, 2) + chosen.clamp(-1, 1) + y.cummax(1).values
+
+
+def test_integer_and_boolean_saved_tensors(engine):
+    made = assert_exact(two_of(Indexing), engine)
+    if engine == "replay":
+        assert any(decisions(made[0.0], "aten.sort.default"))
+
+
+def test_max_pooling(engine):
+    def block():
+        return nn.Sequential(
+            *(nn.Conv2d(8, 8, 3, padding=1), nn.GELU(), nn.MaxPool2d(3, 1, 1)),
+            *(nn.Softplus(), nn.AvgPool2d(3, 1, 1), nn.Tanh()),
+        )
+
+    assert_exact(two_of(block, IMAGES), engine)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers(engine, kind):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.recurrent, self.linear = kind(32, 32, 2, batch_first=True, dropout=0.1), nn.Linear(32, 32)
+
+        def forward(self, x):
+            y, _ = self.recurrent(torch.sin(self.linear(x)))
+            return torch.tanh(y) * F.gelu(self.linear(y))
+
+    assert_exact(two_of(Recurrent, X.reshape(8, 16, 32)), engine)
+
+
+def test_sparse_gradients(engine):
+    """An embedding whose gradient is sparse: its indices are what backward needs."""
+
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.linear = nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = torch.tanh(self.linear(x))
+            rows = self.embedding((y.abs() * 99).long()[:, 0])
+            return torch.sin(y * rows) * torch.sigmoid(rows)
+
+    assert_exact(two_of(Sparse), engine)
+
+
+# -- custom functions --------------------------------------------------------------------------------------------------
+
+
+class Swish(torch.autograd.Function):
+    """Saves an intermediate that is neither input nor output, with both of them."""
+
+    @staticmethod
+    def forward(ctx, x, beta):
+        gate = torch.sigmoid(x * beta)
+        y = x * gate
+        ctx.save_for_backward(x, gate, y, beta)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gate, y, beta = ctx.saved_tensors
+        slope = gate * (1 - gate)
+        return grad * (gate + beta * x * slope), (grad * x * x * slope).sum() + 0 * y.sum()
+
+
+class Quantized(torch.autograd.Function):
+    """Returns integers as well, keeps a tensor and a number as attributes, and saves nothing but a mask."""
+
+    @staticmethod
+    def forward(ctx, x):
+        codes = torch.round(x * 16).to(torch.int8)
+        ctx.scale, ctx.norm = 1 / 16, x.norm()
+        ctx.save_for_backward(codes != 0)
+        ctx.mark_non_differentiable(codes)
+        return codes * ctx.scale, codes
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        (mask,) = ctx.saved_tensors
+        return grad * mask / (1 + ctx.norm * ctx.scale)
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x.tanh_()
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad * (1 - y * y)
+
+
+class WithSetup(torch.autograd.Function):
+    """The newer way to write one, which also saves for forward mode."""
+
+    @staticmethod
+    def forward(x, y):
+        product = x * y
+        return product.sin(), product
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output[1])
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad, grad_product):
+        x, y, product = ctx.saved_tensors
+        grad = grad * product.cos() + grad_product
+        return grad * y, grad * x
+
+
+class Functions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.beta = nn.Linear(64, 64), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        y = Swish.apply(self.linear(x), self.beta)
+        y, codes = Quantized.apply(y + x)
+        y = InPlace.apply(self.linear(y) * 2)
+        y, product = WithSetup.apply(y, x + codes)
+        return torch.sigmoid(y) + product
+
+
+def test_custom_functions(engine):
+    made = assert_exact(two_of(Functions), engine)
+    assert any(decisions(made[0.0], "aten.sigmoid.default"))

@@ -56,11 +56,14 @@ def storage_users(key: int) -> int:
 
 
 def held_once_as_argument(tensor: torch.Tensor) -> bool:
-    """Whether an argument of `__torch_dispatch__` has one owner only, and so has its storage.
+    """Whether an argument of `__torch_dispatch__` has one owner only, which is not Python, and so has its storage.
 
-    The dispatch itself adds the wrapper, the boxed argument and the call's own reference to the owner's.
+    The dispatch itself adds the wrapper, the boxed argument and the call's own reference to the owner's. All of Python
+    counts as the one wrapper, which has five references here: the dispatch's, the tuple of arguments, the caller's
+    variable, ours and that of `getrefcount`.
     """
-    return tensor._use_count() <= 4 and storage_users(storage_key(tensor)) <= 1
+    holders = tensor._use_count()
+    return holders <= 4 and storage_users(storage_key(tensor)) <= 1 and sys.getrefcount(tensor) <= 5
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

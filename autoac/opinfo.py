@@ -17,6 +17,7 @@ aten = torch.ops.aten
 
 # They return their input's storage although the schema does not say so.
 _UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift"}
+_UNDECLARED_VIEWS |= {"aten::unsafe_chunk", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
 
 # Batch norms update running statistics in training. Position of (running_mean, running_var, training); the latter
 # is None where the op always trains. Replay leaves the statistics alone: the normalisation itself uses the batch's.

@@ -7,7 +7,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
@@ -21,6 +21,8 @@ from autoac_solver.errors import PlanMismatchError
 from autoac_solver.format import format_bytes
 from autoac_solver.plan_record import PlanRecord, RegionPlan
 from autoac_solver.report import explain
+
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 class Plan:
@@ -119,7 +121,7 @@ class Plan:
 
     # -- on a model --------------------------------------------------------------------------------------------
 
-    def apply(self, model: torch.nn.Module) -> torch.nn.Module:
+    def apply(self, model: Model) -> Model:
         """Put the plan on the model, and return the model; train it as before.
 
         Regions with nothing to recompute are left untouched. Under `torch.no_grad` the model runs as without a plan.
@@ -145,7 +147,7 @@ class Plan:
             raise
         return given
 
-    def remove(self, model: torch.nn.Module) -> torch.nn.Module:
+    def remove(self, model: Model) -> Model:
         """Take the plan off the model, which is then exactly as it was before, and return it.
 
         Raises:
@@ -161,15 +163,15 @@ class Plan:
         for name, module in modules.items():
             if covered(module):
                 raise PlanMismatchError(
-                    f"module {name!r} was given another forward after the plan was applied (some libraries wrap it): undo "
-                    "that first, then remove the plan."
+                    f"module {name!r} was given another forward after the plan was applied (some libraries wrap it): "
+                    "undo that first, then remove the plan."
                 )
         for module in modules.values():
             detach(module)
         return model
 
     @contextlib.contextmanager
-    def applied(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    def applied(self, model: Model) -> Iterator[Model]:
         """Context in which the plan is on the model."""
         self.apply(model)
         try:

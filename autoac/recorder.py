@@ -64,6 +64,11 @@ def record(
             "the recorded step ran no backward: does the callable sample run forward, loss and backward of this model, "
             "with gradients on?"
         )
+    if not tables["calls"]:
+        raise ProfilingError(
+            "the recorded step called no module of this model: does the callable sample train another one? (Modules of "
+            "TorchScript are not seen.)"
+        )
     return Profile(
         model=type(model).__name__,
         model_fingerprint=model_fingerprint(model),

@@ -49,7 +49,7 @@ from autoac_solver.profile import NEVER, ModuleCall, Op, Saved, Storage
 _CUDA_BLOCK_BYTES = 512
 _SCALAR_BYTES = 8
 
-# Out of place under a dispatch mode only; source: `areAnyTensorSubclassLike` in torch/csrc/autograd/FunctionsManual.cpp.
+# Out of place under a dispatch mode only; source: `areAnyTensorSubclassLike` in torch's FunctionsManual.cpp.
 _SCATTERS = {"aten.index_put.default", "aten.scatter.src", "aten.scatter.value"}
 _SCATTERS |= {"aten.scatter_add.default", "aten.index_add.default", "aten.put.default"}
 _BCE_NODE = "BinaryCrossEntropyWithLogitsBackward"
@@ -188,8 +188,8 @@ class Tape(TorchDispatchMode):
             return False
         old, node = args[0], current_node()
         known = self._by_key.get(storage_key(old))
-        if known is None or not is_dense(old):
-            return False
+        if known is None or not self.storages[known]["backward"] or not is_dense(old):
+            return False  # what forward made and autograd saved is no gradient
         made_by_node = self._born_in.get(known) == _sequence(node)
         if info.name in _SCATTERS or (info.name in _BCE_OPS and _name(node).startswith(_BCE_NODE)):
             return made_by_node

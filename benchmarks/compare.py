@@ -98,7 +98,7 @@ def conditions(device: str, rounds: int) -> dict[str, str]:
         else f"{_processor()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "precision": "fp32",
-        "time": "by CUDA events" if cuda else "is CPU time of the process, freed memory kept by glibc",
+        "time": "by CUDA events" if cuda else "is CPU time of the process, waiting threads asleep, freed memory kept by glibc",
         "rounds": str(rounds),
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -10,6 +10,8 @@ SETTINGS = {
     # it, it does as CUDA's caching allocator does.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    # CPU time counts waiting threads that spin: a strategy would be charged for other processes' load.
+    "OMP_WAIT_POLICY": "PASSIVE",
     "KINETO_LOG_LEVEL": "6",  # the profiler's start and stop messages
     "HF_HUB_OFFLINE": "1",  # random configs need no network
     "PYTHONHASHSEED": "0",

@@ -116,15 +116,17 @@ class ModelResult:
     def noise(self) -> float:
         """What two configurations that are the same differ by in 95 of 100 cases, as a fraction.
 
-        The samples of no checkpointing are dealt into two hands at random, 2000 times; not less than A/A itself.
+        Two hands of one sample a round are dealt 2000 times from the samples of all configurations, each divided by
+        the median of its own. Not less than A/A itself, which is only one case.
         """
-        samples = [second for row in self.of_kind("none") for second in row.seconds]
+        rows = [row for row in self.rows if not row.error]
+        pool = [second / statistics.median(row.seconds) for row in rows for second in row.seconds]
+        rounds = len(rows[0].seconds)
         shuffled = random.Random(0)
         differences = []
         for _ in range(2000):
-            shuffled.shuffle(samples)
-            half = len(samples) // 2
-            differences.append(abs(min(samples[:half]) / min(samples[half:]) - 1))
+            hands = shuffled.sample(pool, 2 * rounds)
+            differences.append(abs(min(hands[:rounds]) / min(hands[rounds:]) - 1))
         return max(sorted(differences)[int(0.95 * len(differences))], self.difference_of_none)
 
     @property

@@ -111,11 +111,11 @@ def vit() -> RealModel:
 def resnet() -> RealModel:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 24, 32], depths=[2, 1, 1], layer_type="basic", num_labels=5
+    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 24, 32], depths=[2, 1, 1], layer_type="basic")
+    labels = torch.tensor([0, 1, 1, 0])
+    return with_labels(
+        ResNetForImageClassification(config), pixel_values=torch.randn(PICTURES), labels=labels
     )
-    labels = torch.tensor([0, 1, 4, 0])
-    return with_labels(ResNetForImageClassification(config), pixel_values=torch.randn(PICTURES), labels=labels)
 
 
 def mixtral() -> RealModel:
@@ -138,9 +138,8 @@ def mixtral() -> RealModel:
 def t5() -> RealModel:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(
-        vocab_size=WORDS, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, decoder_start_token_id=0
-    )
+    config = T5Config(vocab_size=WORDS, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8)
+    config.decoder_start_token_id = 0
     return with_labels(
         T5ForConditionalGeneration(config), input_ids=words(4, 24), labels=words(4, 16), use_cache=False
     )
@@ -224,9 +223,13 @@ def clip() -> RealModel:
     """Two towers."""
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
-    sizes: dict[str, Any] = dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, projection_dim=16
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "projection_dim": 16,
+    }
     text = CLIPTextConfig(
         vocab_size=WORDS, max_position_embeddings=16, bos_token_id=1, eos_token_id=2, pad_token_id=0, **sizes
     )
@@ -295,7 +298,9 @@ def torch_transformer() -> RealModel:
         dropout=0.1,
         batch_first=True,
     )
-    return RealModel(model, (torch.randn(4, 24, 32), torch.randn(4, 16, 32)), lambda output: output.square().mean())
+    return RealModel(
+        model, (torch.randn(4, 24, 32), torch.randn(4, 16, 32)), lambda output: output.square().mean()
+    )
 
 
 class Tagger(nn.Module):
@@ -305,7 +310,9 @@ class Tagger(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, 24)
         self.encoder = nn.LSTM(24, 24, num_layers=2, dropout=0.2, bidirectional=True, batch_first=True)
-        self.mixer = nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 48))
+        self.mixer = nn.Sequential(
+            nn.LayerNorm(48), nn.Linear(48, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 48)
+        )
         self.head = nn.Linear(48, WORDS)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -358,7 +365,10 @@ class SegmentationUNet(nn.Module):
 def cnn_with_skips() -> RealModel:
     labels = torch.randint(0, 4, (2, 32, 32))
     return RealModel(
-        SegmentationUNet(), (torch.randn(2, 3, 32, 32),), lambda logits: F.cross_entropy(logits, labels), labels
+        SegmentationUNet(),
+        (torch.randn(2, 3, 32, 32),),
+        lambda logits: F.cross_entropy(logits, labels),
+        labels,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,8 +36,9 @@ class Blocks(nn.Module):
     def __init__(self, rounds: int = 1, dropout: float = 0.1, blocks: int = BLOCKS) -> None:
         super().__init__()
         self.rounds = rounds
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.blocks = cast("list[Block]", nn.ModuleList(Block(dropout) for _ in range(blocks)))
         self.head = nn.Linear(WIDTH, WIDTH)
+        self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

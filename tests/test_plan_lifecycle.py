@@ -109,7 +109,9 @@ def test_a_pickled_model_is_planned(engine: str, rounds: int, tmp_path: Path):
         assert_same(step(other), expected)
         assert is_recomputing(other)
         Plan.load(tmp_path / "plan.json").remove(other)  # as another process would
-        assert [names(module) for module in other.modules()] == [names(m) for m in make(rounds=rounds).modules()]
+        assert [names(module) for module in other.modules()] == [
+            names(m) for m in make(rounds=rounds).modules()
+        ]
 
 
 def names(module: nn.Module) -> list[str]:
@@ -136,7 +138,11 @@ def test_state_goes_through_a_file(plan: Plan):
     state = torch.load(file, weights_only=True)
 
     planned, plain = plan.apply(make()), make()
-    assert str(planned.load_state_dict(state)) == str(plain.load_state_dict(state)) == "<All keys matched successfully>"
+    assert (
+        str(planned.load_state_dict(state))
+        == str(plain.load_state_dict(state))
+        == "<All keys matched successfully>"
+    )
     assert_same(step(planned), step(plain))
 
 
@@ -169,7 +175,9 @@ def test_train_and_eval(plan: Plan):
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_the_original_forward_runs(plan: Plan, context: Any, monkeypatch: pytest.MonkeyPatch):
+def test_without_gradients_the_original_forward_runs(
+    plan: Plan, context: Any, monkeypatch: pytest.MonkeyPatch
+):
     def engine_runs(*_: Any) -> None:
         raise AssertionError("the engine ran")
 
@@ -204,8 +212,11 @@ def test_hooks_run_as_without_a_plan(plan: Plan):
         model.blocks[1].register_full_backward_hook(lambda *_, log=log: log.append("backward of block 1"))
         model(batch()).mean().backward()
         logs.append(log)
-    forward = [len(log) if plan.engine == "replay" else 2 * (1 + 1 + 5 * BLOCKS) for log in logs]
-    assert logs[1][: forward[1]] == logs[0][: forward[0]]  # torch's checkpoint calls hooks of inner modules again
+    plain, planned = logs
+    if plan.engine == "sac":  # torch's checkpoint calls the hooks of inner modules again in backward
+        planned = planned[: len(plain) - 1]
+        plain = plain[:-1]
+    assert planned == plain
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
@@ -258,14 +269,14 @@ def test_backward_in_another_thread(plan: Plan):
 # -- on and off --------------------------------------------------------------------------------------------------------
 
 
-def wrapped_by_a_library(module: nn.Module) -> None:
+def wrapped_by_a_library(module: Any) -> None:
     """As accelerate puts its hooks."""
 
     def new_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         module.library_log.append("called")
         return module._old_forward(*args, **kwargs)
 
-    module.library_log = []  # type: ignore[assignment]
+    module.library_log = []
     module._old_forward = module.forward
     module.forward = functools.update_wrapper(functools.partial(new_forward, module), module._old_forward)
 
@@ -274,7 +285,7 @@ def wrapped_by_a_library(module: nn.Module) -> None:
 @pytest.mark.parametrize("library", [True, False])
 def test_remove_restores_exactly(engine: str, rounds: int, library: bool):
     plan = plan_for(engine, rounds)
-    model, plain = make(rounds=rounds), make(rounds=rounds)
+    model: Any = make(rounds=rounds)
     if library:
         for block in model.blocks:
             wrapped_by_a_library(block)
@@ -283,7 +294,7 @@ def test_remove_restores_exactly(engine: str, rounds: int, library: bool):
 
     assert plan.apply(model) is model
     assert attributes(model) != before
-    assert_same(step(model), step(plain))
+    assert_same(step(model), step(make(rounds=rounds)))
     assert plan.remove(model) is model
     assert attributes(model) == before
     if library:
@@ -299,18 +310,19 @@ def test_remove_restores_exactly(engine: str, rounds: int, library: bool):
     with pytest.raises(LookupError, match="on purpose"), plan.applied(model):
         raise LookupError("on purpose")
     assert attributes(model) == before
-    assert_same(step(model), step(plain))
 
 
 def test_a_forward_put_over_the_plan_is_seen(plan: Plan):
-    model = plan.apply(make())
+    model: Any = plan.apply(make())
     assert plan.regions[0].wrapped
     wrapped_by_a_library(model.blocks[0])
     assert_same(step(model), step(make()))
     assert model.blocks[0].library_log == ["called"]
     before = attributes(model)
 
-    with pytest.raises(PlanMismatchError, match=r"module 'blocks\.0' was given another forward after the plan"):
+    with pytest.raises(
+        PlanMismatchError, match=r"module 'blocks\.0' was given another forward after the plan"
+    ):
         plan.remove(model)
     with pytest.raises(PlanMismatchError, match="has a plan applied already"):
         plan.apply(model)
@@ -353,7 +365,9 @@ def test_applied_twice(plan: Plan):
     already = r"has a plan applied already: call remove\(model\) on that plan before applying another"
     refuses(plan, model, already)
     refuses(plan_for("sac" if plan.engine == "replay" else "replay"), model, already)
-    with pytest.raises(autoac.AutoacError, match=r"has a plan applied: call plan\.remove\(model\) before profiling"):
+    with pytest.raises(
+        autoac.AutoacError, match=r"has a plan applied: call plan\.remove\(model\) before profiling"
+    ):
         autoac.profile(model, batch())
     with pytest.raises(PlanMismatchError, match="has a plan applied already"):
         plan.verify(model, batch())
@@ -361,7 +375,9 @@ def test_applied_twice(plan: Plan):
 
 
 def test_applied_to_another_model(plan: Plan):
-    refuses(plan, nn.Linear(3, 3), r"was made for Blocks .* this Linear is another one .* no module 'blocks\.0'")
+    refuses(
+        plan, nn.Linear(3, 3), r"was made for Blocks .* this Linear is another one .* no module 'blocks\.0'"
+    )
     refuses(plan, make(blocks=BLOCKS - 1), "it has no module 'blocks.2'")
 
 
@@ -386,13 +402,17 @@ def test_removed_where_it_is_not(plan: Plan):
         if applied:
             other.apply(model)
         before = attributes(model)
-        with pytest.raises(PlanMismatchError, match="this plan is not applied to this model, so there is nothing to remove"):
+        with pytest.raises(
+            PlanMismatchError, match="not applied to this model, so there is nothing to remove"
+        ):
             plan.remove(model)
         assert attributes(model) == before
 
 
 @pytest.mark.parametrize("fails", ["attach", "attach_root"])
-def test_a_failure_halfway_leaves_the_model_as_it_was(engine: str, fails: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_halfway_leaves_the_model_as_it_was(
+    engine: str, fails: str, monkeypatch: pytest.MonkeyPatch
+):
     plan = plan_for(engine, rounds=2)
     model = make(rounds=2)
     before = attributes(model)
@@ -435,16 +455,13 @@ def test_each_call_has_its_own_decisions(engine: str, regions_run: list[str]):
     plan = plan_for(engine, rounds=2)
     assert [region.name for region in plan.regions] == [*NAMES, *(f"{name}#1" for name in NAMES)]
     model = plan.apply(make(rounds=2))
-    for _ in range(2):
-        regions_run.clear()
-        assert_same(step(model), step(plain := make(rounds=2))) if _ == 0 else step(model)
-        assert regions_run == wrapped_names(plan)
+    assert_same(step(model), step(make(rounds=2)))
+    assert regions_run == wrapped_names(plan)
+    regions_run.clear()
     with torch.no_grad():
         model(batch())  # is not counted
-    regions_run.clear()
     step(model)
     assert regions_run == wrapped_names(plan)
-    del plain
 
 
 @pytest.mark.parametrize("where", ["blocks.0", "blocks.1", "head"])
@@ -568,9 +585,9 @@ def test_in_a_loop_that_calls_checkpoint_itself(through: str):
         )
 
     make_context = plan.context_fn if through == "context_fn" else from_policy
-    model = make()
+    model: Any = make()
     model.__class__ = ByHand
-    model.contexts = {region.name: make_context(region.name) for region in plan.regions if region.wrapped}  # type: ignore[assignment]
+    model.contexts = {region.name: make_context(region.name) for region in plan.regions if region.wrapped}
     assert model.contexts
 
     assert_same(step(model), step(make()))
@@ -582,9 +599,11 @@ def test_in_a_loop_that_calls_checkpoint_itself(through: str):
 
 def test_refusals_of_policy_fn():
     for name in ("policy_fn", "context_fn"):
-        with pytest.raises(PlanMismatchError, match=r"has no region 'blocks\.9'; it has 'blocks\.0', 'blocks\.1'"):
+        with pytest.raises(
+            PlanMismatchError, match=r"has no region 'blocks\.9'; it has 'blocks\.0', 'blocks\.1'"
+        ):
             getattr(plan_for("sac"), name)("blocks.9")
-        with pytest.raises(PlanMismatchError, match='for engine \'replay\'.* plan with engine="sac"'):
+        with pytest.raises(PlanMismatchError, match=r"for engine 'replay'.* plan with engine=.sac"):
             getattr(plan_for("replay"), name)("blocks.0")
 
 
@@ -595,20 +614,20 @@ def test_timeline(plan: Plan):
     timeline = plan.memory_timeline()
     kinds = ["Parameter", "Buffer", "Gradient", "Optstate", "Input", "Activation", "Temp"]
     assert list(timeline.columns) == ["op", "module", "phase", "live_bytes", *kinds]
-    assert timeline["live_bytes"].max() == plan.predicted_peak_bytes <= plan.budget_bytes
-    assert (timeline[kinds].sum(axis=1) == timeline["live_bytes"]).all()
+    assert max(timeline["live_bytes"]) == plan.predicted_peak_bytes <= plan.budget_bytes
+    assert timeline[kinds].sum(axis=1).tolist() == timeline["live_bytes"].tolist()
     assert set(timeline["phase"]) == {"forward", "recompute", "backward"}
     assert timeline["phase"].iloc[0] == "forward"
     assert timeline["phase"].iloc[-1] == "backward"
-    assert (timeline["live_bytes"] >= plan.resident_bytes).all()
+    assert min(timeline["live_bytes"]) >= plan.resident_bytes
 
     model = make()
     n_parameter_bytes = 4 * sum(p.numel() for p in model.parameters())
     assert plan.resident_bytes == n_parameter_bytes + 4 + batch().nbytes  # and the buffer, and the sample
-    assert (timeline["Parameter"] == n_parameter_bytes).all()
+    assert set(timeline["Parameter"]) == {n_parameter_bytes}
     assert timeline["Gradient"].iloc[0] == 0
     assert timeline["Gradient"].iloc[-1] == n_parameter_bytes
-    assert (timeline["Input"] == batch().nbytes).all()
+    assert set(timeline["Input"]) == {batch().nbytes}
     assert "blocks.0.norm" in set(timeline["module"])
 
 
@@ -619,20 +638,21 @@ def test_decisions(plan: Plan):
     ]  # fmt: skip
     assert set(decisions["region"]) == {region.name for region in plan.regions}
     assert set(decisions["decision"]) <= {"save", "recompute", "skip"}
-    assert (decisions["time_s"] >= 0).all()
-    assert not ((decisions["decision"] == "recompute") & decisions["must_save"]).any()
-    recomputed = set(decisions[decisions["decision"] == "recompute"]["region"])
-    assert recomputed == {region.name for region in plan.regions if region.wrapped}
-    norm = decisions[(decisions["region"] == "blocks.0") & (decisions["op"] == "aten.native_layer_norm.default")]
+    assert min(decisions["time_s"]) >= 0
+    recomputed = decisions.query("decision == 'recompute'")
+    assert not any(recomputed["must_save"])
+    assert set(recomputed["region"]) == {region.name for region in plan.regions if region.wrapped}
+    norm = decisions.query("region == 'blocks.0' and op == 'aten.native_layer_norm.default'")
     assert list(norm["module"]) == ["blocks.0.norm"] * 3
     assert sorted(norm["bytes"]) == [64 * 4, 64 * 4, 64 * 16 * 4]  # mean, reciprocal deviation, output
 
 
 def test_decisions_are_those_of_the_regions_steps(plan: Plan):
     """The two tables that a plan has of its decisions say the same."""
-    made = plan.decisions[plan.decisions["op"] == "aten.addmm.default"]
+    made = plan.decisions.query("op == 'aten.addmm.default'")
     for region in plan.regions:
-        listed = list(made[made["region"] == region.name].sort_values("storage")["decision"] == "recompute")
+        in_order = made.query("region == @region.name").sort_values("storage")
+        listed = [decision == "recompute" for decision in in_order["decision"]]
         steps = [again for name, again in region.steps if name == "aten.addmm.default"]
         if plan.engine == "replay":  # sac may call recomputed what early stop never reaches
             assert listed == steps
@@ -703,5 +723,3 @@ def test_verify_names_what_differs(monkeypatch: pytest.MonkeyPatch):
     assert not report.equal
     assert report.first_difference.startswith("backward op aten.")
     assert "DIFFERENT, first in backward op" in str(report)
-
-

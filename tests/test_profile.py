@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ import autoac
 from autoac.measure import measure_peak, unique_storage_bytes
 from autoac.step import default_loss
 from autoac_solver.errors import BudgetFormatError, ProfileError, ProfilingError
-from autoac_solver.profile import NEVER, Profile
+from autoac_solver.profile import Profile
 from tests.small_models import BATCH, WIDTH, assert_same, batch, make, step, tight_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -124,7 +123,9 @@ def test_whole_steps(run: Callable[[nn.Module, torch.Tensor], None], engine: str
 
 def test_the_loss_is_part_of_the_step():
     x, target = batch(), torch.rand(BATCH, WIDTH)
-    profile = autoac.profile(make(), x, loss=lambda output: F.binary_cross_entropy_with_logits(output, target))
+    profile = autoac.profile(
+        make(), x, loss=lambda output: F.binary_cross_entropy_with_logits(output, target)
+    )
     assert "aten.binary_cross_entropy_with_logits.default" in set(profile.ops["name"])
     assert profile.resident_bytes == autoac.profile(make(), x).resident_bytes + target.nbytes
 
@@ -141,7 +142,9 @@ def test_the_loss_is_part_of_the_step():
         lambda x: x.topk(5, dim=1).values.mean(),
         lambda x: x.cummax(dim=1).values.square().mean(),
         lambda x: F.binary_cross_entropy_with_logits(x, torch.ones(BATCH, WIDTH)),
-        lambda x: F.binary_cross_entropy_with_logits(x, torch.ones(BATCH, WIDTH), pos_weight=torch.ones(WIDTH)),
+        lambda x: F.binary_cross_entropy_with_logits(
+            x, torch.ones(BATCH, WIDTH), pos_weight=torch.ones(WIDTH)
+        ),
         lambda x: F.cross_entropy(x, torch.zeros(BATCH, dtype=torch.long), label_smoothing=0.1),
         lambda x: (x.sin() + x.cos() * x + x.exp()).mean(),
         lambda x: F.smooth_l1_loss(x, torch.ones(BATCH, WIDTH)),
@@ -166,7 +169,9 @@ def test_formulas_that_a_dispatch_mode_changes(function: Callable[[torch.Tensor]
 
 
 @pytest.mark.xfail(reason="of these autograd has a formula of its own under a dispatch mode, with other ops")
-@pytest.mark.parametrize("function", [lambda x: x.max(), lambda x: x.add(2).prod(1).mean(), lambda x: x.cumprod(1).mean()])
+@pytest.mark.parametrize(
+    "function", [lambda x: x.max(), lambda x: x.add(2).prod(1).mean(), lambda x: x.cumprod(1).mean()]
+)
 def test_formulas_that_are_others_under_a_mode(function: Callable[[torch.Tensor], torch.Tensor]):
     test_formulas_that_a_dispatch_mode_changes(function)
 
@@ -190,12 +195,17 @@ def test_default_loss():
     assert default_loss(given.reshape(1, 1)).shape == ()
     assert default_loss(x) == x.mean()
     assert default_loss(Output(x)) == x.mean()
-    assert default_loss((x, [y], {"of no account": torch.ones(3, dtype=torch.long)})) == (x.mean() + y.mean()) / 2
+    assert (
+        default_loss((x, [y], {"of no account": torch.ones(3, dtype=torch.long)}))
+        == (x.mean() + y.mean()) / 2
+    )
     assert default_loss([x, torch.full((4,), 1e9)]) == x.mean()  # the other needs no gradient
     assert default_loss(torch.complex(y, y)).item() == pytest.approx(10 * 2**0.5)
 
 
-@pytest.mark.parametrize("output", [torch.ones(3), torch.ones(3, dtype=torch.long), {}, None, "text", Output(torch.ones(3))])
+@pytest.mark.parametrize(
+    "output", [torch.ones(3), torch.ones(3, dtype=torch.long), {}, None, Output(torch.ones(3))]
+)
 def test_no_default_loss(output: Any):
     with pytest.raises(ProfilingError, match=r"no floating tensor that needs a gradient.* Pass loss="):
         default_loss(output)
@@ -211,7 +221,7 @@ def frozen() -> nn.Module:
 def half_frozen_output() -> nn.Module:
     """What is trained has no part in the output."""
     model = nn.ModuleDict({"used": nn.Linear(WIDTH, 3).requires_grad_(False), "unused": nn.Linear(2, 2)})
-    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
+    model.forward = lambda x: model["used"](x)
     return model
 
 
@@ -235,10 +245,10 @@ MODEL_OF_STEP = make()
         (make(), batch(), {"loss": lambda o: o}, r"no scalar with a gradient \(it is \(64, 16\)\)"),
         (make(), batch(), {"loss": lambda o: 3.0}, r"no scalar with a gradient \(it is float\)"),
         (make(), forward_only, {"loss": mean_square}, "a callable sample computes its losses itself"),
-        (MODEL_OF_STEP, forward_only, {}, "the recorded step ran no backward: does the callable sample run forward, loss"),
-        (make(), lambda: None, {}, "the recorded step ran no backward: does the callable sample run forward, loss"),
+        (MODEL_OF_STEP, forward_only, {}, "the recorded step ran no backward: does the callable"),
+        (make(), lambda: None, {}, "the recorded step ran no backward: does the callable"),
         (make(), batch(), {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "no parameter of this model"),
-        (make(), batch(), {"regions": "layers.*"}, r"'layers\.\*' matches no module. Modules of this model are: 'blocks'"),
+        (make(), batch(), {"regions": "layers.*"}, r"'layers\.\*' matches no module. Modules of .* are: 'blocks'"),
         (make(), batch(), {"regions": ["blocks.0", "nope"]}, "'nope' matches no module"),
         (make(), batch(), {"regions": "blocks"}, "chooses no module that is called"),
         (make(), batch(), {"regions": []}, "chooses no module that is called"),
@@ -255,7 +265,9 @@ def test_refused_profiles(model: Any, sample: Any, arguments: dict[str, Any], me
 
 def test_a_step_of_another_model():
     other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
-    with pytest.raises(ProfilingError, match="no module of the profiled step has anything to recompute"):
+    with pytest.raises(
+        ProfilingError, match="called no module of this model: does the callable sample train another"
+    ):
         autoac.plan(make(), lambda: other(batch()).mean().backward(), 10**9)
 
 
@@ -266,7 +278,9 @@ def test_refused_arguments(profile: Profile):
         autoac.plan(make(), batch(), 10**9, engine="magic")
     with pytest.raises(ValueError, match="engine is 'magic'"):
         autoac.solve(profile, 10**9, engine="magic")
-    with pytest.raises(ProfilingError, match=r"none of the regions \['blocks\.7'\] was called with gradients on"):
+    with pytest.raises(
+        ProfilingError, match=r"none of the regions \['blocks\.7'\] was called with gradients on"
+    ):
         autoac.solve(profile, 10**9, regions="blocks.7")
     for headroom in ("1GB", 10**9, "100%"):
         with pytest.raises(ValueError, match=f"headroom={headroom!r} leaves nothing of budget="):
@@ -322,11 +336,12 @@ def test_what_it_says_of_the_step(profile: Profile):
     assert profile.torch_version == torch.__version__
     assert profile.resident_bytes == unique_storage_bytes([*make().parameters(), *make().buffers(), batch()])
     assert 0 < profile.step_s < profile.measured_step_s
-    names = [(call.fqn, call.call, call.class_name) for call in profile.calls if call.parent == 0]
-    assert names == [("blocks.0", 0, "Block"), ("blocks.1", 0, "Block"), ("blocks.2", 0, "Block"), ("head", 0, "Linear")]
+    names = [(call.fqn, call.class_name) for call in profile.calls if call.parent == 0]
+    assert names == [("blocks.0", "Block"), ("blocks.1", "Block"), ("blocks.2", "Block"), ("head", "Linear")]
     assert profile.module_name(0) == ""
     twice = autoac.profile(make(rounds=2), batch())
-    assert [twice.module_name(i) for i, call in enumerate(twice.calls) if call.fqn == "blocks.1"] == ["blocks.1", "blocks.1#1"]
+    calls = [twice.module_name(i) for i, call in enumerate(twice.calls) if call.fqn == "blocks.1"]
+    assert calls == ["blocks.1", "blocks.1#1"]
 
 
 def test_tables(profile: Profile):
@@ -334,17 +349,18 @@ def test_tables(profile: Profile):
     assert len(ops) == len(profile.tape)
     assert len(storages) == len(profile.storage_table)
     assert ops["tick"].is_monotonic_increasing
-    forward = ops[(ops["module"] == "blocks.1.up") & ~ops["backward"]]
-    assert list(forward["name"]) == ["aten.addmm.default"]
-    created = storages.iloc[list(forward["creates"].iloc[0])]
-    assert list(created["bytes"]) == [BATCH * 4 * WIDTH * 4]
-    assert (ops["random_bytes"] > 0).sum() == 3
+    forward = ops.query("module == 'blocks.1.up' and not backward").to_dict("records")
+    assert [op["name"] for op in forward] == ["aten.addmm.default"]
+    assert [storages["bytes"][s] for s in forward[0]["creates"]] == [BATCH * 4 * WIDTH * 4]
+    assert len(ops.query("random_bytes > 0")) == 3
     assert set(storages["kind"]) == {"Parameter", "Buffer", "Input", "Activation", "Temp", "Gradient"}
-    gradients = storages[storages["kind"] == "Gradient"].set_index("name")["bytes"]
-    parameters = storages[storages["kind"] == "Parameter"].set_index("name")["bytes"]
-    pd.testing.assert_series_equal(gradients.sort_index(), parameters.sort_index())
-    assert (storages[storages["alloc"] == NEVER]["free"] == profile.end).all()
-    assert (storages["free"] > storages["alloc"]).all()
+    sizes = {
+        kind: dict(zip(table["name"], table["bytes"], strict=True))
+        for kind, table in storages.groupby("kind")
+    }
+    assert sizes["Gradient"] == sizes["Parameter"] == {n: p.nbytes for n, p in make().named_parameters()}
+    assert set(storages.query("alloc == @NEVER")["free"]) == {profile.end}
+    assert not len(storages.query("free <= alloc"))
 
 
 def test_it_takes_no_more_memory_than_full_checkpointing():
@@ -443,7 +459,7 @@ def test_a_damaged_profile_is_refused(profile: Profile, damage: Callable[..., An
         (lambda text: '"text"', "holds 'str', but 'autoac.profile' was expected"),
         (lambda text: '{"schema": "autoac.plan"}', "holds 'autoac.plan', but 'autoac.profile' was expected"),
         (lambda text: '{"a": 1}', "holds None, but 'autoac.profile' was expected"),
-        (lambda text: text.replace('"schema_version": ', '"schema_version": 9'), "schema version 9[0-9]+; .* Update autoac"),
+        (lambda text: text.replace('"schema_version": ', '"schema_version": 9'), "version 9[0-9]+; .* Update autoac"),
         (lambda text: text.replace('"schema_version": ', '"schema_version": -'), "schema version -[0-9]+"),
     ],
 )  # fmt: skip
@@ -462,5 +478,3 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path):
         Profile.load(path)
     with pytest.raises(FileNotFoundError):
         Profile.load(tmp_path / "nowhere.json")
-
-

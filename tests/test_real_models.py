@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import autoac
 from autoac.measure import measure_peak, unique_storage_bytes

@@ -42,25 +42,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoac.compat import (
     backward_keeps_graph,
     below_autograd,
-    conjugate_view,
     counted_writes,
     default_generator,
     detach_sharing_version,
     disable_dispatch_modes,
-    negative_view,
     version_of,
+)
+from autoac.engine.geometry import (
+    Geometry,
+    certainly_disjoint,
+    clone_with_geometry,
+    geometry_of,
+    with_geometry,
 )
 from autoac.engine.program import END, Program
 from autoac.opinfo import OpInfo, op_info, tensors_in, written_tensors
-
-Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]
-"""Size, stride, storage offset, dtype, conjugate bit, negative bit."""
 
 
 class Slot:
     """A storage that will be recomputed: what its replay must know, and who waits for it."""
 
-    __slots__ = ("alive", "dtype", "handles", "index", "shape", "stride", "writes")
+    __slots__ = ("alive", "dtype", "handles", "index", "shape", "stride", "written")
 
     def __init__(self, index: int, tensor: torch.Tensor, storage: torch.UntypedStorage):
         self.index = index
@@ -68,8 +70,27 @@ class Slot:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.dtype = tensor.dtype
-        self.writes = 0
+        self.written = False  # in place
         self.handles: list[weakref.ref[Handle]] = []
+
+    def geometry_of(self, tensor: torch.Tensor) -> Geometry | None:
+        """How this tensor sees the storage; None if just as the op made it."""
+        shape, stride, offset, dtype, conj, neg = geometry = geometry_of(tensor)
+        as_made = not offset and shape == self.shape and stride == self.stride and dtype is self.dtype
+        return None if as_made and not conj and not neg else geometry
+
+    def is_written(self, target: torch.Tensor) -> None:
+        """An op is about to write this tensor on the storage: find the handles that autograd would refuse now.
+
+        Autograd goes by version counters. Parts cut by `unsafe_chunk` have one each, as has `.data`; their writes
+        are no concern of what was saved of another part.
+        """
+        self.written = True
+        for ref in self.handles:
+            handle = ref()
+            if handle is not None and version_of(target) >= handle.version:
+                whole = (self.shape, self.stride, 0, self.dtype, False, False)
+                handle.modified |= not certainly_disjoint(geometry_of(target), handle.geometry or whole)
 
 
 class Record:
@@ -92,20 +113,21 @@ class Record:
 class Handle:
     """What autograd holds in place of a tensor that will be recomputed."""
 
-    __slots__ = ("__weakref__", "call", "geometry", "slot", "tensor", "writes")
+    __slots__ = ("__weakref__", "call", "geometry", "modified", "slot", "tensor", "version")
 
-    def __init__(self, call: ReplayCall, slot: Slot, geometry: Geometry | None):
+    def __init__(self, call: ReplayCall, slot: Slot, geometry: Geometry | None, version: int):
         self.call = call
         self.slot = slot
         self.geometry = geometry
-        self.writes = slot.writes
+        self.version = version
+        self.modified = False
         self.tensor: torch.Tensor | None = None
 
     def unpack(self) -> torch.Tensor:
         keep_graph = backward_keeps_graph() or self.call.recording
         if self.tensor is None or self.call.pending:
             self.call.replay(keep_graph, wanted=self)
-        if self.writes != self.slot.writes:
+        if self.modified:
             raise RuntimeError(_MODIFIED.format(region=self.call.program.region))
         tensor = self.tensor
         assert tensor is not None
@@ -289,25 +311,6 @@ def _swap(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     return value
 
 
-def clone_with_geometry(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on a storage of its own, with the same size and stride."""
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor)
-
-
-def with_geometry(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """A tensor on the same storage, seen otherwise."""
-    shape, stride, offset, dtype, conj, neg = geometry
-    if dtype is tensor.dtype and not (conj or neg or tensor.is_conj() or tensor.is_neg()):
-        return tensor.as_strided(shape, stride, offset)
-    seen = torch.empty(0, dtype=dtype, device=tensor.device).set_(
-        tensor.untyped_storage(), offset, shape, stride
-    )
-    if conj:
-        seen = conjugate_view(seen)
-    return negative_view(seen) if neg else seen
-
-
 class Recording(TorchDispatchMode):
     """The dispatch mode and pack hook under which a region's forward runs."""
 
@@ -385,16 +388,22 @@ class Recording(TorchDispatchMode):
                         self.call.preserve(_key(target))
             if info.writes_lists:
                 with counted_writes(targets):
-                    return self._record(func, info, args, kwargs, written) if recompute else func(*args, **kwargs)
+                    return (
+                        self._record(func, info, args, kwargs, written)
+                        if recompute
+                        else func(*args, **kwargs)
+                    )
         if not recompute:
             return func(*args, **kwargs)
         return self._record(func, info, args, kwargs, written)
 
     def _record(self, func, info: OpInfo, args, kwargs, written: tuple[Slot, ...]) -> Any:
-        for slot in written:
-            slot.writes += 1
-        if self.raw and written:
-            self.raw.difference_update(map(_key, written_tensors(info, args, kwargs)))
+        if written:
+            for target in written_tensors(info, args, kwargs):
+                self.raw.discard(_key(target))
+                slot = self.slot_of(target)
+                if slot is not None:
+                    slot.is_written(target)
         rng = None
         if info.random and info.draws_random(args):
             generator = info.generator(args, kwargs) or default_generator(_device(info, args, kwargs))
@@ -437,12 +446,12 @@ class Recording(TorchDispatchMode):
     def _store(self, tensor: torch.Tensor, where: Any, refs: list, kept: list) -> torch.Tensor | None:
         """What the record keeps of an argument: nothing but a reference if it will be recomputed, else the tensor."""
         slot = self.slot_of(tensor)
-        if slot is not None and self.raw and _key(tensor) in self.raw and not slot.writes:
+        if slot is not None and self.raw and _key(tensor) in self.raw and not slot.written:
             del self.slots[_key(tensor)]  # an opaque kernel wrote it, see NOTE [ Never wrong ]
             self.raw.discard(_key(tensor))
             slot = None
         if slot is not None:
-            refs.append((where, slot, geometry_of(tensor, slot)))
+            refs.append((where, slot, slot.geometry_of(tensor)))
             return None
         self.call.held.add(_key(tensor))
         tensor = self.hold(tensor)
@@ -478,12 +487,12 @@ class Recording(TorchDispatchMode):
         """The pack hook."""
         call = self.call
         slot = self.slot_of(tensor)
-        if slot is None or (self.raw and _key(tensor) in self.raw and not slot.writes):
+        if slot is None or (self.raw and _key(tensor) in self.raw and not slot.written):
             if tensor.grad_fn is not None:
                 with disable_dispatch_modes():
                     tensor = tensor.detach()
             return tensor, version_of(tensor), call
-        handle = Handle(call, slot, geometry_of(tensor, slot))
+        handle = Handle(call, slot, slot.geometry_of(tensor), version_of(tensor))
         slot.handles.append(weakref.ref(handle))
         return handle
 
@@ -522,23 +531,3 @@ def _device(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
         if position < len(args) and args[position] is not None:
             return args[position].device
     return torch.device("cpu")
-
-
-def geometry_of(tensor: torch.Tensor, slot: Slot) -> Geometry | None:
-    """How this tensor sees the slot's storage; None if just as the op made it."""
-    shape = tensor.shape
-    stride = tensor.stride()
-    offset = tensor.storage_offset()
-    dtype = tensor.dtype
-    conj = dtype.is_complex and tensor.is_conj()
-    neg = tensor.is_neg()
-    if (
-        not offset
-        and shape == slot.shape
-        and stride == slot.stride
-        and dtype is slot.dtype
-        and not conj
-        and not neg
-    ):
-        return None
-    return shape, stride, int(offset), dtype, conj, neg

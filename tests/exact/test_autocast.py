@@ -55,7 +55,9 @@ def test_one_module_called_three_times(engine):
                 x = model[1](x)
             return x.float().square().mean()
 
-    assert_exact(Case(lambda: nn.ModuleList([nn.Linear(64, 64), Shared(nn.Linear(64, 64))]), forward, "1"), engine)
+    assert_exact(
+        Case(lambda: nn.ModuleList([nn.Linear(64, 64), Shared(nn.Linear(64, 64))]), forward, "1"), engine
+    )
 
 
 class Islands(nn.Module):

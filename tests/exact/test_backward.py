@@ -6,15 +6,14 @@ import torch.utils.checkpoint
 import torch.nn.functional as F
 from torch import nn
 
-from autoac.plans import Plan
 from tests.exact.harness import (
     Case,
     assert_exact,
     assert_nothing_active,
     backward_from,
     nothing_leaks,
+    plan_with,
     plans,
-    redecided,
     run,
 )
 
@@ -86,15 +85,14 @@ def test_several_losses_one_after_the_other():
 
 def test_several_losses_one_after_the_other_are_refused_under_sac():
     case = Case(TwoHeads, lambda model: model(X), REGIONS, backward=one_by_one)
-    together = Case(TwoHeads, lambda model: model(X), REGIONS, backward=torch.autograd.backward)
-    plan = saving_something(plans(together, "sac", [0.0])[0.0])
+    plan = plan_with(case, "sac", all_but_tanh)
     with pytest.raises(RuntimeError, match="You are only allowed to backward once on any region"):
         run(case, plan)
 
 
-def saving_something(plan: Plan) -> Plan:
+def all_but_tanh(region: str, op: str, nth: int) -> bool:
     """A region of which something is saved gives it out once; one that is all recomputed allows for more."""
-    return redecided(plan, lambda region, op, nth: op != "aten.tanh.default")
+    return op != "aten.tanh.default"
 
 
 def test_gradient_accumulation(engine):
@@ -216,7 +214,7 @@ def test_second_backward(backward):
 
 def test_second_backward_without_the_graph():
     """As without a plan: refused, and the first one is unharmed."""
-    case = case_of(torch.Tensor.backward)
+    case = case_of(backward_from)
     plan = plans(case, "replay", [0.0])[0.0]
     model = plan.apply(case.model())
     loss = mean_square(model)
@@ -229,7 +227,7 @@ def test_second_backward_without_the_graph():
 
 
 def test_second_backward_is_refused_under_sac():
-    plan = saving_something(plans(case_of(torch.Tensor.backward), "sac", [0.0])[0.0])
+    plan = plan_with(case_of(backward_from), "sac", all_but_tanh)
     with pytest.raises(RuntimeError, match="You are only allowed to backward once on any region"):
         run(case_of(twice), plan)
 
@@ -248,7 +246,7 @@ def test_double_backward():
 
 
 def test_double_backward_is_refused_under_sac():
-    plan = saving_something(plans(case_of(backward_from, with_parameters), "sac", [0.0])[0.0])
+    plan = plan_with(case_of(backward_from, with_parameters), "sac", all_but_tanh)
     with pytest.raises(RuntimeError, match="You are only allowed to backward once on any region"):
         run(case_of(gradient_penalty, with_parameters), plan)
 
@@ -281,7 +279,7 @@ def test_region_without_gradients(engine):
             model(X)
         return (model(X) - teacher).square().mean()
 
-    assert_exact(case_of(torch.Tensor.backward, forward), engine)
+    assert_exact(case_of(backward_from, forward), engine)
 
 
 class SwitchesGradients(nn.Module):
@@ -304,7 +302,10 @@ class SwitchesGradients(nn.Module):
 
 def test_gradients_switched_inside_a_region(engine):
     assert_exact(
-        Case(lambda: nn.Sequential(SwitchesGradients(), SwitchesGradients()), mean_square, regions=("0", "1")), engine
+        Case(
+            lambda: nn.Sequential(SwitchesGradients(), SwitchesGradients()), mean_square, regions=("0", "1")
+        ),
+        engine,
     )
 
 
@@ -319,12 +320,12 @@ def test_evaluation_between_steps(engine):
         model.train()
         return mean_square(model)
 
-    assert_exact(case_of(torch.Tensor.backward, forward), engine)
+    assert_exact(case_of(backward_from, forward), engine)
 
 
 def test_output_dropped_without_backward(engine):
     """Memory goes with the last reference to the output, in whatever order they are dropped."""
-    case = case_of(torch.Tensor.backward)
+    case = case_of(backward_from)
     plan = plans(case, engine, [0.0])[0.0]
     with nothing_leaks():
         model = plan.apply(case.model())
@@ -363,7 +364,9 @@ def test_optimizer_in_backward(engine):
         return model
 
     case = Case(build, mean_square, regions=("0", "1"))
-    assert not torch.equal(run(case)["parameter 0.first.weight of step 0"], case.model().state_dict()["0.first.weight"])
+    assert not torch.equal(
+        run(case)["parameter 0.first.weight of step 0"], case.model().state_dict()["0.first.weight"]
+    )
     assert_exact(case, engine)
 
 

@@ -27,7 +27,10 @@ MODULES = {
     "dropouts": (test_random.dropouts, X),
     "own generator": (test_random.OwnGenerator, X),
     "attention": (test_random.Attention, X.reshape(8, 16, 32)),
-    "batch norm": (lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True)), IMAGES),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True)),
+        IMAGES,
+    ),
     "residual": (test_in_place.Residual, X),
     "pre-activation": (test_in_place.PreActivation, X),
     "views": (test_in_place.Views, X),
@@ -161,7 +164,9 @@ BINARY = [
     lambda a, b: torch.lerp(a, b, 0.3),
     lambda a, b: torch.addmm(a, b, b),
     lambda a, b: torch.addcmul(a, a, b),
-    lambda a, b: F.scaled_dot_product_attention(a[None, None], b[None, None], a[None, None], dropout_p=0.1)[0, 0],
+    lambda a, b: F.scaled_dot_product_attention(a[None, None], b[None, None], a[None, None], dropout_p=0.1)[
+        0, 0
+    ],
 ]
 IN_PLACE = [
     lambda t: t.mul_(0.5),
@@ -203,7 +208,10 @@ def random_program(seed: int) -> Callable[..., list[torch.Tensor]]:
             unary = rng.random() < 0.5
             ops, writes = (IN_PLACE if unary else IN_PLACE_BINARY), True
         else:
-            ops, writes = next(o for p, o in ((0.2, VIEW), (0.5, BINARY), (2.0, UNARY)) if pick < in_place + p), False
+            ops, writes = (
+                next(o for p, o in ((0.2, VIEW), (0.5, BINARY), (2.0, UNARY)) if pick < in_place + p),
+                False,
+            )
             unary = ops is not BINARY
         arguments = tuple(rng.randrange(size) for _ in range(1 if unary else 2))
         code.append((rng.choice(ops), arguments, writes))

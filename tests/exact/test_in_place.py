@@ -132,7 +132,9 @@ def test_output_changed_in_place(engine):
         return y.square().mean()
 
     def block() -> nn.Module:
-        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 64))
+        return nn.Sequential(
+            nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 64)
+        )
 
     assert_exact(Case(lambda: nn.ModuleList([block(), block()]), forward, regions=("0", "1")), engine)
 
@@ -191,7 +193,9 @@ def test_input_reshaped_in_place():
     def forward(model):
         return model[1](model[0](X, X > 0), X < 0.5).square().mean()
 
-    assert_exact(Case(lambda: nn.ModuleList([ReshapedInput(), ReshapedInput()]), forward, ("0", "1")), "replay")
+    assert_exact(
+        Case(lambda: nn.ModuleList([ReshapedInput(), ReshapedInput()]), forward, ("0", "1")), "replay"
+    )
 
 
 # -- buffers -----------------------------------------------------------------------------------------------------------

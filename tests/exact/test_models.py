@@ -21,7 +21,11 @@ UNKNOWN_OPS = "ignore:region .* runs ops that the profiled step did not run:User
 class Block(nn.Module):
     def __init__(self, width: int = 64):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -54,7 +58,10 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear):
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+        self.a, self.b = (
+            nn.Linear(base.in_features, 4, bias=False),
+            nn.Linear(4, base.out_features, bias=False),
+        )
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x):
@@ -227,7 +234,9 @@ def chosen_experts(tokens: torch.Tensor) -> list[int]:
 def test_batch_routed_otherwise_than_the_profiled_one(engine, regions, fewer):
     """Other experts get other numbers of tokens, and some are called that were not, or the other way round."""
     some = TOKENS[:1].expand(96, 32) + 0.01 * TOKENS
-    assert sum(count > 0 for count in chosen_experts(some)) < sum(count > 0 for count in chosen_experts(TOKENS))
+    assert sum(count > 0 for count in chosen_experts(some)) < sum(
+        count > 0 for count in chosen_experts(TOKENS)
+    )
     profiled, batch = (TOKENS, some) if fewer else (some, TOKENS)
     case = Case(
         lambda: nn.Sequential(Experts(), Experts()), routed(batch), regions, profiled=routed(profiled)
@@ -272,7 +281,9 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (3, 16), (8, 7), (2, 40)], ids=str)

@@ -14,8 +14,7 @@ from tests.exact.harness import (
     assert_plan_exact,
     decisions,
     differences,
-    plans,
-    redecided,
+    plan_with,
     run,
 )
 
@@ -47,24 +46,21 @@ def test_dropout(engine):
 @pytest.mark.parametrize("saved", range(3))
 def test_one_of_three_dropouts_saved(saved):
     """The recomputed ones before and after the saved one draw the same masks as in forward."""
-    plan = plans(DROPOUTS, "replay", [0.0])[0.0]
-    partly = redecided(plan, lambda region, op, nth: not (op in MASK_OPS and nth == saved))
+    partly = plan_with(DROPOUTS, "replay", lambda region, op, nth: not (op in MASK_OPS and nth == saved))
     assert decisions(partly, BERNOULLI) == [nth != saved for nth in range(3)] * 2
     assert_plan_exact(DROPOUTS, partly)
 
 
 def test_dropouts_of_one_region_saved_under_sac():
     """Its random ops go together, but each region has a random state of its own."""
-    plan = plans(DROPOUTS, "sac", [0.0])[0.0]
-    partly = redecided(plan, lambda region, op, nth: not (op in MASK_OPS and region == "0"))
+    partly = plan_with(DROPOUTS, "sac", lambda region, op, nth: not (op in MASK_OPS and region == "0"))
     assert decisions(partly, BERNOULLI) == [False] * 3 + [True] * 3
     assert_plan_exact(DROPOUTS, partly)
 
 
 def test_one_of_three_dropouts_saved_is_refused_under_sac():
     """Torch restores one random state for the whole region, so its masks would be other ones."""
-    plan = plans(DROPOUTS, "sac", [0.0])[0.0]
-    partly = redecided(plan, lambda region, op, nth: not (op in MASK_OPS and nth == 1))
+    partly = plan_with(DROPOUTS, "sac", lambda region, op, nth: not (op in MASK_OPS and nth == 1))
     with pytest.raises(RuntimeError, match=r'draws random numbers for one part .* Plan with engine="replay"'):
         run(DROPOUTS, partly)
 
@@ -139,7 +135,8 @@ def test_randomised_relu(engine):
     """One op writes the noise that it draws into a tensor it is given, and autograd has saved that tensor before."""
     case = Case(
         build=lambda: nn.Sequential(
-            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.RReLU()), nn.Sequential(nn.Linear(64, 64), nn.RReLU())
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.RReLU()),
+            nn.Sequential(nn.Linear(64, 64), nn.RReLU()),
         ),
         forward=lambda model: model(X).square().mean(),
         regions=("0", "1"),
@@ -149,7 +146,7 @@ def test_randomised_relu(engine):
 
 def test_replay_that_draws_other_numbers_is_noticed(monkeypatch):
     """A check of the harness: a broken engine must not pass it."""
-    plan = plans(DROPOUTS, "replay", [0.0])[0.0]
+    plan = plan_with(DROPOUTS, "replay", lambda region, op, nth: True)
     expected = run(DROPOUTS)
     run_one = ReplayCall._run_one
 

@@ -57,10 +57,10 @@ class Complex(nn.Module):
 
 
 def test_complex(engine):
-    made = assert_exact(two_of(Complex, X.to(torch.complex64)), engine)
-    assert any(decisions(made[0.0], "aten.tanh.default"))
+    assert_exact(two_of(Complex, X.to(torch.complex64)), engine)
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 def test_complex128(engine):
     assert_exact(two_of(Complex, X.to(torch.complex128), lambda model: model.to(torch.complex128)), engine)
 
@@ -79,7 +79,12 @@ class Strided(nn.Module):
         z = z * y[1:33, ::2] * y[0, :32].expand(32, 32) * y.as_strided((32, 32), (1, 33), 7)
         heads = y.view(64, 4, 16).transpose(0, 1)
         scores = torch.softmax(heads @ heads.transpose(1, 2), -1) @ heads
-        return scores.transpose(0, 1).reshape(64, 64) + z.repeat(2, 2) + y[:0].sum() + y.unfold(1, 8, 8).prod(2).mean()
+        return (
+            scores.transpose(0, 1).reshape(64, 64)
+            + z.repeat(2, 2)
+            + y[:0].sum()
+            + y.unfold(1, 8, 8).prod(2).mean()
+        )
 
 
 def test_geometry_of_saved_tensors(engine):

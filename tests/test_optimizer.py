@@ -1,0 +1,139 @@
+"""The optimizer's part of the step: its state is resident, and what its `step()` takes is part of the peak."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoac
+from autoac.measure import measure_peak, unique_storage_bytes
+from tests.small_models import Blocks, batch, least_bytes, make
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Parameters = Iterable[nn.Parameter]
+
+OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-3),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    "SGD, momentum, foreach": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, foreach=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3),
+}
+
+
+def train(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """A step from the zero_grad state, with `optimizer.step()` at its end."""
+
+    def forward_backward() -> None:
+        output = model(x)
+        loss = output.mean()
+        loss.backward()
+
+    forward_backward()
+    optimizer.step()
+
+
+def resident_bytes(model: Blocks, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> int:
+    state = [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
+    return unique_storage_bytes([*model.parameters(), *model.buffers(), x, *state])
+
+
+def measured_bytes(model: Blocks, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> int:
+    """Peak of the second step: the first one makes the state."""
+    train(model, x, optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    return (
+        resident_bytes(model, x, optimizer)
+        + measure_peak(lambda: train(model, x, optimizer)).peak_above_start_bytes
+    )
+
+
+@pytest.mark.parametrize("rows", [64, 4])  # the peak is in backward, or in the optimizer
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_and_peak(name: str, rows: int):
+    model, x = make(), batch()[:rows].clone()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    without = autoac.solve(autoac.profile(model, x), 10**12)
+    n_entries = len(optimizer.state)
+    profile = autoac.profile(model, x, optimizer=optimizer)
+    plan = autoac.solve(profile, 10**12)
+    assert len(optimizer.state) == n_entries
+
+    measured = measured_bytes(model, x, optimizer)
+    assert profile.resident_bytes == resident_bytes(model, x, optimizer)
+    assert plan.predicted_peak_bytes == pytest.approx(measured, rel=1e-3)
+    assert plan.predicted_peak_bytes >= without.predicted_peak_bytes
+    assert profile.notes == (f"includes {type(optimizer).__name__}.step(), whose time is not counted",)
+    optstate = profile.storages[profile.storages["kind"] == "Optstate"]
+    assert list(optstate["name"]) == [type(optimizer).__name__]
+
+
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+def test_a_plan_for_a_budget_that_holds_the_optimizer(engine: str):
+    model, x = make(), torch.randn(256, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    profile = autoac.profile(model, x, optimizer=optimizer)
+    budget = least_bytes(profile, engine)
+    plan = autoac.solve(profile, budget, engine=engine)
+    assert any(region.wrapped for region in plan.regions)
+    plan.apply(model)
+    measured = measured_bytes(model, x, optimizer)
+    assert measured <= budget
+    assert plan.predicted_peak_bytes == pytest.approx(measured, rel=1e-3)
+
+
+def test_no_plan_helps_where_the_optimizer_is_the_peak():
+    """The least feasible budget is the optimizer's peak, and the error says who holds it."""
+    model, x = make(), batch()[:1].clone()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    with pytest.raises(autoac.InfeasibleBudgetError) as caught:
+        autoac.plan(model, x, 1000, optimizer=optimizer)
+    measured = measured_bytes(model, x, optimizer)
+    assert caught.value.minimum_bytes == pytest.approx(measured, rel=1e-3)
+    assert caught.value.where.startswith("optimizer.step")
+    kinds: dict[str, int] = {}
+    for kind, _, size in caught.value.holders:
+        kinds[kind] = kinds.get(kind, 0) + size
+    n_bytes = unique_storage_bytes(model.parameters())
+    assert kinds["Parameter"] == n_bytes
+    assert kinds["Gradient"] == n_bytes
+    assert kinds["Optstate"] == 2 * n_bytes + 4 * len(list(model.parameters()))
+
+
+def test_an_optimizer_that_has_run_before_gives_the_same():
+    """So does one with gradients and parameters of other models in its groups."""
+    model, x = make(), batch()
+    new = autoac.profile(model, x, optimizer=torch.optim.AdamW(model.parameters()))
+    used = torch.optim.AdamW(model.parameters())
+    train(model, x, used)
+    model.zero_grad(set_to_none=True)
+    assert autoac.profile(model, x, optimizer=used).resident_bytes == new.resident_bytes
+
+
+def test_frozen_parameters_have_no_state():
+    model, x = make(), batch()
+    model.blocks[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    profile = autoac.profile(model, x, optimizer=optimizer)
+    measured = measured_bytes(model, x, optimizer)
+    assert profile.resident_bytes == resident_bytes(model, x, optimizer)
+    assert autoac.solve(profile, 10**12).predicted_peak_bytes == pytest.approx(measured, rel=1e-3)
+
+
+def test_an_optimizer_that_cannot_be_looked_into_is_refused():
+    class NeedsAClosure(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure) if closure else closure()
+
+    model = make()
+    with pytest.raises(
+        autoac.AutoacError, match=r"NeedsAClosure cannot be run on fake tensors.* Leave optimizer= out"
+    ):
+        autoac.profile(model, batch(), optimizer=NeedsAClosure(model.parameters(), lr=0.1))

@@ -130,22 +130,22 @@ class Plan:
             PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
         """
         self._check(model)
-        given, model = model, unwrapped(model)
+        inner = unwrapped(model)
         done: list[torch.nn.Module] = []
         try:
             programs_of = self._programs()
             for fqn, programs in programs_of.items():
-                module = model.get_submodule(fqn)
+                module = inner.get_submodule(fqn)
                 attach(module, programs, self.engine, self._id)
                 done.append(module)
             several = [fqn for fqn, programs in programs_of.items() if len(programs) > 1]
             if several and self.record.root_calls == 1 and "" not in programs_of:
-                attach_root(model, several, self._id)
+                attach_root(inner, several, self._id)
         except BaseException:
             for module in done:
                 detach(module)
             raise
-        return given
+        return model
 
     def remove(self, model: Model) -> Model:
         """Take the plan off the model, which is then exactly as it was before, and return it.

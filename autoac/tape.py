@@ -50,8 +50,8 @@ _CUDA_BLOCK_BYTES = 512
 _SCALAR_BYTES = 8
 
 # Out of place under a dispatch mode only; source: `areAnyTensorSubclassLike` in torch's FunctionsManual.cpp.
-_SCATTERS = {"aten.index_put.default", "aten.scatter.src", "aten.scatter.value"}
-_SCATTERS |= {"aten.scatter_add.default", "aten.index_add.default", "aten.put.default"}
+_SCATTERS = {"aten.index_put.default", "aten.scatter.src", "aten.scatter_add.default"}
+_SCATTERS |= {"aten.index_add.default", "aten.put.default"}
 _BCE_NODE = "BinaryCrossEntropyWithLogitsBackward"
 _BCE_OPS = {"aten.sub.Tensor", "aten.mul.Tensor"}
 
@@ -103,7 +103,9 @@ class Tape(TorchDispatchMode):
         if info.ignored:
             for call in self.call_stack:
                 self.calls[call]["views"] += 1
-            self._ids(tensors_in((*args, *kwargs.values())))  # what is seen here first was there before the step
+            self._ids(
+                tensors_in((*args, *kwargs.values()))
+            )  # what is seen here first was there before the step
             start = time.perf_counter()
             result = func(*args, **kwargs)
             self._view_times.append(time.perf_counter() - start)
@@ -191,7 +193,9 @@ class Tape(TorchDispatchMode):
         if known is None or not self.storages[known]["backward"] or not is_dense(old):
             return False  # what forward made and autograd saved is no gradient
         made_by_node = self._born_in.get(known) == _sequence(node)
-        if info.name in _SCATTERS or (info.name in _BCE_OPS and _name(node).startswith(_BCE_NODE)):
+        if info.name in _SCATTERS:  # into zeros; what CopySlices has made is the gradient that came in
+            return made_by_node and "CopySlices" not in _name(node)
+        if info.name in _BCE_OPS and _name(node).startswith(_BCE_NODE):
             return made_by_node
         adds = info.name == "aten.add.Tensor" and len(args) == 2 and _alike(*args)
         return adds and not made_by_node and held_once_as_argument(old)
@@ -515,7 +519,12 @@ class Instrumented:
             self.counts[module] += torch.is_grad_enabled()
             self.tape.enter(name, number, module, (args, kwargs))
             try:
-                if module in self.lean and not self.depth and torch.is_grad_enabled() and self._hooks_are_ours():
+                if (
+                    module in self.lean
+                    and not self.depth
+                    and torch.is_grad_enabled()
+                    and self._hooks_are_ours()
+                ):
                     return self._run_lean(name, original, args, kwargs)
                 return original(*args, **kwargs)
             finally:

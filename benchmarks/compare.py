@@ -24,7 +24,7 @@ def main(
     model: Annotated[
         list[str] | None, typer.Option(help="gpt, resnet or t5; may be repeated. All by default.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of each configuration.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each configuration.")] = 8,
     budgets: Annotated[int, typer.Option(min=2, help="How many, at equal distances.")] = 10,
     size: Annotated[str, typer.Option(help="full, or tiny for a trial.")] = "full",
     engine: Annotated[str, typer.Option(help="replay or sac.")] = "replay",
@@ -98,7 +98,9 @@ def conditions(device: str, rounds: int) -> dict[str, str]:
         else f"{_processor()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
         "precision": "fp32",
-        "time": "by CUDA events" if cuda else "is CPU time of the process, waiting threads asleep, freed memory kept by glibc",
+        "time": "by CUDA events"
+        if cuda
+        else "is CPU time of the process, waiting threads asleep, freed memory kept by glibc",
         "rounds": str(rounds),
         "date": time.strftime("%Y-%m-%d"),
     }

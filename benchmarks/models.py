@@ -135,7 +135,7 @@ def t5(size: str) -> Workload:
     from transformers import T5Config, T5ForConditionalGeneration
 
     layers, width, heads, length, batch, vocabulary = (
-        (4, 384, 6, 128, 12, 4096) if size == "full" else (2, 32, 2, 16, 2, 64)
+        (4, 384, 6, 128, 8, 4096) if size == "full" else (2, 32, 2, 16, 2, 64)
     )
     config = T5Config(
         vocab_size=vocabulary,

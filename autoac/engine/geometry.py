@@ -46,21 +46,22 @@ def certainly_disjoint(a: Geometry, b: Geometry) -> bool:
     if a[1] != b[1] or a[3] is not b[3]:
         return False
     dims = sorted((stride, d) for d, stride in enumerate(a[1]) if max(a[0][d], b[0][d]) > 1)
-    starts = _digits(a[2], dims), _digits(b[2], dims)
-    reach = [0, 0]  # the largest place that the smaller strides lead to
-    apart = False
+    rest_a, first_a = _digits(a[2], dims)
+    rest_b, first_b = _digits(b[2], dims)
+    apart = rest_a != rest_b
+    reach = max(rest_a, rest_b)  # the farthest place that the smaller strides lead to
     for stride, d in dims:
-        if max(reach) >= stride:
-            return False  # not digits: an element has several of them
-        first = [start[d] for start in starts]
-        last = [first[0] + a[0][d] - 1, first[1] + b[0][d] - 1]
-        reach = [r + index * stride for r, index in zip(reach, last, strict=True)]
-        apart |= last[0] < first[1] or last[1] < first[0]
+        if reach >= stride:
+            return False  # not digits: some place can be written in several ways
+        last_a, last_b = first_a[d] + a[0][d] - 1, first_b[d] + b[0][d] - 1
+        apart = apart or last_a < first_b[d] or last_b < first_a[d]
+        reach += max(last_a, last_b) * stride
     return apart
 
 
-def _digits(offset: int, dims: Sequence[tuple[int, int]]) -> dict[int, int]:
+def _digits(offset: int, dims: Sequence[tuple[int, int]]) -> tuple[int, dict[int, int]]:
+    """The offset in strides: what is left over, and the index along each dimension."""
     digits = {}
     for stride, d in reversed(dims):
         digits[d], offset = divmod(offset, stride) if stride else (0, offset)
-    return digits
+    return offset, digits

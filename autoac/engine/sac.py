@@ -136,9 +136,12 @@ class SacPolicy:
 
         Of a generator of the model's own nothing is stashed: what it draws is saved.
         """
-        if self.random is None and not own:
-            self.random = decision
-        wanted = SAVE if own else self.random
+        if own:
+            wanted = SAVE
+        elif self.random is None:
+            wanted = self.random = decision
+        else:
+            wanted = self.random
         if decision is not wanted and in_place:
             raise RuntimeError(
                 self._refusal(f"{func} draws random numbers for one part of what is recomputed")

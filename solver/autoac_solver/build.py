@@ -479,6 +479,24 @@ class _Builder:
                 instances.append(
                     Instance(CPU_RANDOM_STATE_BYTES, region.first_position, region.window_end, exists)
                 )
+        if self.engine == "sac":
+            instances += self._second_scalars()
+        return instances
+
+    def _second_scalars(self) -> list[Instance]:
+        """Numbers that autograd saved as tensors, which no op makes: the region's second run saves them again."""
+        made = {storage for op in self.profile.tape for storage in op.creates}
+        scalars = [
+            storage
+            for index, storage in enumerate(self.profile.storage_table)
+            if storage.alloc != NEVER and index not in made
+        ]
+        instances = []
+        for region in self.regions:
+            size = sum(scalar.bytes for scalar in scalars if region.owns(scalar.alloc))
+            if size:
+                end = self._position(region.last_release)
+                instances.append(Instance(size, region.first_position, end, Condition(wrapped=region.index)))
         return instances
 
 

@@ -1,8 +1,8 @@
 """Hold a training step with a plan against the same step without it: everything a step leaves behind, by bits.
 
-A `Case` is a model, and a step of it in two halves: `forward`, up to the losses, and `backward`. `assert_exact` profiles it,
-plans it for several budgets and runs it with each plan, two steps in a row. Nothing of autoac's own verification is
-used here.
+A `Case` is a model, and a step of it in two halves: `forward`, up to the losses, and `backward`. `assert_exact`
+profiles it, plans it for several budgets and runs it with each plan, two steps in a row. Nothing of autoac's own
+verification is used here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import autoac
+from autoac.compat import top_saved_tensors_hooks
 from autoac.engine.replay import Handle, Record, Recording, ReplayCall, Slot
 from autoac.plans import Plan
 from autoac.regions import select_modules
@@ -50,13 +51,13 @@ class Case:
     """
 
     build: Callable[[], nn.Module]
-    forward: Callable[[nn.Module], Any]
+    forward: Callable[[Any], Any]
     regions: str | Sequence[str]
     backward: Callable[[Any], Any] = backward_from
-    profiled: Callable[[nn.Module], Any] | None = None
+    profiled: Callable[[Any], Any] | None = None
     profiled_backward: Callable[[Any], Any] | None = None
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         """A new model, always the same."""
         torch.manual_seed(SEED)
         return self.build().train()
@@ -139,6 +140,18 @@ def run(case: Case, plan: Plan | None = None, steps: int = STEPS) -> dict[str, A
         for name, value in _leftovers(model, result, returned).items():
             left[f"{name} of step {step}"] = value
     return left
+
+
+def planned(case: Case, plan: Plan) -> Any:
+    """A new model with the plan on it."""
+    return plan.apply(case.model())
+
+
+def assert_gradients_of_a_step(model: nn.Module, case: Case) -> None:
+    """The model's gradients are those of one step without a plan."""
+    expected = run(case, steps=1)
+    found = {f"the gradient of {name} of step 0": p.grad for name, p in model.named_parameters()}
+    assert not differences(found, {name: expected[name] for name in found})
 
 
 def _leftovers(model: nn.Module, result: Any, returned: Any) -> dict[str, Any]:
@@ -243,5 +256,5 @@ def nothing_leaks() -> Iterator[None]:
 def assert_nothing_active() -> None:
     """No dispatch mode and no saved-tensor hooks are left on their stacks, and gradients are on."""
     assert torch._C._len_torch_dispatch_stack() == 0
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert top_saved_tensors_hooks() is None
     assert torch.is_grad_enabled()

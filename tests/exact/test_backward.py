@@ -1,18 +1,20 @@
-"""Every way to go backward: several losses, accumulation, `torch.autograd.grad`, twice, through gradients, not at all."""
+"""Ways to go backward: several losses, accumulation, `torch.autograd.grad`, twice, through gradients, not at all."""
 
 import pytest
 import torch
-import torch.utils.checkpoint
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 from tests.exact.harness import (
     Case,
     assert_exact,
+    assert_gradients_of_a_step,
     assert_nothing_active,
     backward_from,
     nothing_leaks,
     plan_with,
+    planned,
     plans,
     run,
 )
@@ -190,7 +192,7 @@ class Forces(nn.Module):
 
 
 def test_gradient_inside_forward():
-    """That backward replays what is recorded so far; the rest waits for the step's. Under sac it would be the only one."""
+    """That backward replays what is recorded so far, the rest waits for the step's. Sac could do only one of them."""
     assert_exact(Case(lambda: nn.Sequential(Forces(), Forces()), mean_square, regions=("0", "1")), "replay")
 
 
@@ -216,12 +218,10 @@ def test_second_backward_without_the_graph():
     """As without a plan: refused, and the first one is unharmed."""
     case = case_of(backward_from)
     plan = plans(case, "replay", [0.0])[0.0]
-    model = plan.apply(case.model())
+    model = planned(case, plan)
     loss = mean_square(model)
     loss.backward()
-    expected = run(case, steps=1)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.grad, expected[f"the gradient of {name} of step 0"])
+    assert_gradients_of_a_step(model, case)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
 
@@ -328,7 +328,7 @@ def test_output_dropped_without_backward(engine):
     case = case_of(backward_from)
     plan = plans(case, engine, [0.0])[0.0]
     with nothing_leaks():
-        model = plan.apply(case.model())
+        model = planned(case, plan)
         middle = model[0](X)
         end = model[1](middle)
         del middle
@@ -405,7 +405,7 @@ def test_region_around_a_checkpoint_of_the_users_own(engine):
 
 
 def test_region_inside_a_checkpoint_of_the_users_own(engine):
-    """Switched on after planning, as trainers do: the region's forward runs again in backward, and is recorded again."""
+    """Switched on after planning, as trainers do: the region runs again in backward, and is recorded again."""
 
     def without_checkpoints(model):
         for layer in model:

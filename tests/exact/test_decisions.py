@@ -1,7 +1,7 @@
 """Never wrong, whatever the decisions: replay with random ones, which no solver would make.
 
 The decisions need not fit one another: an in-place op may be recomputed and what made its storage not, a mask saved and
-what it was drawn into not. Modules first, then programs that are random themselves: views, in-place ops, random numbers.
+what it was drawn into not. Modules first, then programs that are random themselves: views, in-place ops, noise.
 """
 
 import random
@@ -116,7 +116,17 @@ def test_random_decisions_on_modules(name):
 
 # -- random programs ---------------------------------------------------------------------------------------------------
 
+
+def gates(t: torch.Tensor) -> torch.Tensor:
+    """As in a recurrent cell: parts of one storage that autograd takes for separate, each written in place."""
+    left, right = (t * 2).unsafe_chunk(2, 1)
+    left.sigmoid_()
+    right.mul_(left).tanh_()
+    return torch.cat([right * left, left], 1)
+
+
 UNARY = [
+    gates,
     torch.sin,
     torch.tanh,
     torch.exp,
@@ -190,7 +200,7 @@ IN_PLACE_BINARY = [
     lambda a, b: a[1:].add_(b[1:]),
     lambda a, b: a.t().sub_(b),
     lambda a, b: a.__setitem__(0, b[1]),
-    lambda a, b: torch._foreach_mul_([a], [b]),
+    lambda a, b: torch.ops.aten._foreach_mul_([a], [b]),
     lambda a, b: a.index_add_(0, torch.tensor([0, 2]), b[:2]),
 ]
 

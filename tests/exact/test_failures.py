@@ -7,7 +7,17 @@ from torch import nn
 
 from autoac.engine import replay
 from autoac.engine.program import Program
-from tests.exact.harness import Case, assert_nothing_active, differences, nothing_leaks, plan_with, plans, run
+from tests.exact.harness import (
+    Case,
+    assert_gradients_of_a_step,
+    assert_nothing_active,
+    differences,
+    nothing_leaks,
+    plan_with,
+    planned,
+    plans,
+    run,
+)
 
 X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
 
@@ -70,7 +80,7 @@ def test_next_step_after_an_exception(engine, where, which, fraction):
 def test_exception_in_forward_leaves_no_memory(engine):
     """What was recorded up to the exception goes with it."""
     plan = plans(CASE, engine, [0.0])[0.0]
-    model = plan.apply(CASE.model())
+    model = planned(CASE, plan)
     model[1].broken = "forward"
 
     def fail():
@@ -84,7 +94,7 @@ def test_exception_in_forward_leaves_no_memory(engine):
 def test_exception_in_backward_leaves_no_memory(engine):
     """Torch's own queue holds on to the rest of that backward, up to the next one in this thread."""
     plan = plans(CASE, engine, [0.0])[0.0]
-    model = plan.apply(CASE.model())
+    model = planned(CASE, plan)
     with nothing_leaks():
         model[1].broken = "backward"
         with pytest.raises(LookupError):
@@ -109,7 +119,9 @@ class Squared(nn.Module):
         return torch.exp(torch.sin(self.inner))
 
 
-SQUARED = Case(lambda: nn.Sequential(nn.Linear(64, 64), Squared()), mean_square, regions="1")
+SQUARED = Case(
+    lambda: nn.Sequential(nn.Linear(64, 64), Squared()), lambda model: model(X).mean(), regions="1"
+)
 
 
 def everything(region: str, op: str, nth: int) -> bool:
@@ -119,12 +131,12 @@ def everything(region: str, op: str, nth: int) -> bool:
 SAME_AS_AUTOGRAD = "modified by an in-?place operation"
 
 
-def modified_step(model: nn.Module, what: str) -> None:
+def modified_step(model, what):
     """A step of the model in which the user changes what backward needs."""
     values = {"weight": model[1].linear.weight, "input": model[0](X)}
     values["output"] = model[1](values["input"])
     values["inner"] = model[1].inner
-    loss = values["output"].square().mean()
+    loss = values["output"].mean()
     with torch.no_grad():
         values[what].mul_(2)
     loss.backward()
@@ -133,11 +145,11 @@ def modified_step(model: nn.Module, what: str) -> None:
 @pytest.mark.parametrize("what", ["input", "inner", "output", "weight"])
 @pytest.mark.parametrize("saved", ["all", "some"])
 def test_saved_tensors_modified_by_the_user(what, saved):
-    """An error as without a plan, for as far as the tensor, or what it is recomputed from, is the one that was saved."""
+    """An error as without a plan, where the tensor or what it is recomputed from is the one that was saved."""
     with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
         modified_step(SQUARED.model(), what)
     recomputed = {"all": "", "some": "aten.sin.default"}[saved]
-    model = plan_with(SQUARED, "replay", lambda region, op, nth: op == recomputed).apply(SQUARED.model())
+    model = planned(SQUARED, plan_with(SQUARED, "replay", lambda region, op, nth: op == recomputed))
     with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
         modified_step(model, what)
     assert_nothing_active()
@@ -145,7 +157,7 @@ def test_saved_tensors_modified_by_the_user(what, saved):
 
 @pytest.mark.parametrize("what", ["input", "weight"])
 def test_inputs_of_recomputed_values_modified_by_the_user(what):
-    model = plan_with(SQUARED, "replay", everything).apply(SQUARED.model())
+    model = planned(SQUARED, plan_with(SQUARED, "replay", everything))
     with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
         modified_step(model, what)
 
@@ -153,11 +165,9 @@ def test_inputs_of_recomputed_values_modified_by_the_user(what):
 @pytest.mark.parametrize("what", ["inner", "output"])
 def test_recomputed_values_modified_by_the_user(what):
     """The value that backward needs is recomputed as it was: the gradients are those of the step without the change."""
-    model = plan_with(SQUARED, "replay", everything).apply(SQUARED.model())
+    model = planned(SQUARED, plan_with(SQUARED, "replay", everything))
     modified_step(model, what)
-    expected = run(SQUARED, steps=1)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.grad, expected[f"the gradient of {name} of step 0"])
+    assert_gradients_of_a_step(model, SQUARED)
 
 
 def modifies_what_it_saved(x: torch.Tensor) -> torch.Tensor:

@@ -169,7 +169,7 @@ class Foreach(nn.Module):
     def forward(self, x):
         y = self.linear(x)
         seen = y.t()
-        torch._foreach_mul_([y], [torch.sigmoid(x)])
+        torch.ops.aten._foreach_mul_([y], [torch.sigmoid(x)])
         return torch.tanh(seen) + torch.sin(y)
 
 
@@ -267,8 +267,8 @@ class NumpyTanh(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, grad):
-        (y,) = ctx.saved_tensors
+    def backward(ctx, *grads):
+        (grad,), (y,) = grads, ctx.saved_tensors
         return grad * (1 - y * y)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from tests.exact.harness import Case, assert_exact, assert_plan_exact, plans, recomputes, run
+from tests.exact.harness import (
+    Case,
+    assert_exact,
+    assert_gradients_of_a_step,
+    assert_plan_exact,
+    least_budget,
+    planned,
+    plans,
+    recomputes,
+)
 
 X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
 UNKNOWN_OPS = "ignore:region .* runs ops that the profiled step did not run:UserWarning"
@@ -21,11 +31,8 @@ UNKNOWN_OPS = "ignore:region .* runs ops that the profiled step did not run:User
 class Block(nn.Module):
     def __init__(self, width: int = 64):
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 2 * width),
-            nn.Linear(2 * width, width),
-        )
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -55,13 +62,11 @@ def test_frozen_parameters(engine):
 class Adapted(nn.Module):
     """A frozen layer and a trained one of low rank beside it."""
 
-    def __init__(self, base: nn.Linear):
+    def __init__(self, base: nn.Module):
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.a, self.b = (
-            nn.Linear(base.in_features, 4, bias=False),
-            nn.Linear(4, base.out_features, bias=False),
-        )
+        wide, narrow = base.get_parameter("weight").shape
+        self.a, self.b = nn.Linear(narrow, 4, bias=False), nn.Linear(4, wide, bias=False)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x):
@@ -72,7 +77,8 @@ def test_adapters(engine):
     def build():
         model = nn.Sequential(Block(), Block(), Block()).requires_grad_(False)
         for block in model:
-            block.up, block.down = Adapted(block.up), Adapted(block.down)
+            for name in ("up", "down"):
+                setattr(block, name, Adapted(block.get_submodule(name)))
         return model
 
     assert_exact(Case(build, mean_square, regions=("0", "1", "2")), engine)
@@ -87,7 +93,7 @@ class Tied(nn.Module):
         self.blocks = nn.ModuleList([Block(), Block(), Block()])
         self.head = nn.Linear(64, 50, bias=False)
         self.head.weight = self.embedding.weight
-        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.blocks[2].get_submodule("up").weight = self.blocks[0].get_parameter("up.weight")
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -109,7 +115,7 @@ def test_parametrised_weights(engine):
     def build():
         model = nn.Sequential(Block(), Block())
         for block in model:
-            weight_norm(block.up)
+            weight_norm(block.get_submodule("up"))
         return model
 
     assert_exact(Case(build, mean_square, regions=("0", "1")), engine)
@@ -154,11 +160,14 @@ def test_other_number_of_calls_than_profiled(engine):
 def test_forward_hooks(engine):
     """Hooks on a planned module and inside of it run once, and on what they would run without a plan."""
 
+    def squash(module: nn.Module, args: Any, output: Any) -> torch.Tensor:
+        return torch.tanh(output)
+
     def build():
         model = nn.Sequential(Block(), Block())
         model[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-        model[0].register_forward_hook(lambda module, args, out: out + 1)
-        model[1].up.register_forward_hook(lambda module, args, out: torch.tanh(out))
+        model[0].register_forward_hook(squash)
+        model[1].get_submodule("up").register_forward_hook(squash)
         model[1].register_full_backward_hook(lambda module, grads, out_grads: (grads[0] * 3,))
         return model
 
@@ -168,17 +177,14 @@ def test_forward_hooks(engine):
 def test_copies_of_a_planned_model(engine):
     case = Case(lambda: nn.Sequential(Block(), Block()), mean_square, regions=("0", "1"))
     plan = plans(case, engine, [0.0])[0.0]
-    model = plan.apply(case.model())
+    model = planned(case, plan)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()  # which the copy must not notice
     loss = mean_square(twin)
     loss.backward()
-    expected = run(case, steps=1)
-    assert torch.equal(loss, expected["result 0 of step 0"])
-    for name, parameter in twin.named_parameters():
-        assert torch.equal(parameter.grad, expected[f"the gradient of {name} of step 0"])
+    assert_gradients_of_a_step(twin, case)
 
 
 # -- data-dependent routing --------------------------------------------------------------------------------------------
@@ -341,7 +347,7 @@ class NestedModel(nn.Module):
         self.gain = nn.Parameter(torch.ones(64))
 
     def forward(self, x):
-        state, extra = State(x, []), {"pair": (x, [x * 2])}
+        state, extra = State(x, []), dict[str, Any](pair=(x, [x * 2]))
         for index, layer in enumerate(self.layers):
             cosine, (exponential, *_) = extra["pair"]
             state, extra = layer(
@@ -425,10 +431,7 @@ def test_sample_given_as_tensors(engine):
     sample = {"inputs": X, "targets": X.flip(0)}
     case = Case(Model, lambda model: loss(model(**sample)), regions="blocks.*")
     profile = autoac.profile(case.model(), sample, loss=loss)
-    try:
-        autoac.solve(profile, 1, engine=engine, regions=["blocks.0", "blocks.1"])
-    except autoac.InfeasibleBudgetError as error:
-        least = error.minimum_bytes
+    least = least_budget(profile, engine, ["blocks.0", "blocks.1"])
     plan = autoac.plan(case.model(), sample, least, loss=loss, engine=engine, regions="blocks.*")
     assert recomputes(plan)
     assert_plan_exact(case, plan)

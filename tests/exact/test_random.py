@@ -121,7 +121,7 @@ class PythonNoise(nn.Module):
 
 
 def test_python_random_numbers():
-    """Replay runs no Python code twice. Selective checkpointing does: it cannot be exact here, nor could torch's own."""
+    """Replay runs no Python code twice. Selective checkpointing does, so that it cannot be exact here."""
 
     def forward(model):
         random.seed(5)

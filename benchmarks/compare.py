@@ -37,11 +37,12 @@ def main(
     """Measure peak, gradients and step time of ours and of other strategies, side by side."""
     quiet.restart_if_needed()
     torch.set_num_threads(threads)
+    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     found: list[ModelResult] = []
     for name in model or models.MODELS:
-        found.append(measure_model(name, size, torch.device(device), engine, budgets, rounds))
+        found.append(measure_model(name, size, place, engine, budgets, rounds))
         results = Results(conditions(device, rounds), found)
         results.save(out / "compare.json")
         write_text(out / "compare.md", render(results))

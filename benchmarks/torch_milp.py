@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -63,7 +64,7 @@ class _Planner:
     """The statistics of one model, and torch's solver on them."""
 
     def __init__(self, workload: Workload, size: str, device: torch.device) -> None:
-        import pwlf  # noqa: F401  # type: ignore[import-not-found]  # torch needs it, and asks too late to say so
+        importlib.import_module("pwlf")  # torch needs it, and would say so late
         from torch.distributed._tools import sac_ilp
         from torch.distributed._tools.ilp_utils import aggregate_stats, parse_module_info
         from torch.distributed._tools.sac_estimator import SACEstimator
@@ -74,8 +75,9 @@ class _Planner:
             step = fake.step(fake.model)
             memory = _memory(fake.model, step)
             runtime = _runtime(fake.model, step)
-            self.estimator = SACEstimator()
-            self.estimator._estimate_runtime = _timed
+            self.estimator = SACEstimator()("operator-level-benchmark")
+            if device.type != "cuda":
+                self.estimator._estimate_runtime = _timed
             with self.estimator:
                 step()
             _drop_empty(self.estimator)

@@ -483,6 +483,35 @@ def test_after_an_exception_calls_are_counted_anew(engine: str, where: str, regi
     assert peak == peak_bytes(plan.apply(make(rounds=2)))
 
 
+def accumulate(model: Blocks) -> None:
+    model.zero_grad(set_to_none=True)
+    for seed in (1, 2):
+        model(batch(seed)).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    "fails_in_step_1",
+    [
+        False,
+        pytest.param(True, marks=pytest.mark.xfail(reason="where the model is called several times a step, a step that was "
+                                                   "given up shifts the decisions of the following ones")),
+    ],
+)  # fmt: skip
+def test_each_micro_batch_has_its_own_decisions(engine: str, fails_in_step_1: bool, regions_run: list[str]):
+    model = make()
+    profile = autoac.profile(model, lambda: accumulate(model))
+    names = [*NAMES, *(f"{name}#1" for name in NAMES)]
+    plan = tight_plan(profile, engine, NAMES)
+    assert [region.name for region in plan.regions] == names
+    plan.apply(model)
+    if fails_in_step_1:
+        model(batch())
+    for _ in range(2):
+        regions_run.clear()
+        accumulate(model)
+        assert regions_run == wrapped_names(plan)
+
+
 def test_a_forward_that_is_never_followed_by_a_backward(engine: str, regions_run: list[str]):
     plan = plan_for(engine, rounds=2)
     model = plan.apply(make(rounds=2))

@@ -256,6 +256,48 @@ def gradients(model: nn.Module, seed: int) -> list[torch.Tensor]:
     return list(torch.autograd.grad(model(batch(seed)).square().mean(), list(model.parameters())))
 
 
+class SquaredDropout(nn.Module):
+    """Of its output one can tell which elements were dropped, and so what the gradient has to be."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.dropout(x, 0.5, train=True).square()
+
+
+def test_threads_do_not_disturb_recomputed_random_numbers():
+    """Under replay; torch's own checkpoint, and so sac, sets the random state without a thought for other threads."""
+    model = nn.Sequential(*(SquaredDropout() for _ in range(4)), nn.Linear(1, 1))
+    x = torch.rand(50, 1000) + 0.5
+
+    def run(part: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        given = x.clone().requires_grad_()
+        output = part(given)
+        (gradient,) = torch.autograd.grad(output.sum(), given)
+        return gradient, 2 * output.detach().sqrt() * (output.detach() > 0) * 2
+
+    names = ["0", "1", "2", "3"]
+    profile = autoac.profile(model, lambda: [run(part) for part in model[:4]] and None)
+    record = autoac.solve(profile, 10**12, regions=names).record
+    everything = [
+        dataclasses.replace(region, wrapped=True, steps=tuple((name, True) for name, _ in region.steps))
+        for region in record.regions
+    ]
+    Plan(dataclasses.replace(record, regions=tuple(everything))).apply(model)
+    faults: list[str] = []
+
+    def train(name: str) -> None:
+        for _ in range(150):
+            found, expected = run(model.get_submodule(name))
+            if not torch.allclose(found, expected):
+                faults.append(name)
+
+    threads = [threading.Thread(target=train, args=(name,)) for name in names[:2]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+
+
 def test_backward_in_another_thread(plan: Plan):
     planned, expected = plan.apply(make()), step(make())
     torch.manual_seed(5)
@@ -331,6 +373,35 @@ def test_a_forward_put_over_the_plan_is_seen(plan: Plan):
     model.blocks[0].forward = model.blocks[0]._old_forward
     plan.remove(model)
     assert "forward" not in vars(model.blocks[0])
+
+
+def test_hooks_of_accelerate(plan: Plan):
+    """Put on before the plan or over it, they run, and they come off again."""
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Counts(hooks.ModelHook):
+        calls = 0
+
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return args, kwargs
+
+    below, over = Counts(), Counts()
+    model = make()
+    hooks.add_hook_to_module(model.blocks[0], below)
+    before = attributes(model)
+    plan.apply(model)
+    hooks.add_hook_to_module(model.blocks[1], over)
+    assert_same(step(model), step(make()))
+    assert below.calls >= 1
+    assert over.calls == 1
+    assert is_recomputing(model)
+
+    with pytest.raises(PlanMismatchError, match=r"module 'blocks\.1' was given another forward"):
+        plan.remove(model)
+    hooks.remove_hook_from_module(model.blocks[1])
+    plan.remove(model)
+    assert attributes(model) == before
 
 
 def test_what_is_not_recomputed_is_untouched(engine: str):

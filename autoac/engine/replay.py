@@ -15,6 +15,7 @@ NOTE [ Replay ]
   2. A recomputed tensor is dropped after the last record that reads it; handles keep what they wait for. A record is
      dropped as soon as it has run, unless backward retains the graph: then a second backward replays again.
   3. A random op's generator state is stashed when it is recorded, set for its replay, and left as it was found.
+     Threads share generators: none draws recorded numbers while another one replays (`_drawing`).
   4. What is replayed is what ran: autocast, Python side effects, changed globals do not matter. A batch norm is
      replayed without its running statistics. Gradients are on or off as they were, for some kernels look: oneDNN's
      LSTM makes its workspace only where they are on.
@@ -57,6 +58,8 @@ from autoac.engine.geometry import (
 )
 from autoac.engine.program import END, Program
 from autoac.opinfo import OpInfo, op_info, tensors_in, written_tensors
+
+_drawing = threading.RLock()
 
 
 class Slot:
@@ -196,7 +199,7 @@ class ReplayCall:
             self.pending = False
             run, last_use = self._schedule()
             # A backward inside of the region's own forward replays what is recorded so far, unseen by the recording.
-            with torch.enable_grad(), below_autograd():
+            with torch.enable_grad(), below_autograd():  # noqa: SIM117 (the next one acts from its construction on)
                 with disable_dispatch_modes() if self.recording else contextlib.nullcontext():
                     self._run(run, last_use, keep_graph)
 
@@ -269,12 +272,13 @@ class ReplayCall:
         if record.rng is None:
             return record.func(*args, **kwargs) if kwargs else record.func(*args)
         generator, state = record.rng
-        found = generator.get_state()
-        generator.set_state(state)
-        try:
-            return record.func(*args, **kwargs)
-        finally:
-            generator.set_state(found)
+        with _drawing:
+            found = generator.get_state()
+            generator.set_state(state)
+            try:
+                return record.func(*args, **kwargs)
+            finally:
+                generator.set_state(found)
 
 
 def _deliver(slot: Slot, tensor: torch.Tensor, table: dict[Slot, torch.Tensor]) -> None:
@@ -404,10 +408,6 @@ class Recording(TorchDispatchMode):
                 slot = self.slot_of(target)
                 if slot is not None:
                     slot.is_written(target)
-        rng = None
-        if info.random and info.draws_random(args):
-            generator = info.generator(args, kwargs) or default_generator(_device(info, args, kwargs))
-            rng = (generator, generator.get_state())
         refs: list[tuple[Any, Slot, Geometry | None]] = []
         kept: list[tuple[torch.Tensor, int]] = []
         stored = list(args)
@@ -423,7 +423,14 @@ class Recording(TorchDispatchMode):
                 ]
         if kwargs:
             kwargs = dict(kwargs)
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        rng = None
+        if info.random and info.draws_random(args):
+            generator = info.generator(args, kwargs) or default_generator(_device(info, args, kwargs))
+            with _drawing:
+                rng = (generator, generator.get_state())
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs) if kwargs else func(*args)
         for name in info.keywords:
             value = kwargs.get(name)
             if isinstance(value, torch.Tensor):

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from autoac.compat import any_autocast, disable_dispatch_modes, storage_key
+from autoac.compat import any_autocast, disable_dispatch_modes, storage_key, version_of
 from autoac.engine.program import Program
 from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_tensors
 
@@ -115,6 +115,11 @@ class SacPolicy:
             decision = SAVE
         if info.writes:
             decision = self._written(info, args, kwargs)
+        if (
+            info.writes_lists
+        ):  # below torch's mode these writes have not been counted, see compat.counted_writes
+            written = written_tensors(info, args, kwargs)
+            torch.autograd.graph.increment_version([t for t in written if version_of(t) >= 0])
         if info.random and info.draws_random(args):
             own = info.generator(args, kwargs) is not None
             decision = self._random(func, decision, own, in_place=bool(info.writes))

@@ -9,6 +9,7 @@ from autoac.engine import replay
 from autoac.engine.program import Program
 from tests.exact.harness import (
     Case,
+    assert_exact,
     assert_gradients_of_a_step,
     assert_nothing_active,
     differences,
@@ -160,6 +161,36 @@ def test_inputs_of_recomputed_values_modified_by_the_user(what):
     model = planned(SQUARED, plan_with(SQUARED, "replay", everything))
     with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
         modified_step(model, what)
+
+
+class Doubled(nn.Module):
+    """Autograd does not save its input, but what it saves is recomputed from it."""
+
+    def forward(self, x):
+        return torch.exp(torch.sin(x * 2))
+
+
+def test_what_only_the_plan_needs_modified_by_the_user():
+    """Without a plan that is allowed. With one it is an error, unless the profiled step did it."""
+
+    def forward(model):
+        x = model[0](X)
+        y = model[1](x)
+        x.mul_(2)
+        return y.mean() + x.mean()
+
+    def unmodified(model):
+        return model(X).mean()
+
+    def build():
+        return nn.Sequential(nn.Linear(64, 64), Doubled())
+
+    plan = plan_with(Case(build, unmodified, regions="1"), "replay", everything)
+    with pytest.raises(
+        RuntimeError, match=r"aten.mul.Tensor in region '1' must be run again .* plan the step as you"
+    ):
+        run(Case(build, forward, regions="1"), plan)
+    assert_exact(Case(build, forward, regions="1"), "replay")
 
 
 @pytest.mark.parametrize("what", ["inner", "output"])

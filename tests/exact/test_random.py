@@ -120,15 +120,21 @@ class PythonNoise(nn.Module):
         return torch.sin(self.linear(x) * random.random())
 
 
-def test_python_random_numbers():
-    """Replay runs no Python code twice. Selective checkpointing does, so that it cannot be exact here."""
+TORCH_RANDOM_ONLY = pytest.mark.xfail(
+    reason="torch's checkpoint runs Python again and restores torch's numbers only"
+)
+
+
+@pytest.mark.parametrize("engine", ["replay", pytest.param("sac", marks=TORCH_RANDOM_ONLY)])
+def test_python_random_numbers(engine):
+    """Replay runs no Python code twice."""
 
     def forward(model):
         random.seed(5)
         return model(X).square().mean()
 
     case = Case(lambda: nn.Sequential(PythonNoise(), PythonNoise()), forward, regions=("0", "1"))
-    assert_exact(case, "replay")
+    assert_exact(case, engine)
 
 
 def test_randomised_relu(engine):

@@ -84,8 +84,8 @@ def counted_writes(tensors: list[torch.Tensor]) -> Iterator[None]:
     """Every tensor written in this context, inside `__torch_dispatch__`, gets a new in-place version.
 
     An op that writes the tensors of a list (`_foreach_mul_`) leaves that to the ops it is made of, and below a dispatch
-    mode these do not count it on CPU. Autograd would then miss that a saved tensor was modified, and that the gradient of
-    a view has to go through the write.
+    mode these do not count it on CPU. Autograd would then miss that a saved tensor was modified, and that the
+    gradient of a view has to go through the write.
     """
     versions = [version_of(tensor) for tensor in tensors]
     yield

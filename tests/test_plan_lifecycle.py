@@ -275,7 +275,7 @@ def test_threads_do_not_disturb_recomputed_random_numbers():
         return gradient, 2 * output.detach().sqrt() * (output.detach() > 0) * 2
 
     names = ["0", "1", "2", "3"]
-    profile = autoac.profile(model, lambda: [run(part) for part in model[:4]] and None)
+    profile = autoac.profile(model, lambda: [run(part) for part in list(model.children())[:4]] and None)
     record = autoac.solve(profile, 10**12, regions=names).record
     everything = [
         dataclasses.replace(region, wrapped=True, steps=tuple((name, True) for name, _ in region.steps))

@@ -21,6 +21,7 @@ from torch import nn
 import autoac
 from autoac.compat import top_saved_tensors_hooks
 from autoac.engine.replay import Handle, Record, Recording, ReplayCall, Slot
+from autoac.engine.sac import SacPolicy
 from autoac.plans import Plan
 from autoac.regions import select_modules
 from autoac_solver.profile import Profile
@@ -245,7 +246,7 @@ def nothing_leaks() -> Iterator[None]:
     gc.disable()
     try:
         yield
-        kinds = (Handle, Record, Recording, ReplayCall, Slot)
+        kinds = (Handle, Record, Recording, ReplayCall, Slot, SacPolicy)
         alive = Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing) in kinds)
         assert not alive, f"alive after the step: {dict(alive)}"
     finally:

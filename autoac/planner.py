@@ -382,6 +382,10 @@ def make_record(
         peak_fixed_bytes=fixed_bytes_at(built, timeline.peak_position),
         peak_holders=holders_at(profile, built, recomputed, timeline.peak_position),
         regions=regions,
-        decision_columns=decisions_table(profile, built, recomputed).to_dict("list"),
-        timeline_columns=timeline_table(profile, built, recomputed).to_dict("list"),
+        decision_columns=_columns(decisions_table(profile, built, recomputed)),
+        timeline_columns=_columns(timeline_table(profile, built, recomputed)),
     )
+
+
+def _columns(frame: pd.DataFrame) -> dict[str, list[Any]]:
+    return {str(name): frame[name].tolist() for name in frame.columns}

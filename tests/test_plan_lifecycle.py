@@ -59,6 +59,15 @@ def plan(engine: str) -> Plan:
     return plan_for(engine)
 
 
+def everything_recomputed(plan: Plan) -> Plan:
+    """The plan with another decision for every op: recompute."""
+    regions = [
+        dataclasses.replace(region, wrapped=True, steps=tuple((name, True) for name, _ in region.steps))
+        for region in plan.regions
+    ]
+    return Plan(dataclasses.replace(plan.record, regions=tuple(regions)))
+
+
 def is_recomputing(model: Blocks) -> bool:
     """Whether a step takes less memory than that of the same model without a plan."""
     return peak_bytes(model) < peak_bytes(make(rounds=model.rounds).train(model.training))
@@ -193,6 +202,36 @@ def test_without_gradients_the_original_forward_runs(
         planned(batch())
 
 
+class Recurrent(nn.Module):
+    """oneDNN's LSTM makes another set of outputs where gradients are off.
+
+    Args:
+        frozen: run the LSTM without gradients.
+    """
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.frozen = frozen
+        self.lstm = nn.LSTM(16, 16)
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(not self.frozen):
+            y, _ = self.lstm(x)
+        return x + self.head(y.tanh())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_are_on_in_a_replay_where_they_were_in_forward(frozen: bool):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Recurrent(frozen) for _ in range(3)))
+    x = torch.randn(8, 4, 16)
+    plan = everything_recomputed(autoac.solve(autoac.profile(model, x), 10**12, regions=["0", "1", "2"]))
+    assert any("lstm" in name or "rnn" in name for name, _ in plan.regions[0].steps)
+    expected = step(copy.deepcopy(model), x)
+    assert_same(step(plan.apply(model), x), expected)
+
+
 def test_signature_of_forward_is_kept(engine: str):
     """transformers' Trainer reads it to know which columns of the data set the model takes."""
     plan = plan_for(engine, 2)
@@ -276,12 +315,7 @@ def test_threads_do_not_disturb_recomputed_random_numbers():
 
     names = ["0", "1", "2", "3"]
     profile = autoac.profile(model, lambda: [run(part) for part in list(model.children())[:4]] and None)
-    record = autoac.solve(profile, 10**12, regions=names).record
-    everything = [
-        dataclasses.replace(region, wrapped=True, steps=tuple((name, True) for name, _ in region.steps))
-        for region in record.regions
-    ]
-    Plan(dataclasses.replace(record, regions=tuple(everything))).apply(model)
+    everything_recomputed(autoac.solve(profile, 10**12, regions=names)).apply(model)
     faults: list[str] = []
 
     def train(name: str) -> None:

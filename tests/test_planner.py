@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ import autoac
 from autoac_solver.profile import Profile
 
 ENGINES = ["replay", "sac"]
+PROFILES = Path(__file__).parent.parent / "profiles"
 
 
 class Block(nn.Module):
@@ -160,3 +163,12 @@ def test_a_model_without_anything_to_recompute_fits_or_does_not() -> None:
 def test_bad_arguments(profile: Profile, arguments: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         autoac.solve(profile, **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
+def test_recorded_profiles_can_be_planned_from(path: Path) -> None:
+    recorded = Profile.load(path)
+    ample = autoac.solve(recorded, "1TB")
+    half = autoac.solve(recorded, ample.predicted_peak_bytes // 2)
+    assert 0 < half.predicted_overhead < 0.5
+    assert half.predicted_peak_bytes <= ample.predicted_peak_bytes // 2

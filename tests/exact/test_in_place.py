@@ -210,9 +210,10 @@ def test_input_reshaped_in_place_is_refused_under_sac():
 
 
 class MovingAverage(nn.Module):
-    """Keeps an average of its activations and what it has seen last, and counts."""
+    """Keeps an average of its activations, what it has seen last and the largest of it, and counts."""
 
     average: torch.Tensor
+    largest: torch.Tensor
     last: torch.Tensor
     count: torch.Tensor
 
@@ -220,6 +221,7 @@ class MovingAverage(nn.Module):
         super().__init__()
         self.linear = nn.Linear(64, 64)
         self.register_buffer("average", torch.zeros(64))
+        self.register_buffer("largest", torch.zeros(64))
         self.register_buffer("last", torch.zeros(2, 64, 64))
         self.register_buffer("count", torch.tensor(0))
 
@@ -229,13 +231,35 @@ class MovingAverage(nn.Module):
             self.average.mul_(0.9).add_(y.mean(0), alpha=0.1)
             self.last[int(self.count) % 2].copy_(y)
             self.count += 1
-        return torch.sin(y - self.average) / self.count
+            where = torch.empty(64, dtype=torch.long)
+            torch.max(y, 0, out=(self.largest, where))  # writes what is the region's and what is not
+        return torch.sin(y - self.average) / self.count * y.gather(0, where[None])
 
 
 def test_buffers_updated_in_place(engine):
     case = two_of(MovingAverage)
     assert run(case)["buffer 0.count of step 1"] == 2
     assert_exact(case, engine)
+
+
+class Scheduled(nn.Module):
+    """Computes with a number of its own that counts the steps: it is another one when the code runs again."""
+
+    step: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("step", torch.tensor(1))
+
+    def forward(self, x):
+        factor = int(self.step)
+        self.step += 1
+        return torch.tanh(torch.cos(self.linear(x)) * factor)
+
+
+def test_numbers_read_off_buffers(engine):
+    assert_exact(two_of(Scheduled), engine)
 
 
 class ReassignedBuffer(nn.Module):

@@ -2,18 +2,17 @@
 
 While a step is recorded any choice will do that needs little memory (`lean_modules`), for the record does not depend
 on it. The regions of a plan are chosen from the record: the largest modules whose working set the budget can carry,
-found by descending the module tree (`partitions`), or what the user names (`named_calls`).
+found by descending the module tree (`partitions`), or what the user names.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
 from autoac_solver.errors import ProfilingError
-from autoac_solver.profile import Profile
 
 RegionChoice = None | str | Iterable[str] | Callable[[str, torch.nn.Module], bool]
 
@@ -101,16 +100,3 @@ def _inside(name: str, other: str) -> bool:
 def _some(modules: dict[str, torch.nn.Module]) -> str:
     names = [repr(name) for name in modules if name]
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-
-
-def named_calls(profile: Profile, names: Sequence[str]) -> list[int]:
-    """The module calls of the modules with these names, without calls inside another one of them."""
-    wanted = set(names)
-    chosen: set[int] = set()
-    for index, call in enumerate(profile.calls):
-        inside, parent = False, call.parent
-        while parent >= 0 and not inside:
-            inside, parent = parent in chosen, profile.calls[parent].parent
-        if call.fqn in wanted and call.grad and not inside:
-            chosen.add(index)
-    return sorted(chosen)

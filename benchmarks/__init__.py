@@ -7,5 +7,6 @@ It takes some 15 minutes on two quiet cores; torch's `sac_milp` takes part if `p
 `python -m benchmarks.op_cost` measures what the engines' bookkeeping costs per op; it takes seconds.
 
 What keeps them quiet (see `quiet`): CPU time instead of the clock on the wall, threads that sleep while they wait,
-freed memory kept by the process, all configurations taking turns in random order, the least of the rounds.
+freed memory kept by the process, all configurations taking turns in random order, each
+sample held against the median of its round, and of these the median over the rounds.
 """

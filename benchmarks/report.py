@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -18,9 +17,10 @@ def render(results: Results) -> str:
         "# Step time at a memory budget",
         f"Conditions: {conditions}.",
         "MB is 10^6 bytes. A peak is that of the whole step, parameters included, by the allocator's own account. "
-        "Overhead is extra step time over that without checkpointing: least (median) over the rounds, in which all "
-        "configurations of a model take turns in random order. The best other strategy is the fastest one whose "
-        "measured peak fits the budget and whose gradients are right.",
+        "Overhead is extra step time over that without checkpointing: the median over rounds of a sample over its "
+        "round's median (in brackets: of the least samples). In each round all configurations of a model take turns in "
+        "random order. The best other strategy is the fastest one whose measured peak fits the budget and whose "
+        "gradients are right.",
     ]
     return "\n\n".join([*parts, *map(_model, results.models)]) + "\n"
 
@@ -65,7 +65,7 @@ def _strategies(model: ModelResult) -> str:
 
 
 def _overhead(model: ModelResult, row: Row) -> str:
-    return f"{model.overhead(row):.1%} ({model.overhead(row, statistics.median):.1%})"
+    return f"{model.overhead(row):.1%} ({model.least_overhead(row):.1%})"
 
 
 def _mb(n_bytes: int) -> str:

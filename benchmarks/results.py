@@ -1,15 +1,17 @@
 """What a run of the benchmark found, as records and as JSON, and what follows from them.
 
-Overhead is a configuration's step time over that of no checkpointing, less one. Its step time is the least of the
-rounds, for whatever else a machine does only ever adds; medians stand beside it in the table.
+Overhead is a configuration's step time over that of no checkpointing, less one. A machine's speed drifts by more than
+what is to be told apart (clocks, neighbours), so every sample is first divided by the median of its round; a
+configuration's step time is the median of these over the rounds. The least of the plain samples stands beside it in the
+table: it is what one lucky sample says.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
@@ -18,8 +20,6 @@ from autoac_solver.files import read_json, write_json
 from benchmarks.measure import Configuration
 
 SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 1
-
-Statistic = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,25 @@ class ModelResult:
         """Our rows, one a budget."""
         return self.of_kind("ours")
 
-    def overhead(self, row: Row, statistic: Statistic = min) -> float:
+    @cached_property
+    def rounds(self) -> list[float]:
+        """How long the median configuration took in each round, seconds."""
+        samples = [row.seconds for row in self.rows if not row.error]
+        return [statistics.median(in_round) for in_round in zip(*samples, strict=True)]
+
+    def relative(self, row: Row) -> list[float]:
+        """A configuration's samples in units of their rounds."""
+        return [second / level for second, level in zip(row.seconds, self.rounds, strict=True)]
+
+    def overhead(self, row: Row) -> float:
         """Extra step time over that of no checkpointing."""
-        base = statistics.fmean(statistic(none.seconds) for none in self.of_kind("none"))
-        return statistic(row.seconds) / base - 1
+        base = statistics.fmean(statistics.median(self.relative(none)) for none in self.of_kind("none"))
+        return statistics.median(self.relative(row)) / base - 1
+
+    def least_overhead(self, row: Row) -> float:
+        """The same of the least plain samples."""
+        base = statistics.fmean(min(none.seconds) for none in self.of_kind("none"))
+        return min(row.seconds) / base - 1
 
     def best_other(self, budget_bytes: int) -> Row | None:
         """The fastest of what fits the budget and is not ours; None if nothing does."""
@@ -109,24 +124,24 @@ class ModelResult:
     @property
     def difference_of_none(self) -> float:
         """How far no checkpointing measured twice is apart (A/A), as a fraction."""
-        first, second = (min(row.seconds) for row in self.of_kind("none"))
+        first, second = (statistics.median(self.relative(row)) for row in self.of_kind("none"))
         return abs(first / second - 1)
 
     @property
     def noise(self) -> float:
         """What two configurations that are the same differ by in 95 of 100 cases, as a fraction.
 
-        Two hands of one sample a round are dealt 2000 times from the samples of all configurations, each divided by
-        the median of its own. Not less than A/A itself, which is only one case.
+        Two hands of one sample a round are dealt 2000 times from the relative samples of all configurations, each
+        divided by the median of its own. Not less than A/A itself, which is only one case.
         """
-        rows = [row for row in self.rows if not row.error]
-        pool = [second / statistics.median(row.seconds) for row in rows for second in row.seconds]
-        rounds = len(rows[0].seconds)
+        samples = [self.relative(row) for row in self.rows if not row.error]
+        pool = [sample / statistics.median(own) for own in samples for sample in own]
+        rounds = len(self.rounds)
         shuffled = random.Random(0)
         differences = []
         for _ in range(2000):
             hands = shuffled.sample(pool, 2 * rounds)
-            differences.append(abs(min(hands[:rounds]) / min(hands[rounds:]) - 1))
+            differences.append(abs(statistics.median(hands[:rounds]) / statistics.median(hands[rounds:]) - 1))
         return max(sorted(differences)[int(0.95 * len(differences))], self.difference_of_none)
 
     @property

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = {
     "autoac_solver": """
         format errors units files profile problem conditions memory build partitions simulator solution backends
-        formulation search ilp curve report plan_record __init__
+        formulation search ilp curve report plan_record planning __init__
     """,
     "autoac": """
         _version compat opinfo measure engine untouched step costs timing tape regions recorder optimizer verify

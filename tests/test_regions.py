@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import autoac
-from autoac.regions import lean_modules, named_calls, select_modules
+from autoac.regions import lean_modules, select_modules
 from autoac_solver.partitions import partitions
+from autoac_solver.planning import named_calls
 from autoac_solver.profile import Profile
 from tests import real_models
 from tests.small_models import batch, make

@@ -32,7 +32,7 @@ def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
     """Read a file that `write_json` wrote.
 
     Raises:
-        ProfileError: it is damaged, of another kind, or from a newer version.
+        ProfileError: it is damaged, of another kind, or from another version.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -48,6 +48,10 @@ def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
         raise ProfileError(
             f"{path} has schema version {found_version!r:.80}; this autoac reads up to {version}. "
             "Update autoac, or make the file again with this version."
+        )
+    if found_version < version:
+        raise ProfileError(
+            f"{path} was written by an older autoac (schema version {found_version}, now {version}): make it again."
         )
     return data
 

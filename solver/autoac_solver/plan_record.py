@@ -11,9 +11,10 @@ import pandas as pd
 
 from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
+from autoac_solver.profile import Profile
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: the profile is part of the plan
 
 _MOST_CALLS = 1_000_000
 
@@ -58,6 +59,7 @@ class PlanRecord:
         peak_where, peak_fixed_bytes, peak_holders: where the predicted peak lies, how much is alive there whatever is
             decided, and kind, module, bytes of what is alive there.
         regions: see `RegionPlan`.
+        profile: what it was made from, so that a plan by itself can be explained and planned anew for other budgets.
         decision_columns, timeline_columns: the tables behind `decisions` and `memory_timeline`, by column.
     """
 
@@ -85,6 +87,7 @@ class PlanRecord:
     peak_fixed_bytes: int
     peak_holders: tuple[tuple[str, str, int], ...] = field(repr=False)
     regions: tuple[RegionPlan, ...] = field(repr=False)
+    profile: Profile = field(repr=False)
     decision_columns: dict[str, list[Any]] = field(repr=False)
     timeline_columns: dict[str, list[Any]] = field(repr=False)
 
@@ -113,6 +116,7 @@ class PlanRecord:
             for r in self.regions
         ]
         data["programs"] = list(programs)
+        data["profile"] = self.profile.as_data()
         write_json(path, SCHEMA, SCHEMA_VERSION, data)
 
     @classmethod
@@ -138,6 +142,7 @@ class PlanRecord:
             )
             if any(not 0 <= region.call < region.calls <= _MOST_CALLS for region in values["regions"]):
                 raise ValueError("a region's call is out of range")
+            values["profile"] = Profile.from_data(values["profile"])
             values["peak_holders"] = tuple(
                 (_is(kind, str), _is(module, str), _is(size, int))
                 for kind, module, size in values["peak_holders"]

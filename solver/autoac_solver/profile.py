@@ -212,17 +212,35 @@ class Profile:
         record = self.calls[call]
         return record.fqn if record.call == 0 else f"{record.fqn}#{record.call}"
 
-    def save(self, path: str | Path) -> None:
-        """Write the profile as JSON; the file appears whole or not at all."""
+    def as_data(self) -> dict[str, Any]:
+        """What `save` writes, in columns."""
         scalars = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
             if f.name not in (*_TABLES, "costs")
         }
         tables = {name: _columns(getattr(self, name), kind) for name, kind in _TABLES.items()}
-        write_json(
-            path, SCHEMA, SCHEMA_VERSION, {**scalars, **tables, "costs": dataclasses.asdict(self.costs)}
-        )
+        return {**scalars, **tables, "costs": dataclasses.asdict(self.costs)}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Profile:
+        """The profile that `as_data` gave, checked.
+
+        Raises:
+            KeyError, TypeError, ValueError, IndexError: it is no valid profile.
+        """
+        values = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+        for name, kind in _TABLES.items():
+            values[name] = _rows(values[name], kind)
+        values["costs"] = EngineCosts(**values["costs"])
+        values["notes"] = tuple(values["notes"])
+        profile = cls(**values)
+        _check(profile)
+        return profile
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON; the file appears whole or not at all."""
+        write_json(path, SCHEMA, SCHEMA_VERSION, self.as_data())
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -233,16 +251,9 @@ class Profile:
         """
         data = read_json(path, SCHEMA, SCHEMA_VERSION)
         try:
-            values = {f.name: data[f.name] for f in dataclasses.fields(cls)}
-            for name, kind in _TABLES.items():
-                values[name] = _rows(values[name], kind)
-            values["costs"] = EngineCosts(**values["costs"])
-            values["notes"] = tuple(values["notes"])
-            profile = cls(**values)
-            _check(profile)
+            return cls.from_data(data)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ProfileError(f"{path} is not a valid profile: {error!r}. Record it again.") from error
-        return profile
 
 
 _TABLES: dict[str, type] = {"tape": Op, "storage_table": Storage, "saved": Saved, "calls": ModuleCall}

@@ -15,6 +15,8 @@ NOTE [ The recorded step ]
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import statistics
 import time
@@ -39,10 +41,11 @@ from autoac.compat import (
     version_of,
 )
 from autoac.engine.program import Program
-from autoac.engine.replay import Recording, ReplayCall
+from autoac.engine.replay import Record, Recording, ReplayCall
 from autoac.engine.replay import unpack as replay_unpack
 from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_tensors
-from autoac.timing import OpTimer, WorkspaceMeter
+from autoac.signatures import Signature, flops_of
+from autoac.timing import OpTime, OpTimer, WorkspaceMeter
 from autoac.untouched import tensors_of
 from autoac_solver.profile import NEVER, ModuleCall, Op, Saved, Storage
 
@@ -132,6 +135,7 @@ class Tape(TorchDispatchMode):
             writes = reads[:1]
         creates = self._register_new(tensors_in(result), tick)
         self._saved_scalar(info, args)
+        made = [tensor for tensor in tensors_in(result) if self._by_key.get(storage_key(tensor)) in creates]
         self.ops.append(
             {
                 "name": info.name,
@@ -146,6 +150,9 @@ class Tape(TorchDispatchMode):
                 "replayable": info.replayable and not any(_is_subclass(kind) for kind in map(type, args)),
                 "side_effect": statistics or info.generator(args, kwargs) is not None,
                 "uninitialised": info.uninitialised,
+                "dtype": signature.dtype,
+                "flops": flops_of(func, args, kwargs, result),
+                "moved_bytes": signature.moved_bytes(made),
             }
         )
         return result
@@ -404,11 +411,15 @@ class Tape(TorchDispatchMode):
                 if row[field] == NEVER:
                     row[field] = end
         known = {index: names[key] for key, index in self._by_key.items() if key in names}
-        times = self.meter.medians() if isinstance(self.meter, OpTimer) else {}
+        times = self.meter.times() if isinstance(self.meter, OpTimer) else {}
+        signatures = {
+            signature: i for i, signature in enumerate(dict.fromkeys(r["signature"] for r in self.ops))
+        }
         return {
             "end": end,
             "views_s": len(self._view_times) * statistics.median(self._view_times or [0.0]),
-            "tape": tuple(_op(row, times, workspace) for row in self.ops),
+            "tape": tuple(_op(row, times, workspace, signatures) for row in self.ops),
+            "signatures": tuple(map(str, signatures)),
             "storage_table": tuple(
                 _storage(row, *known.get(index, _kind(row))) for index, row in enumerate(self.storages)
             ),
@@ -447,11 +458,30 @@ class _Suspended:
         self.tape.suspended -= 1
 
 
+class _TimedCall(ReplayCall):
+    """A region's call whose replay is timed op by op: what it costs to run an op again, where that happens."""
+
+    __slots__ = ("tape",)
+
+    def __init__(self, program: Program, tape: Tape):
+        super().__init__(program)
+        self.tape = tape
+
+    def _call(self, record: Record, args: Any, kwargs: dict[str, Any]) -> Any:
+        meter = self.tape.meter
+        if not isinstance(meter, OpTimer):
+            return super()._call(record, args, kwargs)
+        run = functools.partial(
+            super()._call, record, args, kwargs
+        )  # a random op sets and resets its generator, too
+        return meter.rerun(Signature.of(record.func, args, kwargs), run)
+
+
 class LeanRecording(Recording):
     """The replay engine while a step is recorded: everything is recomputed, and what is held is held by aliases."""
 
     def __init__(self, tape: Tape, region: str):
-        super().__init__(ReplayCall(Program(region, ())))
+        super().__init__(_TimedCall(Program(region, ()), tape))
         self.tape = tape
         tape.replays.add(self.call)
 
@@ -551,10 +581,17 @@ class Instrumented:
         return result
 
 
-def _op(row: dict[str, Any], times: dict[Any, float], workspace: dict[Any, int]) -> Op:
+def _op(
+    row: dict[str, Any],
+    times: dict[Signature, OpTime],
+    workspace: dict[Signature, int],
+    signatures: dict[Signature, int],
+) -> Op:
     row = dict(row)
-    signature = row.pop("signature")
-    return Op(**row, time_s=times.get(signature, 0.0), workspace_bytes=workspace.get(signature, 0))
+    signature = row["signature"]
+    row["signature"] = signatures[signature]
+    time = times.get(signature, OpTime(0.0, 0.0, 0.0))
+    return Op(**row, **dataclasses.asdict(time), workspace_bytes=workspace.get(signature, 0))
 
 
 def _storage(row: dict[str, Any], kind: str, name: str) -> Storage:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Hashable
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,30 +16,25 @@ import torch
 
 from autoac.compat import AllocationRanges
 from autoac.opinfo import OpInfo
-
-Signature = Hashable
+from autoac.signatures import Signature
 
 _ENOUGH = 2
 """This many samples from where an op stands in the step make those from repeated runs unnecessary."""
 
 
-def signature_of(func: Any, args: Any, kwargs: Any) -> Signature:
-    """What the time and the workspace of an op depend on."""
-    return (
-        func,
-        tuple(map(_describe, args)),
-        tuple((name, _describe(value)) for name, value in kwargs.items()),
-    )
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """How long an op takes, seconds.
 
+    Args:
+        time_s: median of its runs.
+        spread_s: distance between their quartiles.
+        rerun_s: median of its runs in backward, in the replay of a region, where its inputs are seldom in a cache.
+    """
 
-def _describe(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            return tuple(value.shape), value.layout, value.dtype, value.device
-        return tuple(value.shape), value.stride(), value.dtype, value.device
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_describe, value))
-    return value if isinstance(value, Hashable) else repr(value)
+    time_s: float
+    spread_s: float
+    rerun_s: float
 
 
 @dataclass
@@ -64,7 +59,7 @@ class WorkspaceMeter:
 
     def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
         """Run the op once; the first time a signature comes, measured."""
-        signature = signature_of(func, args, kwargs)
+        signature = Signature.of(func, args, kwargs)
         if signature in self.workspace_bytes or self._ranges is None:
             return func(*args, **kwargs), signature
         self.workspace_bytes[signature] = 0
@@ -95,11 +90,16 @@ class OpTimer:
         self.device = device
         self.samples: dict[Signature, list[float]] = {}
         self.repeated: dict[Signature, list[float]] = {}
+        self.reruns: dict[Signature, list[float]] = {}
+        self._replayed_as: dict[Signature, Signature] = {}  # a batch norm is, without its statistics
 
     def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
         """Run the op, and tell its result and signature."""
-        signature = signature_of(func, args, kwargs)
+        signature = Signature.of(func, args, kwargs)
         samples = self.samples.setdefault(signature, [])
+        if info.statistics is not None:
+            plain = [None if i in info.statistics[:2] else value for i, value in enumerate(args)]
+            self._replayed_as[signature] = Signature.of(func, plain, kwargs)
         repeatable = (
             not info.writes and not info.random and not info.updates_statistics(args) and info.replayable
         )
@@ -112,6 +112,10 @@ class OpTimer:
             return self._time(func, args, kwargs, repeated)[0], signature
         result, _ = self._time(func, args, kwargs, samples)
         return result, signature
+
+    def rerun(self, signature: Signature, run: Callable[[], Any]) -> Any:
+        """Run an op once more in backward."""
+        return self._time(run, (), {}, self.reruns.setdefault(signature, []))[0]
 
     def _time(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> tuple[Any, float]:
         if self.device.type == "cuda":
@@ -132,13 +136,25 @@ class OpTimer:
         samples.append(elapsed)
         return result, elapsed
 
-    def medians(self) -> dict[Signature, float]:
-        """Seconds by signature."""
+    def times(self) -> dict[Signature, OpTime]:
+        """The times by signature."""
         times = {}
         for signature, samples in self.samples.items():
-            repeated = self.repeated.get(signature, [])
-            times[signature] = statistics.median(samples if len(samples) >= _ENOUGH else samples + repeated)
+            if len(samples) < _ENOUGH:
+                samples = samples + self.repeated.get(signature, [])
+            time_s = statistics.median(samples)
+            replayed_as = self._replayed_as.get(signature, signature)
+            rerun_s = statistics.median(self.reruns.get(replayed_as, [time_s]))
+            times[signature] = OpTime(time_s, spread(samples), rerun_s)
         return times
+
+
+def spread(samples: list[float]) -> float:
+    """Distance between the quartiles, 0 for a single sample."""
+    if len(samples) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return high - low
 
 
 def _repeats(first_s: float) -> int:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from autoac.timing import signature_of
+from autoac.signatures import Signature
 from benchmarks import models
 from benchmarks.models import Workload
 from benchmarks.strategies import Strategy, checkpoint_module
@@ -144,7 +144,7 @@ def _drop_empty(estimator: Any) -> None:
 def _timed(func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
     """An op on fake tensors, and the milliseconds it takes on real ones."""
     kwargs = kwargs or {}
-    signature = signature_of(func, args, kwargs)
+    signature = Signature.of(func, args, kwargs)
     if signature not in _TIMES:
         _TIMES[signature] = _milliseconds(func, args, kwargs)
     return func(*args, **kwargs), _TIMES[signature]

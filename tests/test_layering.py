@@ -20,8 +20,8 @@ ORDER = {
         formulation search ilp curve report plan_record planning __init__
     """,
     "autoac": """
-        _version compat opinfo measure engine untouched step costs timing tape regions recorder optimizer verify
-        plans planner __init__ demo cli __main__
+        _version compat opinfo measure engine untouched step costs signatures timing tape regions recorder optimizer
+        verify plans planner __init__ demo cli __main__
     """,
 }
 FOLDERS = {"autoac_solver": ROOT / "solver" / "autoac_solver", "autoac": ROOT / "autoac"}

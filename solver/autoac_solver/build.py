@@ -212,7 +212,7 @@ class _Builder:
         reruns = [
             op for op in ops if self.engine == "replay" or self.profile.tape[op].tick < region.last_save
         ]
-        time_s = sum(self.profile.tape[op].time_s for op in reruns)
+        time_s = sum(self.profile.tape[op].again_s for op in reruns)
         if self.engine == "replay":
             time_s += len(ops) * self.profile.costs.replay_record
         return Unit(region.index, time_s, must_save, tuple(sorted(requires)), -1, ops)

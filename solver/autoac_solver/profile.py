@@ -21,9 +21,13 @@ from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: what an op's time was found from
 
 NEVER = -1
+
+TIMES_FROM = ("measured", "table", "interpolated", "estimated")
+"""An op's time was measured when the profile was made; looked up in a device's cost table, which holds measurements;
+interpolated between entries of such a table; or estimated from a device's rates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,13 @@ class Op:
         side_effect: it updates statistics outside of its region or draws from a generator of the model's own, which
             `replay` leaves out or puts back, and `sac` cannot.
         uninitialised: its output holds no values yet.
+        spread_s: distance between the quartiles of what was measured.
+        rerun_s: seconds it takes to run it again in backward, 0 if that is not known to differ from `time_s`.
+        time_from: how `time_s` was found, see `TIMES_FROM`.
+        signature: index of its signature's text, -1 for none.
+        dtype: the floating type it computes in, "" for none.
+        flops: floating-point operations of a matrix product, convolution or attention, 0 for what only moves memory.
+        moved_bytes: bytes read and written if every element of its arguments and results is touched once.
     """
 
     name: str
@@ -58,6 +69,18 @@ class Op:
     replayable: bool = True
     side_effect: bool = False
     uninitialised: bool = False
+    spread_s: float = 0.0
+    rerun_s: float = 0.0
+    time_from: str = "measured"
+    signature: int = NEVER
+    dtype: str = ""
+    flops: int = 0
+    moved_bytes: int = 0
+
+    @property
+    def again_s(self) -> float:
+        """Seconds it takes to run it again in backward."""
+        return self.rerun_s or self.time_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +182,8 @@ class Profile:
         end: the last tick plus one.
         tape: the ops in order.
         storage_table, saved, calls: see there.
+        signatures: overload, shapes, types and scalars of the distinct ops, as text.
+        mode: "real" if the step was run, "fake" if only its shapes were.
         costs: what the engines cost on this machine.
         measured_step_s: wall-clock seconds of the recorded step (with everything recomputed, under recording).
         views_s: seconds of all ops that only make views.
@@ -177,7 +202,9 @@ class Profile:
     storage_table: tuple[Storage, ...] = field(repr=False)
     saved: tuple[Saved, ...] = field(repr=False)
     calls: tuple[ModuleCall, ...] = field(repr=False)
+    signatures: tuple[str, ...] = field(default=(), repr=False)
     costs: EngineCosts = field(default=EngineCosts(), repr=False)
+    mode: str = "real"
     measured_step_s: float = 0.0
     views_s: float = 0.0
     outside_s: float = 0.0
@@ -233,7 +260,8 @@ class Profile:
         for name, kind in _TABLES.items():
             values[name] = _rows(values[name], kind)
         values["costs"] = EngineCosts(**values["costs"])
-        values["notes"] = tuple(values["notes"])
+        for name in ("notes", "signatures"):
+            values[name] = tuple(values[name])
         profile = cls(**values)
         _check(profile)
         return profile
@@ -283,7 +311,17 @@ def _check(profile: Profile) -> None:
     for op in profile.tape:
         if any(not 0 <= s < n_storages for s in (*op.reads, *op.writes, *op.creates)):
             raise ValueError(f"op {op.name} refers to a storage that is not there")
-        if not -1 <= op.module < n_calls or op.time_s < 0 or op.workspace_bytes < 0 or op.random_bytes < 0:
+        amounts = (
+            op.time_s,
+            op.workspace_bytes,
+            op.random_bytes,
+            op.spread_s,
+            op.rerun_s,
+            op.flops,
+            op.moved_bytes,
+        )
+        in_range = -1 <= op.module < n_calls and -1 <= op.signature < len(profile.signatures)
+        if not in_range or min(amounts) < 0 or op.time_from not in TIMES_FROM:
             raise ValueError(f"op {op.name} has a value out of range")
     for saved in profile.saved:
         if not (0 <= saved.storage < n_storages and -1 <= saved.module < n_calls):

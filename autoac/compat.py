@@ -25,8 +25,16 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 disable_dynamo = torch._disable_dynamo
 """Decorator: `torch.compile` does not trace into the function. Imports the compiler only when it is called."""
 
-disable_dispatch_modes = torch._C._DisableTorchDispatch
-"""Context in which no dispatch mode sees an op. It acts from its construction on: make it where it is entered."""
+
+def disable_dispatch_modes() -> Any:
+    """Context in which no dispatch mode sees an op. It acts from its construction on: make it where it is entered.
+
+    Under fake tensors, whose kernels are themselves a dispatch mode, the modes are put aside one by one: the tensors
+    bring their own mode back.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return torch.utils._python_dispatch._disable_current_modes()
+    return torch._C._DisableTorchDispatch()
 
 
 def is_compiled_wrapper(model: Any) -> bool:

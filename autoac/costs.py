@@ -14,6 +14,7 @@ import torch
 
 from autoac.engine import replay, sac
 from autoac.engine.program import Program
+from autoac_solver.devices import DeviceTable
 from autoac_solver.profile import EngineCosts
 
 _OPS = 48
@@ -75,6 +76,43 @@ def engine_costs(device: torch.device) -> EngineCosts:
         sac_saved=max(0.0, extra("sac saving", "saving") / _OPS - sac_op),
         sac_call=extra("sac once", "once"),
     )
+
+
+@functools.cache
+def device_rates(device: torch.device) -> DeviceTable:
+    """Rates of this device, measured once a process in about a second, for ops that are not run."""
+    size = 2**10 if device.type == "cpu" else 2**13
+    rates: dict[str, float] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        seconds = _least_seconds(functools.partial(torch.mm, left, right), device)
+        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+    rates[""] = rates["float32"]
+    block = torch.ones(2**25, device=device)
+    tiny = torch.ones(1, device=device)
+    bandwidth = 2 * block.nbytes / _least_seconds(functools.partial(torch.neg, block), device)
+    return DeviceTable(
+        name=device.type,
+        kind=device.type,
+        title=str(device),
+        memory_bytes=1,
+        block_bytes=512 if device.type == "cuda" else 1,
+        matrix_flops=rates,
+        bandwidth=bandwidth,
+        launch_s=_least_seconds(functools.partial(torch.neg, tiny), device),
+        efficiency=(1.0, 1.0),
+        source="measured",
+        made={"torch": torch.__version__},
+    )
+
+
+def _least_seconds(run: Callable[[], torch.Tensor], device: torch.device) -> float:
+    samples = []
+    for _ in range(4):
+        start = _now(device)
+        run()
+        samples.append(_now(device) - start)
+    return min(samples[1:])
 
 
 def _interleaved(

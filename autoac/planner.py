@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from autoac.compat import is_compiled_wrapper
+from autoac.measure import unique_storage_bytes
 from autoac.optimizer import with_optimizer
 from autoac.plans import Plan
-from autoac.recorder import check_model, device_bytes, device_of, record, unwrapped
+from autoac.recorder import check_model, device_bytes, device_of, free_bytes, record, record_fake, unwrapped
 from autoac.regions import RegionChoice, select_modules
-from autoac.step import Loss, make_step
+from autoac.step import Loss
 from autoac_solver.curve import Tradeoff
+from autoac_solver.devices import find_device, on_device
+from autoac_solver.errors import ProfilingError
+from autoac_solver.format import format_bytes
 from autoac_solver.planning import Progress, limits, plan_budgets, plan_profile, resolve_engine
 from autoac_solver.profile import Profile
+
+MODES = ("auto", "real", "fake")
 
 
 def plan(
@@ -93,28 +100,87 @@ def profile(
     optimizer: torch.optim.Optimizer | None = None,
     regions: RegionChoice = None,
     mode: str = "auto",
+    device: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Record one training step: time and bytes of every op, and what autograd saves.
 
     The step is run twice with everything recomputed, so a model that does not fit without checkpointing can be
-    profiled. Afterwards model, sample and random states are as they were, also if it fails.
+    profiled. On fake tensors nothing of it is allocated: for a model that does not fit at all, or is on the meta
+    device. Afterwards model, sample and random states are as they were, also if it fails.
 
     Args:
         model, sample, loss, optimizer, progress: as for `plan`.
         regions: checked here; the profile does not depend on it.
-        mode: "real" or "auto": the step is run for real.
+        mode: "real" runs the step; "fake" runs only its shapes, and each distinct op once by itself where that can be
+            afforded; "auto" takes "real" where the step fits, else "fake", and `Profile.notes` says so.
+        device: a GPU one does not have: "h200" and the like, or a cost table that `autoac calibrate` wrote. Times are
+            taken from its table, and "auto" is "fake" unless the step depends on values.
 
     Raises:
         ProfilingError: the step could not be recorded.
+        ProfileError: there is no such device.
     """
-    if mode not in ("auto", "real"):
-        raise ValueError(f"mode is {mode!r}; possible are 'auto' and 'real'.")
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; possible are {', '.join(map(repr, MODES))}.")
+    table = None if device is None else find_device(device)
     model = unwrapped(model)
     check_model(model)
     select_modules(model, regions)
-    recorded = record(model, sample, make_step(model, sample, loss), progress)
-    return recorded if optimizer is None else with_optimizer(recorded, model, optimizer)
+    recorded = _recorded(model, sample, loss, mode, table is None, progress)
+    if optimizer is not None:
+        recorded = with_optimizer(recorded, model, optimizer)
+    return recorded if table is None else on_device(recorded, table)
+
+
+def _recorded(
+    model: torch.nn.Module, sample: Any, loss: Loss | None, mode: str, timed: bool, progress: Progress | None
+) -> Profile:
+    """The profile on this device, for real or on fake tensors.
+
+    Args:
+        timed: times of this device are wanted.
+    """
+    if mode == "fake":
+        return record_fake(model, sample, loss, progress, timed)
+    if mode == "real":
+        return record(model, sample, loss, progress)
+    reason = _reason_for_fake(model, timed)
+    if reason:
+        try:
+            return _noted(record_fake(model, sample, loss, progress, timed), f"mode auto: {reason}")
+        except ProfilingError:
+            if timed or device_of(model).type == "meta":
+                raise
+        return _noted(
+            record(model, sample, loss, progress), "mode auto: fake tensors will not do for this model"
+        )
+    try:
+        return record(model, sample, loss, progress)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        found = _noted(
+            record_fake(model, sample, loss, progress, timed),
+            f"mode auto: the step did not fit here ({error!s:.80})",
+        )
+    return found
+
+
+def _reason_for_fake(model: torch.nn.Module, timed: bool) -> str:
+    """Why the step should not be run for real, "" if it may be."""
+    device = device_of(model)
+    if device.type == "meta":
+        return "the model is on the meta device"
+    if not timed:
+        return "only shapes are needed for another device"
+    gradients = unique_storage_bytes(p for p in model.parameters() if p.requires_grad)
+    free = free_bytes(device)
+    if gradients > free:
+        return f"gradients alone take {format_bytes(gradients)}, and {format_bytes(free)} are free"
+    return ""
+
+
+def _noted(profile: Profile, note: str) -> Profile:
+    return replace(profile, notes=(*profile.notes, note))
 
 
 def solve(

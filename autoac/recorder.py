@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from autoac.compat import is_compiled_wrapper, storage_key
-from autoac.costs import engine_costs
+from autoac.costs import device_rates, engine_costs
 from autoac.engine.attach import planned
+from autoac.fake import Faked, explained, fake_model
 from autoac.regions import lean_modules
+from autoac.scratch import Measured, measure_on_scratch
+from autoac.step import Loss, make_step
 from autoac.tape import Instrumented, Tape
-from autoac.timing import OpTimer, WorkspaceMeter
+from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter
 from autoac.untouched import tensors_of, untouched
 from autoac_solver.errors import ProfilingError
 from autoac_solver.profile import Profile
@@ -25,15 +29,12 @@ Progress = Callable[[str, float], None]
 
 
 def record(
-    model: torch.nn.Module,
-    sample: Any,
-    step: Callable[[], torch.Tensor | None],
-    progress: Progress | None = None,
+    model: torch.nn.Module, sample: Any, loss: Loss | None = None, progress: Progress | None = None
 ) -> Profile:
     """Run two steps and record the second one; the model and the sample are left as they were.
 
     Args:
-        step: runs one whole step of the model on the sample.
+        model, sample, loss: as for `autoac.profile`.
 
     Raises:
         ProfilingError: the model is planned already, has no parameters that need a gradient, or the step runs no
@@ -42,33 +43,24 @@ def record(
     check_model(model)
     device = device_of(model)
     tell = progress or (lambda *_: None)
+    step = make_step(model, sample, loss)
     fixed = [*model.parameters(), *model.buffers(), *tensors_of(sample if not callable(sample) else ())]
     with untouched(model, sample if not callable(sample) else ()):
         tell("warm-up step", 0.0)
         meter = WorkspaceMeter()
-        if device.type == "cpu":
-            with meter.measuring():
-                _run(model, step, Tape(device, meter), fixed)
-        else:
+        with meter.measuring() if device.type == "cpu" else contextlib.nullcontext():
             _run(model, step, Tape(device, meter), fixed)
         for parameter in model.parameters():
             parameter.grad = None
         tell("recorded step", 0.3)
-        tape = Tape(device, OpTimer(device))
+        timer = OpTimer(device)
+        tape = Tape(device, timer)
         start = time.perf_counter()
-        tables = _run(model, step, tape, fixed, meter.workspace_bytes, model_names=True)
-        elapsed = time.perf_counter() - start
+        with _recording(model, step, tape, fixed):
+            elapsed = time.perf_counter() - start
+            tables = tape.finish(_names(model), meter.workspace_bytes, timer.times())
     tell("engine costs", 0.95)
-    if not any(op.backward for op in tables["tape"]):
-        raise ProfilingError(
-            "the recorded step ran no backward: does the callable sample run forward, loss and backward of this model, "
-            "with gradients on?"
-        )
-    if not tables["calls"]:
-        raise ProfilingError(
-            "the recorded step called no module of this model: does the callable sample train another one? (Modules of "
-            "TorchScript are not seen.)"
-        )
+    _check_recorded(tables)
     return Profile(
         model=type(model).__name__,
         model_fingerprint=model_fingerprint(model),
@@ -81,14 +73,100 @@ def record(
     )
 
 
-def _run(
+def record_fake(
     model: torch.nn.Module,
-    step: Callable[[], Any],
-    tape: Tape,
-    fixed: list[torch.Tensor],
-    workspace: dict[Any, int] | None = None,
-    model_names: bool = False,
-) -> dict[str, Any]:
+    sample: Any,
+    loss: Loss | None = None,
+    progress: Progress | None = None,
+    measure: bool = True,
+) -> Profile:
+    """Record a step on fake tensors: nothing of the model is allocated, and it is left as it was.
+
+    Its parameters may be on the meta device, which stands for the CPU then.
+
+    Args:
+        model, sample, loss: as for `autoac.profile`.
+        measure: run each distinct op that can be afforded on scratch memory, for its time and workspace. What cannot
+            be is estimated from this device's rates, as is everything without `measure`.
+
+    Raises:
+        ProfilingError: the step depends on values, or an op has no fake implementation; it names op and module.
+    """
+    check_model(model)
+    device = device_of(model)
+    device = torch.device("cpu") if device.type == "meta" else device
+    tell = progress or (lambda *_: None)
+    tell("recording on fake tensors", 0.0)
+    with untouched(model, sample if not callable(sample) else ()):
+        fake = fake_model(model, sample, device)
+        step = make_step(model, fake.sample, loss)
+        # Twice, for the first sets up what is set up once, such as tables of positions.
+        _fake_tape(model, step, fake, device)
+        tell("recording on fake tensors", 0.1)
+        start = time.perf_counter()
+        tape, tables = _fake_tape(model, step, fake, device)
+        elapsed = time.perf_counter() - start
+    _check_recorded(tables)
+    rates = device_rates(device)
+    signatures = {str(row["signature"]): row for row in tape.ops}
+    found = Measured()
+    if measure:
+        found = measure_on_scratch(
+            [row["signature"] for row in tape.ops],
+            {row["signature"]: rates.roofline_s(*_work(row)) for row in tape.ops}.__getitem__,
+            device,
+            free_bytes(device) // 4,
+            lambda share: tell("timing distinct ops on scratch memory", 0.2 + 0.7 * share),
+        )
+    tell("engine costs", 0.95)
+    times = {
+        row["signature"]: found.times.get(row["signature"]) or OpTime.estimated(rates.roofline_s(*_work(row)))
+        for row in signatures.values()
+    }
+    tables["tape"] = tape.timed(times, found.workspace_bytes)
+    return Profile(
+        model=type(model).__name__,
+        model_fingerprint=model_fingerprint(model),
+        device=str(device),
+        device_bytes=device_bytes(device),
+        torch_version=torch.__version__,
+        costs=engine_costs(device),
+        measured_step_s=elapsed,
+        mode="fake",
+        notes=_fake_notes(found, len(signatures), measure),
+        **tables,
+    )
+
+
+def _fake_tape(
+    model: torch.nn.Module, step: Callable[[], Any], fake: Faked, device: torch.device
+) -> tuple[Tape, dict[str, Any]]:
+    for parameter, gradient in fake.gradients:
+        parameter.grad = gradient
+    tape = Tape(device, SignatureMeter())
+    with fake.active(), explained(lambda: tape.failed_at), _recording(model, step, tape, fake.tensors):
+        return tape, tape.finish(_names(model), {}, {})
+
+
+def _work(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["dtype"], row["flops"], row["moved_bytes"]
+
+
+def _fake_notes(found: Measured, distinct: int, measure: bool) -> tuple[str, ...]:
+    notes = ["recorded on fake tensors: nothing of the model was allocated"]
+    if measure and len(found.times) < distinct:
+        notes.append(
+            f"{distinct - len(found.times)} of {distinct} distinct ops were too long or too large to be run here, or "
+            "refused made-up values: their times are estimated, and their workspace is not known"
+        )
+    return tuple(notes)
+
+
+@contextlib.contextmanager
+def _recording(
+    model: torch.nn.Module, step: Callable[[], Any], tape: Tape, fixed: list[torch.Tensor]
+) -> Iterator[None]:
+    """Run the step under the tape; within the context everything is as the step has left it."""
     for tensor in fixed:
         tape.storage_id(tensor)
     try:
@@ -98,9 +176,27 @@ def _run(
             tape,
         ):
             step()
-        return tape.finish(_names(model) if model_names else {}, workspace or {})
+        yield
     finally:
         tape.restore()
+
+
+def _run(model: torch.nn.Module, step: Callable[[], Any], tape: Tape, fixed: list[torch.Tensor]) -> None:
+    with _recording(model, step, tape, fixed):
+        tape.finish({}, {}, {})
+
+
+def _check_recorded(tables: dict[str, Any]) -> None:
+    if not any(op.backward for op in tables["tape"]):
+        raise ProfilingError(
+            "the recorded step ran no backward: does the callable sample run forward, loss and backward of this model, "
+            "with gradients on?"
+        )
+    if not tables["calls"]:
+        raise ProfilingError(
+            "the recorded step called no module of this model: does the callable sample train another one? (Modules of "
+            "TorchScript are not seen.)"
+        )
 
 
 def _names(model: torch.nn.Module) -> dict[int, tuple[str, str]]:
@@ -153,6 +249,13 @@ def device_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 0
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that is not in use, in bytes; its total where nobody tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def model_fingerprint(model: torch.nn.Module) -> str:

@@ -43,9 +43,10 @@ from autoac.compat import (
 from autoac.engine.program import Program
 from autoac.engine.replay import Record, Recording, ReplayCall
 from autoac.engine.replay import unpack as replay_unpack
+from autoac.fake import is_fake, is_fake_type
 from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_tensors
 from autoac.signatures import Signature, flops_of
-from autoac.timing import OpTime, OpTimer, WorkspaceMeter
+from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter
 from autoac.untouched import tensors_of
 from autoac_solver.profile import NEVER, ModuleCall, Op, Saved, Storage
 
@@ -71,12 +72,13 @@ class Tape(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, device: torch.device, meter: OpTimer | WorkspaceMeter):
+    def __init__(self, device: torch.device, meter: OpTimer | WorkspaceMeter | SignatureMeter):
         super().__init__()
         self.device = device
         self.meter = meter
         self.tick = 0
         self.suspended = 0
+        self.failed_at: tuple[str, str] | None = None  # op and module where the step broke off
         self.ops: list[dict[str, Any]] = []
         self.storages: list[dict[str, Any]] = []
         self.saved: list[dict[str, Any]] = []
@@ -101,6 +103,13 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.suspended:
             return func(*args, **kwargs)
+        try:
+            return self._dispatch(func, args, kwargs)
+        except BaseException:
+            self.failed_at = self.failed_at or (str(func), self.where())
+            raise
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._poll()
         info = op_info(func)
         if info.ignored:
@@ -245,7 +254,7 @@ class Tape(TorchDispatchMode):
     def _register(self, tensor: torch.Tensor, alloc: int) -> int:
         index = len(self.storages)
         storage = tensor.untyped_storage()
-        on_device = storage.device.type == self.device.type
+        on_device = tensor.device.type == self.device.type  # a fake tensor's storage says meta
         self.storages.append(
             {
                 "bytes": _allocated(storage.nbytes(), self.device) if on_device else 0,
@@ -302,7 +311,7 @@ class Tape(TorchDispatchMode):
             for call in self.replays:
                 if key in call.held:
                     call.preserve(key)
-            if self.storages[index]["alloc"] == NEVER and index not in self._copies:
+            if self.storages[index]["alloc"] == NEVER and index not in self._copies and not is_fake(tensor):
                 self._copies[index] = _whole(tensor.untyped_storage()).clone()
 
     def restore(self) -> None:
@@ -374,6 +383,7 @@ class Tape(TorchDispatchMode):
 
     def enter(self, fqn: str, call: int, module: torch.nn.Module, inputs: Any) -> None:
         """A module's forward begins."""
+        self._poll()
         self.tick += 1
         self.calls.append(
             {
@@ -390,19 +400,34 @@ class Tape(TorchDispatchMode):
         )
         self.call_stack.append(len(self.calls) - 1)
 
+    def where(self) -> str:
+        """The module whose forward runs now, or whose backward does, in words."""
+        index = self._module()
+        if index == NEVER:
+            return "code outside of all modules"
+        call = self.calls[index]
+        return f"module {call['fqn'] or 'the model itself'!r} ({call['class_name']})"
+
     def leave(self) -> None:
         """A module's forward ends."""
+        self._poll()
         self.tick += 1
         self.calls[self.call_stack.pop()]["end"] = self.tick
 
     # -- the record --------------------------------------------------------------------------------------------
 
-    def finish(self, names: dict[int, tuple[str, str]], workspace: dict[Any, int]) -> dict[str, Any]:
+    def finish(
+        self,
+        names: dict[int, tuple[str, str]],
+        workspace: dict[Signature, int],
+        times: dict[Signature, OpTime],
+    ) -> dict[str, Any]:
         """The tables of a `Profile`.
 
         Args:
             names: kind and name of the storages that are known, by storage key.
             workspace: bytes by signature.
+            times: by signature.
         """
         self._poll()
         end = self.tick = self.tick + 1
@@ -411,21 +436,28 @@ class Tape(TorchDispatchMode):
                 if row[field] == NEVER:
                     row[field] = end
         known = {index: names[key] for key, index in self._by_key.items() if key in names}
-        times = self.meter.times() if isinstance(self.meter, OpTimer) else {}
-        signatures = {
-            signature: i for i, signature in enumerate(dict.fromkeys(r["signature"] for r in self.ops))
-        }
         return {
             "end": end,
             "views_s": len(self._view_times) * statistics.median(self._view_times or [0.0]),
-            "tape": tuple(_op(row, times, workspace, signatures) for row in self.ops),
-            "signatures": tuple(map(str, signatures)),
+            "tape": self.timed(times, workspace),
+            "signatures": tuple(map(str, self._signatures())),
             "storage_table": tuple(
                 _storage(row, *known.get(index, _kind(row))) for index, row in enumerate(self.storages)
             ),
             "saved": tuple(Saved(**row) for row in self.saved),
             "calls": tuple(ModuleCall(**row) for row in self.calls),
             "op_fingerprint": _fingerprint(row["name"] for row in self.ops),
+        }
+
+    def timed(self, times: dict[Signature, OpTime], workspace: dict[Signature, int]) -> tuple[Op, ...]:
+        """The ops with their times and workspace."""
+        signatures = self._signatures()
+        return tuple(_op(row, times, workspace, signatures) for row in self.ops)
+
+    def _signatures(self) -> dict[Signature, int]:
+        """The distinct signatures in order, with their numbers."""
+        return {
+            signature: i for i, signature in enumerate(dict.fromkeys(row["signature"] for row in self.ops))
         }
 
 
@@ -489,6 +521,7 @@ class LeanRecording(Recording):
         info = op_info(func)
         if info.ignored:
             return func(*args, **(kwargs or {}))
+        types = tuple(kind for kind in types if not is_fake_type(kind))
         return self._run(func, info, types, args, kwargs or {}, True)
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -635,4 +668,6 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _is_subclass(kind: type) -> bool:
-    return issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, torch.nn.Parameter)
+    if not issubclass(kind, torch.Tensor) or is_fake_type(kind):
+        return False
+    return kind not in (torch.Tensor, torch.nn.Parameter)

@@ -30,11 +30,18 @@ class OpTime:
         time_s: median of its runs.
         spread_s: distance between their quartiles.
         rerun_s: median of its runs in backward, in the replay of a region, where its inputs are seldom in a cache.
+        time_from: see `autoac_solver.profile.TIMES_FROM`.
     """
 
     time_s: float
     spread_s: float
     rerun_s: float
+    time_from: str = "measured"
+
+    @classmethod
+    def estimated(cls, seconds: float) -> OpTime:
+        """A time that nobody measured."""
+        return cls(seconds, 0.0, 0.0, "estimated")
 
 
 @dataclass
@@ -77,6 +84,14 @@ def _workspace(deltas: list[int]) -> int:
     return peak - max(live, 0)
 
 
+class SignatureMeter:
+    """Runs ops and measures nothing: for fake tensors, whose ops take no real time."""
+
+    def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
+        """Run the op, and tell its result and signature."""
+        return func(*args, **kwargs), Signature.of(func, args, kwargs)
+
+
 class OpTimer:
     """Runs ops and measures their times.
 
@@ -105,19 +120,20 @@ class OpTimer:
         )
         if repeatable and signature not in self.repeated:
             repeated = self.repeated[signature] = []
-            first = self._time(func, args, kwargs, repeated)[1]
+            first = self.time(func, args, kwargs, repeated)[1]
             for _ in range(_repeats(first)):
-                self._time(func, args, kwargs, repeated)
+                self.time(func, args, kwargs, repeated)
             del repeated[0]  # the first run of a shape may set things up
-            return self._time(func, args, kwargs, repeated)[0], signature
-        result, _ = self._time(func, args, kwargs, samples)
+            return self.time(func, args, kwargs, repeated)[0], signature
+        result, _ = self.time(func, args, kwargs, samples)
         return result, signature
 
     def rerun(self, signature: Signature, run: Callable[[], Any]) -> Any:
         """Run an op once more in backward."""
-        return self._time(run, (), {}, self.reruns.setdefault(signature, []))[0]
+        return self.time(run, (), {}, self.reruns.setdefault(signature, []))[0]
 
-    def _time(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> tuple[Any, float]:
+    def time(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> tuple[Any, float]:
+        """Run an op, add its time to the samples, and return its result and the time."""
         if self.device.type == "cuda":
             return self._time_on_cuda(func, args, kwargs, samples)
         start = time.perf_counter()

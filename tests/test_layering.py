@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ORDER = {
     "autoac_solver": """
-        format errors units files profile problem conditions memory build partitions simulator solution backends
+        format errors units files profile problem conditions memory build partitions simulator solution devices backends
         formulation search ilp curve report plan_record planning __init__
     """,
     "autoac": """
-        _version compat opinfo measure engine untouched step costs signatures timing tape regions recorder optimizer
-        verify plans planner __init__ demo cli __main__
+        _version compat opinfo measure engine untouched step costs fake signatures timing scratch tape regions
+        recorder optimizer verify plans planner __init__ demo cli __main__
     """,
 }
 FOLDERS = {"autoac_solver": ROOT / "solver" / "autoac_solver", "autoac": ROOT / "autoac"}

@@ -184,6 +184,7 @@ class Profile:
         storage_table, saved, calls: see there.
         signatures: overload, shapes, types and scalars of the distinct ops, as text.
         mode: "real" if the step was run, "fake" if only its shapes were.
+        device_name: what the device is, in words, where that is known.
         costs: what the engines cost on this machine.
         measured_step_s: wall-clock seconds of the recorded step (with everything recomputed, under recording).
         views_s: seconds of all ops that only make views.
@@ -205,6 +206,7 @@ class Profile:
     signatures: tuple[str, ...] = field(default=(), repr=False)
     costs: EngineCosts = field(default=EngineCosts(), repr=False)
     mode: str = "real"
+    device_name: str = ""
     measured_step_s: float = 0.0
     views_s: float = 0.0
     outside_s: float = 0.0
@@ -219,6 +221,13 @@ class Profile:
     def step_s(self) -> float:
         """Predicted seconds of the step with nothing recomputed."""
         return sum(op.time_s for op in self.tape) + self.views_s + self.outside_s
+
+    @property
+    def time_shares(self) -> dict[str, float]:
+        """Share of the step's time that was measured, looked up, interpolated and estimated; see `TIMES_FROM`."""
+        total = sum(op.time_s for op in self.tape)
+        parts = {kind: sum(op.time_s for op in self.tape if op.time_from == kind) for kind in TIMES_FROM}
+        return {kind: part / total for kind, part in parts.items() if part}
 
     @property
     def ops(self) -> pd.DataFrame:

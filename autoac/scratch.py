@@ -1,0 +1,112 @@
+"""Times and workspace of ops that were only recorded, not run: each distinct one is run on scratch memory here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoac.opinfo import op_info
+from autoac.signatures import Signature
+from autoac.timing import OpTime, OpTimer, WorkspaceMeter, spread
+
+LONGEST_S = 1.0
+"""An op that is estimated to take longer than this is not run."""
+
+ALL_S = 40.0
+"""What all ops together may be estimated to take; the quick ones come first."""
+
+_RUNS = 4
+_EVICTED_BYTES = 2**26
+
+
+@dataclass
+class Measured:
+    """What was found, by signature; an op that is in neither was not run.
+
+    Args:
+        failed: why ops could not be run on scratch memory.
+    """
+
+    times: dict[Signature, OpTime] = field(default_factory=dict)
+    workspace_bytes: dict[Signature, int] = field(default_factory=dict)
+    failed: dict[Signature, str] = field(default_factory=dict)
+
+
+def measure_on_scratch(
+    signatures: Iterable[Signature],
+    estimate_s: Callable[[Signature], float],
+    device: torch.device,
+    most_bytes: int,
+    tell: Callable[[float], None] = lambda _: None,
+) -> Measured:
+    """Run each distinct op on scratch memory, and measure what it takes.
+
+    Before each run the caches are filled with something else, for in a step an op's inputs seldom are in a cache.
+
+    Args:
+        estimate_s: a guess at an op's time; what is guessed to take too long is left out.
+        device: where to run; ops on other devices are left out.
+        most_bytes: arguments and workspace of one op may take about this much.
+        tell: called with the share that is done.
+    """
+    found = Measured()
+    chosen = _affordable(signatures, estimate_s, device, most_bytes)
+    meter, timer = WorkspaceMeter(), OpTimer(device)
+    evicted = torch.empty(_EVICTED_BYTES // 4, dtype=torch.float32, device=device)
+    with torch.no_grad(), meter.measuring() if device.type == "cpu" else contextlib.nullcontext():
+        for index, signature in enumerate(chosen):
+            tell(index / (2 * len(chosen)))
+            with _failures(found, signature):
+                args, kwargs = signature.scratch()
+                meter.run(signature.func, op_info(signature.func), args, kwargs)
+    with torch.no_grad():
+        for index, signature in enumerate(chosen):
+            tell(0.5 + index / (2 * len(chosen)))
+            if signature in found.failed:
+                continue
+            with _failures(found, signature):
+                found.times[signature] = _timed(signature, timer, evicted)
+    found.workspace_bytes = {s: n for s, n in meter.workspace_bytes.items() if s not in found.failed}
+    return found
+
+
+def _timed(signature: Signature, timer: OpTimer, evicted: torch.Tensor) -> OpTime:
+    args, kwargs = signature.scratch()
+    samples: list[float] = []
+    for _ in range(_RUNS):
+        evicted.add_(1.0)
+        timer.time(signature.func, args, kwargs, samples)
+    del samples[0]  # the first run of a shape may set things up
+    samples.sort()
+    time_s = samples[len(samples) // 2]
+    return OpTime(time_s, spread(samples), time_s)
+
+
+def _affordable(
+    signatures: Iterable[Signature],
+    estimate_s: Callable[[Signature], float],
+    device: torch.device,
+    most_bytes: int,
+) -> list[Signature]:
+    ordered = sorted(((estimate_s(s), i, s) for i, s in enumerate(dict.fromkeys(signatures))))
+    chosen, left_s = [], ALL_S
+    for seconds, _, signature in ordered:
+        left_s -= seconds * (_RUNS + 1)
+        here = all(spec.device.type == device.type for spec in signature.tensors)
+        fits = 3 * sum(spec.moved_bytes for spec in signature.tensors) < most_bytes
+        if seconds < LONGEST_S and left_s > 0 and here and fits:
+            chosen.append(signature)
+    return chosen
+
+
+@contextlib.contextmanager
+def _failures(found: Measured, signature: Signature) -> Any:
+    """An op may refuse scratch values (an index out of range, a matrix that is not definite): it is estimated then."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as error:
+        found.failed[signature] = f"{type(error).__name__}: {error}".split("\n")[0]

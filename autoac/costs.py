@@ -89,8 +89,9 @@ def device_rates(device: torch.device) -> DeviceTable:
         rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
     rates[""] = rates["float32"]
     block = torch.ones(2**25, device=device)
+    copy = torch.empty_like(block)  # not a new one in each run: the system hands out its pages slowly
     tiny = torch.ones(1, device=device)
-    bandwidth = 2 * block.nbytes / _least_seconds(functools.partial(torch.neg, block), device)
+    bandwidth = 2 * block.nbytes / _least_seconds(functools.partial(torch.neg, block, out=copy), device)
     return DeviceTable(
         name=device.type,
         kind=device.type,

@@ -13,10 +13,10 @@ from autoac.opinfo import op_info
 from autoac.signatures import Signature
 from autoac.timing import OpTime, OpTimer, WorkspaceMeter, spread
 
-LONGEST_S = 1.0
+LONGEST_S = 0.5
 """An op that is estimated to take longer than this is not run."""
 
-ALL_S = 40.0
+ALL_S = 20.0
 """What all ops together may be estimated to take; the quick ones come first."""
 
 _RUNS = 4

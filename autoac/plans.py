@@ -20,6 +20,7 @@ from autoac.verify import Report, verify
 from autoac_solver.errors import PlanMismatchError
 from autoac_solver.format import format_bytes
 from autoac_solver.plan_record import PlanRecord, RegionPlan
+from autoac_solver.profile import NEVER
 from autoac_solver.report import explain
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -244,6 +245,14 @@ class Plan:
                 return Program(record.name, record.steps, wrapped=record.wrapped)
         known = ", ".join(repr(record.name) for record in self.regions[:12])
         raise PlanMismatchError(f"this plan has no region {region!r}; it has {known}.")
+
+    def gradient_at_start(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a leaf's gradient is at the start of the step that was profiled: None, or what the step adds to."""
+        table = self.record.profile.storage_table
+        accumulates = any(storage.kind == "Gradient" and storage.alloc == NEVER for storage in table)
+        if not accumulates or not tensor.requires_grad:
+            return None
+        return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()
 
     # -- trust -------------------------------------------------------------------------------------------------
 

@@ -44,14 +44,16 @@ def record(
     device = device_of(model)
     tell = progress or (lambda *_: None)
     step = make_step(model, sample, loss)
-    fixed = [*model.parameters(), *model.buffers(), *tensors_of(sample if not callable(sample) else ())]
+    gradients = [
+        p.grad for p in model.parameters() if p.grad is not None
+    ]  # the step adds to those that are there
+    inputs = tensors_of(sample if not callable(sample) else ())
+    fixed = [*model.parameters(), *gradients, *model.buffers(), *inputs]
     with untouched(model, sample if not callable(sample) else ()):
         tell("warm-up step", 0.0)
         meter = WorkspaceMeter()
         with meter.measuring() if device.type == "cpu" else contextlib.nullcontext():
             _run(model, step, Tape(device, meter), fixed)
-        for parameter in model.parameters():
-            parameter.grad = None
         tell("recorded step", 0.3)
         timer = OpTimer(device)
         tape = Tape(device, timer)

@@ -112,7 +112,9 @@ def selfcheck(device: torch.device, size: str, progress: Progress | None = None)
         del decoder, tokens
         tell("ResNet-shaped model", 0.5)
         network, pictures = resnet(RESNET[size], dtype, device)
-        found.append(_check(f"ResNet-shaped, {kind}, {RESNET[size]}", network, pictures, network.blocks, device))
+        found.append(
+            _check(f"ResNet-shaped, {kind}, {RESNET[size]}", network, pictures, network.blocks, device)
+        )
     finally:
         torch.use_deterministic_algorithms(deterministic)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

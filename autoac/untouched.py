@@ -6,15 +6,22 @@ import contextlib
 import operator
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 
 @contextlib.contextmanager
-def untouched(model: torch.nn.Module, sample: Any) -> Iterator[None]:
+def untouched(
+    model: torch.nn.Module,
+    sample: Any,
+    gradient: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: tensor.grad,
+) -> Iterator[None]:
     """Put everything a step changes back, also when it fails.
+
+    Args:
+        gradient: what a leaf's gradient is to be at the step's start; by default what it is.
 
     Values that are written in place are not copied here (that would double the parameters' memory): the recording
     copies a storage before its first write and puts it back itself, see `Tape.restore`.
@@ -23,9 +30,9 @@ def untouched(model: torch.nn.Module, sample: Any) -> Iterator[None]:
     leaves = [*model.parameters(), *(t for t in tensors_of(sample) if t.is_leaf)]
     gradients = [(tensor, tensor.grad) for tensor in leaves]
     states = _random_states(model)
-    for tensor, _ in gradients:
-        tensor.grad = None
     try:
+        for tensor, _ in gradients:
+            tensor.grad = gradient(tensor)
         yield
     finally:
         for module, attributes in modules:

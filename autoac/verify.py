@@ -34,6 +34,7 @@ class AnyPlan(Protocol):
     @property
     def budget_bytes(self) -> int: ...
     def applied(self, model: torch.nn.Module) -> Any: ...
+    def gradient_at_start(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,11 @@ def verify(
     device = device_of(model)
 
     def run(planned: bool, measure: bool = False) -> _Outcome:
-        with untouched(model, fixed), _Kept(model), plan.applied(model) if planned else nullcontext():
+        with (
+            untouched(model, fixed, plan.gradient_at_start),
+            _Kept(model),
+            plan.applied(model) if planned else nullcontext(),
+        ):
             return _run(model, step, device, measure)
 
     run(False)  # lazy initialisation is not to count
@@ -216,7 +221,7 @@ def _first_op(model: torch.nn.Module, step: Callable[[], Any], fixed: Any, plan:
     traces = []
     for planned in (False, True):
         context = plan.applied(model) if planned else nullcontext()
-        with untouched(model, fixed), _Kept(model), context, _Trace() as trace:
+        with untouched(model, fixed, plan.gradient_at_start), _Kept(model), context, _Trace() as trace:
             step()
         traces.append(trace.rows)
     plain, planned_rows = traces

@@ -128,9 +128,7 @@ class Bottleneck(nn.Module):
         self.norm3 = nn.BatchNorm2d(4 * channels)
         changes = stride != 1 or given != 4 * channels
         self.skip = (
-            nn.Sequential(
-                nn.Conv2d(given, 4 * channels, 1, stride, bias=False), nn.BatchNorm2d(4 * channels)
-            )
+            nn.Sequential(nn.Conv2d(given, 4 * channels, 1, stride, bias=False), nn.BatchNorm2d(4 * channels))
             if changes
             else nn.Identity()
         )

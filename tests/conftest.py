@@ -4,6 +4,9 @@ import os
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # threads that spin while they wait take the others' cores
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's start and stop messages
 
 import pytest

@@ -22,7 +22,7 @@ from autoac.tape import Instrumented, Tape
 from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter
 from autoac.untouched import tensors_of, untouched
 from autoac_solver.errors import ProfilingError
-from autoac_solver.profile import Profile
+from autoac_solver.profile import Op, Profile
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
@@ -135,7 +135,7 @@ def record_fake(
         costs=engine_costs(device),
         measured_step_s=elapsed,
         mode="fake",
-        notes=_fake_notes(found, len(signatures), measure),
+        notes=_fake_notes(tables["tape"], found, len(signatures), measure),
         **tables,
     )
 
@@ -146,16 +146,25 @@ def _fake_tape(
     for parameter, gradient in fake.gradients:
         parameter.grad = gradient
     tape = Tape(device, SignatureMeter())
-    with fake.active(), explained(lambda: tape.failed_at), _recording(model, step, tape, fake.tensors):
+    with explained(lambda: tape.failed_at), _recording(model, step, tape, fake.tensors, fake.active()):
         return tape, tape.finish(_names(model), {}, {})
+
+
+_UNKNOWN_RESULTS = {"aten.mkldnn_rnn_layer.default"}
+"""Ops whose fake implementation returns an empty tensor in place of a private workspace."""
 
 
 def _work(row: dict[str, Any]) -> tuple[str, int, int]:
     return row["dtype"], row["flops"], row["moved_bytes"]
 
 
-def _fake_notes(found: Measured, distinct: int, measure: bool) -> tuple[str, ...]:
+def _fake_notes(tape: tuple[Op, ...], found: Measured, distinct: int, measure: bool) -> tuple[str, ...]:
     notes = ["recorded on fake tensors: nothing of the model was allocated"]
+    unknown = sorted({op.name for op in tape if op.name in _UNKNOWN_RESULTS})
+    if unknown:
+        notes.append(
+            f"the workspace that {', '.join(unknown)} hands to backward is not known to fake tensors"
+        )
     if measure and len(found.times) < distinct:
         notes.append(
             f"{distinct - len(found.times)} of {distinct} distinct ops were too long or too large to be run here, or "
@@ -166,13 +175,23 @@ def _fake_notes(found: Measured, distinct: int, measure: bool) -> tuple[str, ...
 
 @contextlib.contextmanager
 def _recording(
-    model: torch.nn.Module, step: Callable[[], Any], tape: Tape, fixed: list[torch.Tensor]
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    tape: Tape,
+    fixed: list[torch.Tensor],
+    below: contextlib.AbstractContextManager[None] | None = None,
 ) -> Iterator[None]:
-    """Run the step under the tape; within the context everything is as the step has left it."""
+    """Run the step under the tape; within the context everything is as the step has left it.
+
+    Args:
+        fixed: tensors that are there before the step.
+        below: a context for the step that the tape is to be above of.
+    """
     for tensor in fixed:
         tape.storage_id(tensor)
     try:
         with (
+            below or contextlib.nullcontext(),
             Instrumented(model, tape, lean_modules(model)),
             torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack),
             tape,

@@ -1,0 +1,215 @@
+"""Profiles on fake tensors: the same record as for real, nothing allocated, and a clear word where it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+import autoac
+from autoac_solver.build import build
+from autoac_solver.partitions import partitions
+from autoac_solver.profile import Profile
+from autoac_solver.simulator import Simulator
+from tests import real_models
+
+FAMILIES = ["gpt2", "llama", "bert", "vit", "resnet", "t5", "albert", "mamba"]
+
+
+def peaks(profile: Profile) -> list[int]:
+    """Simulated peaks of both engines for several choices of regions: nothing, all and every other unit recomputed."""
+    found = []
+    for engine in ("replay", "sac"):
+        for calls in partitions(profile)[:3]:
+            problem = build(profile, calls, engine).problem
+            free = [not unit.must_save for unit in problem.units]
+            simulator = Simulator(problem)
+            for decisions in ([False] * len(free), free, [f and i % 2 == 0 for i, f in enumerate(free)]):
+                found.append(simulator.simulate(decisions).peak_bytes)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fake_and_real_profile_have_the_same_peaks_to_the_byte(family: str):
+    made = getattr(real_models, family)()
+    real = autoac.profile(made.model, made.sample, loss=made.loss, mode="real")
+    fake = autoac.profile(made.model, made.sample, loss=made.loss, mode="fake")
+    assert (real.mode, fake.mode) == ("real", "fake")
+    assert fake.op_fingerprint == real.op_fingerprint
+    assert fake.model_fingerprint == real.model_fingerprint
+    assert fake.resident_bytes == real.resident_bytes
+    assert peaks(fake) == peaks(real)
+    assert fake.time_shares.get("measured", 0) > 0.95
+
+
+def test_a_plan_from_a_fake_profile_keeps_its_promise():
+    made = real_models.gpt2()
+    fake = autoac.profile(made.model, made.sample, loss=made.loss, mode="fake")
+    with pytest.raises(autoac.InfeasibleBudgetError) as caught:
+        autoac.solve(fake, 1)
+    report = autoac.solve(fake, caught.value.minimum_bytes).verify(made.model, made.sample, made.loss)
+    assert report.ok
+    assert report.measured_peak_bytes == report.predicted_peak_bytes
+
+
+def test_the_model_is_left_as_it_was():
+    made = real_models.resnet()
+    tensors = dict(made.model.state_dict(keep_vars=True))
+    values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    state = torch.get_rng_state()
+    autoac.profile(made.model, made.sample, loss=made.loss, mode="fake")
+    after = made.model.state_dict(keep_vars=True)
+    assert all(after[name] is tensor for name, tensor in tensors.items())
+    assert all(torch.equal(after[name], value) for name, value in values.items())
+    assert all(parameter.grad is None for parameter in made.model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(40, 16)
+        self.recurrent = nn.GRU(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.recurrent(self.tokens(ids))[0]).logsumexp(-1).mean()
+
+
+def test_tied_and_flattened_parameters():
+    model, ids = Tied(), torch.randint(40, (2, 5))
+    real, fake = (autoac.profile(model, ids, mode=mode) for mode in ("real", "fake"))
+    assert fake.resident_bytes == real.resident_bytes
+    assert peaks(fake) == peaks(real)
+    model(ids).backward()  # the GRU's own list of weights is back, too
+
+
+def test_what_fake_tensors_do_not_know_is_said():
+    model = nn.LSTM(16, 16, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    profile = autoac.profile(model, x, loss=lambda output: output[0].mean(), mode="fake")
+    assert any("aten.mkldnn_rnn_layer.default" in note for note in profile.notes)
+
+
+def test_a_model_from_the_meta_device_needs_no_memory():
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(8192, 8192), nn.GELU()) for _ in range(40)]
+        model = nn.Sequential(*layers)
+        x = torch.empty(512, 8192)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    profile = autoac.profile(model, x, device="h200")
+    assert profile.resident_bytes > 10_000_000_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
+    assert any("meta device" in note for note in profile.notes)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert autoac.solve(profile, "141GB").predicted_overhead == 0
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y * 2 if y.sum().item() > 0 else y
+
+
+class Selects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y[y > 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            nn.Sequential(nn.Linear(8, 8), Reads()),
+            r"_local_scalar_dense.default reads a value on the host, in module '1' \(Reads\) ",
+        ),
+        (Selects(), r"aten.index.Tensor makes a result whose shape depends on values, in module"),
+    ],
+)
+def test_what_depends_on_values_is_an_error_that_names_op_and_module(model: nn.Module, message: str):
+    with pytest.raises(autoac.ProfilingError, match=message) as caught:
+        autoac.profile(model, torch.randn(4, 8), mode="fake")
+    assert 'Profile with mode="real"' in str(caught.value)
+    assert not any(isinstance(p, torch._subclasses.FakeTensor) for p in model.parameters())
+    assert autoac.profile(model, torch.randn(4, 8)).mode == "real"
+
+
+@torch.library.custom_op("autoac_test::nothing_fake", mutates_args=())
+def nothing_fake(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+nothing_fake.register_autograd(lambda ctx, gradient: gradient)
+
+
+def test_an_op_without_a_fake_implementation_is_named():
+    class Opaque(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nothing_fake(self.linear(x))
+
+    with pytest.raises(
+        autoac.ProfilingError, match=r"autoac_test.nothing_fake.default .*in module 'the model itself'"
+    ):
+        autoac.profile(Opaque(), torch.randn(4, 8), mode="fake")
+
+
+def test_auto_runs_for_real_where_that_fits_and_says_when_it_does_not(monkeypatch: pytest.MonkeyPatch):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
+    assert autoac.profile(model, x).mode == "real"
+    monkeypatch.setattr("autoac.planner.free_bytes", lambda device: 100)
+    profile = autoac.profile(model, x)
+    assert profile.mode == "fake"
+    assert "gradients alone take 288 bytes" in profile.notes[-1]
+
+
+def test_auto_falls_back_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch):
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr("autoac.planner.record", out_of_memory)
+    profile = autoac.profile(nn.Linear(8, 8), torch.randn(4, 8))
+    assert profile.mode == "fake"
+    assert "did not fit here (no more)" in profile.notes[-1]
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+@pytest.mark.parametrize("family", ["gpt2", "resnet", "mamba"])
+def test_gradients_that_are_there_count_and_are_added_to(family: str, mode: str):
+    made = getattr(real_models, family)()
+    without = autoac.profile(made.model, made.sample, loss=made.loss, mode=mode)
+    for parameter in made.model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    profile = autoac.profile(made.model, made.sample, loss=made.loss, mode=mode)
+    assert all(bool((p.grad == 0.5).all()) for p in made.model.parameters() if p.grad is not None)
+    gradients = sum(p.nbytes for p in made.model.parameters())
+    assert profile.resident_bytes - without.resident_bytes == gradients
+    with pytest.raises(autoac.InfeasibleBudgetError) as caught:
+        autoac.solve(profile, 1)
+    report = autoac.solve(profile, caught.value.minimum_bytes).verify(made.model, made.sample, made.loss)
+    assert report.ok
+    assert report.measured_peak_bytes == report.predicted_peak_bytes
+
+
+def test_notes_and_mode_are_saved(tmp_path):
+    profile = autoac.profile(nn.Linear(8, 8), torch.randn(4, 8), mode="fake")
+    profile.save(tmp_path / "p.json")
+    loaded = Profile.load(tmp_path / "p.json")
+    assert loaded == profile
+    assert dataclasses.asdict(loaded.tape[0])["time_from"] in ("measured", "estimated")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from autoac.recorder import check_model, device_bytes, device_of, free_bytes, re
 from autoac.regions import RegionChoice, select_modules
 from autoac.step import Loss
 from autoac_solver.curve import Tradeoff
-from autoac_solver.devices import find_device, on_device
+from autoac_solver.devices import DeviceTable, find_device, on_device
 from autoac_solver.errors import ProfilingError
 from autoac_solver.format import format_bytes
 from autoac_solver.planning import Progress, limits, plan_budgets, plan_profile, resolve_engine
@@ -127,28 +128,36 @@ def profile(
     model = unwrapped(model)
     check_model(model)
     select_modules(model, regions)
-    recorded = _recorded(model, sample, loss, mode, table is None, progress)
+    recorded = _recorded(model, sample, loss, mode, table, progress)
     if optimizer is not None:
         recorded = with_optimizer(recorded, model, optimizer)
     return recorded if table is None else on_device(recorded, table)
 
 
 def _recorded(
-    model: torch.nn.Module, sample: Any, loss: Loss | None, mode: str, timed: bool, progress: Progress | None
+    model: torch.nn.Module,
+    sample: Any,
+    loss: Loss | None,
+    mode: str,
+    table: DeviceTable | None,
+    progress: Progress | None,
 ) -> Profile:
     """The profile on this device, for real or on fake tensors.
 
     Args:
-        timed: times of this device are wanted.
+        table: of another device whose times are wanted in place of this one's.
     """
+    timed = table is None
+    as_cuda = table is not None and table.kind == "cuda" and device_of(model).type != "cuda"
+    fake = functools.partial(record_fake, model, sample, loss, progress, timed, as_cuda)
     if mode == "fake":
-        return record_fake(model, sample, loss, progress, timed)
+        return fake()
     if mode == "real":
         return record(model, sample, loss, progress)
     reason = _reason_for_fake(model, timed)
     if reason:
         try:
-            return _noted(record_fake(model, sample, loss, progress, timed), f"mode auto: {reason}")
+            return _noted(fake(), f"mode auto: {reason}")
         except ProfilingError:
             if timed or device_of(model).type == "meta":
                 raise
@@ -158,11 +167,8 @@ def _recorded(
     try:
         return record(model, sample, loss, progress)
     except (torch.OutOfMemoryError, MemoryError) as error:
-        found = _noted(
-            record_fake(model, sample, loss, progress, timed),
-            f"mode auto: the step did not fit here ({error!s:.80})",
-        )
-    return found
+        reason = f"the step did not fit here ({error!s:.80})"  # the error holds the step's tensors until it is handled
+    return _noted(fake(), f"mode auto: {reason}")
 
 
 def _reason_for_fake(model: torch.nn.Module, timed: bool) -> str:

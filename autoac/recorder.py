@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autoac.as_cuda import CudaOps
 from autoac.compat import is_compiled_wrapper, storage_key
 from autoac.costs import device_rates, engine_costs
 from autoac.engine.attach import planned
@@ -81,6 +82,7 @@ def record_fake(
     loss: Loss | None = None,
     progress: Progress | None = None,
     measure: bool = True,
+    as_cuda: bool = False,
 ) -> Profile:
     """Record a step on fake tensors: nothing of the model is allocated, and it is left as it was.
 
@@ -90,6 +92,7 @@ def record_fake(
         model, sample, loss: as for `autoac.profile`.
         measure: run each distinct op that can be afforded on scratch memory, for its time and workspace. What cannot
             be is estimated from this device's rates, as is everything without `measure`.
+        as_cuda: record the ops that CUDA takes, see `as_cuda`. They cannot be run here, so `measure` must be off.
 
     Raises:
         ProfilingError: the step depends on values, or an op has no fake implementation; it names op and module.
@@ -103,10 +106,10 @@ def record_fake(
         fake = fake_model(model, sample, device)
         step = make_step(model, fake.sample, loss)
         # Twice, for the first sets up what is set up once, such as tables of positions.
-        _fake_tape(model, step, fake, device)
+        _fake_tape(model, step, fake, device, as_cuda)
         tell("recording on fake tensors", 0.1)
         start = time.perf_counter()
-        tape, tables = _fake_tape(model, step, fake, device)
+        tape, tables = _fake_tape(model, step, fake, device, as_cuda)
         elapsed = time.perf_counter() - start
     _check_recorded(tables)
     rates = device_rates(device)
@@ -135,18 +138,22 @@ def record_fake(
         costs=engine_costs(device),
         measured_step_s=elapsed,
         mode="fake",
-        notes=_fake_notes(tables["tape"], found, len(signatures), measure),
+        notes=_fake_notes(tables["tape"], found, len(signatures), measure, as_cuda),
         **tables,
     )
 
 
 def _fake_tape(
-    model: torch.nn.Module, step: Callable[[], Any], fake: Faked, device: torch.device
+    model: torch.nn.Module, step: Callable[[], Any], fake: Faked, device: torch.device, as_cuda: bool
 ) -> tuple[Tape, dict[str, Any]]:
     for parameter, gradient in fake.gradients:
         parameter.grad = gradient
     tape = Tape(device, SignatureMeter())
-    with explained(lambda: tape.failed_at), _recording(model, step, tape, fake.tensors, fake.active()):
+    with (
+        explained(lambda: tape.failed_at),
+        CudaOps() if as_cuda else contextlib.nullcontext(),
+        _recording(model, step, tape, fake.tensors, fake.active()),
+    ):
         return tape, tape.finish(_names(model), {}, {})
 
 
@@ -158,8 +165,15 @@ def _work(row: dict[str, Any]) -> tuple[str, int, int]:
     return row["dtype"], row["flops"], row["moved_bytes"]
 
 
-def _fake_notes(tape: tuple[Op, ...], found: Measured, distinct: int, measure: bool) -> tuple[str, ...]:
+def _fake_notes(
+    tape: tuple[Op, ...], found: Measured, distinct: int, measure: bool, as_cuda: bool
+) -> tuple[str, ...]:
     notes = ["recorded on fake tensors: nothing of the model was allocated"]
+    if as_cuda:
+        notes.append(
+            "recorded without a GPU, with the ops that CUDA takes for attention, dropout and batch norm; profile there "
+            "before training, for other ops may differ"
+        )
     unknown = sorted({op.name for op in tape if op.name in _UNKNOWN_RESULTS})
     if unknown:
         notes.append(

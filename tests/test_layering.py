@@ -20,7 +20,7 @@ ORDER = {
         formulation search ilp curve report plan_record planning __init__
     """,
     "autoac": """
-        _version compat opinfo measure engine untouched step costs fake signatures timing scratch tape regions
+        _version compat opinfo measure engine untouched step costs fake as_cuda signatures timing scratch tape regions
         recorder optimizer verify plans planner __init__ zoo calibrate selfcheck demo cli __main__
     """,
 }

@@ -221,10 +221,7 @@ def _notes(profile: Profile, table: DeviceTable, same_kind: bool) -> list[str]:
     made = ", ".join(f"{name} {value}" for name, value in table.made.items())
     notes = [f"times are for {table.title}, from a cost table whose rates are {table.source} ({made})"]
     if not same_kind:
-        notes.append(
-            f"recorded with the ops that {profile.device} takes: where {table.kind} takes others (attention, dropout, "
-            "batch norm), a plan for it is a forecast; profile there before training"
-        )
+        notes.append(f"workspace inside ops was measured on {profile.device}, and is left out")
     return notes
 
 

@@ -62,7 +62,10 @@ def _measure(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, int]:
         fake = copy.copy(optimizer)
         fake.state = defaultdict(dict)
         fake.param_groups = [
-            {name: _fake_parameters(value) if name == "params" else value for name, value in group.items()}
+            {
+                name: _fake_parameters(value, device) if name == "params" else value
+                for name, value in group.items()
+            }
             for group in optimizer.param_groups
         ]
         fake.step()
@@ -73,10 +76,11 @@ def _measure(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, int]:
     return state_bytes, live.peak_bytes
 
 
-def _fake_parameters(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+def _fake_parameters(parameters: list[torch.Tensor], device: str) -> list[torch.Tensor]:
     fakes = []
     for real in parameters:
-        empty = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+        place = torch.device(device) if real.is_meta else real.device
+        empty = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=place)
         fake = torch.nn.Parameter(empty, requires_grad=real.requires_grad)
         if real.requires_grad:
             fake.grad = torch.empty_like(empty)

@@ -109,6 +109,19 @@ def test_a_model_from_the_meta_device_needs_no_memory():
     assert autoac.solve(profile, "141GB").predicted_overhead == 0
 
 
+def test_an_optimizer_of_a_meta_model_counts():
+    def made(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).to(device)
+        return model, torch.optim.AdamW(model.parameters())
+
+    (real, real_optimizer), (meta, meta_optimizer) = made("cpu"), made("meta")
+    x = torch.randn(16, 64)
+    expected = autoac.profile(real, x, optimizer=real_optimizer)
+    found = autoac.profile(meta, x.to("meta"), optimizer=meta_optimizer)
+    assert found.resident_bytes == expected.resident_bytes > 3 * sum(p.nbytes for p in real.parameters())
+    assert peaks(found) == peaks(expected)
+
+
 class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -220,7 +220,7 @@ def _op_on(op: Op, profile: Profile, table: DeviceTable, same_kind: bool) -> Op:
 def _notes(profile: Profile, table: DeviceTable, same_kind: bool) -> list[str]:
     made = ", ".join(f"{name} {value}" for name, value in table.made.items())
     notes = [f"times are for {table.title}, from a cost table whose rates are {table.source} ({made})"]
-    if not same_kind:
+    if not same_kind and any(op.workspace_bytes for op in profile.tape if op.signature >= 0):
         notes.append(f"workspace inside ops was measured on {profile.device}, and is left out")
     return notes
 

@@ -52,12 +52,16 @@ def record(
     fixed = [*model.parameters(), *gradients, *model.buffers(), *inputs]
     with untouched(model, sample if not callable(sample) else ()):
         tell("warm-up step", 0.0)
-        meter = WorkspaceMeter()
-        with meter.measuring() if device.type == "cpu" else contextlib.nullcontext():
-            _run(model, step, Tape(device, meter), fixed)
+        meter = WorkspaceMeter(device)
+        warm_up = Tape(device, meter)
+        with meter.measuring():
+            _run(model, step, warm_up, fixed)
         tell("recorded step", 0.3)
         timer = OpTimer(device)
         tape = Tape(device, timer)
+        expected = max(1, len(warm_up.ops))
+        tape.on_op = lambda done: tell("recorded step", 0.3 + 0.6 * min(1.0, done / expected))
+        tape.note_others(fixed)
         start = time.perf_counter()
         with _recording(model, step, tape, fixed):
             elapsed = time.perf_counter() - start

@@ -64,8 +64,8 @@ def measure_on_scratch(
 def _workspaces(
     chosen: list[Signature], found: Measured, device: torch.device, tell: Callable[[float], None]
 ) -> dict[Signature, int]:
-    meter = WorkspaceMeter()
-    with meter.measuring() if device.type == "cpu" else contextlib.nullcontext():
+    meter = WorkspaceMeter(device)
+    with meter.measuring():
         for index, signature in enumerate(chosen):
             tell(index / (2 * len(chosen)))
             with _failures(found, signature):

@@ -52,6 +52,7 @@ from autoac_solver.profile import NEVER, ModuleCall, Op, Saved, Storage
 
 _CUDA_BLOCK_BYTES = 512
 _SCALAR_BYTES = 8
+_TELL_EVERY = 50
 
 # Out of place under a dispatch mode only; source: `areAnyTensorSubclassLike` in torch's FunctionsManual.cpp.
 _SCATTERS = {"aten.index_put.default", "aten.scatter.src", "aten.scatter_add.default"}
@@ -79,6 +80,7 @@ class Tape(TorchDispatchMode):
         self.tick = 0
         self.suspended = 0
         self.failed_at: tuple[str, str] | None = None  # op and module where the step broke off
+        self.on_op: Callable[[int], None] = lambda done: None  # told now and then how many ops are recorded
         self.ops: list[dict[str, Any]] = []
         self.storages: list[dict[str, Any]] = []
         self.saved: list[dict[str, Any]] = []
@@ -144,6 +146,8 @@ class Tape(TorchDispatchMode):
             writes = reads[:1]
         creates = self._register_new(tensors_in(result), tick)
         self._saved_scalar(info, args)
+        if not len(self.ops) % _TELL_EVERY:
+            self.on_op(len(self.ops))
         made = [tensor for tensor in tensors_in(result) if self._by_key.get(storage_key(tensor)) in creates]
         self.ops.append(
             {
@@ -223,6 +227,15 @@ class Tape(TorchDispatchMode):
         self._watch(result.untyped_storage(), index)
 
     # -- storages ----------------------------------------------------------------------------------------------
+
+    def note_others(self, known: list[torch.Tensor]) -> None:
+        """Record what else is alive on a CUDA device before the step: cuBLAS's workspace, other people's tensors."""
+        if self.device.type != "cuda":
+            return
+        sizes = {storage_key(t): t.untyped_storage().nbytes() for t in known if t.device == self.device}
+        ours = sum(_allocated(size, self.device) for size in sizes.values())
+        others = max(0, torch.cuda.memory_allocated(self.device) - ours)
+        self.storages.append({"bytes": others, "alloc": NEVER, "free": NEVER, "backward": False})
 
     def _ids(self, tensors: Any) -> list[int]:
         return [index for index in map(self.storage_id, tensors) if index is not None]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,21 +44,24 @@ class OpTime:
         return cls(seconds, 0.0, 0.0, "estimated")
 
 
-@dataclass
 class WorkspaceMeter:
     """Runs ops and measures the most bytes that are alive inside each, on top of what it leaves behind.
 
-    Only on CPU, by the profiler's allocation events; use it within `measuring()`.
+    On CPU by the profiler's allocation events, on CUDA by the allocator's own peak; use it within `measuring()`.
     """
 
-    def __post_init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.workspace_bytes: dict[Signature, int] = {}
         self._ranges: AllocationRanges | None = None
         self._names: dict[str, Signature] = {}
 
     @contextmanager
-    def measuring(self):
+    def measuring(self) -> Iterator[WorkspaceMeter]:
         """Context in which `run` measures; the results are there after it."""
+        if self.device.type != "cpu":
+            yield self
+            return
         with AllocationRanges() as self._ranges:
             yield self
         for name, deltas in self._ranges.deltas.items():
@@ -67,13 +70,27 @@ class WorkspaceMeter:
     def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
         """Run the op once; the first time a signature comes, measured."""
         signature = Signature.of(func, args, kwargs)
-        if signature in self.workspace_bytes or self._ranges is None:
+        if signature in self.workspace_bytes:
             return func(*args, **kwargs), signature
         self.workspace_bytes[signature] = 0
-        name = f"autoac workspace {len(self._names)}"
-        self._names[name] = signature
-        with self._ranges.range(name):
-            return func(*args, **kwargs), signature
+        if self._ranges is not None:
+            name = f"autoac workspace {len(self._names)}"
+            self._names[name] = signature
+            with self._ranges.range(name):
+                return func(*args, **kwargs), signature
+        if self.device.type == "cuda":
+            return self._run_on_cuda(func, args, kwargs, signature), signature
+        return func(*args, **kwargs), signature
+
+    def _run_on_cuda(self, func: Any, args: Any, kwargs: Any, signature: Signature) -> Any:
+        # The allocator counts when memory is asked for, on the host: nothing need be waited for.
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        result = func(*args, **kwargs)
+        after = torch.cuda.memory_allocated(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self.workspace_bytes[signature] = peak - max(before, after)
+        return result
 
 
 def _workspace(deltas: list[int]) -> int:

@@ -316,7 +316,7 @@ def test_a_step_of_another_model():
 
 
 def test_refused_arguments(profile: Profile):
-    with pytest.raises(ValueError, match="mode is 'fast'; possible are 'auto' and 'real'"):
+    with pytest.raises(ValueError, match="mode is 'fast'; possible are 'auto', 'real', 'fake'"):
         autoac.profile(make(), batch(), mode="fast")
     with pytest.raises(ValueError, match="engine is 'magic'; possible are 'auto', 'replay', 'sac'"):
         autoac.plan(make(), batch(), 10**9, engine="magic")

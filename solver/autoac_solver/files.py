@@ -1,4 +1,4 @@
-"""JSON files with a schema name and version, written atomically."""
+"""Files written atomically, and JSON files with a schema name and version."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from autoac_solver.errors import ProfileError
 
 
 def write_json(path: str | Path, schema: str, version: int, data: dict[str, Any]) -> None:
-    """Write `data` so that the file appears whole or not at all, also if the process is killed or the disk is full."""
+    """Write `data` as `write_text` does."""
+    write_text(path, json.dumps({"schema": schema, "schema_version": version, **data}, allow_nan=False))
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write UTF-8 so that the file appears whole or not at all, also if the process is killed or the disk is full."""
     path = Path(path)
-    text = json.dumps({"schema": schema, "schema_version": version, **data}, allow_nan=False)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -1,0 +1,86 @@
+// The trade-off curve.
+
+const curveView = (() => {
+  const place = byId("curve");
+  const rows = Array.from(byId("curve-table").tBodies[0].rows);
+  const others = plans.filter((plan) => plan !== chosenPlan);
+  const shown = others.length ? others : plans;
+  const least = Math.min(...plans.map((plan) => plan.budget));
+  const most = Math.max(...shown.map((plan) => plan.budget));
+  let selected = chosenPlan;
+  let pick = () => {};
+
+  function render() {
+    const height = place.clientWidth < 560 ? 240 : 300;
+    const words =
+      `Extra step time against the budget: ${formatPercent(plans[0].overhead)} at ${formatBytes(plans[0].budget)}, ` +
+      `${formatPercent(plans.at(-1).overhead)} at ${formatBytes(plans.at(-1).budget)}; ` +
+      `this plan ${formatPercent(chosenPlan.overhead)} at ${formatBytes(chosenPlan.budget)}.`;
+    const { svg, width } = canvas(place, height, words);
+    const [left, right, top, bottom] = [52, width - 14, 18, height - 44];
+    const room = (most - least || most) * 0.06;
+    const x = linear(Math.max(0, least - room), most + room / 2, left, right);
+    const highest = Math.max(0.01, ...plans.map((plan) => plan.overhead)) * 1.08;
+    const y = linear(0, highest, bottom, top);
+    // A budget far beyond what the step takes is drawn at the edge.
+    const at = (plan) => [Math.min(x(plan.budget), right), y(plan.overhead)];
+
+    svg.append(
+      draw("rect", { class: "curve-too-small", x: left, y: top, width: Math.max(0, x(least) - left), height: bottom - top }),
+      ...valueLines(ticks(0, highest, 5), y, left, right, (value) => `${digits(100 * value, 3)} %`),
+    );
+    for (const value of ticks(Math.max(0, least - room), most + room / 2, width / 110)) {
+      if (x(value) < left) continue;
+      svg.append(draw("text", { x: x(value), y: bottom + 18, "text-anchor": "middle" }, formatBytes(value)));
+      svg.append(draw("line", { class: "axis", x1: Math.round(x(value)), x2: Math.round(x(value)), y1: bottom, y2: bottom + 4 }));
+    }
+    svg.append(
+      draw("text", { class: "axis-name", x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, "budget for the peak"),
+      draw("path", { class: "curve-bound", d: steps(plans.map((plan) => [at(plan)[0], y(plan.bound)])) }),
+      draw("path", { class: "curve-line", d: steps(shown.map(at)) }),
+    );
+    const [sx, sy] = at(selected);
+    svg.append(draw("line", { class: "curve-drop", x1: sx, x2: sx, y1: sy, y2: bottom }));
+    for (const plan of plans) {
+      const [px, py] = at(plan);
+      svg.append(
+        plan === chosenPlan
+          ? draw("path", { class: "curve-chosen", d: `M${px} ${py - 7}L${px + 7} ${py}L${px} ${py + 7}L${px - 7} ${py}Z` })
+          : draw("circle", { class: "curve-point", cx: px, cy: py, r: 4 }),
+      );
+    }
+    svg.append(draw("circle", { class: "curve-ring", cx: sx, cy: sy, r: 10 }));
+    const over = sx > (left + right) / 2;
+    svg.append(
+      draw("text", { class: "curve-label", id: "curve-selected", x: sx + (over ? -16 : 16), y: Math.max(top + 12, sy - 14), "text-anchor": over ? "end" : "start" },
+        `${formatBytes(selected.budget)}, +${formatPercent(selected.overhead)}`),
+    );
+    for (const plan of plans) {
+      const [px, py] = at(plan);
+      const hit = draw("circle", { class: "curve-hit", cx: px, cy: py, r: 12, "data-plan": plan.index },
+        draw("title", {}, `${formatBytes(plan.budget)}: +${formatPercent(plan.overhead)}, peak ${formatBytes(plan.peak)}`));
+      hit.addEventListener("click", () => pick(plan.index));
+      svg.append(hit);
+    }
+    show(place, svg);
+    rows.forEach((row, index) => {
+      row.classList.toggle("here", index === selected.index);
+      if (index === selected.index) row.setAttribute("aria-current", "true");
+      else row.removeAttribute("aria-current");
+    });
+  }
+
+  /** A plan holds up to the next larger budget: steps, not slopes. */
+  const steps = (points) => points.map(([px, py], i) => (i ? `H${round(px)}V${round(py)}` : `M${round(px)} ${round(py)}`)).join("");
+
+  onWidth(place, render);
+  return {
+    select(plan) {
+      selected = plan;
+      render();
+    },
+    onPick(callback) {
+      pick = callback;
+    },
+  };
+})();

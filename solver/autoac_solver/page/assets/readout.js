@@ -1,0 +1,74 @@
+// What is alive: beside the timeline at the cursor, and in a table at the peak.
+
+const readoutView = (() => {
+  const inTable = 12;
+  const inList = 6;
+  const everThere = kinds.map(() => false);
+  const moduleName = (module, kind) =>
+    modules[module] || (kind === TEMP ? "workspace and code outside of modules" : "of the whole model");
+  let plan = null;
+  let memory = null;
+
+  function row(kind, bytes) {
+    return make("tr", { "data-kind": kinds[kind] },
+      make("th", { scope: "row" }, swatch(kinds[kind]), kinds[kind]), make("td", {}, formatBytes(bytes)));
+  }
+
+  function at(position) {
+    const what = describe(plan, memory, position);
+    byId("read-op").textContent = what.op;
+    byId("read-module").textContent = what.module;
+    byId("read-phase").textContent = `${what.words}; op ${formatCount(position + 1)} of ${formatCount(plan.axis.length)}`;
+    const rows = kinds.map((_, kind) => row(kind, memory.byKind[kind][position])).filter((_, kind) => everThere[kind]);
+    show(byId("read-kinds"), ...rows.reverse()); // as they are stacked
+    byId("read-total").textContent = formatBytes(what.total);
+    const held = aliveAt(plan, position).slice(0, inList);
+    show(byId("read-holders"), ...held.map(({ kind, module, bytes }) => {
+      const name = moduleName(module, kind);
+      return make("li", {}, make("span", { title: name }, swatch(kinds[kind]), name), make("span", {}, formatBytes(bytes)));
+    }));
+  }
+
+  function bar(bytes, most, kind) {
+    return make("span", { class: "bar" },
+      make("span", {}, formatBytes(bytes)),
+      draw("svg", { "aria-hidden": "true", preserveAspectRatio: "none", viewBox: "0 0 100 10" },
+        draw("rect", { class: kind, width: Math.max(0.5, (100 * bytes) / most), height: 10 })));
+  }
+
+  function atPeak() {
+    const held = aliveAt(plan, memory.peakAt);
+    const most = held.length ? held[0].bytes : 1;
+    const rows = held.slice(0, inTable).map(({ kind, module, bytes }) =>
+      make("tr", {},
+        make("th", { scope: "row" }, moduleName(module, kind)),
+        make("td", {}, swatch(kinds[kind]), kinds[kind]),
+        make("td", {}, bar(bytes, most, kinds[kind]))));
+    const rest = held.slice(inTable);
+    if (rest.length) {
+      const bytes = rest.reduce((sum, { bytes: more }) => sum + more, 0);
+      rows.push(make("tr", {}, make("th", { scope: "row" }, `and ${plural(rest.length, "more")}`.replace("mores", "more")), make("td"),
+        make("td", {}, make("span", { class: "bar" }, make("span", {}, formatBytes(bytes))))));
+    }
+    show(byId("peak-holders"), ...rows);
+    const what = describe(plan, memory, memory.peakAt);
+    const module = modules[ops.module[plan.axis.op[memory.peakAt]]];
+    byId("peak-words").textContent =
+      `With a budget of ${formatBytes(plan.budget)} the peak of ${formatBytes(plan.peak)} lies at ${what.op} in ` +
+      `${what.words === "forward" || what.words === "backward" ? what.words : "recomputation"}` +
+      `${module ? ` of module ${module}` : ", outside of all modules"}.`;
+  }
+
+  return {
+    select(next, nextMemory) {
+      plan = next;
+      memory = nextMemory;
+      kinds.forEach((_, kind) => {
+        everThere[kind] ||= memory.byKind[kind].some((bytes) => bytes > 0);
+      });
+      at(memory.peakAt);
+      atPeak();
+    },
+    at,
+  };
+})();

@@ -1,0 +1,215 @@
+"""Puts the page together: the words by Python, the data as JSON, style and script inlined from `assets`.
+
+Whatever comes from a model (module names above all) is text in here: escaped in the markup, and in the JSON, which no
+sequence of characters can end early. The page's policy lets nothing run or load but the two inlined files, by their hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+from autoac_solver.curve import Tradeoff
+from autoac_solver.files import write_text
+from autoac_solver.format import format_bytes, format_seconds
+from autoac_solver.page.content import page_content
+from autoac_solver.plan_record import PlanRecord
+from autoac_solver.planning import plan_budgets
+from autoac_solver.report import explain
+
+POINTS = 20
+"""Budgets on the curve, if none is given."""
+
+SCRIPTS = ("dom", "format", "data", "scale", "curve", "timeline", "readout", "regions", "table", "main")
+"""The script's files in the order in which they are joined."""
+
+
+def write_report(
+    record: PlanRecord,
+    path: str | Path,
+    *,
+    curve: Tradeoff | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> None:
+    """Write a plan as a page: one HTML file that needs nothing else and no network.
+
+    The file appears whole or not at all.
+
+    Args:
+        record: what the page is about.
+        path: of the file; one that is there is replaced.
+        curve: plans for other budgets, made from the same profile; None makes them, which takes a while.
+        progress: called with a text and the share done.
+
+    Raises:
+        ValueError: the curve was made from another profile or for another engine.
+        ProfileError: a plan's tables do not belong to its profile.
+    """
+    write_text(path, render_report(record, curve=curve, progress=progress))
+
+
+def render_report(
+    record: PlanRecord,
+    *,
+    curve: Tradeoff | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> str:
+    """The page that `write_report` writes, as text."""
+    if curve is None:
+        curve = plan_budgets(record.profile, points=POINTS, engine=record.engine, progress=progress)
+    plans = _with_chosen(record, curve)
+    content = page_content(plans, next(i for i, plan in enumerate(plans) if plan is record))
+    style, script = _asset("style.css"), _script()
+    parts = {
+        "policy": _policy(style, script),
+        "title": _text(f"{record.model}: plan for {format_bytes(record.budget_bytes)}"),
+        "style": style,
+        "model": _text(record.model),
+        "made_for": _text(f"{record.device}, engine {record.engine}, torch {record.torch_version}"),
+        "figures": _figures(record),
+        "stops": str(len(plans) - 1),
+        "chosen": str(content["chosen"]),
+        "curve_rows": _curve_rows(plans, record),
+        "explanation": _text(explain(record)),
+        "made_with": _made_with(record),
+        "data": embedded_json(content),
+        "script": script,
+    }
+    # in one pass, so that nothing in a part is taken for a placeholder
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
+
+
+def embedded_json(data: Any) -> str:
+    """JSON that can stand in a script element: nothing in it ends the element or a line of script."""
+    text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _text(text: str) -> str:
+    """Text for the markup; half a surrogate pair, which no file can hold, becomes a question mark."""
+    return html.escape(text).encode("utf-8", "replace").decode("utf-8")
+
+
+def _with_chosen(record: PlanRecord, curve: Tradeoff) -> list[PlanRecord]:
+    """The curve's plans and the chosen one, by budget."""
+    plans = [getattr(plan, "record", plan) for plan in curve.plans]
+    for plan in plans:
+        if plan.engine != record.engine:
+            raise ValueError(
+                f"the plan is for engine {record.engine!r}, the curve for {plan.engine!r}: make the curve with "
+                f"engine={record.engine!r}, or leave it out."
+            )
+        if plan.profile is not record.profile and plan.profile != record.profile:
+            raise ValueError(
+                "the curve was made from another profile than the plan: make it from plan.profile, or leave it out."
+            )
+    others = [plan for plan in plans if plan.budget_bytes != record.budget_bytes]
+    return sorted([*others, record], key=lambda plan: plan.budget_bytes)
+
+
+def _asset(name: str) -> str:
+    return (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
+
+
+def _script() -> str:
+    files = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
+    return f'(() => {{\n"use strict";\n{files}}})();'
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing may be loaded, sent or run but what is inlined."""
+
+    def digest(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    return (
+        f"default-src 'none'; style-src {digest(style)}; script-src {digest(script)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _figures(record: PlanRecord) -> str:
+    """The numbers that the page opens with."""
+    step_s, extra_s = record.predicted_step_s, record.predicted_extra_s
+    overhead = extra_s / step_s if step_s else 0.0
+    headroom = f", {format_bytes(record.headroom_bytes)} of it headroom" if record.headroom_bytes else ""
+    share = record.predicted_peak_bytes / max(1, record.unplanned_peak_bytes)
+    figures = [
+        ("Budget", *_two_ways(record.budget_bytes), f"{record.budget_bytes:,} bytes{headroom}"),
+        (
+            "Predicted peak",
+            *_two_ways(record.predicted_peak_bytes),
+            f"{share:.0%} of the {_two_ways(record.unplanned_peak_bytes)[0]} that it takes with nothing recomputed",
+        ),
+        (
+            "Extra time",
+            f"{overhead:.1%}",
+            "",
+            f"{format_seconds(extra_s)} on top of a step of {format_seconds(step_s)}",
+        ),
+        ("Proved", record.status, "", f"no plan is faster by more than {record.gap:.2%} of the step"),
+    ]
+    return "\n".join(
+        f"<div><dt>{name}</dt><dd><strong>{_text(value)}</strong>"
+        + (f" <span>{_text(other)}</span>" if other else "")
+        + f"<small>{_text(note)}</small></dd></div>"
+        for name, value, other, note in figures
+    )
+
+
+def _two_ways(n_bytes: int) -> tuple[str, str]:
+    """In powers of 1000, and in powers of 1024 where that is another number."""
+    decimal, _, binary = format_bytes(n_bytes).partition(" = ")
+    return decimal, binary
+
+
+def _curve_rows(plans: Sequence[PlanRecord], record: PlanRecord) -> str:
+    rows = []
+    for plan in plans:
+        step_s = plan.predicted_step_s or 1.0
+        cells = (
+            f"{format_bytes(plan.budget_bytes)}{' (this plan)' if plan is record else ''}",
+            format_bytes(plan.predicted_peak_bytes),
+            f"{plan.predicted_extra_s / step_s:.2%}",
+            f"{plan.bound_s / step_s:.2%}",
+            plan.status,
+            f"{sum(region.wrapped for region in plan.regions)} of {len(plan.regions)}",
+        )
+        head, *rest = (_text(cell) for cell in cells)
+        rows.append(f'<tr><th scope="row">{head}</th>' + "".join(f"<td>{c}</td>" for c in rest) + "</tr>")
+    return "\n".join(rows)
+
+
+def _made_with(record: PlanRecord) -> str:
+    profile, now = record.profile, datetime.now(UTC)
+    memory = f", {format_bytes(profile.device_bytes)} of memory" if profile.device_bytes else ""
+    rows = [
+        ("Model", record.model),
+        ("Model's fingerprint", record.model_fingerprint),
+        ("Ops' fingerprint", record.op_fingerprint),
+        ("Step", f"{len(profile.tape):,} ops, {len(profile.storage_table):,} storages"),
+        ("Device", f"{record.device}{memory}"),
+        ("torch", record.torch_version),
+        ("autoac", _autoac_version()),
+        ("Engine", f"{record.engine} ({record.engine_reason})"),
+        ("Solver", f"{record.solver}, {format_seconds(record.solve_s)}"),
+        *(("Note", note) for note in profile.notes),
+    ]
+    lines = [f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in rows]
+    date = f'<time datetime="{now:%Y-%m-%dT%H:%MZ}">{now:%Y-%m-%d %H:%M} UTC</time>'
+    return "\n".join([*lines, f"<div><dt>Page written</dt><dd>{date}</dd></div>"])
+
+
+def _autoac_version() -> str:
+    try:
+        return metadata.version("autoac")
+    except metadata.PackageNotFoundError:
+        return "not installed as a package"

@@ -27,8 +27,11 @@ const curveView = (() => {
 
     svg.append(
       draw("rect", { class: "curve-too-small", x: left, y: top, width: Math.max(0, x(least) - left), height: bottom - top }),
-      ...valueLines(ticks(0, highest, 5), y, left, right, (value) => `${digits(100 * value, 3)} %`),
+      ...valueLines(ticks(0, highest, 5), y, left, right, (value) => `${digits(100 * value, 3)}%`),
     );
+    if (x(least) - left > 20) {
+      svg.append(draw("text", { transform: `translate(${round((left + x(least)) / 2 + 4)} ${bottom - 10}) rotate(-90)` }, "no plan fits"));
+    }
     for (const value of ticks(Math.max(0, least - room), most + room / 2, width / 110)) {
       if (x(value) < left) continue;
       svg.append(draw("text", { x: x(value), y: bottom + 18, "text-anchor": "middle" }, formatBytes(value)));

@@ -20,6 +20,9 @@ const draw = (tag, attributes = {}, ...children) =>
 /** Puts children in the place of those that an element has. */
 const show = (element, ...children) => element.replaceChildren(...children);
 
+/** Text that may break after the dots and underscores of a name. */
+const breakable = (text) => text.split(/(?<=[._])(?=[^._])/).flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
+
 /** A small square in the colour of a class. */
 const swatch = (kind) =>
   draw("svg", { class: "swatch", viewBox: "0 0 12 12", "aria-hidden": "true" },

@@ -23,7 +23,10 @@ function formatSeconds(seconds) {
   return seconds ? `${digits(seconds * 1e6, 3)} µs` : "0 s";
 }
 
-const formatPercent = (fraction, decimals = 1) => `${(100 * fraction).toFixed(decimals)} %`;
+/** To the byte, for titles. */
+const exactBytes = (bytes) => `${bytes.toLocaleString("en")} bytes`;
+
+const formatPercent = (fraction, decimals = 1) => `${(100 * fraction).toFixed(decimals)}%`;
 
 const formatCount = (n) => n.toLocaleString("en");
 

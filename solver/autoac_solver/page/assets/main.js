@@ -8,7 +8,8 @@ function summary(plan) {
   return [
     ["", `${formatBytes(plan.budget)}${plan === chosenPlan ? " (this plan)" : ""}`, ""],
     ["peak ", formatBytes(plan.peak), ""],
-    ["", `+${formatPercent(plan.overhead)}`, ` time, at least +${formatPercent(plan.bound)}`],
+    ["", `+${formatPercent(plan.overhead)}`, " time"],
+    ["no plan below ", `+${formatPercent(plan.bound)}`, ""],
     ["", formatCount(again), ` of ${plural(plan.decided.length, "value")} recomputed`],
   ];
 }
@@ -25,7 +26,7 @@ function select(index) {
   slider.value = index;
   slider.setAttribute("aria-valuetext", `${formatBytes(plan.budget)}, ${formatPercent(plan.overhead)} extra time`);
   byId("back").disabled = plan === chosenPlan;
-  show(byId("selected"), ...summary(plan).flatMap(([before, strong, after]) => [make("span", {}, before, make("b", {}, strong), after), " "]));
+  show(byId("selected"), ...summary(plan).flatMap(([before, strong, after]) => [make("span", {}, before, make("b", {}, strong), make("small", {}, after)), " "]));
   const memory = memoryOf(plan);
   curveView.select(plan);
   timelineView.select(plan, memory);

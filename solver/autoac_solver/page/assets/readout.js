@@ -4,34 +4,40 @@ const readoutView = (() => {
   const inTable = 12;
   const inList = 6;
   const everThere = kinds.map(() => false);
-  const moduleName = (module, kind) =>
-    modules[module] || (kind === TEMP ? "workspace and code outside of modules" : "of the whole model");
+  const elsewhere = {
+    Parameter: "the whole model", Buffer: "the whole model", Gradient: "the whole model", Optstate: "the optimizer",
+    Input: "the sample, and what else was there", Activation: "outside of all modules",
+    Temp: "workspace, and outside of all modules",
+  };
+  const moduleName = (module, kind) => modules[module] || elsewhere[kinds[kind]];
   let plan = null;
   let memory = null;
 
   function row(kind, bytes) {
     return make("tr", { "data-kind": kinds[kind] },
-      make("th", { scope: "row" }, swatch(kinds[kind]), kinds[kind]), make("td", {}, formatBytes(bytes)));
+      make("th", { scope: "row" }, swatch(kinds[kind]), kinds[kind]), make("td", { title: exactBytes(bytes) }, formatBytes(bytes)));
   }
 
   function at(position) {
     const what = describe(plan, memory, position);
-    byId("read-op").textContent = what.op;
-    byId("read-module").textContent = what.module;
+    byId("read-at").textContent = position === memory.peakAt ? "At the peak" : "At the cursor";
+    show(byId("read-op"), ...breakable(what.op));
+    show(byId("read-module"), ...breakable(what.module));
     byId("read-phase").textContent = `${what.words}; op ${formatCount(position + 1)} of ${formatCount(plan.axis.length)}`;
     const rows = kinds.map((_, kind) => row(kind, memory.byKind[kind][position])).filter((_, kind) => everThere[kind]);
     show(byId("read-kinds"), ...rows.reverse()); // as they are stacked
     byId("read-total").textContent = formatBytes(what.total);
+    byId("read-total").title = exactBytes(what.total);
     const held = aliveAt(plan, position).slice(0, inList);
     show(byId("read-holders"), ...held.map(({ kind, module, bytes }) => {
       const name = moduleName(module, kind);
-      return make("li", {}, make("span", { title: name }, swatch(kinds[kind]), name), make("span", {}, formatBytes(bytes)));
+      return make("li", {}, make("span", { title: name }, swatch(kinds[kind]), name), make("span", { title: exactBytes(bytes) }, formatBytes(bytes)));
     }));
   }
 
   function bar(bytes, most, kind) {
     return make("span", { class: "bar" },
-      make("span", {}, formatBytes(bytes)),
+      make("span", { title: exactBytes(bytes) }, formatBytes(bytes)),
       draw("svg", { "aria-hidden": "true", preserveAspectRatio: "none", viewBox: "0 0 100 10" },
         draw("rect", { class: kind, width: Math.max(0.5, (100 * bytes) / most), height: 10 })));
   }
@@ -41,14 +47,14 @@ const readoutView = (() => {
     const most = held.length ? held[0].bytes : 1;
     const rows = held.slice(0, inTable).map(({ kind, module, bytes }) =>
       make("tr", {},
-        make("th", { scope: "row" }, moduleName(module, kind)),
+        make("th", { scope: "row" }, ...breakable(moduleName(module, kind))),
         make("td", {}, swatch(kinds[kind]), kinds[kind]),
         make("td", {}, bar(bytes, most, kinds[kind]))));
     const rest = held.slice(inTable);
     if (rest.length) {
       const bytes = rest.reduce((sum, { bytes: more }) => sum + more, 0);
-      rows.push(make("tr", {}, make("th", { scope: "row" }, `and ${plural(rest.length, "more")}`.replace("mores", "more")), make("td"),
-        make("td", {}, make("span", { class: "bar" }, make("span", {}, formatBytes(bytes))))));
+      rows.push(make("tr", {}, make("th", { scope: "row" }, `and ${formatCount(rest.length)} more`), make("td"),
+        make("td", {}, make("span", { class: "bar" }, make("span", { title: exactBytes(bytes) }, formatBytes(bytes))))));
     }
     show(byId("peak-holders"), ...rows);
     const what = describe(plan, memory, memory.peakAt);

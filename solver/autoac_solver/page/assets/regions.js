@@ -30,7 +30,7 @@ const regionsView = (() => {
     show(byId("sums"), ...source.decisions.map((word, i) =>
       make("div", { "data-decision": word },
         make("dt", {}, swatch(CLASSES[i]), word[0].toUpperCase() + word.slice(1)),
-        make("dd", {}, make("strong", {}, formatBytes(all.bytes[i])), plural(all.values[i], "value"),
+        make("dd", {}, make("strong", { title: exactBytes(all.bytes[i]) }, formatBytes(all.bytes[i])), plural(all.values[i], "value"),
           word === "recompute" && all.again ? `, ${formatSeconds(all.again / 1e9)} to run again` : ""))));
   }
 

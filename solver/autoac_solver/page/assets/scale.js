@@ -30,7 +30,7 @@ function canvas(place, height, title) {
 function valueLines(values, y, left, right, words) {
   return values.flatMap((value) => [
     draw("line", { class: value === 0 ? "axis" : "grid", x1: left, x2: right, y1: Math.round(y(value)), y2: Math.round(y(value)) }),
-    draw("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, words(value)),
+    draw("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, value === 0 ? "0" : words(value)),
   ]);
 }
 

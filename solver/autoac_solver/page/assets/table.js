@@ -122,9 +122,9 @@ const tableView = (() => {
     const perMB = rows.rate[value] / 1e9 * 1e6;
     return {
       order: [formatCount(value + 1)],
-      module: [modules[rows.moduleId[value]] || "outside of all modules"],
-      op: [rows.nameId[value] < 0 ? "" : names[rows.nameId[value]]],
-      region: [axis.regions[rows.region[value]] || "the model"],
+      module: breakable(modules[rows.moduleId[value]] || "outside of all modules"),
+      op: rows.nameId[value] < 0 ? [] : breakable(names[rows.nameId[value]]),
+      region: breakable(axis.regions[rows.region[value]] || "the model"),
       bytes: [formatBytes(rows.bytes[value])],
       decision: decisionCell,
       time: time ? [time] : [],
@@ -137,7 +137,7 @@ const tableView = (() => {
     show(byId("rows"), ...shown.map((value) => {
       const content = cells(value);
       return make("tr", { role: "row" }, ...COLUMNS.map(({ id, number }) =>
-        make("td", { role: "cell", class: `col-${id}${number ? " number" : ""}${id === "op" ? " op" : ""}` }, ...content[id])));
+        make("td", { role: "cell", title: id === "bytes" ? exactBytes(rows.bytes[value]) : false, class: `col-${id}${number ? " number" : ""}${id === "op" ? " op" : ""}` }, ...content[id])));
     }));
     const pages = Math.max(1, Math.ceil(order.length / PAGE));
     byId("page-number").textContent = order.length

@@ -13,6 +13,7 @@ const timelineView = (() => {
   let from = 0; // first position shown
   let to = 1; // after the last one
   let cursor = 0;
+  let resting = true;
   let columns = null;
   let frame = null; // measures of the picture
   let moved = () => {};
@@ -148,7 +149,7 @@ const timelineView = (() => {
     const px = Math.round(left + ((cursor + 0.5 - from) / (to - from)) * (right - left)) + 0.5;
     line.setAttribute("x1", px);
     line.setAttribute("x2", px);
-    line.setAttribute("visibility", inside ? "visible" : "hidden");
+    line.setAttribute("visibility", inside && !resting ? "visible" : "hidden");
     const what = describe(plan, memory, cursor);
     place.setAttribute("aria-valuemax", plan.axis.length);
     place.setAttribute("aria-valuenow", cursor + 1);
@@ -166,10 +167,17 @@ const timelineView = (() => {
     tip.style.transform = `translate(${Math.max(0, Math.round(beside))}px, ${frame.top}px)`;
   }
 
+  /** With nobody at the picture, the cursor is at the peak and takes no line. */
+  function rest() {
+    resting = true;
+    cursor = memory.peakAt;
+    placeCursor();
+  }
+
   const redraw = atNextFrame(render);
   const moveSoon = atNextFrame(() => {
     placeCursor();
-    placeTip();
+    if (!resting) placeTip();
   });
 
   function zoomTo(first, end) {
@@ -190,6 +198,7 @@ const timelineView = (() => {
   const pan = (share) => zoomTo(from + share * (to - from), to + share * (to - from));
 
   function moveTo(position) {
+    resting = false;
     cursor = Math.min(Math.max(0, position), plan.axis.length - 1);
     if (cursor < from) zoomTo(cursor, cursor + to - from);
     if (cursor >= to) zoomTo(cursor + 1 - (to - from), cursor + 1);
@@ -253,9 +262,11 @@ const timelineView = (() => {
   });
   place.addEventListener("pointerleave", () => {
     tip.hidden = true;
+    if (document.activeElement !== place && memory) rest();
   });
   place.addEventListener("blur", () => {
     tip.hidden = true;
+    rest();
   });
   place.addEventListener("focus", () => {
     if (place.matches(":focus-visible")) moveSoon();
@@ -333,6 +344,7 @@ const timelineView = (() => {
       memory = nextMemory;
       cursor = memory.peakAt;
       tip.hidden = true;
+      resting = true;
       redraw();
     },
     onMove(callback) {

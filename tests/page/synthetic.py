@@ -97,7 +97,8 @@ class _Recorder:
         self.leave(root)
         gradient = self.op("aten.nll_loss_backward.default", -1, (flow,), 64, 500, "Temp")
         for layer in reversed(range(layers)):
-            gradient = self.backward(*done[layer], gradient, layer, backward)
+            made, saves = done[layer]
+            gradient = self.backward(made, saves, gradient, layer, backward)
         self.free(gradient)
         end = self.tick()
         return Profile(
@@ -113,7 +114,7 @@ class _Recorder:
                 Storage(b, alloc, end if free < 0 else free, kind, name)
                 for b, alloc, free, kind, name in self.storages
             ),
-            saved=tuple(Saved(*row) for row in self.saved),
+            saved=tuple(Saved(s, m, t, u, r) for s, m, t, u, r in self.saved),
             calls=tuple(
                 ModuleCall(f, 0, p, "Module", True, start, stop, i) for f, p, start, stop, i in self.calls
             ),
@@ -133,10 +134,14 @@ class _Recorder:
                 module = self.enter(f"{name}.{MODULES[index]}", call, made[-1] if made else flow)
             reads = tuple(flow if source < 0 else made[source] for source in op.reads)
             for _ in range(helpers):
-                self.free(self.op("aten.mul.Tensor", module, (reads[0],), op.mib / 2, op.us / 10, "Activation"))
+                self.free(
+                    self.op("aten.mul.Tensor", module, (reads[0],), op.mib / 2, op.us / 10, "Activation")
+                )
             heavy = op.us > 1000
             kernel = "aten.mm.default" if heavy else "aten.add.Tensor"
-            made.append(self.op(kernel, module, (*reads, weight) if heavy else reads, op.mib, op.us, "Activation"))
+            made.append(
+                self.op(kernel, module, (*reads, weight) if heavy else reads, op.mib, op.us, "Activation")
+            )
             for source in dict.fromkeys(op.reads):
                 if source >= 0 and max(i for i, o in enumerate(LAYER) if source in o.reads) == index:
                     self.free(made[source])
@@ -155,7 +160,9 @@ class _Recorder:
                 saved[3] = self.tick()
             for _ in range(ops):
                 reads = (gradient, *(saved[0] for saved in saves[index]))
-                new = self.op("aten.mul.Tensor", module, reads, LAYER[index].mib, 2 * LAYER[index].us / ops, "Temp")
+                new = self.op(
+                    "aten.mul.Tensor", module, reads, LAYER[index].mib, 2 * LAYER[index].us / ops, "Temp"
+                )
                 self.free(gradient)
                 gradient = new
             for saved in saves[index]:
@@ -166,4 +173,6 @@ class _Recorder:
 
     def module_of(self, layer: int, index: int) -> int:
         """The call that the op with this index of the layer ran in."""
-        return 1 + layer * (1 + len(MODULES)) + max(i for i, first in enumerate(MODULES) if first <= index) + 1
+        return (
+            1 + layer * (1 + len(MODULES)) + max(i for i, first in enumerate(MODULES) if first <= index) + 1
+        )

@@ -101,7 +101,9 @@ def test_the_page_adds_up_the_memory_of_every_plan_at_every_op(profile: Profile,
         decisions = plan.decisions
         assert [DECISIONS[i] for i in columns["decided"]] == decisions["decision"].tolist()
         assert axis["value_storage"] == decisions["storage"].tolist()
-        assert [axis["regions"][axis["unit_region"][u]] for u in axis["value_unit"]] == decisions["region"].tolist()
+        assert [axis["regions"][axis["unit_region"][u]] for u in axis["value_unit"]] == decisions[
+            "region"
+        ].tolist()
         assert row["peak_bytes"] == plan.predicted_peak_bytes == live.sum(axis=0).max()
 
 
@@ -125,7 +127,12 @@ def hostile_plans() -> list[PlanRecord]:
 def tradeoff(plans: list[PlanRecord]) -> Tradeoff:
     record = plans[0]
     return Tradeoff(
-        record.model, record.engine, record.resident_bytes, record.predicted_step_s, pd.DataFrame(), tuple(plans)
+        record.model,
+        record.engine,
+        record.resident_bytes,
+        record.predicted_step_s,
+        pd.DataFrame(),
+        tuple(plans),
     )
 
 
@@ -147,12 +154,16 @@ def test_a_plan_file_alone_is_enough(profile: Profile, tmp_path: Path) -> None:
     plan_profile(profile, "150MB").save(tmp_path / "plan.json")
     said: list[tuple[str, float]] = []
     write_report(
-        PlanRecord.load(tmp_path / "plan.json"), tmp_path / "page.html", progress=lambda *what: said.append(what)
+        PlanRecord.load(tmp_path / "plan.json"),
+        tmp_path / "page.html",
+        progress=lambda *what: said.append(what),
     )
     content = data_of((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert len(content["plans"]) == 21
     assert content["plans"][content["chosen"]]["budget_bytes"] == 150_000_000
-    assert sorted(row["budget_bytes"] for row in content["plans"]) == [r["budget_bytes"] for r in content["plans"]]
+    assert sorted(row["budget_bytes"] for row in content["plans"]) == [
+        r["budget_bytes"] for r in content["plans"]
+    ]
     assert len(said) >= 20
     assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
 

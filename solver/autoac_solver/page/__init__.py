@@ -1,4 +1,4 @@
-"""The report page: one HTML file that shows a plan and its alternatives, opens offline and asks nothing of any network."""
+"""The report page: one HTML file that shows a plan and its alternatives, opens offline and asks for nothing."""
 
 from autoac_solver.page.render import render_report, write_report
 

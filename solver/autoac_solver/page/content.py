@@ -32,9 +32,11 @@ def page_content(plans: Sequence[PlanRecord], chosen: int) -> dict[str, Any]:
         chosen: index of the plan that the page is about.
 
     Raises:
-        ProfileError: a plan's tables do not belong to its profile.
+        ProfileError: a plan's tables do not belong to its profile, or that has kinds of memory that nobody knows.
     """
     profile = plans[chosen].profile
+    if unknown := {storage.kind for storage in profile.storage_table} - set(KINDS):
+        raise ProfileError(f"the profile has storages of unknown kind {min(unknown)!r:.80}. Record it again.")
     names, modules = Numbered(), Numbered()
     modules("")  # number 0: outside of all modules
     axes: dict[tuple[int, ...], _Axis] = {}
@@ -44,16 +46,15 @@ def page_content(plans: Sequence[PlanRecord], chosen: int) -> dict[str, Any]:
         if calls not in axes:
             axes[calls] = _Axis(len(axes), profile, build(profile, calls, plan.engine))
         rows.append(axes[calls].plan(plan))
-    resident = dict.fromkeys(KINDS, 0)
-    for storage in profile.storage_table:
-        if storage.alloc == NEVER:
-            resident[storage.kind] += storage.bytes
     return {
         "kinds": KINDS,
         "decisions": DECISIONS,
         "chosen": chosen,
         "step_s": profile.step_s,
-        "resident_bytes": list(resident.values()),
+        "resident_bytes": [
+            sum(s.bytes for s in profile.storage_table if s.alloc == NEVER and s.kind == kind)
+            for kind in KINDS
+        ],
         "ops": {
             "name": encode(names(op.name) for op in profile.tape),
             "module": encode(modules(profile.module_name(op.module)) for op in profile.tape),

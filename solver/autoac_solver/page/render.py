@@ -1,7 +1,8 @@
 """Puts the page together: the words by Python, the data as JSON, style and script inlined from `assets`.
 
 Whatever comes from a model (module names above all) is text in here: escaped in the markup, and in the JSON, which no
-sequence of characters can end early. The page's policy lets nothing run or load but the two inlined files, by their hash.
+sequence of characters can end early. The page's policy lets nothing run or load but the inlined style and script, by
+their hash.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _with_chosen(record: PlanRecord, curve: Tradeoff) -> list[PlanRecord]:
 
 
 def _asset(name: str) -> str:
-    return (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
+    return (resources.files("autoac_solver.page") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _script() -> str:

@@ -8,6 +8,8 @@ const timelineView = (() => {
   const overview = byId("overview");
   const NARROWEST = 8; // ops
   const highest = Math.max(...plans.map((plan) => plan.peak));
+  const unplanned = plans.findLast((plan) => !plan.recomputed.includes(1));
+  const unplannedTotal = unplanned && memoryOf(unplanned).total;
   let plan = null;
   let memory = null;
   let from = 0; // first position shown
@@ -55,13 +57,15 @@ const timelineView = (() => {
     svg.removeAttribute("aria-label");
     svg.setAttribute("aria-hidden", "true"); // the place itself is the slider that says what is there
     const [left, right, top, bottom] = [64, width - 4, 22, height - 40];
-    const top_bytes = Math.max(highest, Math.min(plan.budget, highest * 1.15)) * 1.04;
-    const y = linear(0, top_bytes, bottom, top);
     columns = bucket(from, to, right - left);
+    const whole = to - from >= plan.axis.length;
+    const tallest = whole ? highest : Math.max(...Array.from(columns.shown, (position) => memory.total[position]));
+    const topBytes = Math.max(tallest, plan.budget < tallest * 1.3 ? plan.budget : 0) * 1.05;
+    const y = linear(0, topBytes, bottom, top);
     const xs = Array.from(columns.edges, (edge) => round(left + (edge / (to - from)) * (right - left)));
     frame = { svg, left, right, top, bottom, y, width, height };
 
-    svg.append(...valueLines(ticks(0, top_bytes, 5), y, left, right, formatBytes));
+    svg.append(...valueLines(ticks(0, topBytes, 5), y, left, right, formatBytes));
     let low = new Array(columns.shown.length).fill(round(bottom));
     const sums = new Float64Array(columns.shown.length);
     kinds.forEach((kind, index) => {
@@ -76,7 +80,16 @@ const timelineView = (() => {
       low = high;
     });
     phases(svg, xs, bottom);
-    if (plan.budget <= top_bytes) {
+    if (whole && unplanned && plan !== unplanned) {
+      const heights = Array.from(columns.shown, (position) => round(y(unplannedTotal[elsewhere(position)])));
+      const d = heights.map((height, i) => `${i ? "V" : `M${xs[0]} `}${height}H${xs[i + 1]}`).join("");
+      const highestAt = heights.indexOf(Math.min(...heights));
+      svg.append(
+        draw("path", { class: "unplanned", id: "unplanned", d }),
+        draw("text", { class: "note", x: Math.min(right, xs[highestAt] + 10), y: Math.max(12, heights[highestAt] - 8) }, "with nothing recomputed"),
+      );
+    }
+    if (plan.budget <= topBytes) {
       const line = Math.round(y(plan.budget)) + 0.5;
       svg.append(
         draw("line", { class: "budget-line", id: "budget-line", x1: left, x2: right, y1: line, y2: line }),
@@ -92,6 +105,13 @@ const timelineView = (() => {
     show(place, svg, tip);
     renderOverview();
     placeCursor();
+  }
+
+  /** Where the op at a position, or the last before it that no plan leaves out, runs in the step with nothing recomputed. */
+  function elsewhere(position) {
+    let at = position;
+    while (at > 0 && plan.axis.again[at]) at -= 1;
+    return unplanned.axis.forward.get(plan.axis.op[at]) ?? 0;
   }
 
   /** The strip under the picture: forward, backward, and what is really run again. */

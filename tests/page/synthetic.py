@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
 from autoac_solver.build import build
 from autoac_solver.plan_record import PlanRecord
 from autoac_solver.planning import make_record, named_calls
@@ -50,6 +56,21 @@ def plans_by_share(profile: Profile, shares: list[float], engine: str = "replay"
         )
         records.append(make_record(profile, built, solution, timeline.peak_bytes + 1, 0, "for a test"))
     return sorted(records, key=lambda record: record.budget_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """As much of a `Tradeoff` as the page looks at."""
+
+    plans: Sequence[Any]
+    frame: pd.DataFrame = dataclasses.field(default_factory=pd.DataFrame)
+    baselines: pd.DataFrame | None = None
+    knee: int | None = None
+
+
+def tradeoff(plans: Sequence[Any], **more: Any) -> Any:
+    """A curve of these plans. A real one takes solving."""
+    return Curve(plans, **more)
 
 
 class _Recorder:

@@ -18,6 +18,8 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from autoac_solver.curve import Tradeoff
 from autoac_solver.files import write_text
 from autoac_solver.format import format_bytes, format_seconds
@@ -38,6 +40,7 @@ def write_report(
     path: str | Path,
     *,
     curve: Tradeoff | None = None,
+    points: int = POINTS,
     progress: Callable[[str, float], None] | None = None,
 ) -> None:
     """Write a plan as a page: one HTML file that needs nothing else and no network.
@@ -48,26 +51,29 @@ def write_report(
         record: what the page is about.
         path: of the file; one that is there is replaced.
         curve: plans for other budgets, made from the same profile; None makes them, which takes a while.
+        points: how many budgets to make plans for if there is no curve; 0 shows the plan alone.
         progress: called with a text and the share done.
 
     Raises:
         ValueError: the curve was made from another profile or for another engine.
         ProfileError: a plan's tables do not belong to its profile.
     """
-    write_text(path, render_report(record, curve=curve, progress=progress))
+    write_text(path, render_report(record, curve=curve, points=points, progress=progress))
 
 
 def render_report(
     record: PlanRecord,
     *,
     curve: Tradeoff | None = None,
+    points: int = POINTS,
     progress: Callable[[str, float], None] | None = None,
 ) -> str:
     """The page that `write_report` writes, as text."""
-    if curve is None:
-        curve = plan_budgets(record.profile, points=POINTS, engine=record.engine, progress=progress)
-    plans = _with_chosen(record, curve)
+    if curve is None and points:
+        curve = plan_budgets(record.profile, points=points, engine=record.engine, progress=progress)
+    plans = _with_chosen(record, curve.plans if curve else ())
     content = page_content(plans, next(i for i, plan in enumerate(plans) if plan is record))
+    content |= _others(curve)
     style, script = _asset("style.css"), _script()
     parts = {
         "policy": _policy(style, script),
@@ -79,6 +85,7 @@ def render_report(
         "stops": str(len(plans) - 1),
         "chosen": str(content["chosen"]),
         "curve_rows": _curve_rows(plans, record),
+        "other_rows": _other_rows(content["by_hand"]),
         "explanation": _text(explain(record)),
         "made_with": _made_with(record),
         "data": embedded_json(content),
@@ -99,9 +106,9 @@ def _text(text: str) -> str:
     return html.escape(text).encode("utf-8", "replace").decode("utf-8")
 
 
-def _with_chosen(record: PlanRecord, curve: Tradeoff) -> list[PlanRecord]:
-    """The curve's plans and the chosen one, by budget."""
-    plans = [getattr(plan, "record", plan) for plan in curve.plans]
+def _with_chosen(record: PlanRecord, others: Sequence[Any]) -> list[PlanRecord]:
+    """The curve's plans, which are records or have one, and the chosen one, by budget."""
+    plans = [getattr(plan, "record", plan) for plan in others]
     for plan in plans:
         if plan.engine != record.engine:
             raise ValueError(
@@ -112,8 +119,23 @@ def _with_chosen(record: PlanRecord, curve: Tradeoff) -> list[PlanRecord]:
             raise ValueError(
                 "the curve was made from another profile than the plan: make it from plan.profile, or leave it out."
             )
-    others = [plan for plan in plans if plan.budget_bytes != record.budget_bytes]
-    return sorted([*others, record], key=lambda plan: plan.budget_bytes)
+    plans = [plan for plan in plans if plan.budget_bytes != record.budget_bytes]
+    return sorted([*plans, record], key=lambda plan: plan.budget_bytes)
+
+
+def _others(curve: Tradeoff | None) -> dict[str, Any]:
+    """What the curve knows besides its plans, if it does: checkpointing by hand, greedy choices, the knee's budget."""
+    by_hand, greedy = getattr(curve, "baselines", None), getattr(curve, "frame", pd.DataFrame())
+    knee = getattr(curve, "knee", None)
+    if "greedy_overhead" in greedy:
+        greedy = greedy[["budget_bytes", "greedy_overhead"]].dropna()
+    else:
+        greedy = pd.DataFrame({"budget_bytes": [], "greedy_overhead": []})
+    return {
+        "by_hand": [] if by_hand is None else by_hand[["name", "peak_bytes", "overhead"]].to_dict("records"),
+        "greedy": greedy.to_numpy().tolist(),
+        "knee_bytes": None if curve is None or knee is None else int(curve.frame["budget_bytes"].iloc[knee]),
+    }
 
 
 def _asset(name: str) -> str:
@@ -191,6 +213,15 @@ def _curve_rows(plans: Sequence[PlanRecord], record: PlanRecord) -> str:
         )
         head, *rest = (_text(cell) for cell in cells)
         rows.append(f'<tr><th scope="row">{head}</th>' + "".join(f"<td>{c}</td>" for c in rest) + "</tr>")
+    return "\n".join(rows)
+
+
+def _other_rows(by_hand: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for row in by_hand:
+        head = f'<th scope="row">by hand: {_text(row["name"])}</th>'
+        peak, overhead = format_bytes(int(row["peak_bytes"])), f"{row['overhead']:.2%}"
+        rows.append(f"<tr>{head}<td>{peak}</td><td>{overhead}</td><td></td><td></td><td></td></tr>")
     return "\n".join(rows)
 
 

@@ -7,6 +7,7 @@ const curveView = (() => {
   const shown = others.length ? others : plans;
   const least = Math.min(...plans.map((plan) => plan.budget));
   const most = Math.max(...shown.map((plan) => plan.budget));
+  const { by_hand: byHand, greedy, knee_bytes: knee } = source;
   let selected = chosenPlan;
   let pick = () => {};
 
@@ -20,7 +21,9 @@ const curveView = (() => {
     const [left, right, top, bottom] = [52, width - 14, 18, height - 44];
     const room = (most - least || most) * 0.06;
     const x = linear(Math.max(0, least - room), most + room / 2, left, right);
-    const highest = Math.max(0.01, ...plans.map((plan) => plan.overhead)) * 1.08;
+    const ours = Math.max(0.01, ...plans.map((plan) => plan.overhead));
+    const theirs = [...byHand.map((other) => other.overhead), ...greedy.map(([, overhead]) => overhead)];
+    const highest = Math.max(ours, ...theirs.filter((overhead) => overhead < 2 * ours)) * 1.08;
     const y = linear(0, highest, bottom, top);
     // A budget far beyond what the step takes is drawn at the edge.
     const at = (plan) => [Math.min(x(plan.budget), right), y(plan.overhead)];
@@ -42,6 +45,26 @@ const curveView = (() => {
       draw("path", { class: "curve-bound", d: steps(plans.map((plan) => [at(plan)[0], y(plan.bound)])) }),
       draw("path", { class: "curve-line", d: steps(shown.map(at)) }),
     );
+    for (const [budget, overhead] of greedy) {
+      if (overhead > highest) continue;
+      const [px, py] = [round(x(budget)), round(y(overhead))];
+      svg.append(draw("path", { class: "curve-greedy", d: `M${px - 4} ${py - 4}L${px + 4} ${py + 4}M${px + 4} ${py - 4}L${px - 4} ${py + 4}` },
+        draw("title", {}, `greedy at ${formatBytes(budget)}: +${formatPercent(overhead)}`)));
+    }
+    for (const { name, peak_bytes: peak, overhead } of byHand) {
+      if (overhead > highest || x(peak) > right + 1 || x(peak) < left) continue;
+      const [px, py] = [round(x(peak)), round(y(overhead))];
+      const over = px > right - 110;
+      svg.append(
+        draw("path", { class: "curve-hand", d: `M${px - 4.5} ${py - 4.5}h9v9h-9Z` },
+          draw("title", {}, `by hand, ${name}: +${formatPercent(overhead)} at ${formatBytes(peak)}`)),
+        draw("text", { class: "note", x: px + (over ? -9 : 9), y: py - 6, "text-anchor": over ? "end" : "start" }, name),
+      );
+    }
+    if (knee !== null) {
+      const plan = plans.find((known) => known.budget === knee);
+      if (plan) svg.append(draw("text", { class: "note", id: "knee", x: x(knee), y: Math.min(bottom - 6, y(plan.overhead) + 22), "text-anchor": "middle" }, "knee"));
+    }
     const [sx, sy] = at(selected);
     svg.append(draw("line", { class: "curve-drop", x1: sx, x2: sx, y1: sy, y2: bottom }));
     for (const plan of plans) {
@@ -76,6 +99,7 @@ const curveView = (() => {
   /** A plan holds up to the next larger budget: steps, not slopes. */
   const steps = (points) => points.map(([px, py], i) => (i ? `H${round(px)}V${round(py)}` : `M${round(px)} ${round(py)}`)).join("");
 
+  for (const item of document.querySelectorAll("[data-needs]")) item.hidden = !source[item.dataset.needs].length;
   onWidth(place, render);
   return {
     select(plan) {

@@ -42,14 +42,34 @@ const readoutView = (() => {
         draw("rect", { class: kind, width: Math.max(0.5, (100 * bytes) / most), height: 10 })));
   }
 
+  /** Modules that differ only in a number of a list, "layers.3.mlp" and "layers.4.mlp", as one row. */
+  function alike(held) {
+    const groups = new Map();
+    for (const { kind, module, bytes } of held) {
+      const pattern = modules[module].replace(/(^|\.)\d+(?=\.|#|$)/g, "$1*");
+      const key = `${kind} ${pattern}`;
+      const group = groups.get(key) ?? { kind, module, pattern, bytes: 0, count: 0 };
+      group.bytes += bytes;
+      group.count += 1;
+      groups.set(key, group);
+    }
+    return Array.from(groups.values()).sort(
+      (a, b) => b.bytes - a.bytes || a.kind - b.kind || (a.pattern < b.pattern ? -1 : 1));
+  }
+
+  function holderName({ kind, module, pattern, count }) {
+    const name = breakable(count > 1 ? pattern : moduleName(module, kind));
+    return count > 1 ? [...name, make("span", { class: "aside" }, plural(count, "module"))] : name;
+  }
+
   function atPeak() {
-    const held = aliveAt(plan, memory.peakAt);
+    const held = alike(aliveAt(plan, memory.peakAt));
     const most = held.length ? held[0].bytes : 1;
-    const rows = held.slice(0, inTable).map(({ kind, module, bytes }) =>
+    const rows = held.slice(0, inTable).map((group) =>
       make("tr", {},
-        make("th", { scope: "row" }, ...breakable(moduleName(module, kind))),
-        make("td", {}, swatch(kinds[kind]), kinds[kind]),
-        make("td", {}, bar(bytes, most, kinds[kind]))));
+        make("th", { scope: "row" }, ...holderName(group)),
+        make("td", { class: "kind" }, swatch(kinds[group.kind]), kinds[group.kind]),
+        make("td", {}, bar(group.bytes, most, kinds[group.kind]))));
     const rest = held.slice(inTable);
     if (rest.length) {
       const bytes = rest.reduce((sum, { bytes: more }) => sum + more, 0);

@@ -12,6 +12,7 @@ import hashlib
 import html
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata, resources
@@ -30,6 +31,8 @@ from autoac_solver.report import explain
 
 POINTS = 20
 """Budgets on the curve, if none is given."""
+
+_MODES = {"real": "run and recorded", "fake": "recorded from shapes alone, without running it"}
 
 SCRIPTS = ("dom", "format", "data", "scale", "curve", "timeline", "readout", "regions", "table", "main")
 """The script's files in the order in which they are joined."""
@@ -227,12 +230,14 @@ def _other_rows(by_hand: Sequence[dict[str, Any]]) -> str:
 
 def _made_with(record: PlanRecord) -> str:
     profile, now = record.profile, datetime.now(UTC)
+    times = Counter(op.time_from for op in profile.tape)
     memory = f", {format_bytes(profile.device_bytes)} of memory" if profile.device_bytes else ""
     rows = [
         ("Model", record.model),
         ("Model's fingerprint", record.model_fingerprint),
         ("Ops' fingerprint", record.op_fingerprint),
-        ("Step", f"{len(profile.tape):,} ops, {len(profile.storage_table):,} storages"),
+        ("Step", f"{_MODES.get(profile.mode, profile.mode)}; {len(profile.tape):,} ops"),
+        ("Times of ops", ", ".join(f"{n:,} {how}" for how, n in times.most_common())),
         ("Device", f"{record.device}{memory}"),
         ("torch", record.torch_version),
         ("autoac", _autoac_version()),

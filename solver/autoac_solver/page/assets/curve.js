@@ -58,8 +58,10 @@ const curveView = (() => {
       svg.append(
         draw("path", { class: "curve-hand", d: `M${px - 4.5} ${py - 4.5}h9v9h-9Z` },
           draw("title", {}, `by hand, ${name}: +${formatPercent(overhead)} at ${formatBytes(peak)}`)),
-        draw("text", { class: "note", x: px + (over ? -9 : 9), y: py - 6, "text-anchor": over ? "end" : "start" }, name),
       );
+      if (width >= 560) { // on a phone the names are in the table
+        svg.append(draw("text", { class: "note", x: px + (over ? -2 : 9), y: py - (over ? 12 : 6), "text-anchor": over ? "middle" : "start" }, name));
+      }
     }
     if (knee !== null) {
       const plan = plans.find((known) => known.budget === knee);

@@ -6,7 +6,7 @@ let selectedPlan = null;
 function summary(plan) {
   const again = plan.decided.reduce((sum, decision) => sum + (decision === RECOMPUTE ? 1 : 0), 0);
   return [
-    ["", `${formatBytes(plan.budget)}${plan === chosenPlan ? " (this plan)" : ""}`, ""],
+    ["", formatBytes(plan.budget), plan === chosenPlan ? " (this plan)" : ""],
     ["peak ", formatBytes(plan.peak), ""],
     ["", `+${formatPercent(plan.overhead)}`, " time"],
     ["no plan below ", `+${formatPercent(plan.bound)}`, ""],

@@ -475,6 +475,7 @@ def test_without_scripts_the_numbers_are_there(browser: Any, report: Path, plans
     assert "scripts are switched off" in re.sub(r"\s+", " ", text)
     assert decimal(plans[1].predicted_peak_bytes) in text
     assert "Plan for Decoder on cpu" in text
+    assert not page.locator("#budget, #filters").first.is_visible()
     page.close()
 
 

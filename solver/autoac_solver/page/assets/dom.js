@@ -1,5 +1,7 @@
 // Making and filling elements. Text always goes in as text, never as markup.
 
+document.body.classList.remove("still"); // first, for what is not shown cannot be measured
+
 const byId = (id) => document.getElementById(id);
 
 function fill(element, attributes, children) {
@@ -21,7 +23,7 @@ const draw = (tag, attributes = {}, ...children) =>
 const show = (element, ...children) => element.replaceChildren(...children);
 
 /** Text that may break after the dots and underscores of a name. */
-const breakable = (text) => text.split(/(?<=[._])(?=[^._])/).flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
+const breakable = (text) => (text.match(/[^._]*[._]+|[^._]+/g) ?? []).flatMap((part, i) => (i ? [make("wbr"), part] : [part]));
 
 /** A small square in the colour of a class. */
 const swatch = (kind) =>

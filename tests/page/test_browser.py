@@ -485,6 +485,7 @@ def test_one_plan_alone(open_page: Open, plans: list[PlanRecord], tmp_path: Path
     assert page.locator("#budget").is_disabled()
     assert page.locator("#selected").inner_text().startswith(decimal(plans[0].budget_bytes))
     assert page.locator("[data-needs]:visible").count() == 0
+    assert page.locator(".curve-too-small").count() == 0  # whether less would do, nobody has tried
 
 
 def test_what_others_do_is_on_the_curve(open_page: Open, plans: list[PlanRecord], tmp_path: Path) -> None:

@@ -72,11 +72,12 @@ def render_report(
     progress: Callable[[str, float], None] | None = None,
 ) -> str:
     """The page that `write_report` writes, as text."""
-    if curve is None and points:
+    from_the_least = curve is None and points > 0
+    if from_the_least:
         curve = plan_budgets(record.profile, points=points, engine=record.engine, progress=progress)
     plans = _with_chosen(record, curve.plans if curve else ())
     content = page_content(plans, next(i for i, plan in enumerate(plans) if plan is record))
-    content |= _others(curve)
+    content |= {"from_the_least": from_the_least, **_others(curve)}
     style, script = _asset("style.css"), _script()
     parts = {
         "policy": _policy(style, script),

@@ -28,13 +28,13 @@ const curveView = (() => {
     // A budget far beyond what the step takes is drawn at the edge.
     const at = (plan) => [Math.min(x(plan.budget), right), y(plan.overhead)];
 
-    svg.append(
-      draw("rect", { class: "curve-too-small", x: left, y: top, width: Math.max(0, x(least) - left), height: bottom - top }),
-      ...valueLines(ticks(0, highest, 5), y, left, right, (value) => `${digits(100 * value, 3)}%`),
-    );
-    if (x(least) - left > 20) {
-      svg.append(draw("text", { transform: `translate(${round((left + x(least)) / 2 + 4)} ${bottom - 10}) rotate(-90)` }, "no plan fits"));
+    if (source.from_the_least) {
+      svg.append(draw("rect", { class: "curve-too-small", x: left, y: top, width: Math.max(0, x(least) - left), height: bottom - top }));
+      if (x(least) - left > 20) {
+        svg.append(draw("text", { transform: `translate(${round((left + x(least)) / 2 + 4)} ${bottom - 10}) rotate(-90)` }, "no plan found"));
+      }
     }
+    svg.append(...valueLines(ticks(0, highest, 5), y, left, right, (value) => `${digits(100 * value, 3)}%`));
     for (const value of ticks(Math.max(0, least - room), most + room / 2, width / 110)) {
       if (x(value) < left) continue;
       svg.append(draw("text", { x: x(value), y: bottom + 18, "text-anchor": "middle" }, formatBytes(value)));

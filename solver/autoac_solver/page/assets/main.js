@@ -33,10 +33,9 @@ function select(index) {
   readoutView.select(plan, memory);
   regionsView.select(plan);
   tableView.select(plan);
-  const above = plan.budget > plan.peak * 1.15 && plan.budget > chosenPlan.peak * 1.15;
   byId("timeline-words").textContent =
-    `The peak is ${formatBytes(plan.peak)}, ` +
-    (above ? `far below the budget of ${formatBytes(plan.budget)}.` : `the budget, dashed, ${formatBytes(plan.budget)}.`);
+    `The peak is ${formatBytes(plan.peak)}; the budget of ${formatBytes(plan.budget)} is ` +
+    (timelineView.reaches(plan.budget) ? "the dashed line." : "far above it, outside of the picture.");
   if (!first) announce();
 }
 

@@ -10,6 +10,7 @@ const timelineView = (() => {
   const highest = Math.max(...plans.map((plan) => plan.peak));
   const unplanned = plans.findLast((plan) => !plan.recomputed.includes(1));
   const unplannedTotal = unplanned && memoryOf(unplanned).total;
+  const near = (budget, bytes) => budget < bytes * 1.3; // so near that the picture makes room for its line
   let plan = null;
   let memory = null;
   let from = 0; // first position shown
@@ -60,7 +61,7 @@ const timelineView = (() => {
     columns = bucket(from, to, right - left);
     const whole = to - from >= plan.axis.length;
     const tallest = whole ? highest : Math.max(...Array.from(columns.shown, (position) => memory.total[position]));
-    const topBytes = Math.max(tallest, plan.budget < tallest * 1.3 ? plan.budget : 0) * 1.05;
+    const topBytes = Math.max(tallest, near(plan.budget, tallest) ? plan.budget : 0) * 1.05;
     const y = linear(0, topBytes, bottom, top);
     const xs = Array.from(columns.edges, (edge) => round(left + (edge / (to - from)) * (right - left)));
     frame = { svg, left, right, top, bottom, y, width, height };
@@ -367,6 +368,8 @@ const timelineView = (() => {
       resting = true;
       redraw();
     },
+    /** Whether the picture of the whole step goes up to a budget. */
+    reaches: (budget) => near(budget, highest),
     onMove(callback) {
       moved = callback;
     },

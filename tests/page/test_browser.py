@@ -274,9 +274,11 @@ def test_zoom_by_drag_wheel_buttons_and_back(open_page: Open, report: Path) -> N
     assert end - start < 0.95
     page.get_by_role("button", name="Whole step").click()
     page.wait_for_timeout(80)
-    page.locator("#search").focus()
+    page.locator("#zoom-in").focus()
+    timeline.scroll_into_view_if_needed()
+    box = timeline.bounding_box()
     page.mouse.move(box["x"] + 300, box["y"] + 150)
-    page.mouse.wheel(0, -20)  # the picture has not the focus: the page scrolls
+    page.mouse.wheel(0, -60)  # the picture has not the focus: the page scrolls
     page.wait_for_timeout(80)
     assert span(page) == [0, 1]
 

@@ -139,6 +139,22 @@ def test_hostile_names_stay_text(hostile_plans: list[PlanRecord]) -> None:
     assert "{{data}}" in page  # as part of the name, not put in a second time
 
 
+def test_a_step_that_was_not_run_says_so(hostile_plans: list[PlanRecord]) -> None:
+    plan = hostile_plans[0]
+    tape = tuple(dataclasses.replace(op, time_from="table") for op in plan.profile.tape)
+    profile = dataclasses.replace(
+        plan.profile, mode="fake", device_name="Some GPU", notes=("note <1>",), tape=tape
+    )
+    page = render_report(dataclasses.replace(plan, profile=profile), points=0)
+    for words in (
+        "without running it",
+        "Some GPU (cpu)",
+        f"{len(tape):,} from a device&#x27;s cost table",
+        "note &lt;1&gt;",
+    ):
+        assert words in page
+
+
 def test_half_a_surrogate_pair_can_be_written(hostile_plans: list[PlanRecord], tmp_path: Path) -> None:
     plan = dataclasses.replace(hostile_plans[0], model="a\ud800b")
     write_report(plan, tmp_path / "page.html", curve=tradeoff([plan]))

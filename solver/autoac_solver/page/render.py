@@ -33,6 +33,7 @@ POINTS = 20
 """Budgets on the curve, if none is given."""
 
 _MODES = {"real": "run and recorded", "fake": "recorded from shapes alone, without running it"}
+_TIMES = {"table": "from a device's cost table", "interpolated": "interpolated in a cost table"}
 
 SCRIPTS = ("dom", "format", "data", "scale", "curve", "timeline", "readout", "regions", "table", "main")
 """The script's files in the order in which they are joined."""
@@ -84,7 +85,7 @@ def render_report(
         "title": _text(f"{record.model}: plan for {format_bytes(record.budget_bytes)}"),
         "style": style,
         "model": _text(record.model),
-        "made_for": _text(f"{record.device}, engine {record.engine}, torch {record.torch_version}"),
+        "made_for": _text(f"{_device(record)}, engine {record.engine}, torch {record.torch_version}"),
         "figures": _figures(record),
         "stops": str(len(plans) - 1),
         "chosen": str(content["chosen"]),
@@ -238,8 +239,8 @@ def _made_with(record: PlanRecord) -> str:
         ("Model's fingerprint", record.model_fingerprint),
         ("Ops' fingerprint", record.op_fingerprint),
         ("Step", f"{_MODES.get(profile.mode, profile.mode)}; {len(profile.tape):,} ops"),
-        ("Times of ops", ", ".join(f"{n:,} {how}" for how, n in times.most_common())),
-        ("Device", f"{record.device}{memory}"),
+        ("Times of ops", ", ".join(f"{n:,} {_TIMES.get(how, how)}" for how, n in times.most_common())),
+        ("Device", f"{_device(record)}{memory}"),
         ("torch", record.torch_version),
         ("autoac", _autoac_version()),
         ("Engine", f"{record.engine} ({record.engine_reason})"),
@@ -249,6 +250,12 @@ def _made_with(record: PlanRecord) -> str:
     lines = [f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in rows]
     date = f'<time datetime="{now:%Y-%m-%dT%H:%MZ}">{now:%Y-%m-%d %H:%M} UTC</time>'
     return "\n".join([*lines, f"<div><dt>Page written</dt><dd>{date}</dd></div>"])
+
+
+def _device(record: PlanRecord) -> str:
+    """Its name where that is known, and its type."""
+    name = record.profile.device_name
+    return f"{name} ({record.device})" if name else record.device
 
 
 def _autoac_version() -> str:

@@ -19,6 +19,7 @@ from tests.page.synthetic import decoder_profile, plans_by_share, tradeoff
 
 LEFT, RIGHT = 64, 4  # what timeline.js leaves beside the picture, pixels
 ROWS = "#rows tr"
+PHONE = {"viewport": {"width": 375, "height": 700}, "has_touch": True, "is_mobile": True}
 
 
 @pytest.fixture(scope="module")
@@ -369,6 +370,20 @@ def test_a_screen_reader_finds_names_for_everything(open_page: Open, report: Pat
         return ids.length === new Set(ids).size }""")
 
 
+@pytest.mark.parametrize("options", [{"color_scheme": "dark"}, PHONE], ids=["dark", "phone"])
+def test_axe_finds_no_barrier(open_page: Open, report: Path, options: dict[str, Any]) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = open_page(report, **options)
+    page.evaluate("for (const details of document.querySelectorAll('details')) details.open = true")
+    page.get_by_role("searchbox").fill("layers.0.mlp")  # few rows stand for all: it takes its time for each
+    wait_until(page, f"document.querySelectorAll('{ROWS}').length < 10")
+    rules = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+    results = Axe().run(page, options={"runOnly": rules})
+    assert results.violations_count == 0, results.generate_report()
+    assert len(results.response["passes"]) > 30
+
+
 CONTRAST = """() => {
     const probe = document.body.appendChild(document.createElement('i'));
     const rgb = (name) => {
@@ -407,7 +422,7 @@ def test_light_and_dark_have_contrast(open_page: Open, report: Path, scheme: str
 def test_on_a_phone_nothing_is_wider_than_the_screen(
     open_page: Open, report: Path, plans: list[PlanRecord]
 ) -> None:
-    page = open_page(report, viewport={"width": 375, "height": 700}, has_touch=True, is_mobile=True)
+    page = open_page(report, **PHONE)
     for details in page.locator("summary").all():
         details.tap()
     for index in range(len(plans)):

@@ -245,11 +245,10 @@ def _made_with(record: PlanRecord) -> str:
         ("autoac", _autoac_version()),
         ("Engine", f"{record.engine} ({record.engine_reason})"),
         ("Solver", f"{record.solver}, {format_seconds(record.solve_s)}"),
+        ("Page written", f"{now:%Y-%m-%d %H:%M} UTC"),
         *(("Note", note) for note in profile.notes),
     ]
-    lines = [f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in rows]
-    date = f'<time datetime="{now:%Y-%m-%dT%H:%MZ}">{now:%Y-%m-%d %H:%M} UTC</time>'
-    return "\n".join([*lines, f"<div><dt>Page written</dt><dd>{date}</dd></div>"])
+    return "\n".join(f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in rows)
 
 
 def _device(record: PlanRecord) -> str:

@@ -67,6 +67,7 @@ const timelineView = (() => {
     frame = { svg, left, right, top, bottom, y, width, height };
 
     svg.append(...valueLines(ticks(0, topBytes, 5), y, left, right, formatBytes));
+    const dense = (right - left) / columns.shown.length < 2 ? " dense" : "";
     let low = new Array(columns.shown.length).fill(round(bottom));
     const sums = new Float64Array(columns.shown.length);
     kinds.forEach((kind, index) => {
@@ -77,7 +78,7 @@ const timelineView = (() => {
         any ||= column[position] > 0;
       });
       const high = Array.from(sums, (bytes) => round(y(bytes)));
-      if (any) svg.append(draw("path", { class: `layer ${kind}`, "data-kind": kind, d: band(xs, low, high) }));
+      if (any) svg.append(draw("path", { class: `layer ${kind}${dense}`, "data-kind": kind, d: band(xs, low, high) }));
       low = high;
     });
     phases(svg, xs, bottom);

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = {
     "autoac_solver": """
         format errors units files profile problem conditions memory build partitions simulator solution devices backends
-        formulation search ilp curve report plan_record planning __init__
+        formulation search ilp curve report plan_record planning page __init__
     """,
     "autoac": """
         _version compat opinfo measure engine untouched step costs fake as_cuda signatures timing scratch tape regions

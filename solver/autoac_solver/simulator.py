@@ -75,7 +75,7 @@ class Simulator:
         Args:
             recomputed: bool per unit.
         """
-        exists, end = self._lives(recomputed)
+        exists, end = self.lives(recomputed)
         change = np.zeros(self.problem.n_positions + 1, dtype=np.int64)
         np.add.at(change, self._start[exists], self._bytes[exists])
         np.subtract.at(change, end[exists], self._bytes[exists])
@@ -90,7 +90,7 @@ class Simulator:
 
     def alive_at(self, recomputed: Decisions, position: int) -> np.ndarray:
         """Indices of the instances alive at a position."""
-        exists, end = self._lives(recomputed)
+        exists, end = self.lives(recomputed)
         return np.flatnonzero(exists & (self._start <= position) & (position < end))
 
     def _wrapped(self, recomputed: np.ndarray) -> np.ndarray:
@@ -99,8 +99,12 @@ class Simulator:
         wrapped[self._unit_region[recomputed]] = True
         return wrapped
 
-    def _lives(self, recomputed: Decisions) -> tuple[np.ndarray, np.ndarray]:
-        """For each instance whether it exists, and the position before which it dies."""
+    def lives(self, recomputed: Decisions) -> tuple[np.ndarray, np.ndarray]:
+        """For each instance whether it exists, and the position before which it dies.
+
+        Args:
+            recomputed: bool per unit.
+        """
         chosen = np.asarray(recomputed, dtype=bool)
         wrapped = self._wrapped(chosen)
         holding = self._holds.hold(chosen, wrapped)

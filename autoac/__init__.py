@@ -12,8 +12,7 @@ from autoac._version import __version__
 
 if TYPE_CHECKING:
     from autoac.planner import plan, profile, solve, tradeoff
-    from autoac.plans import Plan
-    from autoac_solver.curve import Tradeoff
+    from autoac.plans import Plan, Tradeoff
     from autoac_solver.errors import (
         AutoacError,
         BudgetFormatError,
@@ -32,7 +31,7 @@ _HOMES = {
     "tradeoff": "autoac.planner",
     "Plan": "autoac.plans",
     "Profile": "autoac_solver.profile",
-    "Tradeoff": "autoac_solver.curve",
+    "Tradeoff": "autoac.plans",
     "AutoacError": "autoac_solver.errors",
     "BudgetFormatError": "autoac_solver.errors",
     "InfeasibleBudgetError": "autoac_solver.errors",

@@ -13,11 +13,10 @@ import torch
 from autoac.compat import is_compiled_wrapper
 from autoac.measure import unique_storage_bytes
 from autoac.optimizer import with_optimizer
-from autoac.plans import Plan
+from autoac.plans import Plan, Tradeoff
 from autoac.recorder import check_model, device_bytes, device_of, free_bytes, record, record_fake, unwrapped
 from autoac.regions import RegionChoice, select_modules
 from autoac.step import Loss
-from autoac_solver.curve import Tradeoff
 from autoac_solver.devices import DeviceTable, find_device, on_device
 from autoac_solver.errors import ProfilingError
 from autoac_solver.format import format_bytes
@@ -240,7 +239,7 @@ def tradeoff(
     Args:
         budgets: the budgets to plan for; those that no plan meets are left out. None spreads `points` of them evenly.
         points: how many budgets, at least 2.
-        time_limit_s: for each budget.
+        time_limit_s: for each budget; the plan of one budget is where the search for the next larger one starts.
         profile, engine, regions, gap, progress: as for `solve`. Ctrl-C keeps what is done so far.
 
     Raises:
@@ -256,4 +255,4 @@ def tradeoff(
         gap=gap,
         progress=progress,
     )
-    return replace(curve, plans=tuple(map(Plan, curve.plans)))
+    return Tradeoff.of(curve)

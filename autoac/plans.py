@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from autoac.engine.attach import attach, attach_root, covered, detach, planned
 from autoac.engine.program import Program
 from autoac.recorder import model_fingerprint, unwrapped
 from autoac.verify import Report, verify
+from autoac_solver import curve
 from autoac_solver.errors import PlanMismatchError
 from autoac_solver.format import format_bytes
 from autoac_solver.plan_record import PlanRecord, RegionPlan
@@ -272,3 +274,17 @@ class Plan:
         """
         self._check(model)
         return verify(self, unwrapped(model), sample, loss)
+
+
+class Tradeoff(curve.Tradeoff):
+    """A `autoac_solver.curve.Tradeoff` whose plans can be put on models."""
+
+    @classmethod
+    def of(cls, found: curve.Tradeoff) -> Tradeoff:
+        """The same curve."""
+        return cls(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})
+
+    @functools.cached_property
+    def plans(self) -> Sequence[Plan]:
+        """The plan of each row; it is made when it is first looked at."""
+        return curve.Lazy(len(self.points), lambda row: Plan(self.record(row)))

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from autoac_solver.build import Built, build
 from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
 from autoac_solver.profile import Profile
+from autoac_solver.report import (
+    decisions_table,
+    describe_position,
+    fixed_bytes_at,
+    holders_at,
+    timeline_table,
+)
+from autoac_solver.simulator import Simulator
+from autoac_solver.solution import Solution
 
 SCHEMA = "autoac.plan"
 SCHEMA_VERSION = 2  # 2: the profile is part of the plan
@@ -160,6 +171,61 @@ class PlanRecord:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ProfileError(f"{path} is not a valid plan: {error!r:.200}. Make it again.") from error
         return record
+
+
+def make_record(
+    profile: Profile, built: Built, solution: Solution, budget_bytes: int, headroom_bytes: int, reason: str
+) -> PlanRecord:
+    """The plan's record: decisions by region, what was predicted and proved, and the tables to look at."""
+    recomputed = solution.recomputed
+    simulator = Simulator(built.problem)
+    timeline = simulator.simulate(recomputed)
+    nothing = simulator.simulate([False] * len(recomputed))
+    again_in = {unit.region for unit, again in zip(built.problem.units, recomputed, strict=True) if again}
+    calls_of = Counter(call.fqn for call in profile.calls if call.grad)
+    regions = tuple(
+        RegionPlan(
+            fqn=profile.calls[tape.call].fqn,
+            call=profile.calls[tape.call].call,
+            calls=calls_of[profile.calls[tape.call].fqn],
+            wrapped=index in again_in,
+            steps=built.steps(profile, index, recomputed),
+        )
+        for index, tape in enumerate(built.regions)
+    )
+    return PlanRecord(
+        model=profile.model,
+        model_fingerprint=profile.model_fingerprint,
+        op_fingerprint=profile.op_fingerprint,
+        device=profile.device,
+        torch_version=profile.torch_version,
+        root_calls=sum(call.fqn == "" and call.grad for call in profile.calls),
+        engine=built.engine,
+        engine_reason=reason,
+        budget_bytes=budget_bytes,
+        headroom_bytes=headroom_bytes,
+        resident_bytes=profile.resident_bytes,
+        predicted_peak_bytes=timeline.peak_bytes,
+        unplanned_peak_bytes=nothing.peak_bytes,
+        predicted_extra_s=timeline.extra_s,
+        predicted_step_s=profile.step_s,
+        bound_s=solution.bound_s,
+        gap=solution.gap,
+        status=solution.status,
+        solver=solution.solver,
+        solve_s=solution.solve_s,
+        peak_where=describe_position(profile, built, timeline.peak_position),
+        peak_fixed_bytes=fixed_bytes_at(built, timeline.peak_position),
+        peak_holders=holders_at(profile, built, recomputed, timeline.peak_position),
+        regions=regions,
+        profile=profile,
+        decision_columns=_columns(decisions_table(profile, built, recomputed)),
+        timeline_columns=_columns(timeline_table(profile, built, recomputed)),
+    )
+
+
+def _columns(frame: pd.DataFrame) -> dict[str, list[Any]]:
+    return {str(name): frame[name].tolist() for name in frame.columns}
 
 
 def _steps(steps: list[Any]) -> tuple[tuple[str, bool], ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from autoac_solver.build import Built
@@ -62,6 +62,7 @@ def _needed_storages(profile: Profile, built: Built, recomputed: Sequence[bool])
 def timeline_table(profile: Profile, built: Built, recomputed: Sequence[bool]) -> pd.DataFrame:
     """One row a position of the planned step: op, module, phase, live bytes, and these by kind of memory."""
     problem = built.problem
+    simulator = Simulator(problem)
     frame = pd.DataFrame(
         {
             "op": [profile.tape[op].name for op in problem.position_op],
@@ -70,14 +71,13 @@ def timeline_table(profile: Profile, built: Built, recomputed: Sequence[bool]) -
                 "recompute" if again else "backward" if profile.tape[op].backward else "forward"
                 for op, again in zip(problem.position_op, problem.position_replayed, strict=True)
             ],
-            "live_bytes": Simulator(problem).simulate(recomputed).live_bytes,
+            "live_bytes": simulator.live_bytes(recomputed),
         }
     )
+    kinds = np.array([_kind(profile, instance) for instance in problem.instances])
     for kind in KINDS:
         resident = sum(s.bytes for s in profile.storage_table if s.alloc == NEVER and s.kind == kind)
-        instances = tuple(i for i in problem.instances if _kind(profile, i) == kind)
-        part = replace(problem, instances=instances, resident_bytes=resident)
-        frame[kind] = Simulator(part).simulate(recomputed).live_bytes
+        frame[kind] = simulator.part(kinds == kind, resident).live_bytes(recomputed)
     return frame
 
 

@@ -20,10 +20,9 @@ from autoac.recorder import model_fingerprint, unwrapped
 from autoac.verify import Report, verify
 from autoac_solver import curve
 from autoac_solver.errors import PlanMismatchError
-from autoac_solver.format import format_bytes
+from autoac_solver.explanation import Explanation, explain, explanation
 from autoac_solver.plan_record import PlanRecord, RegionPlan
 from autoac_solver.profile import NEVER
-from autoac_solver.report import explain
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -97,15 +96,30 @@ class Plan:
         return self.record.timeline
 
     def explain(self) -> str:
-        """The plan in words: budget, peak and who holds it, extra time and what was proved, what is recomputed."""
+        """The plan in words: the peak and who holds it, what is recomputed at what price, what more memory buys."""
         return explain(self.record)
 
+    def explanation(self) -> Explanation:
+        """What `explain` says, as tables. Takes a moment: it solves once more, for a little more memory."""
+        return explanation(self.record)
+
+    def plot_memory(self, axes: Any = None, measured: Any = None) -> Any:
+        """Draw the live bytes over the step: by kind, with nothing recomputed, the budget, and as measured.
+
+        Args:
+            axes: matplotlib axes to draw on; None makes a new figure.
+            measured: what `measure_memory` returned; None for none.
+
+        Returns:
+            The axes.
+        """
+        return self.record.plot_memory(axes, measured)
+
     def __repr__(self) -> str:
-        return (
-            f"Plan({self.record.model}, engine={self.engine!r}, budget={format_bytes(self.budget_bytes)}, "
-            f"predicted peak={format_bytes(self.predicted_peak_bytes)}, "
-            f"predicted overhead={self.predicted_overhead:.1%}, {self.status})"
-        )
+        return str(self.record)
+
+    def _repr_html_(self) -> str:
+        return self.record._repr_html_()
 
     # -- files -------------------------------------------------------------------------------------------------
 

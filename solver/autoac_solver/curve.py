@@ -198,7 +198,8 @@ class Tradeoff:
     def __repr__(self) -> str:
         least, most = (format_bytes(self.points[i].budget_bytes) for i in (0, -1))
         notes = f", {'; '.join(self.notes)}" if self.notes else ""
-        return f"Tradeoff({self.model}, engine={self.engine!r}, {len(self.points)} budgets from {least} to {most}{notes})"
+        budgets = f"{len(self.points)} budgets from {least} to {most}"
+        return f"Tradeoff({self.model}, engine={self.engine!r}, {budgets}{notes})"
 
     def _repr_html_(self) -> str:
         shown = self.frame.drop(columns=["extra_s", "greedy_peak_bytes"])
@@ -242,8 +243,8 @@ def knee_of(x: np.ndarray, y: np.ndarray) -> int | None:
     """The knee of a falling convex curve: where it lies furthest below the straight line between its ends.
 
     This is the offline form of Kneedle without smoothing or sensitivity: both axes are scaled to 0..1, and the largest
-    value of the difference curve is taken, the first of equal ones. Source: Satopaa, Albrecht, Irwin, Raghavan, "Finding
-    a 'Kneedle' in a Haystack: Detecting Knee Points in System Behavior", ICDCS Workshops 2011.
+    value of the difference curve is taken, the first of equal ones. Source: Satopaa, Albrecht, Irwin, Raghavan,
+    "Finding a 'Kneedle' in a Haystack: Detecting Knee Points in System Behavior", ICDCS Workshops 2011.
 
     Args:
         x, y: the points, x ascending, shape (points,).
@@ -259,7 +260,7 @@ def knee_of(x: np.ndarray, y: np.ndarray) -> int | None:
 
 
 def _bounds(points: Sequence[Point]) -> list[float]:
-    """The seconds that no plan stays below: what holds for a larger budget with the same regions holds for a smaller."""
+    """The seconds that no plan stays below; what holds for a larger budget with the same regions holds here too."""
     best: dict[tuple[int, ...], float] = {}
     bounds = []
     for point in reversed(points):

@@ -18,6 +18,9 @@ KIND_COLOURS = {
 }
 """From bottom to top; told apart by people who see no red or green as well."""
 
+_MOST_POSITIONS = 400
+_LINES = ("overhead", "bound", "greedy_overhead")
+
 
 def new_axes(width: float = 8.0, height: float = 4.2) -> Any:
     """Axes of a new pyplot figure.
@@ -47,33 +50,30 @@ def draw_curve(axes: Any, frame: pd.DataFrame, baselines: pd.DataFrame, knee: in
         frame, baselines, knee: of a `Tradeoff`.
     """
     scale, unit = byte_scale(float(frame["budget_bytes"].max()))
-    budget = frame["budget_bytes"] / scale
-    axes.step(budget, 100 * frame["bound"], where="post", linestyle=":", color="grey", label="bound")
-    axes.step(
-        budget, 100 * frame["greedy_overhead"], where="post", color="#b5651d", alpha=0.8, label="greedy"
-    )
-    axes.step(
-        budget, 100 * frame["overhead"], where="post", marker="o", markersize=4, color="#3b7dd8", label="plan"
-    )
+    budget = frame["budget_bytes"].to_numpy(float) / scale
+    plan, bound, greedy = (100 * frame[name].to_numpy(float) for name in _LINES)
+    axes.step(budget, bound, where="post", linestyle=":", color="grey", label="bound")
+    axes.step(budget, plan, where="post", marker="o", markersize=4, color="#3b7dd8", label="plan")
+    axes.step(budget, greedy, where="post", linestyle="--", linewidth=1, color="#b5651d", label="greedy")
     if knee is not None:
-        x, y = budget.iloc[knee], 100 * frame["overhead"].iloc[knee]
-        axes.plot([x], [y], "o", markersize=12, fillstyle="none", color="#3b7dd8", label="knee")
-    for index, row in enumerate(baselines.itertuples(index=False)):
-        axes.plot(
-            [row.peak_bytes / scale],
-            [100 * row.overhead],
-            "s^vD<>"[index % 6],
-            color="black",
-            fillstyle="none",
-            linestyle="none",
-            label=str(row.name),
-        )
+        ring = {"markersize": 12, "fillstyle": "none", "color": "#3b7dd8", "linestyle": "none"}
+        axes.plot(budget[knee], plan[knee], "o", label="knee", **ring)
+    peaks, overheads = (baselines[name].to_numpy(float) for name in ("peak_bytes", "overhead"))
+    for index, name in enumerate(baselines["name"]):
+        mark = {"marker": "s^vD<>"[index % 6], "fillstyle": "none", "color": "black", "linestyle": "none"}
+        axes.plot(peaks[index] / scale, 100 * overheads[index], label=name, **mark)
     axes.set_xlabel(f"budget, {unit}")
     axes.set_ylabel("extra step time, %")
     axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.25)
     for text in axes.legend(fontsize="small").get_texts():
         text.set_parse_math(False)
+
+
+def _highest(values: np.ndarray) -> np.ndarray:
+    """Positions to draw: the highest of each stretch, for no picture is as wide as a long step; peaks stay."""
+    stretches = np.array_split(np.arange(len(values)), min(len(values), _MOST_POSITIONS))
+    return np.array([stretch[np.argmax(values[stretch])] for stretch in stretches], dtype=int)
 
 
 def draw_memory(
@@ -95,20 +95,22 @@ def draw_memory(
     if unplanned_bytes is not None:
         most = max(most, unplanned_bytes.max())
     scale, unit = byte_scale(float(most))
-    position = np.arange(len(timeline))
+    position = _highest(timeline["live_bytes"].to_numpy())
     kinds = [kind for kind in KIND_COLOURS if timeline[kind].any()]
     axes.stackplot(
         position,
-        [timeline[kind] / scale for kind in kinds],
+        [timeline[kind].to_numpy()[position] / scale for kind in kinds],
         labels=kinds,
         colors=[KIND_COLOURS[kind] for kind in kinds],
         linewidth=0,
-        step="mid",
     )
-    if unplanned_bytes is not None:
-        axes.plot(position, unplanned_bytes / scale, color="grey", linewidth=1, label="nothing recomputed")
-    if measured_bytes is not None:
-        axes.plot(position, measured_bytes / scale, color="black", linewidth=1, label="measured")
+    for line, colour, label in (
+        (unplanned_bytes, "grey", "nothing recomputed"),
+        (measured_bytes, "black", "measured"),
+    ):
+        if line is not None:
+            at = _highest(line)
+            axes.plot(at, line[at] / scale, color=colour, linewidth=1, label=label)
     axes.axhline(budget_bytes / scale, color="#c0392b", linestyle="--", linewidth=1, label="budget")
     backward = np.flatnonzero(timeline["phase"].to_numpy() != "forward")
     if len(backward):
@@ -117,4 +119,31 @@ def draw_memory(
     axes.set_xlabel("op of the step; forward, then backward with what is recomputed")
     axes.set_ylabel(f"live {unit}")
     axes.set_title(title, parse_math=False)
-    axes.legend(loc="upper left", fontsize="small", ncols=2)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small", frameon=False)
+
+
+def draw_batches(axes: Any, frame: pd.DataFrame) -> None:
+    """Samples per second against the budget, a line a batch size; against the batch size where there is one budget.
+
+    Args:
+        frame: of a `BatchTradeoff`.
+    """
+    scale, unit = byte_scale(float(frame["budget_bytes"].max()))
+    if frame["budget_bytes"].nunique() == 1:
+        axes.plot(frame["batch_size"], frame["samples_per_s"], marker="o", color="#3b7dd8")
+        axes.set_xlabel("batch size")
+        axes.set_title(f"within {frame['budget_bytes'].iloc[0] / scale:.4g} {unit}")
+    else:
+        for batch, part in frame.groupby("batch_size"):
+            budget = part["budget_bytes"].to_numpy(float) / scale
+            axes.step(budget, part["samples_per_s"], where="post", marker=".", label=f"batch {batch}")
+        best = frame[frame["fastest"]].sort_values("budget_bytes")
+        ring = {"markersize": 11, "fillstyle": "none", "color": "black", "linestyle": "none"}
+        axes.plot(
+            best["budget_bytes"].to_numpy(float) / scale, best["samples_per_s"], "o", label="fastest", **ring
+        )
+        axes.set_xlabel(f"budget, {unit}")
+        axes.legend(fontsize="small")
+    axes.set_ylabel("samples per second")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)

@@ -1,4 +1,4 @@
-"""Plans for many budgets, from the smallest up: each plan fits every larger budget, so it is what the next starts from."""
+"""Plans for many budgets, from the smallest up: a plan fits every larger budget, so the next search starts from it."""
 
 from __future__ import annotations
 

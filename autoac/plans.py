@@ -16,6 +16,7 @@ import torch
 from autoac.engine import sac
 from autoac.engine.attach import attach, attach_root, covered, detach, planned
 from autoac.engine.program import Program
+from autoac.memory_trace import measured_memory
 from autoac.recorder import model_fingerprint, unwrapped
 from autoac.verify import Report, verify
 from autoac_solver import curve
@@ -288,6 +289,27 @@ class Plan:
         """
         self._check(model)
         return verify(self, unwrapped(model), sample, loss)
+
+    def measure_memory(
+        self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None
+    ) -> pd.Series:
+        """Run one step with the plan and measure how many bytes are alive at each op, by the allocator's own account.
+
+        The model, which must not have a plan applied, and the sample are left as they were. On CPU only: CUDA's
+        allocator tells the peak (`verify`), but not when.
+
+        Args:
+            model, sample, loss: as for `autoac.plan`.
+
+        Returns:
+            Live bytes, one for each row of `memory_timeline()`; `plot_memory(measured=...)` draws both.
+
+        Raises:
+            ValueError: the model is not on CPU.
+            ProfilingError: the step ran other ops than the plan was made for.
+        """
+        self._check(model)
+        return measured_memory(self, unwrapped(model), sample, loss)
 
 
 class Tradeoff(curve.Tradeoff):

@@ -89,7 +89,7 @@ class BatchTradeoff:
     def fastest(self, budget: int | str | None = None) -> pd.Series:
         """The row of the batch size that trains the most samples per second within a budget."""
         rows = self._rows(budget)
-        return rows.loc[rows["samples_per_s"].idxmax()]
+        return rows.iloc[int(rows["samples_per_s"].argmax())]
 
     def plan(self, budget: int | str | None = None) -> Any:
         """The plan of `fastest`."""

@@ -20,6 +20,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Unit
 from autoac_solver.profile import NEVER, Op, Profile
 
@@ -63,6 +65,18 @@ class Built:
             (profile.tape[op].name, spared or (unit >= 0 and bool(recomputed[unit])))
             for op, unit, spared in zip(tape.ops, tape.unit_of, tape.free_of_choice, strict=True)
         )
+
+    def runs(self, recomputed: Sequence[bool]) -> np.ndarray:
+        """Which positions of the planned step an op runs at: not the replays of what is not recomputed; bool each."""
+        again = {
+            op
+            for tape in self.regions
+            for op, unit in zip(tape.ops, tape.unit_of, strict=True)
+            if unit >= 0 and recomputed[unit]
+        }
+        problem = self.problem
+        positions = zip(problem.position_op, problem.position_replayed, strict=True)
+        return np.array([not replayed or op in again for op, replayed in positions], dtype=bool)
 
 
 def build(profile: Profile, regions: Sequence[int], engine: str) -> Built:

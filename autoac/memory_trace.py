@@ -60,11 +60,11 @@ def measured_memory(
     runs = built.runs(recomputed)
     names = np.array(record.timeline_columns["op"], dtype=object)
     starts = _starts([_as_run(name) for name in names[runs]], timeline)
-    live = _highest_between(starts, timeline)
-    measured = np.full(len(names), np.nan)
-    measured[runs] = record.resident_bytes + live
-    # Where nothing runs, as at the replay of what is kept, memory stays as it is.
-    return pd.Series(measured, name="measured_bytes").ffill().bfill()
+    before, highest = _between(starts, timeline)
+    # Where nothing runs, as at the replay of what is kept, memory is what the next op finds.
+    next_op = np.minimum(np.cumsum(runs) - runs, len(starts) - 1)
+    measured = record.resident_bytes + np.where(runs, highest[next_op], before[next_op])
+    return pd.Series(measured, name="measured_bytes")
 
 
 def _as_run(name: str) -> str:
@@ -98,11 +98,11 @@ def _starts(expected: Sequence[str], timeline: Timeline) -> np.ndarray:
     return pd.Series(found).bfill().ffill().to_numpy()
 
 
-def _highest_between(starts: np.ndarray, timeline: Timeline) -> np.ndarray:
-    """The most bytes alive above the start from each op's start to the next one's."""
+def _between(starts: np.ndarray, timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes alive, above those at the step's start: just before each op, and the most from there to the next one."""
     time_s, live = timeline.time_s, timeline.live_above_start_bytes
     first = np.searchsorted(time_s, starts, side="left")
     ends = np.append(first[1:], len(time_s))
     before = np.where(first > 0, live[np.maximum(first - 1, 0)], 0)
     highest = [live[a:b].max(initial=-(2**62)) for a, b in zip(first, ends, strict=True)]
-    return np.maximum(before, highest)
+    return before, np.maximum(before, highest)

@@ -26,7 +26,7 @@ def baselines(profile: Profile) -> pd.DataFrame:
     blocks = blocks_of(profile)
     ordinals = {2: "2nd", 3: "3rd", 4: "4th"}
     chosen = {"none": (), "every block": blocks}
-    chosen |= {f"every {ordinals[k]} block": blocks[::k] for k in ordinals if len(blocks) > k}
+    chosen |= {f"every {ordinals[k]} block": blocks[::k] for k in ordinals if len(blocks) >= k}
     if not blocks:
         del chosen["every block"]
     rows = []

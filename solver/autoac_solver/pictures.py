@@ -122,6 +122,22 @@ def draw_memory(
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small", frameon=False)
 
 
+def draw_bars(axes: Any, frame: pd.DataFrame, title: str, most: int = 10) -> None:
+    """Bytes as horizontal bars, the largest on top.
+
+    Args:
+        frame: names in the first column, a column `bytes`, the largest first.
+    """
+    shown = frame.head(most).iloc[::-1]
+    scale, unit = byte_scale(float(frame["bytes"].max()) if len(frame) else 0.0)
+    axes.barh(range(len(shown)), shown["bytes"] / scale, color="#3b7dd8")
+    axes.set_yticks(range(len(shown)), [str(name) or "-" for name in shown.iloc[:, 0]])
+    for text in axes.get_yticklabels():
+        text.set_parse_math(False)
+    axes.set_xlabel(unit)
+    axes.set_title(title, parse_math=False)
+
+
 def draw_batches(axes: Any, frame: pd.DataFrame) -> None:
     """Samples per second against the budget, a line a batch size; against the batch size where there is one budget.
 

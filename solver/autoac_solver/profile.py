@@ -265,7 +265,9 @@ class Profile:
                 call = maker.get(storage, NEVER)
                 rows.append(("" if call == NEVER else self.calls[call].class_name, record.bytes))
         frame = pd.DataFrame(rows, columns=["module_class", "bytes"]).groupby("module_class")["bytes"]
-        found = frame.agg(["size", "sum"]).reset_index().set_axis(["module_class", "storages", "bytes"], axis=1)
+        found = (
+            frame.agg(["size", "sum"]).reset_index().set_axis(["module_class", "storages", "bytes"], axis=1)
+        )
         return found.sort_values(["bytes", "module_class"], ascending=[False, True], ignore_index=True)
 
     def __repr__(self) -> str:

@@ -66,6 +66,8 @@ def two_blocks(costs: EngineCosts = FREE, device: str = "cuda") -> Profile:
 
 def scaled(profile: Profile, batch: int) -> Profile:
     """The profile of a batch that many times as large: activations and times grow with it."""
-    storages = [s if s.alloc < 0 else dataclasses.replace(s, bytes=batch * s.bytes) for s in profile.storage_table]
+    storages = [
+        s if s.alloc < 0 else dataclasses.replace(s, bytes=batch * s.bytes) for s in profile.storage_table
+    ]
     tape = [dataclasses.replace(op, time_s=batch * op.time_s) for op in profile.tape]
     return dataclasses.replace(profile, storage_table=tuple(storages), tape=tuple(tape))

@@ -17,7 +17,11 @@ def test_two_blocks_by_hand() -> None:
     assert frame["name"].tolist() == ["none", "every block", "every 2nd block"]
     assert frame["blocks"].tolist() == [0, 2, 1]
     # none: both wide values, the second block's input and output, the loss. Every block: in the second block's forward.
-    assert frame["peak_bytes"].tolist() == [1000 + 100 + 100 + 40 + 40 + 8, 1000 + 40 + 100 + 40, 1000 + 40 + 100 + 40 + 8]
+    assert frame["peak_bytes"].tolist() == [
+        1000 + 100 + 100 + 40 + 40 + 8,
+        1000 + 40 + 100 + 40,
+        1000 + 40 + 100 + 40 + 8,
+    ]
     assert frame["extra_s"].tolist() == [0.0, 4.0, 2.0]
     assert frame["overhead"].tolist() == pytest.approx([0, 4 / 15, 2 / 15])
 

@@ -65,7 +65,14 @@ def test_budgets_by_themselves_go_from_the_least_to_the_peak() -> None:
     curve = plan_budgets(two_blocks(), points=5)
     assert curve.frame["budget_bytes"].tolist() == [1180, 1207, 1234, 1261, 1288]
     assert curve.knee == 1
-    assert [line.endswith("<- knee") for line in str(curve).splitlines()] == [False, False, True, False, False, False]
+    assert [line.endswith("<- knee") for line in str(curve).splitlines()] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
@@ -85,7 +92,9 @@ def test_a_recorded_curve(path: Path, engine: str) -> None:
     # Greedy has the same regions, so the optimum is not worse by more than the gap.
     greedy = optimal.dropna(subset=["greedy_overhead"])
     assert (greedy["overhead"] <= greedy["greedy_overhead"] + gap + 1e-9).all()
-    assert (frame["greedy_peak_bytes"].dropna() <= frame["budget_bytes"][frame["greedy_peak_bytes"].notna()]).all()
+    assert (
+        frame["greedy_peak_bytes"].dropna() <= frame["budget_bytes"][frame["greedy_peak_bytes"].notna()]
+    ).all()
     for row in (0, 3):
         plan = curve.plans[row]
         assert plan.predicted_peak_bytes == frame["peak_bytes"][row]
@@ -176,7 +185,9 @@ def test_bad_arguments() -> None:
     assert caught.value.minimum_bytes == 1180
 
 
-def test_notebooks_show_a_picture_and_tables_and_no_markup_of_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebooks_show_a_picture_and_tables_and_no_markup_of_the_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     evil = "<script>alert('$x$')</script>"
     profile = dataclasses.replace(two_blocks(), model=evil, notes=(evil,))
     calls = [dataclasses.replace(call, class_name=evil) for call in profile.calls]

@@ -4,7 +4,18 @@ import random
 
 import pytest
 
-from autoac_solver import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Simulator, Unit, solve, violations
+from autoac_solver import (
+    ALWAYS,
+    Condition,
+    Holder,
+    Instance,
+    Problem,
+    RegionCost,
+    Simulator,
+    Unit,
+    solve,
+    violations,
+)
 from autoac_solver.greedy import Greedy
 from tests.solver import reference
 from tests.solver.generators import random_problem

@@ -265,7 +265,8 @@ def batch_tradeoff(
     batch_sizes: Sequence[int] | None = None,
     *,
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
-    mode: str = "auto",
+    mode: str = "fake",
+    device: str | Path | None = None,
     engine: str = "auto",
     regions: str | Sequence[str] | None = None,
     time_limit_s: float = 60.0,
@@ -280,7 +281,7 @@ def batch_tradeoff(
         batch_sizes: which ones. None takes all profiles that are given; with a function it looks for the largest batch
             that fits the largest budget, doubling from 1 on and then halving the interval.
         optimizer: from a model to its optimizer, which then counts as in `profile`.
-        mode: as for `profile`.
+        mode, device: as for `profile`; by default no step is run, so nothing has to fit.
         engine, regions, gap, progress: as for `solve`.
         time_limit_s: for each batch size and budget.
 
@@ -299,10 +300,11 @@ def batch_tradeoff(
             loss=loss[0] if loss else None,
             optimizer=None if optimizer is None else optimizer(model),
             mode=mode,
+            device=device,
         )
 
-    if isinstance(make, Mapping) and (optimizer is not None or mode != "auto"):
-        raise ValueError("optimizer and mode are for profiles to be made; these are there already.")
+    if isinstance(make, Mapping) and (optimizer is not None or mode != "fake" or device is not None):
+        raise ValueError("optimizer, mode and device are for profiles to be made; these are there already.")
     found = plan_batches(
         make if isinstance(make, Mapping) else recorded,
         budgets,

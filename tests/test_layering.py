@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ORDER = {
     "autoac_solver": """
         format errors units files html pictures profile problem conditions memory build partitions simulator
-        baselines greedy solution devices backends formulation search ilp report plan_record explanation choices curve sweep
-        planning batches __init__
+        baselines greedy solution devices backends formulation search ilp report plan_record explanation choices
+        curve sweep planning batches __init__
     """,
     "autoac": """
         _version compat opinfo measure engine untouched step costs fake as_cuda signatures timing scratch tape regions

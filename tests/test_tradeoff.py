@@ -37,24 +37,22 @@ def test_plans_of_a_curve_apply_also_from_a_file(profile: Profile, engine: str, 
         assert_same(step(model), expected)
 
 
-@pytest.mark.parametrize("name", ["resnet", "t5", "unet", "cnn_with_skips"])
-def test_baselines_are_what_torchs_checkpoint_takes(name: str) -> None:
-    """Every block, and every second one, under `torch.utils.checkpoint`: measured by the allocator."""
-    for every in (1, 2):
-        torch.manual_seed(0)
-        case = getattr(real_models, name)()
-        model = case.model.train()
-        run = make_step(model, case.sample, case.loss)
-        recorded = autoac.profile(model, case.sample, loss=case.loss)
-        # A module is wrapped for all of its calls.
-        names = list(dict.fromkeys(recorded.calls[call].fqn for call in blocks_of(recorded)))[::every]
-        calls = [call for call in blocks_of(recorded) if recorded.calls[call].fqn in names]
-        for fqn in names:
-            checkpoint_module(model.get_submodule(fqn))
-        run()
-        model.zero_grad(set_to_none=True)
-        measured = recorded.resident_bytes + measure_peak(run).peak_above_start_bytes
-        assert checkpointed(recorded, calls).peak_bytes == pytest.approx(measured, rel=2e-3)
+@pytest.mark.parametrize(("name", "every"), [("resnet", 1), ("t5", 1), ("cnn_with_skips", 2)])
+def test_baselines_are_what_torchs_checkpoint_takes(name: str, every: int) -> None:
+    """Every block, or every second one, under `torch.utils.checkpoint`: measured by the allocator."""
+    torch.manual_seed(0)
+    case = getattr(real_models, name)()
+    model = case.model.train()
+    run = make_step(model, case.sample, case.loss)
+    recorded = autoac.profile(model, case.sample, loss=case.loss)
+    calls = blocks_of(recorded)[::every]
+    assert all(recorded.calls[call].call == 0 for call in calls)  # for a module is wrapped for all of its calls
+    for call in calls:
+        checkpoint_module(model.get_submodule(recorded.calls[call].fqn))
+    run()
+    model.zero_grad(set_to_none=True)
+    measured = recorded.resident_bytes + measure_peak(run).peak_above_start_bytes
+    assert checkpointed(recorded, calls).peak_bytes == pytest.approx(measured, rel=2e-3)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -102,15 +100,15 @@ def test_which_batch_trains_fastest_is_one_call() -> None:
     def make_batch(size: int):
         return make(), torch.randn(size, WIDTH), lambda output: output.square().mean()
 
-    found = autoac.batch_tradeoff(make_batch, ["100KB", "150KB"], [16, 64, 4096])
+    found = autoac.batch_tradeoff(make_batch, ["70KB", "100KB"], [16, 4096])
     assert found.too_large == (4096,)
-    assert found.largest_batch("150KB") == 64
-    plan = found.plan("150KB")
+    assert found.largest_batch("100KB") == 16
+    plan = found.plan("100KB")
     assert isinstance(plan, autoac.Plan)
     with plan.applied(make()):
         pass
     profiles = {size: curve.profile for size, curve in found.curves.items()}
-    again = autoac.batch_tradeoff(profiles, ["100KB", "150KB"])
+    again = autoac.batch_tradeoff(profiles, ["70KB", "100KB"])
     assert again.frame.equals(found.frame)
     with pytest.raises(ValueError, match="are there already"):
         autoac.batch_tradeoff(profiles, "1MB", mode="real")

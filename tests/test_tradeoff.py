@@ -46,7 +46,9 @@ def test_baselines_are_what_torchs_checkpoint_takes(name: str, every: int) -> No
     run = make_step(model, case.sample, case.loss)
     recorded = autoac.profile(model, case.sample, loss=case.loss)
     calls = blocks_of(recorded)[::every]
-    assert all(recorded.calls[call].call == 0 for call in calls)  # for a module is wrapped for all of its calls
+    assert all(
+        recorded.calls[call].call == 0 for call in calls
+    )  # for a module is wrapped for all of its calls
     for call in calls:
         checkpoint_module(model.get_submodule(recorded.calls[call].fqn))
     run()

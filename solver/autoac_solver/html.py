@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from html import escape
 from typing import Any
@@ -43,6 +44,8 @@ def svg(draw: Callable[[Any], Any]) -> str:
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     text = file.getvalue()
+    # A tenth of a point is all that one sees; six digits would be most of a stored notebook.
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\d\.\d)\d+", r"\1", path[0]), text)
     return text[text.index("<svg") :]
 
 

@@ -32,6 +32,7 @@ class AnyPlan(Protocol):
 
     @property
     def record(self) -> PlanRecord: ...
+    def gradient_at_start(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
     def applied(self, model: torch.nn.Module) -> Any: ...
 
 
@@ -48,7 +49,7 @@ def measured_memory(
     fixed = sample if not callable(sample) else ()
 
     def run() -> Timeline:
-        with untouched(model, fixed), Kept(model), plan.applied(model):
+        with untouched(model, fixed, plan.gradient_at_start), Kept(model), plan.applied(model):
             timeline = measure_peak(step, device).timeline
         assert timeline is not None
         return timeline

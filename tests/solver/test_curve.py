@@ -79,9 +79,9 @@ def test_budgets_by_themselves_go_from_the_least_to_the_peak() -> None:
 @pytest.mark.parametrize("engine", ["replay", "sac"])
 def test_a_recorded_curve(path: Path, engine: str) -> None:
     profile, gap = Profile.load(path), 1e-3
-    curve = plan_budgets(profile, points=7, engine=engine, gap=gap)
+    curve = plan_budgets(profile, points=5, engine=engine, gap=gap)
     frame = curve.frame
-    assert len(frame) == 7
+    assert len(frame) == 5
     assert frame["extra_s"].is_monotonic_decreasing
     assert frame["bound"].is_monotonic_decreasing or len(set(frame["regions"])) > 1
     assert (frame["peak_bytes"] <= frame["budget_bytes"]).all()
@@ -95,7 +95,7 @@ def test_a_recorded_curve(path: Path, engine: str) -> None:
     assert (
         frame["greedy_peak_bytes"].dropna() <= frame["budget_bytes"][frame["greedy_peak_bytes"].notna()]
     ).all()
-    for row in (0, 3):
+    for row in (0, 2):
         plan = curve.plans[row]
         assert plan.predicted_peak_bytes == frame["peak_bytes"][row]
         assert plan.predicted_extra_s == frame["extra_s"][row]

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from autoac_solver.baselines import COLUMNS as BASELINE_COLUMNS
-from autoac_solver.build import build
+from autoac_solver.build import Built, build
 from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
 from autoac_solver.format import format_bytes
@@ -120,8 +120,15 @@ class Tradeoff:
     def record(self, row: int) -> PlanRecord:
         """The record of a row's plan."""
         point = self.points[row]
-        built = build(self.profile, point.calls, self.engine)
+        if point.calls not in self._built:
+            self._built[point.calls] = build(self.profile, point.calls, self.engine)
+        built = self._built[point.calls]
         return make_record(self.profile, built, point.solution, point.budget_bytes, 0, self.engine_reason)
+
+    @functools.cached_property
+    def _built(self) -> dict[tuple[int, ...], Built]:
+        """The problem for each choice of regions, once it was made."""
+        return {}
 
     @property
     def knee(self) -> int | None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from autoac._version import __version__
 
 if TYPE_CHECKING:
-    from autoac.planner import plan, profile, solve, tradeoff
-    from autoac.plans import Plan
-    from autoac_solver.curve import Tradeoff
+    from autoac.planner import batch_tradeoff, plan, profile, solve, tradeoff
+    from autoac.plans import Plan, Tradeoff
+    from autoac_solver.batches import BatchTradeoff
     from autoac_solver.errors import (
         AutoacError,
         BudgetFormatError,
@@ -30,9 +30,11 @@ _HOMES = {
     "profile": "autoac.planner",
     "solve": "autoac.planner",
     "tradeoff": "autoac.planner",
+    "batch_tradeoff": "autoac.planner",
+    "BatchTradeoff": "autoac_solver.batches",
     "Plan": "autoac.plans",
     "Profile": "autoac_solver.profile",
-    "Tradeoff": "autoac_solver.curve",
+    "Tradeoff": "autoac.plans",
     "AutoacError": "autoac_solver.errors",
     "BudgetFormatError": "autoac_solver.errors",
     "InfeasibleBudgetError": "autoac_solver.errors",
@@ -44,6 +46,7 @@ _HOMES = {
 
 __all__ = [
     "AutoacError",
+    "BatchTradeoff",
     "BudgetFormatError",
     "InfeasibleBudgetError",
     "NoPlanInTimeError",
@@ -54,6 +57,7 @@ __all__ = [
     "ProfilingError",
     "Tradeoff",
     "__version__",
+    "batch_tradeoff",
     "plan",
     "profile",
     "solve",

@@ -203,6 +203,25 @@ def cpu_allocations(events: list[Any]) -> list[tuple[int, int, int]]:
     return found
 
 
+def cpu_ops(events: list[Any]) -> list[tuple[int, str]]:
+    """(Unix time in ns, name such as "aten::mm") of the start of every op in these events, by time.
+
+    An op that a dispatch mode passes on shows up once more inside of itself; that is one op.
+    """
+    found: list[tuple[int, str]] = []
+    stack = [(event, "") for event in events]
+    while stack:
+        event, inside = stack.pop()
+        name = inside
+        if event.tag == torch._C._profiler._EventType.TorchOp and event.name.count("::") == 1:
+            name = event.name  # autograd's own ranges have more colons
+            if name != inside:
+                found.append((event.start_time_ns, name))
+        stack.extend((child, name) for child in event.children)
+    found.sort(key=lambda event: event[0])
+    return found
+
+
 def conjugate_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same storage with the conjugate bit set."""
     return torch._conj(tensor)

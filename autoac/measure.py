@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from autoac.compat import cpu_allocations, raw_events
+from autoac.compat import cpu_allocations, cpu_ops, raw_events
 
 T = TypeVar("T")
 
@@ -44,10 +44,14 @@ class Timeline:
     Args:
         time_s: seconds since the first event, ascending, shape (events,).
         live_above_start_bytes: live bytes from that event on, less those at the start, shape (events,).
+        op_time_s, op_names: when each op began, on the same clock, and its name, such as "aten::mm"; ops that an op is
+            made of are listed after it.
     """
 
     time_s: np.ndarray
     live_above_start_bytes: np.ndarray
+    op_time_s: np.ndarray
+    op_names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +143,19 @@ def _measure_cpu(fn: Callable[[], T]) -> Measurement[T]:
     events = sorted([*_allocator_events(prof), *deaths], key=lambda event: event[0])
     time_ns = np.array([when for when, _ in events], dtype=np.int64)
     live_bytes = np.cumsum(np.array([delta for _, delta in events], dtype=np.int64))
+    ops = cpu_ops(raw_events(prof))
+    start_ns = time_ns[0] if events else 0
+    timeline = Timeline(
+        time_s=(time_ns - start_ns) * 1e-9,
+        live_above_start_bytes=live_bytes,
+        op_time_s=(np.array([when for when, _ in ops], dtype=np.int64) - start_ns) * 1e-9,
+        op_names=tuple(name for _, name in ops),
+    )
     return Measurement(
         peak_above_start_bytes=int(live_bytes.max(initial=0)),
         end_above_start_bytes=int(live_bytes[-1]) if events else 0,
         result=result,
-        timeline=Timeline((time_ns - time_ns[:1]) * 1e-9, live_bytes),
+        timeline=timeline,
     )
 
 

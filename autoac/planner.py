@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import torch
 from autoac.compat import is_compiled_wrapper
 from autoac.measure import unique_storage_bytes
 from autoac.optimizer import with_optimizer
-from autoac.plans import Plan
+from autoac.plans import Plan, Tradeoff
 from autoac.recorder import check_model, device_bytes, device_of, free_bytes, record, record_fake, unwrapped
 from autoac.regions import RegionChoice, select_modules
 from autoac.step import Loss
-from autoac_solver.curve import Tradeoff
+from autoac_solver.batches import BatchTradeoff, plan_batches
 from autoac_solver.devices import DeviceTable, find_device, on_device
 from autoac_solver.errors import ProfilingError
 from autoac_solver.format import format_bytes
@@ -240,7 +240,7 @@ def tradeoff(
     Args:
         budgets: the budgets to plan for; those that no plan meets are left out. None spreads `points` of them evenly.
         points: how many budgets, at least 2.
-        time_limit_s: for each budget.
+        time_limit_s: for each budget; the plan of one budget is where the search for the next larger one starts.
         profile, engine, regions, gap, progress: as for `solve`. Ctrl-C keeps what is done so far.
 
     Raises:
@@ -256,4 +256,63 @@ def tradeoff(
         gap=gap,
         progress=progress,
     )
-    return replace(curve, plans=tuple(map(Plan, curve.plans)))
+    return Tradeoff.of(curve)
+
+
+def batch_tradeoff(
+    make: Callable[[int], tuple[Any, ...]] | Mapping[int, Profile],
+    budgets: int | str | Sequence[int | str],
+    batch_sizes: Sequence[int] | None = None,
+    *,
+    optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
+    mode: str = "fake",
+    device: str | Path | None = None,
+    engine: str = "auto",
+    regions: str | Sequence[str] | None = None,
+    time_limit_s: float = 60.0,
+    gap: float = 1e-3,
+    progress: Progress | None = None,
+) -> BatchTradeoff:
+    """Plans for several batch sizes: the largest that fits a budget, and which trains the most samples per second.
+
+    Args:
+        make: from a batch size to `(model, sample)` or `(model, sample, loss)`; or the profile of each batch size.
+        budgets: one or more.
+        batch_sizes: which ones. None takes all profiles that are given; with a function it looks for the largest batch
+            that fits the largest budget, doubling from 1 on and then halving the interval.
+        optimizer: from a model to its optimizer, which then counts as in `profile`.
+        mode, device: as for `profile`; by default no step is run, so nothing has to fit.
+        engine, regions, gap, progress: as for `solve`.
+        time_limit_s: for each batch size and budget.
+
+    Raises:
+        InfeasibleBudgetError: not even the smallest batch fits the largest budget.
+        ProfilingError: a step could not be recorded.
+        ValueError: an argument makes no sense.
+    """
+
+    def recorded(batch: int) -> Profile:
+        assert not isinstance(make, Mapping)
+        model, sample, *loss = make(batch)
+        return profile(
+            model,
+            sample,
+            loss=loss[0] if loss else None,
+            optimizer=None if optimizer is None else optimizer(model),
+            mode=mode,
+            device=device,
+        )
+
+    if isinstance(make, Mapping) and (optimizer is not None or mode != "fake" or device is not None):
+        raise ValueError("optimizer, mode and device are for profiles to be made; these are there already.")
+    found = plan_batches(
+        make if isinstance(make, Mapping) else recorded,
+        budgets,
+        batch_sizes,
+        engine=engine,
+        regions=regions,
+        time_limit_s=time_limit_s,
+        gap=gap,
+        progress=progress,
+    )
+    return replace(found, curves={batch: Tradeoff.of(curve) for batch, curve in found.curves.items()})

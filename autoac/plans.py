@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,13 +16,14 @@ import torch
 from autoac.engine import sac
 from autoac.engine.attach import attach, attach_root, covered, detach, planned
 from autoac.engine.program import Program
+from autoac.memory_trace import measured_memory
 from autoac.recorder import model_fingerprint, unwrapped
 from autoac.verify import Report, verify
+from autoac_solver import curve
 from autoac_solver.errors import PlanMismatchError
-from autoac_solver.format import format_bytes
+from autoac_solver.explanation import Explanation, explain, explanation
 from autoac_solver.plan_record import PlanRecord, RegionPlan
 from autoac_solver.profile import NEVER
-from autoac_solver.report import explain
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -95,15 +97,30 @@ class Plan:
         return self.record.timeline
 
     def explain(self) -> str:
-        """The plan in words: budget, peak and who holds it, extra time and what was proved, what is recomputed."""
+        """The plan in words: the peak and who holds it, what is recomputed at what price, what more memory buys."""
         return explain(self.record)
 
+    def explanation(self) -> Explanation:
+        """What `explain` says, as tables. Takes a moment: it solves once more, for a little more memory."""
+        return explanation(self.record)
+
+    def plot_memory(self, axes: Any = None, measured: Any = None) -> Any:
+        """Draw the live bytes over the step: by kind, with nothing recomputed, the budget, and as measured.
+
+        Args:
+            axes: matplotlib axes to draw on; None makes a new figure.
+            measured: what `measure_memory` returned; None for none.
+
+        Returns:
+            The axes.
+        """
+        return self.record.plot_memory(axes, measured)
+
     def __repr__(self) -> str:
-        return (
-            f"Plan({self.record.model}, engine={self.engine!r}, budget={format_bytes(self.budget_bytes)}, "
-            f"predicted peak={format_bytes(self.predicted_peak_bytes)}, "
-            f"predicted overhead={self.predicted_overhead:.1%}, {self.status})"
-        )
+        return str(self.record)
+
+    def _repr_html_(self) -> str:
+        return self.record._repr_html_()
 
     # -- files -------------------------------------------------------------------------------------------------
 
@@ -272,3 +289,38 @@ class Plan:
         """
         self._check(model)
         return verify(self, unwrapped(model), sample, loss)
+
+    def measure_memory(
+        self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None
+    ) -> pd.Series:
+        """Run one step with the plan and measure how many bytes are alive at each op, by the allocator's own account.
+
+        The model, which must not have a plan applied, and the sample are left as they were. On CPU only: CUDA's
+        allocator tells the peak (`verify`), but not when.
+
+        Args:
+            model, sample, loss: as for `autoac.plan`.
+
+        Returns:
+            Live bytes, one for each row of `memory_timeline()`; `plot_memory(measured=...)` draws both.
+
+        Raises:
+            ValueError: the model is not on CPU.
+            ProfilingError: the step ran other ops than the plan was made for.
+        """
+        self._check(model)
+        return measured_memory(self, unwrapped(model), sample, loss)
+
+
+class Tradeoff(curve.Tradeoff):
+    """A `autoac_solver.curve.Tradeoff` whose plans can be put on models."""
+
+    @classmethod
+    def of(cls, found: curve.Tradeoff) -> Tradeoff:
+        """The same curve."""
+        return cls(**{f.name: getattr(found, f.name) for f in dataclasses.fields(found)})
+
+    @functools.cached_property
+    def plans(self) -> Sequence[Plan]:
+        """The plan of each row; it is made when it is first looked at."""
+        return curve.Lazy(len(self.points), lambda row: Plan(self.record(row)))

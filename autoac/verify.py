@@ -98,7 +98,7 @@ def verify(
     def run(planned: bool, measure: bool = False) -> _Outcome:
         with (
             untouched(model, fixed, plan.gradient_at_start),
-            _Kept(model),
+            Kept(model),
             plan.applied(model) if planned else nullcontext(),
         ):
             return _run(model, step, device, measure)
@@ -124,7 +124,7 @@ def verify(
     )
 
 
-class _Kept:
+class Kept:
     """Context that puts parameters and buffers back: steps of a callable sample may write them."""
 
     def __init__(self, model: torch.nn.Module):
@@ -221,7 +221,7 @@ def _first_op(model: torch.nn.Module, step: Callable[[], Any], fixed: Any, plan:
     traces = []
     for planned in (False, True):
         context = plan.applied(model) if planned else nullcontext()
-        with untouched(model, fixed, plan.gradient_at_start), _Kept(model), context, _Trace() as trace:
+        with untouched(model, fixed, plan.gradient_at_start), Kept(model), context, _Trace() as trace:
             step()
         traces.append(trace.rows)
     plain, planned_rows = traces

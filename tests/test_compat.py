@@ -488,3 +488,18 @@ def test_negative_view():
     assert view.is_neg()
     assert compat.storage_key(view) == compat.storage_key(a)
     assert view.resolve_neg().tolist() == [-3.0]
+
+
+def test_cpu_ops_lists_ops_by_their_start_and_not_autograds_ranges():
+    x = torch.randn(4, 4, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=False) as prof:
+        x.mm(x).sin().sum().backward()
+    found = compat.cpu_ops(compat.raw_events(prof))
+    times = [when for when, _ in found]
+    assert times == sorted(times)
+    names = [name for _, name in found]
+    assert [name for name in names if name in ("aten::mm", "aten::sin", "aten::cos")] == [
+        *("aten::mm", "aten::sin"),  # forward
+        *("aten::cos", "aten::mm", "aten::mm"),
+    ]
+    assert all(name.count("::") == 1 for name in names)

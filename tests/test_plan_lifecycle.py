@@ -795,7 +795,7 @@ def test_in_words(plan: Plan):
     assert f"predicted peak  {autoac_bytes(plan.predicted_peak_bytes)}" in text
     assert f"resident before the step {autoac_bytes(plan.resident_bytes)}" in text
     assert f"The peak lies at {plan.record.peak_where}" in text
-    assert f"Regions: {BLOCKS}, of which" in text
+    assert f"regions         {BLOCKS}, of which" in text
     assert repr(plan).startswith(f"Plan(Blocks, engine='{plan.engine}', budget=")
     assert repr(plan).endswith(f"{plan.status})")
 

@@ -11,7 +11,7 @@ from autoac_solver.errors import (
 )
 from autoac_solver.ilp import minimum_peak, solve
 from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Unit, validate
-from autoac_solver.search import Progress
+from autoac_solver.search import Prepared, Progress
 from autoac_solver.simulator import Simulator, Timeline, alive_at, simulate, violations
 from autoac_solver.solution import Solution
 from autoac_solver.units import format_bytes, format_seconds, parse_bytes
@@ -26,6 +26,7 @@ __all__ = [
     "Instance",
     "NoPlanInTimeError",
     "PlanMismatchError",
+    "Prepared",
     "Problem",
     "ProfileError",
     "ProfilingError",

@@ -10,6 +10,8 @@ Replay engine. A storage dies when Python and the rest of the step let go of it,
 Sac engine. The region's Python code runs again, so a replayed copy, and a saved entry once the second run has passed
 it, live as long as Python and autograd want. A wrapped region keeps its inputs and one random state until its last
 release, and what is not recomputed is saved whether somebody needs it or not.
+Plain checkpointing, as people use it by hand, is the sac engine without a policy: everything in a region is recomputed,
+side effects too, and nothing is looked up for each op. It is not planned for, but compared with.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Unit
 from autoac_solver.profile import NEVER, Op, Profile
@@ -62,13 +66,25 @@ class Built:
             for op, unit, spared in zip(tape.ops, tape.unit_of, tape.free_of_choice, strict=True)
         )
 
+    def runs(self, recomputed: Sequence[bool]) -> np.ndarray:
+        """Which positions of the planned step an op runs at: not the replays of what is not recomputed; bool each."""
+        again = {
+            op
+            for tape in self.regions
+            for op, unit in zip(tape.ops, tape.unit_of, strict=True)
+            if unit >= 0 and recomputed[unit]
+        }
+        problem = self.problem
+        positions = zip(problem.position_op, problem.position_replayed, strict=True)
+        return np.array([not replayed or op in again for op, replayed in positions], dtype=bool)
+
 
 def build(profile: Profile, regions: Sequence[int], engine: str) -> Built:
     """The problem for these regions under this engine.
 
     Args:
         regions: module calls, none inside another; those without anything to decide on are left out.
-        engine: "replay" or "sac".
+        engine: "replay", "sac", or "checkpoint" for `torch.utils.checkpoint` without a policy.
     """
     return _Builder(profile, regions, engine).built()
 
@@ -98,10 +114,11 @@ class _Region:
 
 class _Builder:
     def __init__(self, profile: Profile, regions: Sequence[int], engine: str):
-        if engine not in ("replay", "sac"):
-            raise ValueError(f"engine is {engine!r}; known are 'replay' and 'sac'")
+        if engine not in ("replay", "sac", "checkpoint"):
+            raise ValueError(f"engine is {engine!r}; known are 'replay', 'sac' and 'checkpoint'")
         self.profile = profile
         self.engine = engine
+        self.reruns_code = engine != "replay"
         self.ticks = [op.tick for op in profile.tape]
         self.writes: dict[int, list[int]] = {}  # storage -> ticks at which it is written
         for op in profile.tape:
@@ -128,9 +145,7 @@ class _Builder:
             first = bisect_left(saved_ticks, (record.start, -1))
             last = bisect_left(saved_ticks, (record.end, -1))
             region = _Region(profile, call, ops, [i for _, i in saved_ticks[first:last]])
-            if self.engine == "sac" and any(
-                NEVER < profile.saved[i].unpacked < record.end for i in region.saved
-            ):
+            if self.reruns_code and any(NEVER < profile.saved[i].unpacked < record.end for i in region.saved):
                 continue  # selective checkpointing refuses a backward inside of the region's forward
             if record.grad and ops and region.begin_backward != NEVER and not self._loses_input(region):
                 found.append(region)
@@ -142,7 +157,7 @@ class _Builder:
     def _loses_input(self, region: _Region) -> bool:
         """Whether the region's code cannot run again (sac), as an input is no longer there: torch refuses that."""
         record = self.profile.calls[region.call]
-        return self.engine == "sac" and any(
+        return self.reruns_code and any(
             self._written_after(storage, record.start, region.begin_backward) for storage in record.inputs
         )
 
@@ -200,7 +215,7 @@ class _Builder:
             own = {*record.creates, *(s for s in record.writes if self.region_of_storage.get(s) is region)}
             must_save |= not record.replayable or bool(own & opaque)
             must_save |= bool(set(record.writes) - own)  # it changes something outside of the region as well
-            must_save |= record.side_effect and self.engine == "sac"
+            must_save |= record.side_effect and self.reruns_code
             for storage in record.reads:
                 if not self._written_after(storage, record.tick, region.begin_backward):
                     continue
@@ -209,9 +224,8 @@ class _Builder:
                     must_save = True  # when it runs again its input is no longer what it was
                 elif owner != index:
                     requires.add(owner)
-        reruns = [
-            op for op in ops if self.engine == "replay" or self.profile.tape[op].tick < region.last_save
-        ]
+        must_save &= self.engine != "checkpoint"
+        reruns = [op for op in ops if not self.reruns_code or self.profile.tape[op].tick < region.last_save]
         time_s = sum(self.profile.tape[op].again_s for op in reruns)
         if self.engine == "replay":
             time_s += len(ops) * self.profile.costs.replay_record
@@ -280,7 +294,7 @@ class _Builder:
             ops = [
                 op
                 for op in region.ops
-                if op in self.unit_of_op and (self.engine == "replay" or self.ticks[op] < region.last_save)
+                if op in self.unit_of_op and (not self.reruns_code or self.ticks[op] < region.last_save)
             ]
             region.rerun = {op: region.first_position + i for i, op in enumerate(ops)}
             self._append(ops, True, region.begin_backward)
@@ -310,11 +324,11 @@ class _Builder:
         wraps = []
         for region in self.regions:
             record = self.profile.calls[region.call]
-            per_op, per_saved, per_call = (
-                (costs.replay_op, costs.replay_saved, costs.replay_call)
-                if self.engine == "replay"
-                else (costs.sac_op, costs.sac_saved, costs.sac_call)
-            )
+            per_op, per_saved, per_call = {
+                "replay": (costs.replay_op, costs.replay_saved, costs.replay_call),
+                "sac": (costs.sac_op, costs.sac_saved, costs.sac_call),
+                "checkpoint": (0.0, costs.sac_saved, costs.sac_call),
+            }[self.engine]
             wrap_s = per_op * (len(region.ops) + record.views) + per_saved * len(region.saved) + per_call
             wraps.append(RegionCost(wrap_s, self.profile.module_name(region.call)))
         problem = Problem(
@@ -338,7 +352,7 @@ class _Builder:
         )
 
     def _region_tape(self, region: _Region) -> RegionTape:
-        spared = tuple(self.engine == "sac" and self.ticks[op] > region.last_save for op in region.ops)
+        spared = tuple(self.reruns_code and self.ticks[op] > region.last_save for op in region.ops)
         units = tuple(self.unit_of_op.get(op, -1) for op in region.ops)
         return RegionTape(region.call, tuple(region.ops), units, spared)
 
@@ -471,7 +485,7 @@ class _Builder:
                     instances.append(Instance(record.random_bytes, start, position + 1, exists))
             if extra:
                 instances.append(Instance(extra, position, position + 1, exists))
-        if self.engine == "sac" and on_cpu:
+        if self.reruns_code and on_cpu:
             for region in self.regions:
                 exists = Condition(wrapped=region.index)
                 start, end = self._position(region.start), self._position(region.last_release)
@@ -479,7 +493,7 @@ class _Builder:
                 instances.append(
                     Instance(CPU_RANDOM_STATE_BYTES, region.first_position, region.window_end, exists)
                 )
-        if self.engine == "sac":
+        if self.reruns_code:
             instances += self._second_scalars()
         return instances
 

@@ -38,7 +38,7 @@ class Algebra:
         units = problem.units
         self._n_units = len(units)
         self.n_variables = len(units) + len(problem.regions)
-        brings = _brought_along(problem)
+        brings = brought_along(problem)
         self.twin = [min(v for v in brings[u] if u in brings[v]) for u in range(len(units))]
         possible = [u for u in range(len(units)) if not any(units[v].must_save for v in brings[u])]
         self.never = {literal + 1 for literal in range(self.n_variables)}
@@ -129,7 +129,7 @@ class Algebra:
         return False
 
 
-def _brought_along(problem: Problem) -> list[set[int]]:
+def brought_along(problem: Problem) -> list[set[int]]:
     """For each unit those that must be recomputed if it is, itself included."""
     edges: list[set[int]] = [set(unit.requires) for unit in problem.units]
     for index, unit in enumerate(problem.units):

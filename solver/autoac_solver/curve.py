@@ -1,15 +1,58 @@
-"""The trade-off curve: predicted overhead against the budget, as a table and a picture."""
+"""The trade-off curve: predicted overhead against the budget, as a table, a picture and a file."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
 
+import numpy as np
 import pandas as pd
 
+from autoac_solver.baselines import COLUMNS as BASELINE_COLUMNS
+from autoac_solver.build import Built, build
+from autoac_solver.errors import ProfileError
+from autoac_solver.files import read_json, write_json
 from autoac_solver.format import format_bytes
+from autoac_solver.html import escape, svg, table
+from autoac_solver.pictures import draw_curve, new_axes
+from autoac_solver.plan_record import PlanRecord, make_record
+from autoac_solver.profile import Profile
+from autoac_solver.simulator import Simulator
+from autoac_solver.solution import Solution
 
-COLUMNS = ["budget_bytes", "peak_bytes", "extra_s", "overhead", "bound", "status", "regions"]
+SCHEMA = "autoac.tradeoff"
+SCHEMA_VERSION = 1
+
+COLUMNS = [
+    *("budget_bytes", "peak_bytes", "extra_s", "overhead", "bound", "status", "regions"),
+    *("greedy_peak_bytes", "greedy_overhead"),
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One budget, and the plan found for it.
+
+    Args:
+        budget_bytes: the limit for the peak.
+        calls: the module calls that the plan's regions were chosen from.
+        n_regions: how many of them are regions.
+        solution: the decisions and what was proved.
+        greedy_peak_bytes, greedy_extra_s: of the greedy plan for these regions; None if it does not meet the budget.
+    """
+
+    budget_bytes: int
+    calls: tuple[int, ...]
+    n_regions: int
+    solution: Solution
+    greedy_peak_bytes: int | None = None
+    greedy_extra_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -17,45 +60,264 @@ class Tradeoff:
     """Plans over a range of budgets.
 
     Args:
-        model, engine: what was planned.
-        resident_bytes: alive before the step.
-        step_s: seconds of the step with nothing recomputed.
-        frame: one row a budget, ascending: budget_bytes; peak_bytes and overhead (extra time / step time) of its plan;
-            extra_s; bound (no plan within the budget has a lower overhead); status; number of regions.
-        plans: the plan of each row.
+        profile: what was planned for.
+        engine, engine_reason: "replay" or "sac", and why.
+        points: one for each budget, ascending.
+        baselines: what people do by hand, one row each: name, blocks, peak_bytes, extra_s, overhead; see `baselines`.
+        notes: which of the budgets asked for are missing, and why.
 
     A larger budget never has a slower plan: the plan of a smaller one fits it too.
     """
 
-    model: str
+    profile: Profile = field(repr=False)
     engine: str
-    resident_bytes: int
-    step_s: float
-    frame: pd.DataFrame
-    plans: tuple[Any, ...] = field(repr=False, default=())
+    engine_reason: str
+    points: tuple[Point, ...] = field(repr=False)
+    baselines: pd.DataFrame = field(repr=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> str:
+        """Class name of the model."""
+        return self.profile.model
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes alive before the step."""
+        return self.profile.resident_bytes
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of the step with nothing recomputed."""
+        return self.profile.step_s
+
+    @functools.cached_property
+    def frame(self) -> pd.DataFrame:
+        """One row a budget, ascending.
+
+        budget_bytes; peak_bytes, extra_s and overhead (extra time / step time) of its plan; bound: no plan with these
+        regions has a lower overhead within the budget; status; number of regions; greedy_peak_bytes and
+        greedy_overhead: what keeping the most seconds per byte comes to with the same regions, NaN where it does not
+        meet the budget.
+        """
+        step_s = self.step_s or 1.0
+        rows = [
+            (
+                *(p.budget_bytes, p.solution.peak_bytes, p.solution.extra_s, p.solution.extra_s / step_s),
+                *(bound_s / step_s, p.solution.status, p.n_regions),
+                np.nan if p.greedy_peak_bytes is None else p.greedy_peak_bytes,
+                np.nan if p.greedy_extra_s is None else p.greedy_extra_s / step_s,
+            )
+            for p, bound_s in zip(self.points, _bounds(self.points), strict=True)
+        ]
+        return pd.DataFrame(rows, columns=COLUMNS)
+
+    @functools.cached_property
+    def plans(self) -> Sequence[Any]:
+        """The plan of each row; it is made when it is first looked at."""
+        return Lazy(len(self.points), self.record)
+
+    def record(self, row: int) -> PlanRecord:
+        """The record of a row's plan."""
+        point = self.points[row]
+        if point.calls not in self._built:
+            self._built[point.calls] = build(self.profile, point.calls, self.engine)
+        built = self._built[point.calls]
+        return make_record(self.profile, built, point.solution, point.budget_bytes, 0, self.engine_reason)
+
+    @functools.cached_property
+    def _built(self) -> dict[tuple[int, ...], Built]:
+        """The problem for each choice of regions, once it was made."""
+        return {}
+
+    @property
+    def knee(self) -> int | None:
+        """The row from which on more memory buys little, by `knee_of`; None if the curve has none."""
+        return knee_of(self.frame["budget_bytes"].to_numpy(float), self.frame["overhead"].to_numpy(float))
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw overhead against budget; needs matplotlib (`pip install autoac[plot]`). Returns the axes."""
-        if axes is None:
-            from matplotlib import pyplot
+        """Draw overhead against budget: plans, bound, greedy, what people do by hand, and the knee.
 
-            axes = pyplot.subplots(figsize=(6, 3.5))[1]
-        megabytes = self.frame["budget_bytes"] / 1e6
-        axes.step(megabytes, 100 * self.frame["overhead"], where="post", marker="o", label="plan")
-        axes.step(
-            megabytes, 100 * self.frame["bound"], where="post", linestyle=":", color="grey", label="bound"
-        )
-        axes.set(
-            xlabel="budget, MB", ylabel="extra step time, %", title=f"{self.model}, engine {self.engine}"
-        )
-        axes.legend()
+        Args:
+            axes: where to; None makes a new figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed (`pip install autoac[plot]`).
+        """
+        axes = new_axes() if axes is None else axes
+        title = f"{self.model} on {self.profile.device}, engine {self.engine}"
+        draw_curve(axes, self.frame, self.baselines, self.knee, title)
         return axes
 
+    def save(self, path: str | Path) -> None:
+        """Write the curve, its plans and their profile as JSON; the file appears whole or not at all."""
+        points = [dataclasses.asdict(point) for point in self.points]
+        for point in points:
+            again = point["solution"]["recomputed"]
+            point["solution"]["recomputed"] = "".join("01"[bit] for bit in again)
+        data = {
+            "engine": self.engine,
+            "engine_reason": self.engine_reason,
+            "notes": self.notes,
+            "points": points,
+            "baselines": {str(name): self.baselines[name].tolist() for name in BASELINE_COLUMNS},
+            "profile": self.profile.as_data(),
+        }
+        write_json(path, SCHEMA, SCHEMA_VERSION, data)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tradeoff:
+        """Read a curve; the simulator recounts its plans.
+
+        Raises:
+            ProfileError: the file is damaged, of another kind, or from a newer version.
+        """
+        data = read_json(path, SCHEMA, SCHEMA_VERSION)
+        try:
+            curve = cls(
+                profile=Profile.from_data(data["profile"]),
+                engine=_one_of(data["engine"], ("replay", "sac")),
+                engine_reason=_text(data["engine_reason"]),
+                points=tuple(_point(point) for point in data["points"]),
+                baselines=_baselines(data["baselines"]),
+                notes=tuple(_text(note) for note in data["notes"]),
+            )
+            _recount(curve)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ProfileError(f"{path} is not a valid curve: {error!r:.200}. Make it again.") from error
+        return curve
+
     def __str__(self) -> str:
-        lines = [f"{'budget':>24}  {'predicted peak':>24}  overhead  bound"]
-        columns = (self.frame[name] for name in ("budget_bytes", "peak_bytes", "overhead", "bound"))
-        for budget, peak, overhead, bound in zip(*columns, strict=True):
+        lines = [f"{'budget':>24}  {'predicted peak':>24}  overhead  bound  greedy"]
+        columns = ("budget_bytes", "peak_bytes", "overhead", "bound", "greedy_overhead")
+        rows = zip(*(self.frame[name] for name in columns), strict=True)
+        for row, (budget, peak, overhead, bound, greedy) in enumerate(rows):
+            by_greedy = "     -" if greedy != greedy else f"{greedy:>6.1%}"
             lines.append(
-                f"{format_bytes(int(budget)):>24}  {format_bytes(int(peak)):>24}  {overhead:>7.1%}  {bound:>5.1%}"
+                f"{format_bytes(int(budget)):>24}  {format_bytes(int(peak)):>24}  {overhead:>7.1%}  {bound:>5.1%}  "
+                f"{by_greedy}{'  <- knee' if row == self.knee else ''}"
             )
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        least, most = (format_bytes(self.points[i].budget_bytes) for i in (0, -1))
+        notes = f", {'; '.join(self.notes)}" if self.notes else ""
+        budgets = f"{len(self.points)} budgets from {least} to {most}"
+        return f"Tradeoff({self.model}, engine={self.engine!r}, {budgets}{notes})"
+
+    def _repr_html_(self) -> str:
+        shown = self.frame.drop(columns=["extra_s", "greedy_peak_bytes"])
+        shown.insert(0, "", ["knee" if row == self.knee else "" for row in range(len(shown))])
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return (
+            f"<p><b>{escape(repr(self))}</b></p>{svg(self.plot)}{notes}"
+            f"{table(shown)}<p>By hand, with torch's own checkpoint:</p>{table(self.baselines)}"
+        )
+
+
+class Lazy(Sequence[T], Generic[T]):
+    """A sequence whose items are made when they are first looked at.
+
+    Args:
+        length: how many there are.
+        make: from the index to the item.
+    """
+
+    def __init__(self, length: int, make: Callable[[int], T]) -> None:
+        self._length = length
+        self._make = functools.lru_cache(maxsize=None)(make)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
+        if isinstance(index, slice):
+            return tuple(self._make(i) for i in range(self._length)[index])
+        return self._make(range(self._length)[index])
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self._make, range(self._length))
+
+
+def knee_of(x: np.ndarray, y: np.ndarray) -> int | None:
+    """The knee of a falling convex curve: where it lies furthest below the straight line between its ends.
+
+    This is the offline form of Kneedle without smoothing or sensitivity: both axes are scaled to 0..1, and the largest
+    value of the difference curve is taken, the first of equal ones. Source: Satopaa, Albrecht, Irwin, Raghavan,
+    "Finding a 'Kneedle' in a Haystack: Detecting Knee Points in System Behavior", ICDCS Workshops 2011.
+
+    Args:
+        x, y: the points, x ascending, shape (points,).
+
+    Returns:
+        The index of the knee; None if there are fewer than three points, or none lies below the line.
+    """
+    if len(x) < 3 or x[-1] <= x[0] or y[0] <= y[-1]:
+        return None
+    below = 1 - (x - x[0]) / (x[-1] - x[0]) - (y - y[-1]) / (y[0] - y[-1])
+    best = int(np.argmax(below))
+    return best if below[best] > 1e-9 else None
+
+
+def _bounds(points: Sequence[Point]) -> list[float]:
+    """The seconds that no plan stays below; what holds for a larger budget with the same regions holds here too."""
+    best: dict[tuple[int, ...], float] = {}
+    bounds = []
+    for point in reversed(points):
+        best[point.calls] = max(best.get(point.calls, 0.0), point.solution.bound_s)
+        bounds.append(min(best[point.calls], point.solution.extra_s))
+    return bounds[::-1]
+
+
+def _point(data: dict[str, Any]) -> Point:
+    values, solution = dict(data), dict(data["solution"])
+    solution["recomputed"] = tuple(_one_of(bit, "01") == "1" for bit in solution["recomputed"])
+    solution["status"] = _one_of(solution["status"], ("optimal", "feasible"))
+    solution["solver"] = _text(solution["solver"])
+    values["solution"] = Solution(**solution)
+    values["calls"] = tuple(values["calls"])
+    return Point(**values)
+
+
+def _baselines(data: dict[str, Any]) -> pd.DataFrame:
+    frame = pd.DataFrame(data, columns=BASELINE_COLUMNS)
+    if not all(isinstance(name, str) for name in frame["name"]):
+        raise ValueError("a baseline's name is no text")
+    return frame.astype({"blocks": int, "peak_bytes": int, "extra_s": float, "overhead": float})
+
+
+def _recount(curve: Tradeoff) -> None:
+    """Have the simulator judge every plan again, and take its numbers only."""
+    simulators: dict[tuple[int, ...], Simulator] = {}
+    for point in curve.points:
+        if not all(0 <= call < len(curve.profile.calls) for call in point.calls):
+            raise ValueError("a region is no call of the profile")
+        if point.calls not in simulators:
+            simulators[point.calls] = Simulator(build(curve.profile, point.calls, curve.engine).problem)
+        simulator, solution = simulators[point.calls], point.solution
+        if len(solution.recomputed) != len(simulator.problem.units):
+            raise ValueError("a plan has decisions for other units than the profile's")
+        timeline = simulator.simulate(solution.recomputed)
+        if timeline.peak_bytes != solution.peak_bytes or not np.isclose(timeline.extra_s, solution.extra_s):
+            raise ValueError("a plan's peak or time is not what the profile says")
+        if not point.budget_bytes >= solution.peak_bytes or not 0 <= solution.bound_s <= solution.extra_s:
+            raise ValueError("a plan's budget or bound is out of range")
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{value!r:.80} is no text")
+    return value
+
+
+def _one_of(value: Any, known: Sequence[str]) -> str:
+    if value not in known:
+        raise ValueError(f"{value!r:.80} is none of {', '.join(known)}")
+    return value

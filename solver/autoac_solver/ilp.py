@@ -11,7 +11,7 @@ from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.format import format_bytes, format_seconds
 from autoac_solver.formulation import Formulation
 from autoac_solver.problem import Problem
-from autoac_solver.search import WHOLE, Plan, Progress, Search, Task, worst_positions
+from autoac_solver.search import WHOLE, Plan, Prepared, Progress, Search, Task, worst_positions
 from autoac_solver.simulator import Decisions
 from autoac_solver.solution import Solution
 
@@ -22,7 +22,7 @@ _CLOSED = 1e-9
 
 
 def solve(
-    problem: Problem,
+    problem: Problem | Prepared,
     budget_bytes: int,
     *,
     gap: float = 1e-3,
@@ -34,7 +34,7 @@ def solve(
     """The plan that adds the least time to the step among those whose peak is within a budget.
 
     Args:
-        problem: not changed.
+        problem: not changed. To solve it for several budgets, pass one `Prepared(problem)`: they share the work.
         budget_bytes: for the peak, resident bytes included.
         gap: how far from the least time it may be, as a fraction of the step's time.
         time_limit_s: for everything together; kept to within a second.
@@ -53,7 +53,7 @@ def solve(
 
 
 def minimum_peak(
-    problem: Problem,
+    problem: Problem | Prepared,
     *,
     time_limit_s: float = 60.0,
     solver: str = "auto",
@@ -99,10 +99,12 @@ class _LeastTime(Search):
         plans = [self.consider(recomputed) for recomputed in self.task.simple_plans()]
         if not self._closed():
             formulation = self.task.formulate(self._budget_bytes)
+            formulation.add_rows(self.task.prepared.positions)
             for plan in plans:
                 if plan is not None:
                     formulation.add_rows(worst_positions(plan.timeline.live_bytes, self._budget_bytes))
             self._solve(formulation)
+            self.task.prepared.positions = formulation.positions
         return self._solution()
 
     def _solve(self, formulation: Formulation) -> None:

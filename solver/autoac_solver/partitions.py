@@ -7,6 +7,7 @@ set during backward; so the choices are tried from coarse to fine.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import accumulate
 
 from autoac_solver.profile import NEVER, Profile
@@ -38,6 +39,19 @@ def partitions(profile: Profile) -> list[tuple[int, ...]]:
         limit = FINER * largest
     choices.append(tuple(root for root in roots if profile.calls[root].grad))
     return [choice for choice in dict.fromkeys(choices) if choice] or [()]
+
+
+def named_calls(profile: Profile, names: Sequence[str]) -> list[int]:
+    """The module calls of the modules with these names, without calls inside another one of them."""
+    wanted = set(names)
+    chosen: set[int] = set()
+    for index, call in enumerate(profile.calls):
+        inside, parent = False, call.parent
+        while parent >= 0 and not inside:
+            inside, parent = parent in chosen, profile.calls[parent].parent
+        if call.fqn in wanted and call.grad and not inside:
+            chosen.add(index)
+    return sorted(chosen)
 
 
 def _descend(

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from autoac_solver.build import Built, build
 from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
+from autoac_solver.format import format_bytes
+from autoac_solver.html import escape, svg, table
+from autoac_solver.pictures import draw_memory, new_axes
 from autoac_solver.profile import Profile
+from autoac_solver.report import (
+    decisions_table,
+    describe_position,
+    fixed_bytes_at,
+    holders_at,
+    timeline_table,
+)
+from autoac_solver.simulator import Simulator
+from autoac_solver.solution import Solution
 
 SCHEMA = "autoac.plan"
 SCHEMA_VERSION = 2  # 2: the profile is part of the plan
@@ -101,6 +116,69 @@ class PlanRecord:
         """One row a position of the step, see `report.timeline_table`."""
         return pd.DataFrame(self.timeline_columns)
 
+    def rebuilt(self) -> tuple[Built, tuple[bool, ...]]:
+        """The problem that was solved, made again from the profile, and what is recomputed, a bool per unit.
+
+        Raises:
+            ProfileError: decisions and profile do not belong together (the file was changed).
+        """
+        index = {(call.fqn, call.call): i for i, call in enumerate(self.profile.calls) if call.grad}
+        decided = dict(zip(self.decision_columns["unit"], self.decision_columns["decision"], strict=True))
+        try:
+            built = build(
+                self.profile, [index[region.fqn, region.call] for region in self.regions], self.engine
+            )
+            units = range(len(built.problem.units))
+            recomputed = tuple(decided[unit] == "recompute" for unit in units)
+        except KeyError as error:
+            raise ProfileError(
+                f"the plan has a region or a value {error} that is not in its profile. Make it again."
+            ) from error
+        if Simulator(built.problem).simulate(recomputed).peak_bytes != self.predicted_peak_bytes:
+            raise ProfileError("the plan's decisions do not give its predicted peak. Make it again.")
+        return built, recomputed
+
+    def plot_memory(self, axes: Any = None, measured: Any = None) -> Any:
+        """Draw the live bytes over the step: by kind, with nothing recomputed, the budget, and as measured.
+
+        Args:
+            axes: where to; None makes a new figure.
+            measured: live bytes at each position of the timeline, from `Plan.measure_memory`; None for none.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed (`pip install autoac[plot]`).
+            ValueError: `measured` has not as many entries as the timeline.
+        """
+        timeline = self.timeline
+        measured_bytes = None if measured is None else np.asarray(measured, dtype=float)
+        if measured_bytes is not None and measured_bytes.shape != (len(timeline),):
+            raise ValueError(
+                f"measured has shape {measured_bytes.shape}; it must have one entry for each of the {len(timeline)} "
+                "rows of memory_timeline(), as what measure_memory() returns has."
+            )
+        axes = new_axes() if axes is None else axes
+        built, recomputed = self.rebuilt()
+        nothing = Simulator(built.problem).live_bytes([False] * len(recomputed))
+        title = f"{self.model} on {self.device}, engine {self.engine}"
+        draw_memory(axes, timeline, self.budget_bytes, nothing, measured_bytes, title)
+        return axes
+
+    def __str__(self) -> str:
+        share = self.predicted_extra_s / self.predicted_step_s if self.predicted_step_s else 0.0
+        return (
+            f"Plan({self.model}, engine={self.engine!r}, budget={format_bytes(self.budget_bytes)}, "
+            f"predicted peak={format_bytes(self.predicted_peak_bytes)}, predicted overhead={share:.1%}, {self.status})"
+        )
+
+    def _repr_html_(self) -> str:
+        frame = self.decisions.groupby("decision", sort=False)["bytes"].agg(["size", "sum"]).reset_index()
+        frame.columns = ["decision", "values", "bytes"]
+        where = f"The peak lies at {self.peak_where}."
+        return f"<p><b>{escape(str(self))}</b></p>{svg(self.plot_memory)}<p>{escape(where)}</p>{table(frame)}"
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; the file appears whole or not at all."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -160,6 +238,61 @@ class PlanRecord:
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ProfileError(f"{path} is not a valid plan: {error!r:.200}. Make it again.") from error
         return record
+
+
+def make_record(
+    profile: Profile, built: Built, solution: Solution, budget_bytes: int, headroom_bytes: int, reason: str
+) -> PlanRecord:
+    """The plan's record: decisions by region, what was predicted and proved, and the tables to look at."""
+    recomputed = solution.recomputed
+    simulator = Simulator(built.problem)
+    timeline = simulator.simulate(recomputed)
+    nothing = simulator.simulate([False] * len(recomputed))
+    again_in = {unit.region for unit, again in zip(built.problem.units, recomputed, strict=True) if again}
+    calls_of = Counter(call.fqn for call in profile.calls if call.grad)
+    regions = tuple(
+        RegionPlan(
+            fqn=profile.calls[tape.call].fqn,
+            call=profile.calls[tape.call].call,
+            calls=calls_of[profile.calls[tape.call].fqn],
+            wrapped=index in again_in,
+            steps=built.steps(profile, index, recomputed),
+        )
+        for index, tape in enumerate(built.regions)
+    )
+    return PlanRecord(
+        model=profile.model,
+        model_fingerprint=profile.model_fingerprint,
+        op_fingerprint=profile.op_fingerprint,
+        device=profile.device,
+        torch_version=profile.torch_version,
+        root_calls=sum(call.fqn == "" and call.grad for call in profile.calls),
+        engine=built.engine,
+        engine_reason=reason,
+        budget_bytes=budget_bytes,
+        headroom_bytes=headroom_bytes,
+        resident_bytes=profile.resident_bytes,
+        predicted_peak_bytes=timeline.peak_bytes,
+        unplanned_peak_bytes=nothing.peak_bytes,
+        predicted_extra_s=timeline.extra_s,
+        predicted_step_s=profile.step_s,
+        bound_s=solution.bound_s,
+        gap=solution.gap,
+        status=solution.status,
+        solver=solution.solver,
+        solve_s=solution.solve_s,
+        peak_where=describe_position(profile, built, timeline.peak_position),
+        peak_fixed_bytes=fixed_bytes_at(built, timeline.peak_position),
+        peak_holders=holders_at(profile, built, recomputed, timeline.peak_position),
+        regions=regions,
+        profile=profile,
+        decision_columns=_columns(decisions_table(profile, built, recomputed)),
+        timeline_columns=_columns(timeline_table(profile, built, recomputed)),
+    )
+
+
+def _columns(frame: pd.DataFrame) -> dict[str, list[Any]]:
+    return {str(name): frame[name].tolist() for name in frame.columns}
 
 
 def _steps(steps: list[Any]) -> tuple[tuple[str, bool], ...]:

@@ -19,6 +19,9 @@ import pandas as pd
 
 from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
+from autoac_solver.format import format_bytes, format_seconds
+from autoac_solver.html import escape, svg, table
+from autoac_solver.pictures import draw_bars
 
 SCHEMA = "autoac.profile"
 SCHEMA_VERSION = 2  # 2: what an op's time was found from
@@ -247,6 +250,40 @@ class Profile:
             return ""
         record = self.calls[call]
         return record.fqn if record.call == 0 else f"{record.fqn}#{record.call}"
+
+    @property
+    def saved_by_class(self) -> pd.DataFrame:
+        """What autograd saves for backward, by class of the module that makes it: module_class, storages, bytes.
+
+        Parameters and whatever else was there before the step are left out; a storage saved twice counts once.
+        """
+        maker = {storage: op.module for op in self.tape for storage in op.creates}
+        rows = []
+        for storage in sorted({saved.storage for saved in self.saved}):
+            record = self.storage_table[storage]
+            if record.alloc != NEVER:
+                call = maker.get(storage, NEVER)
+                rows.append(("" if call == NEVER else self.calls[call].class_name, record.bytes))
+        frame = pd.DataFrame(rows, columns=["module_class", "bytes"]).groupby("module_class")["bytes"]
+        found = (
+            frame.agg(["size", "sum"]).reset_index().set_axis(["module_class", "storages", "bytes"], axis=1)
+        )
+        return found.sort_values(["bytes", "module_class"], ascending=[False, True], ignore_index=True)
+
+    def __repr__(self) -> str:
+        return (
+            f"Profile({self.model} on {self.device}: {len(self.tape)} ops, a step of {format_seconds(self.step_s)}, "
+            f"{format_bytes(self.resident_bytes)} before the step)"
+        )
+
+    def _repr_html_(self) -> str:
+        ops = pd.DataFrame({"op": [op.name for op in self.tape], "time_s": [op.time_s for op in self.tape]})
+        ops = ops.groupby("op")["time_s"].agg(["size", "sum"]).reset_index()
+        ops = ops.set_axis(["op", "calls", "time_s"], axis=1).sort_values("time_s", ascending=False)
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        saved = self.saved_by_class
+        picture = svg(lambda axes: draw_bars(axes, saved, "saved for backward, by class of module"))
+        return f"<p><b>{escape(repr(self))}</b></p>{notes}{picture}{table(saved, 10)}{table(ops, 10)}"
 
     def as_data(self) -> dict[str, Any]:
         """What `save` writes, in columns."""

@@ -1,15 +1,15 @@
-"""Tables and words about decisions: what is done with each value, what is alive when, who holds the peak."""
+"""Tables about decisions: what is done with each value, what is alive when, who holds the peak."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from autoac_solver.build import Built
-from autoac_solver.format import format_bytes, format_seconds
+from autoac_solver.format import format_bytes
 from autoac_solver.problem import ALWAYS, Instance
 from autoac_solver.profile import NEVER, Profile
 from autoac_solver.simulator import Simulator
@@ -62,6 +62,7 @@ def _needed_storages(profile: Profile, built: Built, recomputed: Sequence[bool])
 def timeline_table(profile: Profile, built: Built, recomputed: Sequence[bool]) -> pd.DataFrame:
     """One row a position of the planned step: op, module, phase, live bytes, and these by kind of memory."""
     problem = built.problem
+    simulator = Simulator(problem)
     frame = pd.DataFrame(
         {
             "op": [profile.tape[op].name for op in problem.position_op],
@@ -70,14 +71,13 @@ def timeline_table(profile: Profile, built: Built, recomputed: Sequence[bool]) -
                 "recompute" if again else "backward" if profile.tape[op].backward else "forward"
                 for op, again in zip(problem.position_op, problem.position_replayed, strict=True)
             ],
-            "live_bytes": Simulator(problem).simulate(recomputed).live_bytes,
+            "live_bytes": simulator.live_bytes(recomputed),
         }
     )
+    kinds = np.array([_kind(profile, instance) for instance in problem.instances])
     for kind in KINDS:
         resident = sum(s.bytes for s in profile.storage_table if s.alloc == NEVER and s.kind == kind)
-        instances = tuple(i for i in problem.instances if _kind(profile, i) == kind)
-        part = replace(problem, instances=instances, resident_bytes=resident)
-        frame[kind] = Simulator(part).simulate(recomputed).live_bytes
+        frame[kind] = simulator.part(kinds == kind, resident).live_bytes(recomputed)
     return frame
 
 
@@ -151,41 +151,3 @@ def suggestions(holders: Sequence[tuple[str, str, int]], finer_regions: bool) ->
     if finer_regions:
         found.append("smaller regions: leave regions= out to have all sizes tried")
     return tuple(found)
-
-
-def explain(plan: Any) -> str:
-    """A plan in words: see `PlanRecord`."""
-    overhead = plan.predicted_extra_s / plan.predicted_step_s if plan.predicted_step_s else 0.0
-    lines = [
-        f"Plan for {plan.model} on {plan.device}, engine {plan.engine} ({plan.engine_reason}).",
-        f"  budget          {format_bytes(plan.budget_bytes)}"
-        + (f", {format_bytes(plan.headroom_bytes)} of it headroom" if plan.headroom_bytes else ""),
-        f"  predicted peak  {format_bytes(plan.predicted_peak_bytes)}; with nothing recomputed "
-        f"{format_bytes(plan.unplanned_peak_bytes)}; resident before the step {format_bytes(plan.resident_bytes)}",
-        f"  extra time      {format_seconds(plan.predicted_extra_s)} of a step of "
-        f"{format_seconds(plan.predicted_step_s)}: {overhead:.1%}",
-        f"  proved          {plan.status}: no plan is faster by more than {plan.gap:.2%} of the step "
-        f"({plan.solver}, {plan.solve_s:.1f} s)",
-        f"The peak lies at {plan.peak_where}. {format_bytes(plan.peak_fixed_bytes)} of it are there whatever is "
-        "recomputed. Alive there:",
-    ]
-    lines += [
-        f"  {kind:<11} {format_bytes(size):>24}  {module}" for kind, module, size in plan.peak_holders[:12]
-    ]
-    if len(plan.peak_holders) > 12:
-        rest = sum(size for _, _, size in plan.peak_holders[12:])
-        lines.append(f"  and {len(plan.peak_holders) - 12} more {format_bytes(rest):>18}")
-    frame = plan.decisions
-    lines.append("Values:")
-    for decision in ("save", "recompute", "skip"):
-        part = frame[frame["decision"] == decision]
-        time_s = part.drop_duplicates("unit")["time_s"].sum() if decision == "recompute" else 0.0
-        cost = f", {format_seconds(time_s)} to run again" if decision == "recompute" else ""
-        lines.append(
-            f"  {decision:<10} {len(part):>6} values, {format_bytes(int(part['bytes'].sum()))}{cost}"
-        )
-    untouched = sum(not region.wrapped for region in plan.regions)
-    lines.append(
-        f"Regions: {len(plan.regions)}, of which {untouched} are left untouched (nothing to recompute)."
-    )
-    return "\n".join(lines)

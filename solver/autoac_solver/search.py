@@ -66,6 +66,25 @@ class Plan:
     timeline: Timeline
 
 
+class Prepared:
+    """A problem in all the forms that solving takes, to be solved for several budgets.
+
+    Args:
+        problem: not changed.
+
+    Attributes:
+        positions: where the last search needed memory rows; the next one begins with these.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        validate(problem)
+        self.problem = problem
+        self.algebra = Algebra(problem)
+        self.memory = MemoryModel(problem, self.algebra)
+        self.simulator = Simulator(problem)
+        self.positions: set[int] = set()
+
+
 class Task:
     """What searches share: the problem in all its forms, the solver, the clock, and the plans to begin with.
 
@@ -75,7 +94,7 @@ class Task:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: Problem | Prepared,
         time_limit_s: float,
         solver: str,
         start: Decisions | None,
@@ -84,13 +103,12 @@ class Task:
         self.began = time.monotonic()
         self.deadline = self.began + time_limit_s
         self.backend = choose_backend(solver)
-        validate(problem)
-        if start is not None and len(start) != len(problem.units):
-            raise ValueError(f"start has {len(start)} decisions, the problem {len(problem.units)} units")
-        self.problem = problem
-        self.algebra = Algebra(problem)
-        self.memory = MemoryModel(problem, self.algebra)
-        self.simulator = Simulator(problem)
+        self.prepared = problem if isinstance(problem, Prepared) else Prepared(problem)
+        self.problem = self.prepared.problem
+        self.algebra, self.memory = self.prepared.algebra, self.prepared.memory
+        self.simulator = self.prepared.simulator
+        if start is not None and len(start) != len(self.problem.units):
+            raise ValueError(f"start has {len(start)} decisions, the problem {len(self.problem.units)} units")
         self.progress = progress
         self.rounds = 0
         self.start = start

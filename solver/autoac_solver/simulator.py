@@ -5,6 +5,7 @@ It shares no code with the ILP, so that neither can hide the other's mistake.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,17 @@ class _Conditions:
         r, k, w = self._columns
         return is_recomputed[r] & is_kept[k] & is_wrapped[w]
 
+    def mentions(self, unit: int, region: int) -> np.ndarray:
+        """Which of the conditions depend on a unit, or on its region being wrapped."""
+        r, k, w = self._columns
+        return (r == unit) | (k == unit) | (w == region)
+
+    def part(self, chosen: np.ndarray) -> _Conditions:
+        """Some of the conditions."""
+        part = copy.copy(self)
+        part._columns = self._columns[:, chosen]
+        return part
+
 
 class Simulator:
     """Simulates one problem for many decisions; reads the problem into arrays once.
@@ -57,6 +69,7 @@ class Simulator:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self._resident_bytes = problem.resident_bytes
         instances = problem.instances
         self._bytes = np.array([i.bytes for i in instances], dtype=np.int64)
         self._start = np.array([i.start for i in instances], dtype=np.int64)
@@ -75,18 +88,46 @@ class Simulator:
         Args:
             recomputed: bool per unit.
         """
+        live_bytes = self.live_bytes(recomputed)
+        peak = int(np.argmax(live_bytes))
+        return Timeline(live_bytes, int(live_bytes[peak]), peak, self.extra_s(recomputed))
+
+    def live_bytes(self, recomputed: Decisions) -> np.ndarray:
+        """Live bytes at every position, int64, resident bytes included."""
         exists, end = self.lives(recomputed)
         change = np.zeros(self.problem.n_positions + 1, dtype=np.int64)
         np.add.at(change, self._start[exists], self._bytes[exists])
         np.subtract.at(change, end[exists], self._bytes[exists])
-        live_bytes = self.problem.resident_bytes + np.cumsum(change[:-1])
-        peak = int(np.argmax(live_bytes))
-        return Timeline(live_bytes, int(live_bytes[peak]), peak, self.extra_s(recomputed))
+        return self._resident_bytes + np.cumsum(change[:-1])
 
     def extra_s(self, recomputed: Decisions) -> float:
         """Seconds that the recomputed units and the wrapped regions add to the step."""
         chosen = np.asarray(recomputed, dtype=bool)
         return float(self._time_s[chosen].sum() + self._wrap_s[self._wrapped(chosen)].sum())
+
+    def part(self, chosen: np.ndarray, resident_bytes: int = 0) -> Simulator:
+        """A simulator of some of the instances only.
+
+        Args:
+            chosen: bool per instance.
+            resident_bytes: alive at every position.
+        """
+        part = copy.copy(self)
+        part._resident_bytes = resident_bytes
+        part._bytes, part._start, part._end = self._bytes[chosen], self._start[chosen], self._end[chosen]
+        part._exists = self._exists.part(chosen)
+        held = chosen[self._holder_instance]
+        part._holder_instance = (np.cumsum(chosen) - 1)[self._holder_instance[held]]
+        part._holder_end = self._holder_end[held]
+        part._holds = self._holds.part(held)
+        return part
+
+    def depending_on(self, unit: int) -> np.ndarray:
+        """Which instances' lives depend on a decision: bool per instance."""
+        region = self.problem.units[unit].region
+        depends = self._exists.mentions(unit, region)
+        depends[self._holder_instance[self._holds.mentions(unit, region)]] = True
+        return depends
 
     def alive_at(self, recomputed: Decisions, position: int) -> np.ndarray:
         """Indices of the instances alive at a position."""

@@ -1,3 +1,4 @@
+import dataclasses
 import random
 
 import numpy as np
@@ -120,3 +121,28 @@ def test_bytes_stay_exact_beyond_what_a_float_holds():
     instances = (Instance(2**60 + 1, 0, 1), Instance(2**60 + 2, 0, 1))
     problem = Problem(1, 3, 1.0, (), (), instances)
     assert simulate(problem, ()).peak_bytes == 2**61 + 6
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_part_is_the_simulator_of_those_instances(seed):
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    recomputed = [rng.random() < 0.5 for _ in problem.units]
+    chosen = np.array([rng.random() < 0.5 for _ in problem.instances])
+    some = [i for i, taken in zip(problem.instances, chosen, strict=True) if taken]
+    alone = Simulator(dataclasses.replace(problem, instances=tuple(some), resident_bytes=7))
+    part = Simulator(problem).part(chosen, resident_bytes=7)
+    assert part.live_bytes(recomputed).tolist() == alone.live_bytes(recomputed).tolist()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_decision_changes_only_what_depends_on_it(seed):
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    before = np.array([rng.random() < 0.5 for _ in problem.units])
+    simulator = Simulator(problem)
+    for unit in range(len(problem.units)):
+        after = before.copy()
+        after[unit] = not after[unit]
+        rest = simulator.part(~simulator.depending_on(unit))
+        assert rest.live_bytes(before).tolist() == rest.live_bytes(after).tolist()

@@ -22,12 +22,12 @@ from typing import Any
 import pandas as pd
 
 from autoac_solver.curve import Tradeoff
+from autoac_solver.explanation import explain
 from autoac_solver.files import write_text
 from autoac_solver.format import format_bytes, format_seconds
 from autoac_solver.page.content import page_content
 from autoac_solver.plan_record import PlanRecord
 from autoac_solver.planning import plan_budgets
-from autoac_solver.report import explain
 
 POINTS = 20
 """Budgets on the curve, if none is given."""

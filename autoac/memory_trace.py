@@ -1,0 +1,109 @@
+"""The measured memory of a planned step, put beside the predicted one op by op.
+
+The allocator's events have times, the prediction has positions. The ops tell how they belong together: the plan knows
+which ops run and in what order, and the measured run lists every op with its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import pandas as pd
+import torch
+
+from autoac.measure import Timeline, measure_peak
+from autoac.recorder import device_of
+from autoac.step import make_step
+from autoac.untouched import untouched
+from autoac.verify import Kept
+from autoac_solver.errors import ProfilingError
+from autoac_solver.plan_record import PlanRecord
+
+_LOOK_AHEAD = 200
+"""Within how many ops of the run an expected one has to come; some (views, composites) are not in the plan."""
+_MOST_MISSING = 0.05
+"""Share of the expected ops that may run under another name, as BatchNorm does when it is replayed."""
+
+
+class AnyPlan(Protocol):
+    """What is asked of a plan."""
+
+    @property
+    def record(self) -> PlanRecord: ...
+    def gradient_at_start(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
+    def applied(self, model: torch.nn.Module) -> Any: ...
+
+
+def measured_memory(
+    plan: AnyPlan, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None
+) -> pd.Series:
+    """See `Plan.measure_memory`."""
+    device = device_of(model)
+    if device.type != "cpu":
+        raise ValueError(
+            f"the model is on {device}: memory over the step is measured on CPU only. verify() measures the peak."
+        )
+    step = make_step(model, sample, loss)
+    fixed = sample if not callable(sample) else ()
+
+    def run() -> Timeline:
+        with untouched(model, fixed, plan.gradient_at_start), Kept(model), plan.applied(model):
+            timeline = measure_peak(step, device).timeline
+        assert timeline is not None
+        return timeline
+
+    run()  # lazy initialisation is not to count
+    timeline = run()
+    record = plan.record
+    built, recomputed = record.rebuilt()
+    runs = built.runs(recomputed)
+    names = np.array(record.timeline_columns["op"], dtype=object)
+    starts = _starts([_as_run(name) for name in names[runs]], timeline)
+    before, highest = _between(starts, timeline)
+    # Where nothing runs, as at the replay of what is kept, memory is what the next op finds.
+    next_op = np.minimum(np.cumsum(runs) - runs, len(starts) - 1)
+    measured = record.resident_bytes + np.where(runs, highest[next_op], before[next_op])
+    return pd.Series(measured, name="measured_bytes")
+
+
+def _as_run(name: str) -> str:
+    """A tape's "aten.mm.default" as the profiler calls it."""
+    return "::".join(name.split(".")[:2])
+
+
+def _starts(expected: Sequence[str], timeline: Timeline) -> np.ndarray:
+    """When each expected op began, seconds; where one is missing, when the next one did.
+
+    Raises:
+        ProfilingError: too many are missing.
+    """
+    found = np.full(len(expected), np.nan)
+    names, next_op, missing = timeline.op_names, 0, 0
+    for index, name in enumerate(expected):
+        # What is recorded as a sum of two gradients autograd may do in place when nobody watches.
+        same = (name, f"{name}_")
+        place = next(
+            (i for i in range(next_op, min(next_op + _LOOK_AHEAD, len(names))) if names[i] in same), -1
+        )
+        if place < 0:
+            missing += 1
+            continue
+        found[index], next_op = timeline.op_time_s[place], place + 1
+    if missing > _MOST_MISSING * len(expected):
+        raise ProfilingError(
+            f"{missing} of the {len(expected)} ops of the planned step did not run when they were expected: the step "
+            "is not the one that was profiled. Plan again for this model and sample."
+        )
+    return pd.Series(found).bfill().ffill().to_numpy()
+
+
+def _between(starts: np.ndarray, timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes alive, above those at the step's start: just before each op, and the most from there to the next one."""
+    time_s, live = timeline.time_s, timeline.live_above_start_bytes
+    first = np.searchsorted(time_s, starts, side="left")
+    ends = np.append(first[1:], len(time_s))
+    before = np.where(first > 0, live[np.maximum(first - 1, 0)], 0)
+    highest = [live[a:b].max(initial=-(2**62)) for a, b in zip(first, ends, strict=True)]
+    return before, np.maximum(before, highest)

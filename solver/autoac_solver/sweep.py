@@ -1,0 +1,88 @@
+"""Plans for many budgets, from the smallest up: a plan fits every larger budget, so the next search starts from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autoac_solver.choices import Choice, Choices
+from autoac_solver.curve import Point
+from autoac_solver.errors import AutoacError, InfeasibleBudgetError, NoPlanInTimeError
+from autoac_solver.format import format_bytes
+from autoac_solver.greedy import Greedy
+from autoac_solver.solution import Solution
+
+
+def feasible_range(choices: Choices, time_limit_s: float) -> tuple[int, int]:
+    """The least feasible budget, and the peak with nothing recomputed."""
+    simulator = choices[0].prepared.simulator
+    most = int(simulator.live_bytes(np.zeros(len(simulator.problem.units), dtype=bool)).max())
+    resident_bytes = choices.profile.resident_bytes
+    try:
+        choices.best(resident_bytes, time_limit_s, 1e-3)
+    except InfeasibleBudgetError as error:
+        return error.minimum_bytes, most
+    return resident_bytes, most
+
+
+def sweep(
+    choices: Choices,
+    budgets_bytes: Sequence[int],
+    time_limit_s: float,
+    gap: float,
+    tell: Callable[[str, float], None],
+) -> tuple[tuple[Point, ...], tuple[str, ...]]:
+    """A point for each budget that can be met, and notes on those that are missing; Ctrl-C keeps what is done so far.
+
+    Args:
+        time_limit_s: for each budget.
+
+    Raises:
+        InfeasibleBudgetError, NoPlanInTimeError: there is no plan for any of the budgets.
+        KeyboardInterrupt: before the first was found.
+    """
+    budgets_bytes = sorted(set(budgets_bytes))
+    found: list[Point] = []
+    notes: list[str] = []
+    missing: AutoacError | None = None
+    last: tuple[Choice, Solution] | None = None
+    greedy: dict[tuple[int, ...], Greedy] = {}
+    try:
+        for index, limit in enumerate(budgets_bytes):
+            tell(f"budget {index + 1} of {len(budgets_bytes)}", index / len(budgets_bytes))
+            try:
+                choice, solution = choices.best(limit, time_limit_s, gap)
+            except (InfeasibleBudgetError, NoPlanInTimeError) as error:
+                missing = error
+                why = "infeasible" if isinstance(error, InfeasibleBudgetError) else "no plan found in time"
+                notes.append(f"{format_bytes(limit)}: {why}")
+                continue
+            if last is not None and last[1].extra_s < solution.extra_s:
+                # A finer choice of regions that was not tried again: its last plan fits this budget too.
+                choice, solution = last[0], last[0].solve(limit, gap, time_limit_s)
+            last = choice, solution
+            if choice.calls not in greedy:
+                greedy[choice.calls] = Greedy(choice.prepared.simulator)
+            found.append(_point(choice, limit, solution, greedy[choice.calls]))
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        notes.append(f"interrupted after {len(found)} of {len(budgets_bytes)} budgets")
+    if not found and missing is not None:
+        raise missing
+    tell("done", 1.0)
+    return tuple(found), tuple(notes)
+
+
+def _point(choice: Choice, limit: int, solution: Solution, greedy: Greedy) -> Point:
+    recomputed = greedy.plan(limit)
+    timeline = None if recomputed is None else choice.prepared.simulator.simulate(recomputed)
+    return Point(
+        budget_bytes=limit,
+        calls=choice.calls,
+        n_regions=len(choice.built.regions),
+        solution=solution,
+        greedy_peak_bytes=None if timeline is None else timeline.peak_bytes,
+        greedy_extra_s=None if timeline is None else timeline.extra_s,
+    )

@@ -79,9 +79,10 @@ def test_budgets_by_themselves_go_from_the_least_to_the_peak() -> None:
 @pytest.mark.parametrize("engine", ["replay", "sac"])
 def test_a_recorded_curve(path: Path, engine: str) -> None:
     profile, gap = Profile.load(path), 1e-3
-    curve = plan_budgets(profile, points=5, engine=engine, gap=gap)
+    points = 5 if engine == "replay" else 3  # sac's problems are harder
+    curve = plan_budgets(profile, points=points, engine=engine, gap=gap)
     frame = curve.frame
-    assert len(frame) == 5
+    assert len(frame) == points
     assert frame["extra_s"].is_monotonic_decreasing
     assert frame["bound"].is_monotonic_decreasing or len(set(frame["regions"])) > 1
     assert (frame["peak_bytes"] <= frame["budget_bytes"]).all()

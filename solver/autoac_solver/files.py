@@ -1,4 +1,4 @@
-"""JSON files with a schema name and version, written atomically."""
+"""Files written atomically; JSON with a schema name and version."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from autoac_solver.errors import ProfileError
 
 
 def write_json(path: str | Path, schema: str, version: int, data: dict[str, Any]) -> None:
-    """Write `data` so that the file appears whole or not at all, also if the process is killed or the disk is full."""
+    """Write `data` as JSON, see `write_bytes`."""
+    write_text(path, json.dumps({"schema": schema, "schema_version": version, **data}, allow_nan=False))
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` in UTF-8, see `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all, also if the process is killed or the disk is full."""
     path = Path(path)
-    text = json.dumps({"schema": schema, "schema_version": version, **data}, allow_nan=False)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())

@@ -76,11 +76,11 @@ def measure_model(
     least_bytes = ours.least_budget_bytes(profile, engine)
     budgets = ours.budgets_between(least_bytes, configurations[0].peak_bytes, n_budgets)
     tell(f"torch's sac_milp for budgets from {budgets[0] / 1e6:.1f} to {budgets[-1] / 1e6:.1f} MB")
-    advised = torch_milp.advised(workload, device, budgets)
+    numbered = {f"budget {number}": budget for number, budget in enumerate(budgets, 1)}
+    advised = torch_milp.advised(workload, device, numbered)
     tell("our plans for them")
     start = time.perf_counter()
-    names = {f"ours, budget {number}": budget for number, budget in enumerate(budgets, 1)}
-    planned = ours.planned(profile, names, engine)
+    planned = ours.planned(profile, {f"ours, {name}": budget for name, budget in numbered.items()}, engine)
     solve_s = time.perf_counter() - start
     configurations += examine(bench, (*advised, *planned), _tell("planned"))
     bench.time(configurations, rounds, _tell("timing"))

@@ -57,6 +57,17 @@ class Row:
         )
 
     @property
+    def step_s(self) -> float:
+        """Median of the plain samples."""
+        return statistics.median(self.seconds)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it ran and is not what was promised: other gradients or buffers, or a peak over its budget."""
+        over = 0 < self.budget_bytes < self.peak_bytes
+        return not self.error and (over or not (self.gradients_equal and self.buffers_equal))
+
+    @property
     def counts(self) -> bool:
         """Whether it ran and its gradients are right."""
         return not self.error and self.gradients_equal

@@ -58,7 +58,7 @@ def compare(
     """
     tell = progress or (lambda *_: None)
     device = device_of(workload.modules)
-    asked = {_named(b): parse_bytes(b, device_bytes(device) or None) for b in budgets}
+    asked = {str(b): parse_bytes(b, device_bytes(device) or None) for b in budgets}
     start = time.perf_counter()
     profile = autoac.profile(
         workload.model,
@@ -72,10 +72,11 @@ def compare(
     strategies = by_hand(workload.blocks, policies_for(profile, workload.blocks))
     found = examine(bench, strategies, Part(tell, 0.1, 0.25))
     tell("torch's sac_milp", 0.25)
-    advice_for = list(asked.values()) or _middle([c.peak_bytes for c in found if not c.error])
+    advice_for = asked or _middle([c.peak_bytes for c in found if not c.error])
     found += examine(bench, torch_milp.advised(workload, device, advice_for), Part(tell, 0.3, 0.35))
     peaks = {c.peak_bytes: c.strategy.name for c in found if not c.error and c.strategy.kind == "other"}
-    targets = {AT_PEAK + name: peak for peak, name in peaks.items()} | asked
+    targets = {AT_PEAK + name: peak for peak, name in peaks.items()}
+    targets |= {AT_BUDGET + name: budget for name, budget in asked.items()}
     tell("our plans", 0.35)
     start = time.perf_counter()
     plans = ours.planned(profile, targets, engine)
@@ -129,10 +130,7 @@ def _processor() -> str:
     return next(names, platform.machine())
 
 
-def _named(budget: int | str) -> str:
-    return AT_BUDGET + (f"{budget} bytes" if isinstance(budget, int) else budget)
-
-
-def _middle(peaks: Sequence[int]) -> list[int]:
-    """Between the least and the highest peak."""
-    return [(min(peaks) + max(peaks)) // 2] if peaks else []
+def _middle(peaks: Sequence[int]) -> dict[str, int]:
+    """A budget between the least and the highest peak."""
+    middle = (min(peaks) + max(peaks)) // 2 if peaks else 0
+    return {f"{middle / 1e6:.1f}MB": middle} if peaks else {}

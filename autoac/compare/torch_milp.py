@@ -34,8 +34,12 @@ NAME = "torch sac_milp"
 _TIMED_RUNS = 3
 
 
-def advised(workload: Workload, device: torch.device, budgets: Sequence[int]) -> list[Strategy]:
-    """Its advice for each budget, equal advice once; one entry with the error where it cannot run."""
+def advised(workload: Workload, device: torch.device, budgets: Mapping[str, int]) -> list[Strategy]:
+    """Its advice for each budget, equal advice once; one entry with the error where it cannot run.
+
+    Args:
+        budgets: bytes, by what they are called.
+    """
     try:
         planner = _Planner(workload, device)
     except Exception as error:  # whatever it is, it is a row of the table: this planner fails on this model
@@ -43,16 +47,16 @@ def advised(workload: Workload, device: torch.device, budgets: Sequence[int]) ->
         return [_failed(NAME, 0, f"cannot run: {type(error).__name__}: {reason}")]
     strategies: list[Strategy] = []
     seen: list[dict[str, tuple[int, ...]]] = []
-    for number, budget in enumerate(budgets, 1):
+    for name, budget in budgets.items():
         try:
             saved = planner.decide(budget)
         except Exception as error:
-            strategies.append(_failed(f"{NAME}, budget {number}", budget, f"{type(error).__name__}: {error}"))
+            strategies.append(_failed(f"{NAME}, {name}", budget, f"{type(error).__name__}: {error}"))
             continue
         if saved and saved not in seen:
             seen.append(saved)
             install = functools.partial(_install, saved)
-            strategies.append(Strategy(f"{NAME}, budget {number}", "other", install, budget))
+            strategies.append(Strategy(f"{NAME}, {name}", "other", install, budget))
     return strategies or [_failed(NAME, 0, "gives no advice at any budget")]
 
 

@@ -21,10 +21,10 @@ def draw(result: ModelResult, path: Path) -> None:
     axes = figure.subplots()
     others = sorted((r for r in result.rows if r.kind != "ours" and not r.error), key=lambda r: r.peak_bytes)
     ours = sorted((r for r in result.ours if not r.error), key=lambda r: r.peak_bytes)
-    axes.plot(*_points(result, ours), marker="o", color="tab:blue", label="ours")
+    axes.plot(*_points(result, ours), marker="o", color="black", label="ours")
     predicted = [100 * (row.predicted_overhead or 0.0) for row in ours]
     axes.plot(
-        [row.peak_bytes / 1e6 for row in ours], predicted, ":", color="tab:blue", label="ours, predicted"
+        [row.peak_bytes / 1e6 for row in ours], predicted, ":", color="black", label="ours, predicted"
     )
     for number, row in enumerate(others):
         marker = "sDv^P*Xhd<>p"[number % 12]

@@ -12,7 +12,7 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO

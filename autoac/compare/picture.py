@@ -23,9 +23,7 @@ def draw(result: ModelResult, path: Path) -> None:
     ours = sorted((r for r in result.ours if not r.error), key=lambda r: r.peak_bytes)
     axes.plot(*_points(result, ours), marker="o", color="black", label="ours")
     predicted = [100 * (row.predicted_overhead or 0.0) for row in ours]
-    axes.plot(
-        [row.peak_bytes / 1e6 for row in ours], predicted, ":", color="black", label="ours, predicted"
-    )
+    axes.plot([row.peak_bytes / 1e6 for row in ours], predicted, ":", color="black", label="ours, predicted")
     for number, row in enumerate(others):
         marker = "sDv^P*Xhd<>p"[number % 12]
         axes.plot(*_points(result, [row]), marker=marker, linestyle="", label=row.name)

@@ -25,6 +25,7 @@ from autoac.cli import compare, demo, plan, profile, report, run, tradeoff
 from autoac.cli.shell import Command, Commands
 
 app = typer.Typer(
+    name="autoac",
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -53,6 +53,8 @@ class Failure:
 
 def understand(error: Exception) -> Failure:
     """What an exception means to the user of a command."""
+    if hasattr(error, "format_message"):
+        return _usage(error)
     if isinstance(error, InfeasibleBudgetError):
         return _infeasible(error)
     if isinstance(error, NoPlanInTimeError):
@@ -65,7 +67,7 @@ def understand(error: Exception) -> Failure:
     if isinstance(error, AutoacError):
         return Failure(ERROR, "error", str(error), _hint_for(error))
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return _missing(error, error.name.partition(".")[0])
+        return _missing(error.name)
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return Failure(ERROR, "error", f"{where}{error.strerror}")
@@ -109,15 +111,22 @@ def _hint_for(error: AutoacError) -> str:
     return ""
 
 
-def _missing(error: ModuleNotFoundError, name: str) -> Failure:
+def _usage(error: Any) -> Failure:
+    """What typer says about the command line."""
+    line = " ".join(str(error.format_message()).split())
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "autoac"
+    return Failure(error.exit_code, "usage", line, f"`{command} --help` says what is possible.")
+
+
+def _missing(name: str) -> Failure:
     hints = {
         "torch": "A model needs torch. plan, tradeoff and report also take files that `autoac profile` and "
         "`autoac plan` wrote, and then do without.",
         "matplotlib": "Pictures need it: pip install 'autoac[plot]'.",
     }
-    return Failure(
-        ERROR, "error", f"{name} is not installed here.", hints.get(name, ""), is_unexpected=name not in hints
-    )
+    library = name.partition(".")[0]
+    line = f"{library if library in hints else name} is not installed here."
+    return Failure(ERROR, "error", line, hints.get(library, ""), is_unexpected=library not in hints)
 
 
 def _first_sentences(error: Exception) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -32,25 +33,43 @@ class Command(TyperCommand):
 class Commands(TyperGroup):
     """All commands. An error becomes one readable line and a hint on stderr, and an exit code."""
 
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            if ctx.meta.get("verbose"):
-                traceback.print_exc()
-            typer.echo("Interrupted.", err=True)
-            raise typer.Exit(130) from None
-        except Exception as error:
-            # typer's own (usage errors, exits) and a pipe that nobody reads are typer's business.
-            if hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError)):
-                raise
-            if ctx.meta.get("verbose"):
-                traceback.print_exc()
-            from autoac.cli.failures import understand  # it knows the solver, which takes a while to import
+    def make_context(self, *arguments: Any, **others: Any) -> Any:
+        with _readable_errors({}):
+            return super().make_context(*arguments, **others)
 
-            failure = understand(error)
-            _tell(failure, as_json=bool(ctx.meta.get("as_json")), verbose=bool(ctx.meta.get("verbose")))
-            raise typer.Exit(failure.exit_code) from None
+    def invoke(self, ctx: Any) -> Any:
+        with _readable_errors(ctx.meta):
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _readable_errors(options: Mapping[str, Any]) -> Iterator[None]:
+    """Context that tells errors and exits with their code.
+
+    Args:
+        options: "as_json" and "verbose" as the command was given them; filled while it runs.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if options.get("verbose"):
+            traceback.print_exc()
+        typer.echo("Interrupted.", err=True)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        # typer's own exits, its help, and a pipe that nobody reads are typer's business.
+        usage = hasattr(error, "format_message") and type(error).__name__ != "NoArgsIsHelpError"
+        if isinstance(error, (typer.Exit, typer.Abort, BrokenPipeError)) or (
+            hasattr(error, "exit_code") and not usage
+        ):
+            raise
+        if options.get("verbose"):
+            traceback.print_exc()
+        from autoac.cli.failures import understand  # it knows the solver, which takes a while to import
+
+        failure = understand(error)
+        _tell(failure, as_json=bool(options.get("as_json")), verbose=bool(options.get("verbose")))
+        raise typer.Exit(failure.exit_code) from None
 
 
 def _tell(failure: Failure, as_json: bool, verbose: bool) -> None:

@@ -488,3 +488,20 @@ def test_negative_view():
     assert view.is_neg()
     assert compat.storage_key(view) == compat.storage_key(a)
     assert view.resolve_neg().tolist() == [-3.0]
+
+
+# -- torch's own planner -----------------------------------------------------------------------------------------------
+
+
+def test_torchs_planner_is_where_it_was_and_takes_what_it_took():
+    pytest.importorskip("pwlf")
+    tools = compat.sac_tools()
+    assert list(inspect.signature(tools.sac_milp).parameters)[:2] == ["graph", "memory_budget"]
+    assert "ac_units" in inspect.signature(tools.sac_milp).parameters
+    policy = tools.get_optimal_checkpointing_policy_per_module
+    assert list(inspect.signature(policy).parameters) == ["sac_stats", "memory_budget"]
+    assert torch.ops.aten.detach.default in tools.OPS_TO_ALWAYS_SKIP
+    assert callable(tools.SACEstimator()._estimate_runtime)
+    estimator = tools.RuntimeEstimator()
+    estimator("operator-level-cost-model")  # what chooses the estimate that is replaced here
+    assert callable(estimator._estimate)

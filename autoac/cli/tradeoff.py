@@ -143,7 +143,10 @@ def document(curve: Tradeoff, interrupted: bool = False) -> dict[str, Any]:
         "resident_bytes": curve.resident_bytes,
         "step_s": curve.step_s,
         "interrupted": interrupted,
-        "budgets": curve.frame.to_dict("records"),
+        "budgets": [
+            {name: None if value != value else value for name, value in row.items()}  # NaN is no JSON
+            for row in curve.frame.to_dict("records")
+        ],
     }
 
 

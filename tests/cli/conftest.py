@@ -21,9 +21,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(autouse=True)
-def repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths are relative to the repository, tables have one width and no colour."""
+def repository(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are relative to the repository, tables have one width and no colour, and what is imported is forgotten."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
 
@@ -43,7 +44,7 @@ def done(*arguments: Any) -> Result:
 def environment(**others: str) -> dict[str, str]:
     """For a process that finds this repository's packages."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "solver")])
-    return {**os.environ, "PYTHONPATH": path, "KINETO_LOG_LEVEL": "6", **others}
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **others}
 
 
 def command_line(*arguments: Any) -> list[str]:

@@ -120,8 +120,6 @@ class Bench:
         ) as error:  # a strategy that fails on this model is a row of the table, not the end of it
             message = f"{type(error).__name__}: {error}".split("\n")[0]
             return Configuration(strategy, error=message)
-        finally:
-            self._forget()
 
     def _examine(self, strategy: Strategy) -> Configuration:
         costume = Costume(self.model, strategy.install)

@@ -115,13 +115,14 @@ class Bench:
             return Configuration(strategy, error=strategy.error)
         try:
             return self._examine(strategy)
-        except (
-            Exception
-        ) as error:  # a strategy that fails on this model is a row of the table, not the end of it
+        except Exception as error:
+            # A strategy that fails on this model is a row of the table, not the end of it.
             message = f"{type(error).__name__}: {error}".split("\n")[0]
             return Configuration(strategy, error=message)
 
     def _examine(self, strategy: Strategy) -> Configuration:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what a strategy that ran out of memory has left in pieces
         costume = Costume(self.model, strategy.install)
         if self.reference is None:
             with self._kept(), costume.worn():

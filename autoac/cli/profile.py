@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,7 +21,18 @@ def main(
             "--output", "-o", callback=writable, show_default=False, help="The file to write, .json."
         ),
     ],
-    mode: Annotated[str, typer.Option(help="How to record, as for autoac.profile.")] = "auto",
+    mode: Annotated[
+        Literal["auto", "real", "fake"],
+        typer.Option(
+            help="Run the step; or only its shapes, for a model that does not fit; or what is possible."
+        ),
+    ] = "auto",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False, help="A GPU that is not here: h200 and the like, or a cost table (.json)."
+        ),
+    ] = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -45,6 +56,7 @@ def main(
             loss=target.loss,
             optimizer=target.optimizer,
             mode=mode,
+            device=device,
             progress=tell,
         )
         profile.save(output)
@@ -74,5 +86,6 @@ def main(
             ("peak", f"{mb(nothing.unplanned_peak_bytes)} with nothing recomputed"),
             ("least peak", f"{mb(least_bytes)}: --budget {least_bytes} or more is possible"),
             ("written", str(output)),
+            *(("note", note) for note in profile.notes),
         ),
     )

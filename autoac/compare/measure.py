@@ -89,6 +89,13 @@ def _changed(module: nn.Module, before: dict[str, Any]) -> tuple[dict[str, Any],
     return changed, {k: before[k] for k in changed if k in before}
 
 
+@contextmanager
+def from_zero_grad(workload: Workload) -> Iterator[None]:
+    """Context that starts without gradients and puts everything back, the gradients that were there as well."""
+    with untouched(workload.modules, workload.inputs, gradient=lambda leaf: None):
+        yield
+
+
 class Bench:
     """Measures configurations of one workload.
 
@@ -189,7 +196,7 @@ class Bench:
             tensors += self.model.parameters()
         values = [tensor.detach().clone() for tensor in tensors]
         try:
-            with untouched(self.model, self.workload.inputs):
+            with from_zero_grad(self.workload):
                 yield
         finally:
             with torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 
 import autoac
 from autoac.compare import ours, torch_milp
-from autoac.compare.measure import Bench, Configuration, Tell
+from autoac.compare.measure import Bench, Configuration, Tell, from_zero_grad
 from autoac.compare.results import ModelResult, Row
 from autoac.compare.strategies import Strategy, by_hand, policies_for
 from autoac.compare.workload import Workload
@@ -60,13 +60,14 @@ def compare(
     device = device_of(workload.modules)
     asked = {str(b): parse_bytes(b, device_bytes(device) or None) for b in budgets}
     start = time.perf_counter()
-    profile = autoac.profile(
-        workload.model,
-        workload.sample,
-        loss=workload.loss,
-        optimizer=workload.optimizer,
-        progress=Part(tell, 0.0, 0.1),
-    )
+    with from_zero_grad(workload):
+        profile = autoac.profile(
+            workload.model,
+            workload.sample,
+            loss=workload.loss,
+            optimizer=workload.optimizer,
+            progress=Part(tell, 0.0, 0.1),
+        )
     profile_s = time.perf_counter() - start
     bench = Bench(workload, device, profile.resident_bytes)
     strategies = by_hand(workload.blocks, policies_for(profile, workload.blocks))
@@ -108,7 +109,7 @@ def conditions(device: torch.device, dtypes: Iterable[torch.dtype], rounds: int)
     """What the results depend on."""
     cuda = device.type == "cuda"
     name = (
-        torch.cuda.get_device_name(device) if cuda else f"{_processor()}, {torch.get_num_threads()} threads"
+        torch.cuda.get_device_name(device) if cuda else f"{_processor()}, {_threads(torch.get_num_threads())}"
     )
     cpu_time = "is CPU time of the process, waiting threads asleep, freed memory kept by glibc"
     return {
@@ -119,6 +120,10 @@ def conditions(device: torch.device, dtypes: Iterable[torch.dtype], rounds: int)
         "rounds": str(rounds),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'' if count == 1 else 's'}"
 
 
 def _processor() -> str:

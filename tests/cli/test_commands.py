@@ -68,6 +68,16 @@ def test_profile_with_an_optimizer_counts_it(recorded: Path, tmp_path: Path) -> 
     assert trained * 2 <= more <= trained * 2 + 1000  # two moments, and the number of steps of each parameter
 
 
+def test_profile_without_running_it_and_for_a_device_that_is_not_here(recorded: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fake.json"
+    said = answer("profile", MODEL, "-o", path, "--mode", "fake", "--device", "h200")
+    assert "h200" in said["device"].lower() or any("h200" in note.lower() for note in said["notes"])
+    assert said["ops"] == len(Profile.load(recorded).tape)
+    unknown = invoke("profile", MODEL, "-o", path, "--device", "h2000")
+    assert unknown.exit_code == 1
+    assert "h2000" in unknown.stderr
+
+
 def test_profile_refuses_an_output_it_cannot_write_before_it_works(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere" / "p.json"):
         assert invoke("profile", MODEL, "-o", path).exit_code == 2

@@ -106,7 +106,9 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
 def _hint_for(error: AutoacError) -> str:
     if isinstance(error, PlanMismatchError):
         return "`autoac plan MODEL --budget ... -o plan.json` makes a plan for the model as it is."
-    if isinstance(error, ProfileError):
+    if isinstance(error, ProfileError) and any(
+        t in str(error) for t in ("was expected", "not readable JSON")
+    ):
         return "`autoac profile` and `autoac plan` write the files that are read here."
     return ""
 

@@ -152,11 +152,13 @@ def test_no_plan_in_time(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     from tests.solver.generators import tangled
 
     problem = tangled(0, n_units=300, n_instances=2000)
-    monkeypatch.setattr(
-        planning, "solve_problem", lambda _, budget, **options: solve(problem, budget, time_limit_s=0.0)
-    )
+
+    def too_late(*_: Any, **options: Any) -> Any:
+        return solve(problem, 10**9, time_limit_s=options["time_limit_s"])
+
     with pytest.raises(NoPlanInTimeError):
-        planning.solve_problem(problem, 10**9)
+        too_late(time_limit_s=0.0)
+    monkeypatch.setattr(planning, "plan_profile", too_late)
     result = invoke("plan", recorded, "--budget", "1GB", "--time-limit", 0)
     assert result.exit_code == 4
     error, hint = result.stderr.splitlines()

@@ -164,7 +164,10 @@ def test_no_plan_in_time(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     error, hint = result.stderr.splitlines()
     assert error.startswith("error: No plan within 1 GB = 953.7 MiB was found in ")
     assert hint == "hint: Give the solver more seconds with --time-limit, or a larger --budget."
-    assert answer("plan", recorded, "--budget", "1GB", code=4)["error"]["kind"] == "no_plan_in_time"
+    assert (
+        answer("plan", recorded, "--budget", "1GB", "--time-limit", 0, code=4)["error"]["kind"]
+        == "no_plan_in_time"
+    )
 
 
 # -- tradeoff ------------------------------------------------------------------------------------------------------

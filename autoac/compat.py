@@ -10,7 +10,10 @@ meaning, so that a new torch release is judged here and nowhere else.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import sys
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -230,3 +233,27 @@ def conjugate_view(tensor: torch.Tensor) -> torch.Tensor:
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same storage with the negative bit set."""
     return torch._neg_view(tensor)
+
+
+_SAC_TOOLS = {
+    "sac_ilp": ("sac_milp", "get_optimal_checkpointing_policy_per_module", "logger"),
+    "ilp_utils": ("aggregate_stats", "parse_module_info"),
+    "sac_estimator": ("SACEstimator", "OPS_TO_ALWAYS_SKIP"),
+    "mem_tracker": ("MemTracker",),
+    "runtime_estimator": ("RuntimeEstimator",),
+}
+
+
+@functools.cache
+def sac_tools() -> types.SimpleNamespace:
+    """torch's own planner of selective checkpointing and its estimators, by name, from `torch.distributed._tools`.
+
+    Raises:
+        ImportError: pwlf, which they need, is not installed, or this torch has no such tools.
+    """
+    importlib.import_module("pwlf")  # torch would say so late
+    found: dict[str, Any] = {}
+    for file, names in _SAC_TOOLS.items():
+        module = importlib.import_module(f"torch.distributed._tools.{file}")
+        found |= {name: getattr(module, name) for name in names}
+    return types.SimpleNamespace(**found)

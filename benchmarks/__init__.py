@@ -1,12 +1,12 @@
 """Benchmarks that anyone can run; neither is part of the package.
 
-`python -m benchmarks.compare` holds our plans against what people do today, at ten budgets, on three models:
-`models` -> `strategies`, `torch_milp`, `ours` -> `measure` -> `results`, `checks` -> `report`.
-It takes some 15 minutes on two quiet cores; torch's `sac_milp` takes part if `pwlf` is installed.
+`python -m benchmarks.compare` holds our plans against what people do today, at ten budgets, on three models: `models`
+-> `autoac.compare` (strategies, measurement, results) -> `checks` -> `report`. It takes some 15 minutes on two quiet
+cores; torch's `sac_milp` takes part if `pwlf` is installed. `autoac compare` does the same for a model of your own.
 
 `python -m benchmarks.op_cost` measures what the engines' bookkeeping costs per op; it takes seconds.
 
-What keeps them quiet (see `quiet`): CPU time instead of the clock on the wall, threads that sleep while they wait,
-freed memory kept by the process, all configurations taking turns in random order, each
+What keeps them quiet (see `autoac.compare.quiet`): CPU time instead of the clock on the wall, threads that sleep while
+they wait, freed memory kept by the process, all configurations taking turns in random order, each
 sample held against the median of its round, and of these the median over the rounds.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.results import ModelResult, Row
+from autoac.compare.results import ModelResult, Row
 
 POINTS = 0.02
 """How far a predicted overhead may be from the measured one."""

@@ -5,7 +5,6 @@ Progress goes to stderr; the Markdown tables to stdout and, with all samples as 
 
 from __future__ import annotations
 
-import platform
 import time
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +12,15 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import models, ours, quiet, strategies, torch_milp
-from benchmarks.measure import Bench
-from benchmarks.quiet import tell
-from benchmarks.report import render, write_text
-from benchmarks.results import ModelResult, Results, Row
+import autoac
+from autoac.compare import ours, quiet, strategies, torch_milp
+from autoac.compare.measure import Bench, Tell
+from autoac.compare.quiet import tell
+from autoac.compare.results import ModelResult, Results, Row
+from autoac.compare.run import conditions, examine
+from autoac_solver.files import write_text
+from benchmarks import models
+from benchmarks.report import render
 
 
 def main(
@@ -35,18 +38,19 @@ def main(
     ),
 ) -> None:
     """Measure peak, gradients and step time of ours and of other strategies, side by side."""
-    quiet.restart_if_needed()
+    quiet.restart_if_needed({"HF_HUB_OFFLINE": "1"})  # random configs need no network
     torch.set_num_threads(threads)
     place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     out.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     found: list[ModelResult] = []
+    measured_on = conditions(place, [torch.float32], rounds)
     for name in model or models.MODELS:
         found.append(measure_model(name, size, place, engine, budgets, rounds))
-        results = Results(conditions(device, rounds), found)
+        results = Results(measured_on, found)
         results.save(out / "compare.json")
         write_text(out / "compare.md", render(results))
-    typer.echo(render(Results(conditions(device, rounds), found)))
+    typer.echo(render(Results(measured_on, found)))
     tell(
         f"done in {time.perf_counter() - started:.0f} s; {out}/compare.json and {out}/compare.md are written"
     )
@@ -59,25 +63,27 @@ def measure_model(
 ) -> ModelResult:
     """All strategies on one model."""
     workload = models.make(name, size, device)
-    tell(f"{workload.title}: profiling")
     start = time.perf_counter()
-    profile = ours.profiled(workload)
+    profile = autoac.profile(
+        workload.model, workload.sample, loss=workload.loss, progress=_tell(workload.title)
+    )
     profile_s = time.perf_counter() - start
-    bench = Bench(workload, device)
-    tell("  peaks and gradients of what is done by hand")
-    configurations = [bench.examine(strategy) for strategy in strategies.by_hand(workload)]
+    bench = Bench(workload, device, profile.resident_bytes)
+    by_hand = strategies.by_hand(
+        workload.blocks, strategies.policies_for(profile, workload.blocks), (2, 3, 4), (True, False)
+    )
+    configurations = examine(bench, by_hand, _tell("by hand"))
     least_bytes = ours.least_budget_bytes(profile, engine)
     budgets = ours.budgets_between(least_bytes, configurations[0].peak_bytes, n_budgets)
-    tell(f"  torch's sac_milp for budgets from {budgets[0] / 1e6:.1f} to {budgets[-1] / 1e6:.1f} MB")
-    advised = torch_milp.advised(workload, size, device, budgets)
-    tell("  our plans for them")
+    tell(f"torch's sac_milp for budgets from {budgets[0] / 1e6:.1f} to {budgets[-1] / 1e6:.1f} MB")
+    numbered = {f"budget {number}": budget for number, budget in enumerate(budgets, 1)}
+    advised = torch_milp.advised(workload, device, numbered)
+    tell("our plans for them")
     start = time.perf_counter()
-    planned = ours.planned(profile, budgets, engine)
+    planned = ours.planned(profile, {f"ours, {name}": budget for name, budget in numbered.items()}, engine)
     solve_s = time.perf_counter() - start
-    tell("  peaks and gradients of both")
-    configurations += [bench.examine(strategy) for strategy in (*advised, *planned)]
-    tell(f"  timing {sum(not c.error for c in configurations)} configurations")
-    bench.time(configurations, rounds)
+    configurations += examine(bench, (*advised, *planned), _tell("planned"))
+    bench.time(configurations, rounds, _tell("timing"))
     return ModelResult(
         name=name,
         title=workload.title,
@@ -90,32 +96,8 @@ def measure_model(
     )
 
 
-def conditions(device: str, rounds: int) -> dict[str, str]:
-    """What the results depend on."""
-    cuda = device.startswith("cuda")
-    return {
-        "on": torch.cuda.get_device_name(device)
-        if cuda
-        else f"{_processor()}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "precision": "fp32",
-        "time": "by CUDA events"
-        if cuda
-        else "is CPU time of the process, waiting threads asleep, freed memory kept by glibc",
-        "rounds": str(rounds),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+def _tell(what: str) -> Tell:
+    return lambda text, share: tell(f"{what}: {text}")
 
 
 if __name__ == "__main__":

@@ -5,56 +5,15 @@ Each comes in two sizes: "full" is what the published table shows, "tiny" is for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autoac.step import make_step
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model and one batch for it.
-
-    Args:
-        name: short name, for the command line and file names.
-        title: what it is, for the table.
-        model: in training mode.
-        sample: positional (tuple) or keyword (mapping) arguments of the model.
-        blocks: names of the modules that people checkpoint one by one.
-        targets: tokens to predict, for a model that is given none; None if its output is the loss or has a `.loss`.
-    """
-
-    name: str
-    title: str
-    model: nn.Module
-    sample: tuple[Any, ...] | Mapping[str, Any]
-    blocks: tuple[str, ...]
-    targets: torch.Tensor | None = None
-
-    def step(self, model: nn.Module) -> Callable[[], torch.Tensor | None]:
-        """One training step of the model, or of a copy of it that something was done to."""
-        return make_step(model, self.sample, self.loss)
-
-    @property
-    def loss(self) -> Callable[[Any], torch.Tensor] | None:
-        """From the model's output to a scalar; None if it needs nothing from us."""
-        return None if self.targets is None else self._cross_entropy
-
-    def _cross_entropy(self, output: Any) -> torch.Tensor:
-        assert self.targets is not None
-        return F.cross_entropy(output.logits.flatten(0, 1), self.targets.flatten())
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What is there before a step: parameters, buffers and the batch."""
-        sample = self.sample.values() if isinstance(self.sample, Mapping) else self.sample
-        held = [*self.model.parameters(), *self.model.buffers(), *sample]
-        return held if self.targets is None else [*held, self.targets]
+from autoac.compare.workload import Workload
 
 
 class Block(nn.Module):
@@ -153,7 +112,7 @@ def t5(size: str) -> Workload:
         f"vocabulary {vocabulary}, dropout {config.dropout_rate}"
     )
     sample = {"input_ids": source, "decoder_input_ids": target}
-    return _workload("t5", title, model, sample, "T5Block", expected)
+    return _workload("t5", title, model, sample, "T5Block", functools.partial(_cross_entropy, expected))
 
 
 MODELS: dict[str, Callable[[str], Workload]] = {"gpt": gpt, "resnet": resnet, "t5": t5}
@@ -172,8 +131,12 @@ def _workload(
     model: nn.Module,
     sample: Any,
     classes: str | tuple[str, ...],
-    targets: torch.Tensor | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Workload:
     wanted = (classes,) if isinstance(classes, str) else classes
     blocks = tuple(fqn for fqn, module in model.named_modules() if type(module).__name__ in wanted)
-    return Workload(name, title, model.train(), sample, blocks, targets)
+    return Workload(name, title, model.train(), sample, blocks, loss)
+
+
+def _cross_entropy(expected: torch.Tensor, output: Any) -> torch.Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), expected.flatten())

@@ -20,11 +20,11 @@ import typer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from autoac.compare import quiet
 from autoac.engine import replay, sac
 from autoac.engine.program import Program
 from autoac.opinfo import op_info
 from autoac_solver.files import write_json
-from benchmarks import quiet
 
 OPS = 200
 MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
-
+from autoac.compare.results import ModelResult, Results, Row
 from benchmarks.checks import checks
-from benchmarks.results import ModelResult, Results, Row
 
 
 def render(results: Results) -> str:
@@ -78,16 +74,3 @@ def _header(cells: list[str]) -> list[str]:
 
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it appears whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from autoac.compare.ours import budgets_between
+from autoac.compare.results import ModelResult, Results, Row
 from benchmarks import checks, models, op_cost, report
 from benchmarks.compare import measure_model
-from benchmarks.ours import budgets_between
-from benchmarks.results import ModelResult, Results, Row
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_best_other_is_the_fastest_that_fits_with_right_gradients(by_hand: Model
 
 def test_overhead_and_noise(by_hand: ModelResult):
     overheads = {row.name: by_hand.overhead(row) for row in by_hand.rows if not row.error}
-    assert overheads["full, each block"] == pytest.approx(0.2)
+    assert overheads["full, each block"] == pytest.approx(0.25)
     assert overheads["none"] == overheads["none again"] == by_hand.difference_of_none == 0
     assert 0 <= by_hand.noise < 0.1
     assert by_hand.rank_correlation == pytest.approx(1)

@@ -503,3 +503,20 @@ def test_cpu_ops_lists_ops_by_their_start_and_not_autograds_ranges():
         *("aten::cos", "aten::mm", "aten::mm"),
     ]
     assert all(name.count("::") == 1 for name in names)
+
+
+# -- torch's own planner -----------------------------------------------------------------------------------------------
+
+
+def test_torchs_planner_is_where_it_was_and_takes_what_it_took():
+    pytest.importorskip("pwlf")
+    tools = compat.sac_tools()
+    assert list(inspect.signature(tools.sac_milp).parameters)[:2] == ["graph", "memory_budget"]
+    assert "ac_units" in inspect.signature(tools.sac_milp).parameters
+    policy = tools.get_optimal_checkpointing_policy_per_module
+    assert list(inspect.signature(policy).parameters) == ["sac_stats", "memory_budget"]
+    assert torch.ops.aten.detach.default in tools.OPS_TO_ALWAYS_SKIP
+    assert callable(tools.SACEstimator()._estimate_runtime)
+    estimator = tools.RuntimeEstimator()
+    estimator("operator-level-cost-model")  # what chooses the estimate that is replaced here
+    assert callable(estimator._estimate)

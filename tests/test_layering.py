@@ -22,7 +22,7 @@ ORDER = {
     """,
     "autoac": """
         _version compat opinfo measure engine untouched step costs fake as_cuda signatures timing scratch tape regions
-        recorder optimizer verify memory_trace plans planner __init__ zoo calibrate selfcheck demo cli __main__
+        recorder optimizer verify memory_trace plans planner __init__ zoo calibrate selfcheck demo compare cli __main__
     """,
 }
 FOLDERS = {"autoac_solver": ROOT / "solver" / "autoac_solver", "autoac": ROOT / "autoac"}

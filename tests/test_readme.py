@@ -1,8 +1,14 @@
-"""The README's quick start: two commands, and CI runs the second as it stands there."""
+"""The README's quick start, whose second command CI runs as it stands there, and its session on the command line."""
 
 import os
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,3 +39,59 @@ def test_version_has_an_entry_in_the_changelog():
     from autoac import __version__
 
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def session() -> list[tuple[str, list[str]]]:
+    """The commands of the command line's section, each with the lines that are shown of what it prints."""
+    (section,) = re.findall(r"^## Command line\n(.*?)(?=^## )", (ROOT / "README.md").read_text(), re.M | re.S)
+    found: list[tuple[str, list[str]]] = []
+    for block in re.findall(r"^```console\n(.*?)^```$", section, re.M | re.S):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                found.append((line.removeprefix("$ "), []))
+            elif line.strip() and line != "...":
+                found[-1][1].append(line)
+    return found
+
+
+def shape(line: str) -> str:
+    """A line without what depends on the machine: its numbers and their units, and the width of its columns."""
+    line = re.sub(r"[+-]?[0-9][0-9.]*", "N", line)
+    line = re.sub(r"N ([mu]?s|[KMG]?B|[KMG]iB|bytes?)\b", "N", line)
+    return re.sub(r"\s+|─+", " ", line).strip()
+
+
+@pytest.mark.slow
+def test_the_session_on_the_command_line_is_what_the_commands_print(tmp_path: Path):
+    pytest.importorskip("pwlf")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "solver")])
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")
+    }
+    commands = session()
+    assert {command.split()[1] for command, _ in commands} == {
+        "profile",
+        "tradeoff",
+        "plan",
+        "run",
+        "compare",
+    }
+    for command, shown in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "autoac"
+        done = subprocess.run(
+            [sys.executable, "-m", "autoac", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+            env={**environment, "PYTHONPATH": path},
+        )
+        infeasible = shown[0].startswith("error: No plan fits")
+        assert done.returncode == (3 if infeasible else 0), done.stderr
+        printed = {shape(line) for line in (done.stderr if infeasible else done.stdout).splitlines()}
+        for line in shown:
+            assert shape(line) in printed, (
+                f"{command} does not print {line!r} but\n{done.stdout}{done.stderr}"
+            )

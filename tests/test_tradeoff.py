@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import autoac
+from autoac.compare.strategies import checkpoint_module
 from autoac.measure import measure_peak
 from autoac.step import make_step
 from autoac_solver.baselines import blocks_of, checkpointed
 from autoac_solver.profile import Profile
-from benchmarks.strategies import checkpoint_module
 from tests import real_models
 from tests.small_models import WIDTH, assert_same, batch, least_bytes, make, step, tight_plan
 

@@ -29,7 +29,7 @@ from autoac_solver.simulator import Simulator
 from autoac_solver.solution import Solution
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 2  # 2: the profile is part of the plan
+SCHEMA_VERSION = 3  # 2: the profile is part of the plan; 3: the profile's second version
 
 _MOST_CALLS = 1_000_000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from benchmarks.models import Workload
+from autoac_solver.profile import Profile
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ class Strategy:
     """A way to spend time on memory.
 
     Args:
-        name: unique within a benchmark.
+        name: unique within a comparison.
         kind: "none", "other" or "ours".
         install: puts it on a model for good.
         budget_bytes: what it was asked to fit, 0 if it takes no budget.
@@ -55,25 +55,43 @@ class Strategy:
     error: str = ""
 
 
-def by_hand(workload: Workload) -> list[Strategy]:
-    """No checkpointing, twice (the difference is noise), and everything that needs no planner."""
-    blocks = workload.blocks
+def by_hand(
+    blocks: Sequence[str],
+    policies: Mapping[str, SavePolicy],
+    every: Sequence[int] = (2,),
+    early_stops: Sequence[bool] = (True,),
+) -> list[Strategy]:
+    """No checkpointing, twice (the difference is noise), and everything that needs no planner.
+
+    Args:
+        blocks: names of the modules to checkpoint one by one; where there are none, the strategies say so.
+        policies: by name, what `policies_for` returns.
+        every: checkpoint every 2nd, 3rd, ... block.
+        early_stops: whether recomputation under a policy ends with the last value that is needed.
+    """
     strategies = [Strategy(name, "none", lambda model: model) for name in ("none", "none again")]
-    strategies.append(Strategy("full, each block", "other", functools.partial(_checkpoint_blocks, blocks)))
-    for k in (2, 3, 4):
+    strategies.append(_full("full, each block", blocks))
+    for k in every:
         chosen = blocks[::k]
         if len(chosen) > 1 or k == 2:
-            install = functools.partial(_checkpoint_blocks, chosen)
-            strategies.append(Strategy(f"full, every {k}. block", "other", install))
-    for name, policy in policies(workload.name).items():
-        for early_stop in (True, False):
+            strategies.append(_full(f"full, every {k}. block", chosen))
+    for name, policy in policies.items():
+        for early_stop in early_stops:
+            stop = "" if len(early_stops) == 1 else ", early stop" if early_stop else ", no early stop"
             contexts = functools.partial(_policy_contexts, policy)
-            install = functools.partial(
-                _checkpoint_blocks, blocks, context_fn=contexts, early_stop=early_stop
-            )
-            stop = "early stop" if early_stop else "no early stop"
-            strategies.append(Strategy(f"{name}, {stop}", "other", install))
+            strategies.append(_full(f"{name}{stop}", blocks, contexts, early_stop))
     return strategies
+
+
+def _full(
+    name: str,
+    blocks: Sequence[str],
+    context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn,
+    early_stop: bool = True,
+) -> Strategy:
+    install = functools.partial(_checkpoint_blocks, blocks, context_fn=context_fn, early_stop=early_stop)
+    error = "" if blocks else "no list of equal blocks was found in this model: name them with --blocks"
+    return Strategy(name, "other", install, error=error)
 
 
 # -- policies ----------------------------------------------------------------------------------------------------
@@ -87,21 +105,35 @@ class SavePolicy:
     every_other: tuple[Any, ...]
 
 
-def policies(model: str) -> dict[str, SavePolicy]:
-    """The policies worth trying on a model, by name."""
-    if model == "resnet":
+def policies_for(profile: Profile, blocks: Sequence[str]) -> dict[str, SavePolicy]:
+    """The policies worth trying on a model, by name: judged by which costly ops run in its blocks."""
+    ran = _ops_in(profile, blocks)
+    if ran & _names(CONVOLUTIONS):
         return {
             "save every other convolution": SavePolicy((), (*CONVOLUTIONS, *MATMULS)),
             "save convolutions": SavePolicy(CONVOLUTIONS, MATMULS),
         }
-    found = {"save attention, every other matmul": SavePolicy(ATTENTION, MATMULS)}
-    if (
-        model == "t5"
-    ):  # its attention has a trained bias, which no fused kernel takes: it is made of batched matmuls
-        found["save batched matmuls, every other matmul"] = SavePolicy(
-            (*ATTENTION, *BATCHED_MATMULS), MATMULS
-        )
+    found = {
+        "save attention, every other matmul": SavePolicy(ATTENTION, MATMULS),
+        "save attention and matmuls": SavePolicy((*ATTENTION, *MATMULS), ()),
+    }
+    if ran & _names(BATCHED_MATMULS) and not ran & _names(ATTENTION):
+        # Attention with a trained bias, which no fused kernel takes: it is made of batched matmuls.
+        every_other = SavePolicy((*ATTENTION, *BATCHED_MATMULS), MATMULS)
+        found["save batched matmuls, every other matmul"] = every_other
     return found
+
+
+def _names(overloads: Sequence[Any]) -> set[str]:
+    return {str(overload) for overload in overloads}
+
+
+def _ops_in(profile: Profile, blocks: Sequence[str]) -> set[str]:
+    """Names of the ops that ran in forward inside modules with these names."""
+    inside: list[bool] = []
+    for call in profile.calls:
+        inside.append(call.fqn in blocks or (call.parent >= 0 and inside[call.parent]))
+    return {op.name for op in profile.tape if not op.backward and op.module >= 0 and inside[op.module]}
 
 
 class _CountingPolicy:

@@ -1,6 +1,7 @@
-"""What a run of the benchmark found, as records and as JSON, and what follows from them.
+"""What a comparison found, as records and as JSON, and what follows from them.
 
-Overhead is a configuration's step time over that of no checkpointing, less one. A machine's speed drifts by more than
+Overhead is a configuration's step time over that of no checkpointing, less one (where no checkpointing does not run,
+over that of the first that does). A machine's speed drifts by more than
 what is to be told apart (clocks, neighbours), so every sample is first divided by the median of its round; a
 configuration's step time is the median of these over the rounds. The least of the plain samples stands beside it in the
 table: it is what one lucky sample says.
@@ -16,8 +17,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from autoac.compare.measure import Configuration
 from autoac_solver.files import read_json, write_json
-from benchmarks.measure import Configuration
 
 SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 1
 
@@ -56,6 +57,17 @@ class Row:
         )
 
     @property
+    def step_s(self) -> float:
+        """Median of the plain samples."""
+        return statistics.median(self.seconds)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it ran and is not what was promised: other gradients or buffers, or a peak over its budget."""
+        over = 0 < self.budget_bytes < self.peak_bytes
+        return not self.error and (over or not (self.gradients_equal and self.buffers_equal))
+
+    @property
     def counts(self) -> bool:
         """Whether it ran and its gradients are right."""
         return not self.error and self.gradients_equal
@@ -66,7 +78,7 @@ class ModelResult:
     """All configurations of one model.
 
     Args:
-        budgets: bytes, from the least feasible peak to the peak without checkpointing.
+        budgets: bytes, what our plans were made for.
         resident_bytes: alive before the step.
         profile_s, solve_s: seconds to profile once, and to plan for all budgets.
     """
@@ -99,15 +111,25 @@ class ModelResult:
         """A configuration's samples in units of their rounds."""
         return [second / level for second, level in zip(row.seconds, self.rounds, strict=True)]
 
+    @cached_property
+    def base(self) -> list[Row]:
+        """What overheads are over: no checkpointing; where that does not run, the first that does."""
+        able = [row for row in self.rows if not row.error]
+        return [row for row in able if row.kind == "none"] or able[:1]
+
     def overhead(self, row: Row) -> float:
-        """Extra step time over that of no checkpointing."""
-        base = statistics.fmean(statistics.median(self.relative(none)) for none in self.of_kind("none"))
+        """Extra step time over that of `base`."""
+        base = statistics.fmean(statistics.median(self.relative(none)) for none in self.base)
         return statistics.median(self.relative(row)) / base - 1
 
     def least_overhead(self, row: Row) -> float:
         """The same of the least plain samples."""
-        base = statistics.fmean(min(none.seconds) for none in self.of_kind("none"))
+        base = statistics.fmean(min(none.seconds) for none in self.base)
         return min(row.seconds) / base - 1
+
+    def ours_at(self, budget_bytes: int) -> Row | None:
+        """Our row for a budget, None if no plan was asked for it."""
+        return next((row for row in self.ours if row.budget_bytes == budget_bytes), None)
 
     def best_other(self, budget_bytes: int) -> Row | None:
         """The fastest of what fits the budget and is not ours; None if nothing does."""
@@ -124,8 +146,8 @@ class ModelResult:
     @property
     def difference_of_none(self) -> float:
         """How far no checkpointing measured twice is apart (A/A), as a fraction."""
-        first, second = (statistics.median(self.relative(row)) for row in self.of_kind("none"))
-        return abs(first / second - 1)
+        medians = [statistics.median(self.relative(row)) for row in self.of_kind("none") if not row.error]
+        return abs(medians[0] / medians[1] - 1) if len(medians) == 2 else 0.0
 
     @property
     def noise(self) -> float:
@@ -136,7 +158,7 @@ class ModelResult:
         """
         samples = [self.relative(row) for row in self.rows if not row.error]
         pool = [sample / statistics.median(own) for own in samples for sample in own]
-        rounds = len(self.rounds)
+        rounds = min(len(self.rounds), len(pool) // 2)
         shuffled = random.Random(0)
         differences = []
         for _ in range(2000):

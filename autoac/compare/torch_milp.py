@@ -2,19 +2,19 @@
 
 It only advises: which modules to checkpoint, and which share of their activation memory to discard. From the share,
 torch's `get_optimal_checkpointing_policy_per_module` chooses the ops to save, and a policy for selective
-checkpointing carries that out. Statistics are collected the way torch's tests do it, under fake tensors; since its
-estimators know CUDA only, ops are timed here on real tensors of the same shapes.
+checkpointing carries that out. Statistics are collected the way torch's tests do it, on a copy of the model on fake
+tensors; since its estimators know CUDA only, ops are timed here on real tensors of the same shapes.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -24,35 +24,39 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from autoac import compat
+from autoac.compare.strategies import Strategy, checkpoint_module
+from autoac.compare.workload import Workload
 from autoac.signatures import Signature
-from benchmarks import models
-from benchmarks.models import Workload
-from benchmarks.strategies import Strategy, checkpoint_module
+from autoac_solver.errors import ProfilingError
 
 NAME = "torch sac_milp"
 _TIMED_RUNS = 3
 
 
-def advised(workload: Workload, size: str, device: torch.device, budgets: Sequence[int]) -> list[Strategy]:
-    """Its advice for each budget, equal advice once; one entry with the error where it cannot run."""
+def advised(workload: Workload, device: torch.device, budgets: Mapping[str, int]) -> list[Strategy]:
+    """Its advice for each budget, equal advice once; one entry with the error where it cannot run.
+
+    Args:
+        budgets: bytes, by what they are called.
+    """
     try:
-        planner = _Planner(workload, size, device)
+        planner = _Planner(workload, device)
     except Exception as error:  # whatever it is, it is a row of the table: this planner fails on this model
-        return [
-            _failed(NAME, 0, f"cannot run: {type(error).__name__}: {str(error) or 'an assertion of its own'}")
-        ]
+        reason = str(error).split("\n")[0] or "an assertion of its own"
+        return [_failed(NAME, 0, f"cannot run: {type(error).__name__}: {reason}")]
     strategies: list[Strategy] = []
     seen: list[dict[str, tuple[int, ...]]] = []
-    for number, budget in enumerate(budgets, 1):
+    for name, budget in budgets.items():
         try:
             saved = planner.decide(budget)
         except Exception as error:
-            strategies.append(_failed(f"{NAME}, budget {number}", budget, f"{type(error).__name__}: {error}"))
+            strategies.append(_failed(f"{NAME}, {name}", budget, f"{type(error).__name__}: {error}"))
             continue
         if saved and saved not in seen:
             seen.append(saved)
             install = functools.partial(_install, saved)
-            strategies.append(Strategy(f"{NAME}, budget {number}", "other", install, budget))
+            strategies.append(Strategy(f"{NAME}, {name}", "other", install, budget))
     return strategies or [_failed(NAME, 0, "gives no advice at any budget")]
 
 
@@ -63,41 +67,38 @@ def _failed(name: str, budget: int, error: str) -> Strategy:
 class _Planner:
     """The statistics of one model, and torch's solver on them."""
 
-    def __init__(self, workload: Workload, size: str, device: torch.device) -> None:
-        importlib.import_module("pwlf")  # torch needs it, and would say so late
-        from torch.distributed._tools import sac_ilp
-        from torch.distributed._tools.ilp_utils import aggregate_stats, parse_module_info
-        from torch.distributed._tools.sac_estimator import SACEstimator
-
-        sac_ilp.logger.setLevel(logging.CRITICAL)  # a budget it cannot meet is no error here
-        with FakeTensorMode(), redirect_stdout(StringIO()):
-            fake = models.make(workload.name, size, device)
-            step = fake.step(fake.model)
-            memory = _memory(fake.model, step)
-            runtime = _runtime(fake.model, step)
-            self.estimator = SACEstimator()("operator-level-benchmark")
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self.tools = compat.sac_tools()
+        self.tools.logger.setLevel(logging.CRITICAL)  # a budget it cannot meet is no error here
+        # Real tensors may take part: those that a loss has closed over.
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = _fake(workload, mode)
+        with mode, redirect_stdout(StringIO()):
+            step = fake.step()
+            memory = _memory(self.tools, fake.model, step)
+            runtime = _runtime(self.tools, fake.model, step)
+            self.estimator = self.tools.SACEstimator()("operator-level-benchmark")
             if device.type != "cuda":
                 self.estimator._estimate_runtime = _timed
             with self.estimator:
                 step()
             _drop_empty(self.estimator)
-            info = aggregate_stats(fake.model, memory, runtime, self.estimator, device)
+            info = self.tools.aggregate_stats(fake.model, memory, runtime, self.estimator, device)
         for order in ("fw_pre_order", "fw_post_order"):  # torch expects that each module is called once
             info["mod_order"][order] = list(dict.fromkeys(info["mod_order"][order]))
-        self.graph = parse_module_info(info)
-        self.prefix = f"{type(workload.model).__name__}."
+        self.graph = self.tools.parse_module_info(info)
+        self.prefix = f"{type(fake.model).__name__}."
         self.blocks = [self.prefix + block for block in workload.blocks]
 
     def decide(self, budget_bytes: int) -> dict[str, tuple[int, ...]]:
         """For each module to checkpoint, whether to save each of its ops; empty if it says nothing."""
-        from torch.distributed._tools.sac_ilp import get_optimal_checkpointing_policy_per_module, sac_milp
-
         graph = copy.deepcopy(self.graph)
-        discarded, _, _ = sac_milp(graph, budget_bytes / 2**30, ac_units=self.blocks)
+        discarded, _, _ = self.tools.sac_milp(graph, budget_bytes / 2**30, ac_units=self.blocks)
         saved = {}
         for name, share in discarded.items():
             stats = self.estimator.sac_mod_stats[name]
-            decisions = get_optimal_checkpointing_policy_per_module(stats, min(1.0, max(0.0, 1 - share)))
+            share_saved = min(1.0, max(0.0, 1 - share))
+            decisions = self.tools.get_optimal_checkpointing_policy_per_module(stats, share_saved)
             saved[name.removeprefix(self.prefix)] = tuple(decisions)
         return saved
 
@@ -105,10 +106,32 @@ class _Planner:
 # -- statistics --------------------------------------------------------------------------------------------------
 
 
-def _memory(model: nn.Module, step: Callable[[], object]) -> Any:
-    from torch.distributed._tools.mem_tracker import MemTracker
+def _fake(workload: Workload, mode: FakeTensorMode) -> Workload:
+    """The same on fake tensors: a copy that takes no memory."""
+    if workload.runs_itself:
+        raise ProfilingError("the sample runs a step of its own, which cannot be moved to fake tensors")
 
-    tracker = MemTracker()
+    def faked(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    model, sample = workload.modules, workload.sample
+    memo: dict[int, Any] = {id(buffer): faked(buffer) for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(faked(parameter.detach()), parameter.requires_grad)
+    mapping = (
+        {key: tree_map(faked, value) for key, value in sample.items()}
+        if isinstance(sample, Mapping)
+        else None
+    )
+    return replace(
+        workload,
+        model=copy.deepcopy(model, memo),
+        sample=tree_map(faked, sample) if mapping is None else mapping,
+    )
+
+
+def _memory(tools: Any, model: nn.Module, step: Callable[[], object]) -> Any:
+    tracker = tools.MemTracker()
     tracker.track_external(model)
     with tracker:
         for again in (False, True):
@@ -119,11 +142,9 @@ def _memory(model: nn.Module, step: Callable[[], object]) -> Any:
     return tracker
 
 
-def _runtime(model: nn.Module, step: Callable[[], object]) -> Any:
+def _runtime(tools: Any, model: nn.Module, step: Callable[[], object]) -> Any:
     """The order of modules; the solver takes no times from here."""
-    from torch.distributed._tools.runtime_estimator import RuntimeEstimator
-
-    estimator = RuntimeEstimator()
+    estimator = tools.RuntimeEstimator()
     estimator._estimate = lambda func, args, kwargs: (func(*args, **(kwargs or {})), 0.0)
     estimator._estimate_mode_type = "order only"
     with estimator:
@@ -180,12 +201,11 @@ class _AdvisedPolicy:
 
     def __init__(self, saved: tuple[int, ...]) -> None:
         self.saved = saved
+        self.skipped = compat.sac_tools().OPS_TO_ALWAYS_SKIP
         self.positions = {False: 0, True: 0}  # by whether it is the second run
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        from torch.distributed._tools.sac_estimator import OPS_TO_ALWAYS_SKIP
-
-        if func in OPS_TO_ALWAYS_SKIP:
+        if func in self.skipped:
             return CheckpointPolicy.PREFER_RECOMPUTE
         position = self.positions[ctx.is_recompute]
         self.positions[ctx.is_recompute] += 1

@@ -1,9 +1,10 @@
-"""Settings that keep a benchmark quiet; they have to be there before the process starts."""
+"""Settings that keep a comparison quiet; they have to be there before the process starts."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 
 SETTINGS = {
     # glibc gives freed memory back to the system and page faults drown a few per cent of step time; told to keep
@@ -13,16 +14,16 @@ SETTINGS = {
     # CPU time counts waiting threads that spin: a strategy would be charged for other processes' load.
     "OMP_WAIT_POLICY": "PASSIVE",
     "KINETO_LOG_LEVEL": "6",  # the profiler's start and stop messages
-    "HF_HUB_OFFLINE": "1",  # random configs need no network
     "PYTHONHASHSEED": "0",
 }
 
 
-def restart_if_needed() -> None:
-    """Start this process again with `SETTINGS`, unless it has them."""
-    if all(os.environ.get(name) == value for name, value in SETTINGS.items()):
+def restart_if_needed(others: Mapping[str, str] | None = None) -> None:
+    """Start this process again with `SETTINGS` and others, unless it has them. Call it before anything is done."""
+    wanted = {**SETTINGS, **(others or {})}
+    if all(os.environ.get(name) == value for name, value in wanted.items()):
         return
-    os.execve(sys.executable, sys.orig_argv, {**os.environ, **SETTINGS})
+    os.execve(sys.executable, sys.orig_argv, {**os.environ, **wanted})
 
 
 def tell(message: str) -> None:

@@ -1,0 +1,136 @@
+"""What went wrong, for the reader: one line, what else is known, a hint, and an exit code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoac.cli.users_code import TargetError, where_in
+from autoac_solver.errors import (
+    AutoacError,
+    BudgetFormatError,
+    InfeasibleBudgetError,
+    NoPlanInTimeError,
+    PlanMismatchError,
+    ProfileError,
+)
+from autoac_solver.format import format_bytes
+
+ERROR, USAGE, INFEASIBLE, NO_PLAN_IN_TIME = 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error, as it is shown.
+
+    Args:
+        kind: for programs: "infeasible_budget", "no_plan_in_time", "usage" or "error".
+        line: what went wrong.
+        hint: what to do, "" if nobody knows.
+        details: more lines.
+        is_unexpected: nobody raised it on purpose, so a traceback may help.
+        data: more for programs, under these names.
+    """
+
+    exit_code: int
+    kind: str
+    line: str
+    hint: str = ""
+    details: tuple[str, ...] = ()
+    is_unexpected: bool = False
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; kind, message, hint and exit_code are always there."""
+        return {
+            "kind": self.kind,
+            "message": self.line,
+            "hint": self.hint,
+            "exit_code": self.exit_code,
+            **self.data,
+        }
+
+
+def understand(error: Exception) -> Failure:
+    """What an exception means to the user of a command."""
+    if hasattr(error, "format_message"):
+        return _usage(error)
+    if isinstance(error, InfeasibleBudgetError):
+        return _infeasible(error)
+    if isinstance(error, NoPlanInTimeError):
+        hint = "Give the solver more seconds with --time-limit, or a larger --budget."
+        return Failure(NO_PLAN_IN_TIME, "no_plan_in_time", _first_sentences(error), hint)
+    if isinstance(error, BudgetFormatError):
+        return Failure(USAGE, "usage", str(error))
+    if isinstance(error, TargetError):
+        return Failure(ERROR, "error", error.line, error.hint, is_unexpected=error.__cause__ is not None)
+    if isinstance(error, AutoacError):
+        return Failure(ERROR, "error", str(error), _hint_for(error))
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return _missing(error.name)
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return Failure(ERROR, "error", f"{where}{error.strerror}")
+    line = f"{type(error).__name__}{where_in(error)}: {str(error).strip() or 'no message'}".split("\n")[0]
+    return Failure(ERROR, "error", line, is_unexpected=True)
+
+
+def _infeasible(error: InfeasibleBudgetError) -> Failure:
+    asked, least = format_bytes(error.budget_bytes), format_bytes(error.minimum_bytes)
+    proven = "the least possible peak is" if error.proven else "the least peak found in the time given is"
+    details = []
+    if error.where:
+        details.append(f"That peak lies at {error.where}. It is held by:")
+        details += [
+            f"  {kind:<11} {format_bytes(size):>24}  {module}" for kind, module, size in error.holders
+        ]
+    if error.suggestions:
+        details += ["What would lower it:", *(f"  - {suggestion}" for suggestion in error.suggestions)]
+    return Failure(
+        INFEASIBLE,
+        "infeasible_budget",
+        f"No plan fits a budget of {asked}: {proven} {least}.",
+        f"--budget {error.minimum_bytes} or more works.",
+        tuple(details),
+        data={
+            "budget_bytes": error.budget_bytes,
+            "minimum_bytes": error.minimum_bytes,
+            "proven": error.proven,
+            "where": error.where,
+            "holders": [dict(zip(("kind", "module", "bytes"), row, strict=True)) for row in error.holders],
+            "suggestions": list(error.suggestions),
+        },
+    )
+
+
+def _hint_for(error: AutoacError) -> str:
+    if isinstance(error, PlanMismatchError):
+        return "`autoac plan MODEL --budget ... -o plan.json` makes a plan for the model as it is."
+    if isinstance(error, ProfileError) and any(
+        t in str(error) for t in ("was expected", "not readable JSON")
+    ):
+        return "`autoac profile` and `autoac plan` write the files that are read here."
+    return ""
+
+
+def _usage(error: Any) -> Failure:
+    """What typer says about the command line."""
+    line = " ".join(str(error.format_message()).split())
+    command = error.ctx.command_path if getattr(error, "ctx", None) else "autoac"
+    return Failure(error.exit_code, "usage", line, f"`{command} --help` says what is possible.")
+
+
+def _missing(name: str) -> Failure:
+    hints = {
+        "torch": "A model needs torch. plan, tradeoff and report also take files that `autoac profile` and "
+        "`autoac plan` wrote, and then do without.",
+        "matplotlib": "Pictures need it: pip install 'autoac[plot]'.",
+    }
+    library = name.partition(".")[0]
+    line = f"{library if library in hints else name} is not installed here."
+    return Failure(ERROR, "error", line, hints.get(library, ""), is_unexpected=library not in hints)
+
+
+def _first_sentences(error: Exception) -> str:
+    """What happened; advice in terms of Python's arguments is left out."""
+    return str(error).partition(" Give more time")[0]

@@ -1,0 +1,85 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def _remember(context: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
+    """Whoever shows results and errors has to know."""
+    context.meta[parameter.name or ""] = value  # "as_json" or "verbose", as the commands call them
+    return value
+
+
+def writable(value: Path | None) -> Path | None:
+    """A file that can be written, found out before any work is done."""
+    if value is not None and value.is_dir():
+        raise typer.BadParameter(f"{value} is a folder.")
+    if value is not None and not value.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {value.parent}.")
+    return value
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", show_default=False, help="package.module:factory or file.py:factory")
+]
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL_OR_FILE",
+        show_default=False,
+        help="package.module:factory, file.py:factory, or a recorded profile or plan (.json), which needs no torch",
+    ),
+]
+PlanFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PLAN",
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+        help="a plan that `autoac plan` wrote",
+    ),
+]
+Budget = Annotated[
+    str,
+    typer.Option(
+        "--budget",
+        "-b",
+        show_default=False,
+        help="Limit for the peak: 20GB (10^9), 20GiB (2^30), 80%, or bytes.",
+    ),
+]
+Engine = Annotated[Literal["auto", "replay", "sac"], typer.Option(help="What carries the plan out.")]
+Headroom = Annotated[str, typer.Option(help="Part of the budget to leave free, as --budget.")]
+Regions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--regions", help="Modules to recompute as one, names or globs; may be repeated.  [default: chosen]"
+    ),
+]
+TimeLimit = Annotated[float, typer.Option("--time-limit", min=0.0, help="Seconds for the solver.")]
+Gap = Annotated[
+    float, typer.Option(min=0.0, help="How far from the least time a plan may be, as a fraction of the step.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, show_default="torch's", help="torch's threads on CPU.")]
+Json = Annotated[
+    bool, typer.Option("--json", callback=_remember, help="Print JSON, and nothing else, on stdout.")
+]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose",
+        "-v",
+        callback=_remember,
+        help="Tell every stage on stderr; show the traceback of an error.",
+    ),
+]
+
+
+def budget_value(text: str) -> int | str:
+    """Digits alone are bytes."""
+    return int(text) if text.strip().isdecimal() else text

@@ -1,0 +1,87 @@
+"""What surrounds every command: where its results go, and what becomes of its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+if TYPE_CHECKING:
+    from autoac.cli.failures import Failure
+
+RESULTS = "autoac.results"
+"""Where a context keeps the stdout that results go to."""
+
+
+class Command(TyperCommand):
+    """A command whose results alone go to stdout: what the user's model prints goes to stderr."""
+
+    def invoke(self, ctx: Any) -> Any:
+        ctx.meta[RESULTS] = sys.stdout
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's profiler reports its start and stop
+        with contextlib.redirect_stdout(sys.stderr):
+            return super().invoke(ctx)
+
+
+class Commands(TyperGroup):
+    """All commands. An error becomes one readable line and a hint on stderr, and an exit code."""
+
+    def make_context(self, *arguments: Any, **others: Any) -> Any:
+        with _readable_errors({}):
+            return super().make_context(*arguments, **others)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _readable_errors(ctx.meta):
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _readable_errors(options: Mapping[str, Any]) -> Iterator[None]:
+    """Context that tells errors and exits with their code.
+
+    Args:
+        options: "as_json" and "verbose" as the command was given them; filled while it runs.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if options.get("verbose"):
+            traceback.print_exc()
+        typer.echo("Interrupted.", err=True)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        # typer's own exits, its help, and a pipe that nobody reads are typer's business.
+        usage = hasattr(error, "format_message") and type(error).__name__ != "NoArgsIsHelpError"
+        if isinstance(error, (typer.Exit, typer.Abort, BrokenPipeError)) or (
+            hasattr(error, "exit_code") and not usage
+        ):
+            raise
+        if options.get("verbose"):
+            traceback.print_exc()
+        from autoac.cli.failures import understand  # it knows the solver, which takes a while to import
+
+        failure = understand(error)
+        _tell(failure, as_json=bool(options.get("as_json")), verbose=bool(options.get("verbose")))
+        raise typer.Exit(failure.exit_code) from None
+
+
+def _tell(failure: Failure, as_json: bool, verbose: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"error": failure.as_json()}, indent=2))
+    typer.secho("error: ", fg=typer.colors.RED, bold=True, err=True, nl=False)
+    typer.echo(failure.line, err=True)
+    for line in failure.details:
+        typer.echo(f"  {line}", err=True)
+    hints = [failure.hint] if failure.hint else []
+    if failure.is_unexpected and not verbose:
+        hints.append("--verbose shows the traceback.")
+    if hints:
+        typer.secho("hint: ", fg=typer.colors.CYAN, err=True, nl=False)
+        typer.echo(" ".join(hints), err=True)

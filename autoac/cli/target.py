@@ -1,0 +1,190 @@
+"""What a command is to work on: the user's model, or a recorded profile."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from autoac.cli.users_code import TargetError, shown, where_in
+
+if TYPE_CHECKING:
+    from autoac_solver.profile import Profile
+
+_FORM = "Write package.module:factory or file.py:factory."
+_RETURNS = (
+    "It must return (model, sample), (model, sample, loss), or a mapping with the keys model, sample, and if you like "
+    "loss and optimizer."
+)
+_KEYS = ("model", "sample", "loss", "optimizer")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the user's factory returned; the fields are as for `autoac.plan`.
+
+    Args:
+        spec: what the user wrote.
+    """
+
+    spec: str
+    model: Any
+    sample: Any
+    loss: Any = None
+    optimizer: Any = None
+
+
+def load_target(spec: str) -> Target:
+    """The model that `package.module:factory` or `file.py:factory` makes.
+
+    Raises:
+        typer.BadParameter: the text is of another form, or names what is not there.
+        TargetError: the user's file or factory failed, or returned something else.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name.isidentifier():
+        raise _bad(f"{spec!r} names no factory. {_FORM}")
+    import torch  # a model needs it: if it is missing, this is to be the error
+
+    module = _module_from_file(Path(place)) if place.endswith(".py") else _module(place)
+    factory = getattr(module, name, None)
+    if factory is None:
+        raise _bad(f"{place} has no {name!r}{_similar(module)}.")
+    if not callable(factory):
+        raise _bad(f"{spec} is a {type(factory).__name__}, not a function. {_FORM}")
+    return _checked(spec, _call(spec, factory), torch.nn.Module)
+
+
+def is_recorded(source: str) -> bool:
+    """Whether the user named a file, not a model."""
+    return source.endswith(".json")
+
+
+def recorded_profile(source: str) -> Profile:
+    """The profile in a file: of its own, or the one that a plan carries.
+
+    Raises:
+        typer.BadParameter: there is no such file.
+        ProfileError: it is neither.
+    """
+    path = Path(source)
+    if not path.is_file():
+        raise _bad(f"there is no file {source!r}.")
+    from autoac_solver import plan_record
+    from autoac_solver.profile import Profile
+
+    if _schema(path) == plan_record.SCHEMA:
+        return plan_record.PlanRecord.load(path).profile
+    return Profile.load(path)
+
+
+def _schema(path: Path) -> Any:
+    """What kind of file it says it is; None for what cannot be read, which whoever loads it will say better."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return data.get("schema") if isinstance(data, dict) else None
+
+
+# -- the user's code -----------------------------------------------------------------------------------------------
+
+
+def _module_from_file(path: Path) -> Any:
+    if not path.is_file():
+        raise _bad(f"there is no file {str(path)!r}.")
+    name = path.stem if path.stem not in sys.modules else f"{path.stem} of {path.parent.resolve()}"
+    description = importlib.util.spec_from_file_location(name, path)
+    assert description is not None
+    assert description.loader is not None
+    module = importlib.util.module_from_spec(description)
+    sys.path.insert(0, str(path.resolve().parent))  # as for a script
+    sys.modules[name] = module  # data classes and pickling look there
+    try:
+        description.loader.exec_module(module)
+    except Exception as error:
+        raise _import_failed(shown(path), error) from error
+    return module
+
+
+def _module(name: str) -> Any:
+    sys.path.insert(0, "")  # as for `python -m`
+    try:
+        found = importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):
+        found = None
+    except Exception as error:
+        raise _import_failed(name, error) from error
+    if found is None:
+        raise _bad(f"there is no module {name!r} here or among what is installed. {_FORM}")
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise _import_failed(name, error) from error
+
+
+def _import_failed(what: str, error: Exception) -> TargetError:
+    hint = ""
+    if isinstance(error, ModuleNotFoundError):
+        hint = f"Is {error.name!r} installed in this environment ({shown(sys.prefix)})?"
+    return TargetError(f"{what} cannot be imported: {_said(error)}", hint)
+
+
+def _call(spec: str, factory: Callable[[], Any]) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        hint = (
+            "A factory takes no arguments."
+            if isinstance(error, TypeError) and "argument" in str(error)
+            else ""
+        )
+        raise TargetError(f"{spec} failed: {_said(error)}", hint) from error
+
+
+def _said(error: Exception) -> str:
+    message = (str(error).strip() or "no message").split("\n")[0]
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {message}"
+    return f"{type(error).__name__}{where_in(error)}: {message}"
+
+
+def _checked(spec: str, made: Any, module_class: type) -> Target:
+    if isinstance(made, Mapping):
+        unknown = [repr(key) for key in made if key not in _KEYS]
+        missing = [repr(key) for key in _KEYS[:2] if key not in made]
+        if unknown or missing:
+            what = f"with the unknown key {unknown[0]}" if unknown else f"without the key {missing[0]}"
+            raise TargetError(f"{spec} returned a mapping {what}.", _RETURNS)
+        target = Target(spec, **made)
+    elif isinstance(made, tuple) and len(made) in (2, 3):
+        target = Target(spec, *made)
+    else:
+        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise TargetError(f"{spec} returned {what}.", _RETURNS)
+    if not isinstance(target.model, module_class):
+        raise TargetError(
+            f"the model that {spec} returned is a {type(target.model).__name__}, not a torch.nn.Module.",
+            _RETURNS,
+        )
+    return target
+
+
+def _similar(module: Any) -> str:
+    """The functions that there are, for whoever mistyped."""
+    own = module.__name__
+    functions = {name: value for name, value in vars(module).items() if isinstance(value, FunctionType)}
+    names = [name for name, f in functions.items() if f.__module__ == own and not name.startswith("_")]
+    return f" (it has {', '.join(names[:8])})" if names else ""
+
+
+def _bad(message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint="'MODEL'")

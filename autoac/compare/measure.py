@@ -1,0 +1,232 @@
+"""Peak, gradients and step time of configurations of one model, by rulers that know nothing of plans.
+
+All configurations work on the same modules. What a strategy puts on them is made once, as in training, and worn only
+while the strategy is examined or timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoac.compare.strategies import Strategy
+from autoac.compare.workload import Workload
+from autoac.measure import measure_peak
+from autoac.untouched import tensors_of, untouched
+from autoac.verify import same
+
+SEED = 1
+
+Tell = Callable[[str, float], None]
+"""Called with what is being done and the share that is done, 0 to 1."""
+
+
+@dataclass
+class Configuration:
+    """A strategy on a model, and what was measured of it.
+
+    Args:
+        peak_bytes: measured, resident bytes included.
+        gradients_equal: to those without checkpointing, to the bit.
+        buffers_equal: the same of the buffers after one step (running statistics).
+        seconds: one sample a round: CPU time on CPU, event time on CUDA.
+        wall_s: the same samples by the clock on the wall.
+        error: why there is nothing measured, "" if there is.
+    """
+
+    strategy: Strategy
+    peak_bytes: int = 0
+    gradients_equal: bool = False
+    buffers_equal: bool = False
+    seconds: list[float] = field(default_factory=list)
+    wall_s: list[float] = field(default_factory=list)
+    error: str = ""
+
+
+class Costume:
+    """What a strategy changes in the attributes of a model's modules, to be put on and taken off.
+
+    Args:
+        model: left as it is.
+        install: what puts the strategy on a model.
+    """
+
+    def __init__(self, model: nn.Module, install: Callable[[nn.Module], object]) -> None:
+        plain = [(module, dict(module.__dict__)) for module in model.modules()]
+        try:
+            install(model)
+            self._changes = [(module, *_changed(module, before)) for module, before in plain]
+        finally:
+            for module, before in plain:
+                module.__dict__.clear()
+                module.__dict__.update(before)
+
+    @contextmanager
+    def worn(self) -> Iterator[None]:
+        """Context in which the model wears it."""
+        for module, changed, _ in self._changes:
+            module.__dict__.update(changed)
+        try:
+            yield
+        finally:
+            for module, changed, plain in self._changes:
+                for name in changed:
+                    module.__dict__.pop(name, None)
+                module.__dict__.update(plain)
+
+
+def _changed(module: nn.Module, before: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The attributes that were added or replaced, and those that had been there under these names."""
+    changed = {k: v for k, v in module.__dict__.items() if k not in before or before[k] is not v}
+    return changed, {k: before[k] for k in changed if k in before}
+
+
+@contextmanager
+def from_zero_grad(workload: Workload) -> Iterator[None]:
+    """Context that starts without gradients and puts everything back, the gradients that were there as well."""
+    with untouched(workload.modules, workload.inputs, gradient=lambda leaf: None):
+        yield
+
+
+class Bench:
+    """Measures configurations of one workload.
+
+    Args:
+        resident_bytes: what is there before a step; the rulers measure what comes on top.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device, resident_bytes: int) -> None:
+        self.workload = workload
+        self.model = workload.modules
+        self.device = device
+        self.clock = _cuda_clock if device.type == "cuda" else _cpu_clock
+        self.resident_bytes = resident_bytes
+        self.step = workload.step()
+        self.costumes: dict[str, Costume] = {}
+        self.reference: _Outcome | None = None
+
+    def examine(self, strategy: Strategy) -> Configuration:
+        """Peak and gradients of a strategy; the first that runs is what the others' gradients are compared with.
+
+        Model, gradients and random states are afterwards as they were, whatever happens.
+        """
+        if strategy.error:
+            return Configuration(strategy, error=strategy.error)
+        try:
+            return self._examine(strategy)
+        except Exception as error:
+            # A strategy that fails on this model is a row of the table, not the end of it.
+            message = f"{type(error).__name__}: {error}".split("\n")[0]
+            return Configuration(strategy, error=message)
+
+    def _examine(self, strategy: Strategy) -> Configuration:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what a strategy that ran out of memory has left in pieces
+        costume = Costume(self.model, strategy.install)
+        if self.reference is None:
+            with self._kept(), costume.worn():
+                self.step()  # what torch sets up once is not to count
+        with self._kept(), costume.worn():
+            self._prepare()
+            measured = measure_peak(self.step, self.device)
+            buffers = [buffer.clone() for buffer in self.model.buffers()]
+            outcome = _Outcome([leaf.grad for leaf in self._leaves()], buffers)
+        self.reference = self.reference or outcome
+        self.costumes[strategy.name] = costume
+        return Configuration(
+            strategy,
+            peak_bytes=self.resident_bytes + measured.peak_above_start_bytes,
+            gradients_equal=_equal(outcome.gradients, self.reference.gradients),
+            buffers_equal=_equal(outcome.buffers, self.reference.buffers),
+        )
+
+    def time(self, configurations: Sequence[Configuration], rounds: int, tell: Tell) -> None:
+        """Time one step of each configuration a round, in another order every round."""
+        able = [c for c in configurations if not c.error]
+        order = random.Random(SEED)
+        gc.collect()
+        gc.freeze()  # what is here stays; collecting before each step is cheap then
+        start = time.perf_counter()
+        try:
+            with self._kept():
+                for done in range(rounds):
+                    order.shuffle(able)
+                    for configuration in able:
+                        self._time(configuration)
+                    left_s = (time.perf_counter() - start) / (done + 1) * (rounds - done - 1)
+                    tell(f"round {done + 1} of {rounds}, {left_s:.0f} s left", (done + 1) / rounds)
+        finally:
+            gc.unfreeze()
+
+    def _time(self, configuration: Configuration) -> None:
+        with self.costumes[configuration.strategy.name].worn():
+            self._prepare()
+            seconds, wall_s = self.clock(self.step)
+        configuration.seconds.append(seconds)
+        configuration.wall_s.append(wall_s)
+        self._forget()
+
+    def _prepare(self) -> None:
+        self._forget()
+        gc.collect()
+        torch.manual_seed(SEED)
+
+    def _forget(self) -> None:
+        """Drop the gradients that a step leaves."""
+        for tensor in self._leaves():
+            tensor.grad = None
+
+    def _leaves(self) -> list[torch.Tensor]:
+        inputs = tensors_of(self.workload.inputs)
+        return [*self.model.parameters(), *(tensor for tensor in inputs if tensor.is_leaf)]
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Attributes, gradients, random states and values are put back, also where a step fails."""
+        tensors = list(self.model.buffers())
+        if self.workload.runs_itself:  # it may train
+            tensors += self.model.parameters()
+        values = [tensor.detach().clone() for tensor in tensors]
+        try:
+            with from_zero_grad(self.workload):
+                yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, values, strict=True):
+                    tensor.copy_(value)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    gradients: list[torch.Tensor | None]
+    buffers: list[torch.Tensor]
+
+
+def _equal(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
+    pairs = zip(some, others, strict=True)
+    return all(a is b if a is None or b is None else same(a, b) for a, b in pairs)
+
+
+def _cpu_clock(step: Callable[[], object]) -> tuple[float, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+def _cuda_clock(step: Callable[[], object]) -> tuple[float, float]:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    wall = time.perf_counter()
+    start.record()
+    step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e-3, time.perf_counter() - wall

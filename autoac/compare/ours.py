@@ -1,0 +1,52 @@
+"""Our plans as strategies, one for each budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoac.compare.strategies import Strategy
+from autoac.plans import Plan
+from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError
+from autoac_solver.format import format_bytes
+from autoac_solver.planning import plan_profile
+from autoac_solver.profile import Profile
+
+
+def least_budget_bytes(profile: Profile, engine: str) -> int:
+    """The least peak of any plan."""
+    try:
+        return plan_profile(profile, 1, engine=engine).predicted_peak_bytes
+    except InfeasibleBudgetError as error:
+        return error.minimum_bytes
+
+
+def budgets_between(least_bytes: int, most_bytes: int, count: int) -> list[int]:
+    """`count` budgets at equal distances, both ends included."""
+    return [least_bytes + (most_bytes - least_bytes) * i // max(1, count - 1) for i in range(count)]
+
+
+def planned(profile: Profile, budgets: Mapping[str, int], engine: str) -> list[Strategy]:
+    """Our plan for each budget; one with an error where there is none.
+
+    Args:
+        budgets: bytes, by the name of the strategy.
+    """
+    return [_planned(profile, name, budget, engine) for name, budget in budgets.items()]
+
+
+def _planned(profile: Profile, name: str, budget_bytes: int, engine: str) -> Strategy:
+    try:
+        plan = Plan(plan_profile(profile, budget_bytes, engine=engine))
+    except InfeasibleBudgetError as error:
+        reason = f"no plan fits: the least possible peak is {format_bytes(error.minimum_bytes)}"
+        return Strategy(name, "ours", lambda model: model, budget_bytes, error=reason)
+    except NoPlanInTimeError as error:
+        return Strategy(name, "ours", lambda model: model, budget_bytes, error=str(error))
+    return Strategy(
+        name=name,
+        kind="ours",
+        install=plan.apply,
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        predicted_overhead=plan.predicted_overhead,
+    )

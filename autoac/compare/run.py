@@ -1,0 +1,141 @@
+"""The comparison that `autoac compare` makes: what is done by hand, torch's planner, and ours at the same peaks."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import autoac
+from autoac.compare import ours, torch_milp
+from autoac.compare.measure import Bench, Configuration, Tell, from_zero_grad
+from autoac.compare.results import ModelResult, Row
+from autoac.compare.strategies import Strategy, by_hand, policies_for
+from autoac.compare.workload import Workload
+from autoac.recorder import device_bytes, device_of
+from autoac_solver.units import parse_bytes
+
+AT_PEAK = "ours at the peak of "
+AT_BUDGET = "ours at a budget of "
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the whole, as shares of its progress from `start` to `end`."""
+
+    tell: Tell
+    start: float
+    end: float
+
+    def __call__(self, text: str, share: float) -> None:
+        self.tell(text, self.start + (self.end - self.start) * share)
+
+
+def compare(
+    workload: Workload,
+    budgets: Sequence[int | str] = (),
+    *,
+    engine: str = "replay",
+    rounds: int = 8,
+    progress: Tell | None = None,
+) -> ModelResult:
+    """Measure peak, gradients and step time of strategies on a model, side by side.
+
+    Ours are planned for the peak of each other strategy that runs and is right, and for each budget. The model is
+    afterwards as it was.
+
+    Args:
+        budgets: bytes, or text as for `autoac.plan`.
+        rounds: samples of the step time of each strategy.
+
+    Raises:
+        ProfilingError: the step could not be recorded.
+        BudgetFormatError: a budget is no amount of memory.
+    """
+    tell = progress or (lambda *_: None)
+    device = device_of(workload.modules)
+    asked = {str(b): parse_bytes(b, device_bytes(device) or None) for b in budgets}
+    start = time.perf_counter()
+    with from_zero_grad(workload):
+        profile = autoac.profile(
+            workload.model,
+            workload.sample,
+            loss=workload.loss,
+            optimizer=workload.optimizer,
+            progress=Part(tell, 0.0, 0.1),
+        )
+    profile_s = time.perf_counter() - start
+    bench = Bench(workload, device, profile.resident_bytes)
+    strategies = by_hand(workload.blocks, policies_for(profile, workload.blocks))
+    found = examine(bench, strategies, Part(tell, 0.1, 0.25))
+    tell("torch's sac_milp", 0.25)
+    advice_for = asked or _middle([c.peak_bytes for c in found if not c.error])
+    found += examine(bench, torch_milp.advised(workload, device, advice_for), Part(tell, 0.3, 0.35))
+    peaks = {c.peak_bytes: c.strategy.name for c in found if not c.error and c.strategy.kind == "other"}
+    targets = {AT_PEAK + name: peak for peak, name in peaks.items()}
+    targets |= {AT_BUDGET + name: budget for name, budget in asked.items()}
+    tell("our plans", 0.35)
+    start = time.perf_counter()
+    plans = ours.planned(profile, targets, engine)
+    solve_s = time.perf_counter() - start
+    found += examine(bench, plans, Part(tell, 0.4, 0.5))
+    bench.time(found, rounds, Part(tell, 0.5, 1.0))
+    return ModelResult(
+        name=workload.name,
+        title=workload.title,
+        engine=engine,
+        budgets=sorted(targets.values()),
+        resident_bytes=bench.resident_bytes,
+        profile_s=profile_s,
+        solve_s=solve_s,
+        rows=[Row.of(configuration) for configuration in found],
+    )
+
+
+def examine(bench: Bench, strategies: Sequence[Strategy], tell: Tell) -> list[Configuration]:
+    """Peak and gradients of each strategy, one after the other."""
+    found = []
+    for index, strategy in enumerate(strategies):
+        tell(f"peak and gradients: {strategy.name}", index / len(strategies))
+        found.append(bench.examine(strategy))
+    return found
+
+
+def conditions(device: torch.device, dtypes: Iterable[torch.dtype], rounds: int) -> dict[str, str]:
+    """What the results depend on."""
+    cuda = device.type == "cuda"
+    name = (
+        torch.cuda.get_device_name(device) if cuda else f"{_processor()}, {_threads(torch.get_num_threads())}"
+    )
+    cpu_time = "is CPU time of the process, waiting threads asleep, freed memory kept by glibc"
+    return {
+        "on": name,
+        "torch": torch.__version__,
+        "precision": ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})),
+        "time": "by CUDA events" if cuda else cpu_time,
+        "rounds": str(rounds),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'' if count == 1 else 's'}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def _middle(peaks: Sequence[int]) -> dict[str, int]:
+    """A budget between the least and the highest peak."""
+    middle = (min(peaks) + max(peaks)) // 2 if peaks else 0
+    return {f"{middle / 1e6:.1f}MB": middle} if peaks else {}

@@ -1,0 +1,52 @@
+"""What is trained in a comparison: a model, a sample and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoac.recorder import unwrapped
+from autoac.step import Loss, make_step
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and one batch for it.
+
+    Args:
+        name: short, for files.
+        title: what it is, for the table.
+        model, sample, loss, optimizer: as for `autoac.plan`. The optimizer's memory counts; its step is not run.
+        blocks: names of the modules that people checkpoint one by one.
+    """
+
+    name: str
+    title: str
+    model: nn.Module
+    sample: Any
+    blocks: tuple[str, ...]
+    loss: Loss | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+    def step(self) -> Callable[[], torch.Tensor | None]:
+        """One training step: forward, loss, backward."""
+        return make_step(self.model, self.sample, self.loss)
+
+    @property
+    def modules(self) -> nn.Module:
+        """The model that strategies are put on: the user's own, also where it is compiled."""
+        return unwrapped(self.model)
+
+    @property
+    def inputs(self) -> Any:
+        """The sample where it is the model's input; nothing where it runs the step by itself."""
+        return () if self.runs_itself else self.sample
+
+    @property
+    def runs_itself(self) -> bool:
+        """Whether the sample is a callable that runs a whole step by itself."""
+        return callable(self.sample) and not isinstance(self.sample, torch.Tensor)

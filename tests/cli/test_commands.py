@@ -1,0 +1,309 @@
+"""Each command does what it says, on a tiny model and in this process."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autoac
+from autoac_solver.errors import NoPlanInTimeError
+from autoac_solver.plan_record import PlanRecord
+from autoac_solver.profile import Profile
+from tests.cli.conftest import FACTORIES, done, invoke
+from tests.small_models import batch, make
+
+MODEL = f"{FACTORIES}:small"
+
+
+def answer(*arguments: Any, code: int = 0) -> dict[str, Any]:
+    """The JSON document that a command prints."""
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == code, result.stderr
+    return json.loads(result.stdout)
+
+
+def peaks(profile: Path) -> tuple[int, int]:
+    """The least possible peak and the one with nothing recomputed."""
+    least = answer("plan", profile, "--budget", 1, code=3)["error"]["minimum_bytes"]
+    return least, answer("plan", profile, "--budget", "1TB")["predicted_peak_bytes"]
+
+
+@pytest.fixture(scope="session")
+def between(recorded: Path) -> int:
+    """A budget that takes some recomputation."""
+    return sum(peaks(recorded)) // 2
+
+
+@pytest.fixture(scope="session")
+def plan_file(recorded: Path, between: int) -> Path:
+    path = recorded.parent / "plan.json"
+    done("plan", recorded, "--budget", between, "-o", path)
+    return path
+
+
+# -- profile -------------------------------------------------------------------------------------------------------
+
+
+def test_profile_writes_what_the_library_reads_and_says_which_budgets_are_possible(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    said = answer("profile", MODEL, "-o", path)
+    profile = Profile.load(path)
+    assert (said["command"], said["model"], said["output"]) == ("profile", "Blocks", str(path))
+    assert said["resident_bytes"] == profile.resident_bytes
+    assert said["ops"] == len(profile.tape)
+    assert (said["least_peak_bytes"], said["unplanned_peak_bytes"]) == peaks(path)
+
+
+def test_profile_with_an_optimizer_counts_it(recorded: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    done("profile", f"{FACTORIES}:with_optimizer", "-o", path)
+    more = Profile.load(path).resident_bytes - Profile.load(recorded).resident_bytes
+    trained = sum(p.numel() * p.element_size() for p in make(blocks=4).parameters())
+    assert trained * 2 <= more <= trained * 2 + 1000  # two moments, and the number of steps of each parameter
+
+
+def test_profile_without_running_it_and_for_a_device_that_is_not_here(recorded: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fake.json"
+    said = answer("profile", MODEL, "-o", path, "--mode", "fake")
+    assert (said["device"], said["ops"]) == ("cpu", len(Profile.load(recorded).tape))
+    assert any("fake tensors" in note for note in said["notes"])
+    said = answer("profile", MODEL, "-o", path, "--device", "h200")
+    assert said["device"] == "cuda"
+    assert any("H200" in note for note in said["notes"])
+    unknown = invoke("profile", MODEL, "-o", path, "--device", "h2000")
+    assert unknown.exit_code == 1
+    assert "h2000" in unknown.stderr
+
+
+def test_profile_refuses_an_output_it_cannot_write_before_it_works(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere" / "p.json"):
+        assert invoke("profile", MODEL, "-o", path).exit_code == 2
+
+
+# -- plan ----------------------------------------------------------------------------------------------------------
+
+
+def test_plan_from_a_file_is_the_librarys_plan(recorded: Path, plan_file: Path, between: int) -> None:
+    expected = autoac.solve(Profile.load(recorded), between)
+    plan = autoac.Plan.load(plan_file)
+    assert plan.regions == expected.regions
+    assert plan.budget_bytes == between
+    assert plan.predicted_overhead > 0
+    said = answer("plan", recorded, "--budget", between)
+    assert said["predicted_peak_bytes"] == plan.predicted_peak_bytes <= between
+    assert said["predicted_overhead"] == plan.predicted_overhead
+    assert said["status"] == "optimal"
+    assert said["output"] is None
+
+
+def test_plan_from_a_plan_takes_the_profile_it_carries(recorded: Path, plan_file: Path, between: int) -> None:
+    again, before = (answer("plan", source, "--budget", between) for source in (plan_file, recorded))
+    assert again | {"solve_s": 0} == before | {"solve_s": 0}
+
+
+def test_plan_from_a_model(between: int, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    result = done("plan", MODEL, "--budget", between, "--engine", "sac", "-o", path)
+    assert "engine sac (asked for)" in result.stdout
+    assert f"Written: {path}" in result.stdout.replace("\n", "")
+    assert autoac.Plan.load(path).predicted_peak_bytes <= between
+
+
+def test_plan_with_named_regions(recorded: Path, between: int) -> None:
+    for source in (recorded, MODEL):
+        said = answer(
+            "plan", source, "--budget", between, "--regions", "blocks.[12]", "--regions", "blocks.3"
+        )
+        assert said["regions"] == 3
+    wrong = invoke("plan", recorded, "--budget", between, "--regions", "layers.*")
+    assert wrong.exit_code == 2
+    assert "'layers.*' matches no module" in wrong.stderr
+
+
+def test_headroom(recorded: Path, between: int) -> None:
+    said = answer("plan", recorded, "--budget", between, "--headroom", "10KB")
+    assert said["headroom_bytes"] == 10_000
+    assert said["predicted_peak_bytes"] <= between - 10_000
+
+
+def test_an_infeasible_budget_says_what_is_possible(recorded: Path) -> None:
+    least, _ = peaks(recorded)
+    result = invoke("plan", recorded, "--budget", least - 1)
+    assert (result.exit_code, result.stdout) == (3, "")
+    first, *_, hint = result.stderr.splitlines()
+    assert first.startswith("error: No plan fits a budget of ")
+    assert hint == f"hint: --budget {least} or more works."
+    assert "It is held by:" in result.stderr
+    answer("plan", recorded, "--budget", least)
+    failed = answer("plan", recorded, "--budget", least - 1, code=3)["error"]
+    assert (failed["kind"], failed["exit_code"], failed["proven"]) == ("infeasible_budget", 3, True)
+    assert (failed["budget_bytes"], failed["minimum_bytes"]) == (least - 1, least)
+
+
+def test_no_plan_in_time(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoac_solver import planning
+    from autoac_solver.ilp import solve
+    from tests.solver.generators import tangled
+
+    problem = tangled(0, n_units=300, n_instances=2000)
+
+    def too_late(*_: Any, **options: Any) -> Any:
+        return solve(problem, 10**9, time_limit_s=options["time_limit_s"])
+
+    with pytest.raises(NoPlanInTimeError):
+        too_late(time_limit_s=0.0)
+    monkeypatch.setattr(planning, "plan_profile", too_late)
+    result = invoke("plan", recorded, "--budget", "1GB", "--time-limit", 0)
+    assert result.exit_code == 4
+    error, hint = result.stderr.splitlines()
+    assert error.startswith("error: No plan within 1 GB = 953.7 MiB was found in ")
+    assert hint == "hint: Give the solver more seconds with --time-limit, or a larger --budget."
+    assert (
+        answer("plan", recorded, "--budget", "1GB", "--time-limit", 0, code=4)["error"]["kind"]
+        == "no_plan_in_time"
+    )
+
+
+# -- tradeoff ------------------------------------------------------------------------------------------------------
+
+
+def test_tradeoff_prints_and_writes_the_curve(recorded: Path, tmp_path: Path) -> None:
+    files = [tmp_path / f"curve.{ending}" for ending in ("json", "csv", "png", "svg")]
+    said = answer("tradeoff", recorded, "--points", 4, *(part for file in files for part in ("-o", file)))
+    rows = said["budgets"]
+    assert [rows[0]["budget_bytes"], rows[-1]["budget_bytes"]] == list(peaks(recorded))
+    assert not said["interrupted"]
+    overheads = [row["overhead"] for row in rows]
+    assert overheads == sorted(overheads, reverse=True)
+    assert overheads[0] > overheads[-1] == 0
+    assert json.loads(files[0].read_text())["budgets"] == rows
+    with files[1].open() as file:
+        assert [int(row["budget_bytes"]) for row in csv.DictReader(file)] == [r["budget_bytes"] for r in rows]
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    assert b"</svg>" in files[3].read_bytes()
+    assert sorted(tmp_path.iterdir()) == sorted(files)  # and nothing half written
+
+
+def test_tradeoff_of_a_model_and_given_budgets(recorded: Path, between: int) -> None:
+    result = done("tradeoff", MODEL, "--budget", between, "--budget", "1GB", "-v")
+    assert len([line for line in result.stdout.splitlines() if "MB" in line]) == 2
+    assert "Profiling: recorded step" in result.stderr
+    assert "Planning: budget 2 of 2" in result.stderr
+    assert invoke("tradeoff", recorded, "--budget", 1).exit_code == 3
+
+
+def test_tradeoff_refuses_a_format_it_does_not_know(recorded: Path, tmp_path: Path) -> None:
+    result = invoke("tradeoff", recorded, "-o", tmp_path / "curve.xlsx")
+    assert result.exit_code == 2
+    assert "is none of .json, .csv" in " ".join(result.stderr.split())
+
+
+# -- report --------------------------------------------------------------------------------------------------------
+
+
+def test_report_writes_a_page(plan_file: Path, tmp_path: Path) -> None:
+    for points in (0, 3):
+        path = tmp_path / f"report{points}.html"
+        said = answer("report", plan_file, "-o", path, "--points", points)
+        assert said["bytes"] == path.stat().st_size
+        assert "<html" in path.read_text(encoding="utf-8").lower()
+    assert invoke("report", plan_file, "-o", tmp_path / "report.html", "--points", 1).exit_code == 2
+
+
+# -- run -----------------------------------------------------------------------------------------------------------
+
+
+def test_run_trains_as_without_a_plan(plan_file: Path, between: int) -> None:
+    torch.manual_seed(7)
+    said = answer("run", f"{FACTORIES}:with_loss", "--plan", plan_file, "--steps", 5, "--learning-rate", 0.5)
+    torch.manual_seed(7)
+    model = make(blocks=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(batch()).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert said["losses"] == losses
+    assert losses[-1] < losses[0]
+    assert said["is_within_budget"]
+    assert said["budget_bytes"] == between
+    assert abs(said["measured_peak_bytes"] / said["predicted_peak_bytes"] - 1) < 0.01
+    assert len(said["step_times_s"]) == 3
+    assert said["verified"] is None
+
+
+def test_run_plans_verifies_and_trains_with_the_users_optimizer(between: int, recorded: Path) -> None:
+    model = f"{FACTORIES}:with_optimizer"
+    budget = between + 2 * Profile.load(recorded).resident_bytes
+    said = answer("run", model, "--budget", budget, "--verify", "--steps", 3)
+    assert said["optimizer"] == "AdamW"
+    assert said["verified"]["equal"]
+    assert said["verified"]["first_difference"] == ""
+    assert abs(said["measured_peak_bytes"] / said["predicted_peak_bytes"] - 1) < 0.01
+    shown = done("run", model, "--budget", budget, "--verify", "--steps", 3).stdout
+    assert "equal to the bit" in shown
+    assert "within it" in shown
+
+
+def test_run_with_a_sample_that_is_a_step(tmp_path: Path) -> None:
+    said = answer("run", f"{FACTORIES}:whole_step", "--budget", "1GB", "--steps", 3)
+    assert said["optimizer"] == "the sample's own step"
+    assert len(set(said["losses"])) > 1  # dropout: nothing is learned, and no two steps are alike
+
+
+def test_run_fails_where_the_peak_exceeds_the_budget(plan_file: Path, tmp_path: Path) -> None:
+    record = PlanRecord.load(plan_file)
+    path = tmp_path / "plan.json"
+    dataclasses.replace(record, budget_bytes=record.resident_bytes).save(path)
+    result = invoke("run", MODEL, "--plan", path, "--steps", 3)
+    assert result.exit_code == 1
+    assert "bytes over it" in result.stdout
+
+
+def test_run_refuses_another_models_plan(plan_file: Path) -> None:
+    result = invoke("run", f"{FACTORIES}:without_dropout", "--plan", plan_file)
+    assert result.exit_code == 1
+    assert "this plan was made for Blocks" in result.stderr
+    assert "hint: `autoac plan MODEL --budget ... -o plan.json` makes a plan" in result.stderr
+
+
+def test_run_takes_either_a_plan_or_a_budget(plan_file: Path) -> None:
+    for options in ([], ["--plan", plan_file, "--budget", "1GB"]):
+        result = invoke("run", MODEL, *options)
+        assert result.exit_code == 2
+        assert "give one of the two" in result.stderr
+
+
+# -- calibrate and selfcheck ---------------------------------------------------------------------------------------
+
+
+def test_calibrate_writes_a_table_that_profile_takes(tmp_path: Path):
+    table = tmp_path / "here.json"
+    found = answer("calibrate", "--size", "tiny", "-o", table)
+    assert found["name"] == "here"
+    assert found["entries"] > 100
+    recorded = answer("profile", f"{FACTORIES}:small", "--device", table, "-o", tmp_path / "p.json")
+    assert any("from a cost table whose rates are measured" in note for note in recorded["notes"])
+
+
+def test_selfcheck_prints_what_was_predicted_and_measured():
+    result = done("selfcheck", "--size", "tiny")
+    assert result.stdout.count(" plan at ") == 8
+    assert "Every plan kept its promises." in result.stdout
+    assert "NOT ok" not in result.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_a_usage_error():
+    result = invoke("selfcheck", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "there is no CUDA device here" in result.stderr

@@ -2,7 +2,11 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+from tests.compatibility import in_readme
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,3 +37,12 @@ def test_version_has_an_entry_in_the_changelog():
     from autoac import __version__
 
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_compatibility_table_is_what_the_tests_say():
+    """In another process: collecting tests from within a test would disturb it."""
+    printed = subprocess.run(
+        [sys.executable, "-m", "tests.compatibility"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.count("\n") > 30
+    assert in_readme() == printed, "run `python -m tests.compatibility --write`"

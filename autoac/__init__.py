@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoac._version import __version__
 
 if TYPE_CHECKING:
+    from autoac import policies
     from autoac.planner import batch_tradeoff, plan, profile, solve, tradeoff
     from autoac.plans import Plan, Tradeoff
     from autoac_solver.batches import BatchTradeoff
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
         InfeasibleBudgetError,
         NoPlanInTimeError,
         PlanMismatchError,
+        PolicyConflictError,
+        PolicyError,
         ProfileError,
         ProfilingError,
     )
+    from autoac_solver.policies import Policy
     from autoac_solver.profile import Profile
 
 _HOMES = {
@@ -40,9 +44,14 @@ _HOMES = {
     "InfeasibleBudgetError": "autoac_solver.errors",
     "NoPlanInTimeError": "autoac_solver.errors",
     "PlanMismatchError": "autoac_solver.errors",
+    "Policy": "autoac_solver.policies",
+    "PolicyConflictError": "autoac_solver.errors",
+    "PolicyError": "autoac_solver.errors",
     "ProfileError": "autoac_solver.errors",
     "ProfilingError": "autoac_solver.errors",
 }
+
+_MODULES = ("measure", "policies")
 
 __all__ = [
     "AutoacError",
@@ -52,6 +61,9 @@ __all__ = [
     "NoPlanInTimeError",
     "Plan",
     "PlanMismatchError",
+    "Policy",
+    "PolicyConflictError",
+    "PolicyError",
     "Profile",
     "ProfileError",
     "ProfilingError",
@@ -59,6 +71,7 @@ __all__ = [
     "__version__",
     "batch_tradeoff",
     "plan",
+    "policies",
     "profile",
     "solve",
     "tradeoff",
@@ -66,6 +79,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"autoac.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'autoac' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
@@ -74,4 +89,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_MODULES})

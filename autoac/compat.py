@@ -16,10 +16,11 @@ import sys
 import types
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._prims_common
+import torch.utils.checkpoint
 
 TRIED_VERSIONS = ("2.13.0",)
 
@@ -82,6 +83,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
 
 
+def dense_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a jagged nested tensor, whose own sizes are symbols; any other tensor as it is."""
+    return cast("Any", tensor)._values if tensor.layout is torch.jagged else tensor
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """The tensor's in-place version; -1 for inference tensors, which have none."""
     try:
@@ -119,6 +125,16 @@ def below_autograd() -> Iterator[None]:
     """Ops run without recording a graph and without autocast; dispatch modes still see them."""
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         yield
+
+
+def checkpoint_debug_enabled() -> bool | None:
+    """What `torch.utils.checkpoint.set_checkpoint_debug_enabled` is set to; None if it is not."""
+    return torch.utils.checkpoint._checkpoint_debug_enabled
+
+
+def being_traced() -> bool:
+    """Whether ops are being written down by a proxy mode (`make_fx`, AOTAutograd), not run."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def any_autocast() -> bool:

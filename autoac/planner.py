@@ -14,6 +14,7 @@ from autoac.compat import is_compiled_wrapper
 from autoac.measure import unique_storage_bytes
 from autoac.optimizer import with_optimizer
 from autoac.plans import Plan, Tradeoff
+from autoac.policies import Policies, as_policies
 from autoac.recorder import check_model, device_bytes, device_of, free_bytes, record, record_fake, unwrapped
 from autoac.regions import RegionChoice, select_modules
 from autoac.step import Loss
@@ -35,6 +36,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     regions: RegionChoice = None,
+    policies: Policies = (),
     engine: str = "auto",
     headroom: int | str = 0,
     time_limit_s: float = 60.0,
@@ -56,6 +58,8 @@ def plan(
             mean of its floating tensors.
         optimizer: if given, its state and what its `step()` takes count as part of the step. It is not run.
         regions: None (found automatically), names or globs of modules, or a predicate `(fqn, module) -> bool`.
+        policies: what you want of some values whatever the plan finds best: `autoac.Policy` objects, a function for
+            torch's selective checkpointing, or several of these; see `autoac.policies`.
         engine: "replay" (runs single ops again), "sac" (a policy for torch's selective checkpointing), or "auto":
             replay, but sac for a compiled model.
         headroom: part of the budget to leave free, for what no plan can see (fragmentation, other libraries).
@@ -65,6 +69,7 @@ def plan(
 
     Raises:
         InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
+        PolicyError: policies clash, or one is about nothing in the step.
         ProfilingError: the step could not be recorded.
         ValueError: an argument makes no sense.
     """
@@ -85,6 +90,7 @@ def plan(
             engine=engine,
             engine_reason=reason,
             regions=names,
+            policies=as_policies(policies, recorded),
             headroom=headroom,
             time_limit_s=time_limit_s,
             gap=gap,
@@ -195,6 +201,7 @@ def solve(
     *,
     engine: str = "auto",
     regions: str | Sequence[str] | None = None,
+    policies: Policies = (),
     headroom: int | str = 0,
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
@@ -205,10 +212,11 @@ def solve(
     Args:
         profile: recorded by `profile`, or loaded.
         regions: names of modules; None chooses them.
-        budget, engine, headroom, time_limit_s, gap, progress: as for `plan`; "auto" is "replay" here.
+        budget, policies, engine, headroom, time_limit_s, gap, progress: as for `plan`; "auto" is "replay" here.
 
     Raises:
         InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
+        PolicyError: policies clash, or one is about nothing in the step.
     """
     return Plan(
         plan_profile(
@@ -216,6 +224,7 @@ def solve(
             budget,
             engine=engine,
             regions=regions,
+            policies=as_policies(policies, profile),
             headroom=headroom,
             time_limit_s=time_limit_s,
             gap=gap,
@@ -231,6 +240,7 @@ def tradeoff(
     *,
     engine: str = "auto",
     regions: str | Sequence[str] | None = None,
+    policies: Policies = (),
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
     progress: Progress | None = None,
@@ -241,7 +251,7 @@ def tradeoff(
         budgets: the budgets to plan for; those that no plan meets are left out. None spreads `points` of them evenly.
         points: how many budgets, at least 2.
         time_limit_s: for each budget; the plan of one budget is where the search for the next larger one starts.
-        profile, engine, regions, gap, progress: as for `solve`. Ctrl-C keeps what is done so far.
+        profile, engine, regions, policies, gap, progress: as for `solve`. Ctrl-C keeps what is done so far.
 
     Raises:
         InfeasibleBudgetError: `budgets` are given, and no plan meets any of them.
@@ -252,6 +262,7 @@ def tradeoff(
         points,
         engine=engine,
         regions=regions,
+        policies=as_policies(policies, profile),
         time_limit_s=time_limit_s,
         gap=gap,
         progress=progress,

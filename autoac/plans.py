@@ -17,7 +17,7 @@ from autoac.engine import sac
 from autoac.engine.attach import attach, attach_root, covered, detach, planned
 from autoac.engine.program import Program
 from autoac.memory_trace import measured_memory
-from autoac.recorder import model_fingerprint, unwrapped
+from autoac.recorder import device_of, model_fingerprint, unwrapped
 from autoac.verify import Report, verify
 from autoac_solver import curve
 from autoac_solver.errors import PlanMismatchError
@@ -157,8 +157,10 @@ class Plan:
                 attach(module, programs, self.engine, self._id)
                 done.append(module)
             several = [fqn for fqn, programs in programs_of.items() if len(programs) > 1]
-            if several and self.record.root_calls == 1 and "" not in programs_of:
-                attach_root(inner, several, self._id)
+            if several and "" not in programs_of:
+                calls = self.record.profile.calls_below_root(several)
+                if calls is not None:
+                    attach_root(inner, *calls, self._id)
         except BaseException:
             for module in done:
                 detach(module)
@@ -214,6 +216,7 @@ class Plan:
         model = unwrapped(model)
         found = model_fingerprint(model)
         if found == self.record.model_fingerprint:
+            self._check_device(device_of(model).type)
             return
         missing = [r.fqn for r in self.regions if r.fqn not in dict(model.named_modules())]
         detail = f"; it has no module {missing[0]!r}" if missing else ""
@@ -223,6 +226,15 @@ class Plan:
             "parameter shapes, dtypes and which parameters are frozen must be those that were profiled: plan again "
             "for the model as it is."
         )
+
+    def _check_device(self, found: str) -> None:
+        """A model on the meta device computes nothing; any other must be on the kind of device that was planned for."""
+        planned_for = self.record.device.split(":")[0]
+        if found not in (planned_for, "meta"):
+            raise PlanMismatchError(
+                f"this plan was made for {self.record.model} on {self.record.device}, and the model is on {found}: "
+                "bytes, times and ops are other ones there. Move the model before applying the plan, or plan again."
+            )
 
     # -- for those who call checkpoint() themselves ------------------------------------------------------------
 

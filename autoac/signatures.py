@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from autoac.compat import dense_values
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -25,7 +27,8 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The tensor's description; without strides where its layout has none."""
+        """The tensor's description; without strides where its layout has none. Of a jagged one, that of its values."""
+        tensor = dense_values(tensor)
         stride = tensor.stride() if tensor.layout is torch.strided else None
         return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device)
 

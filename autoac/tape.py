@@ -58,6 +58,7 @@ _TELL_EVERY = 50
 _SCATTERS = {"aten.index_put.default", "aten.scatter.src", "aten.scatter_add.default"}
 _SCATTERS |= {"aten.index_add.default", "aten.put.default"}
 _BCE_NODE = "BinaryCrossEntropyWithLogitsBackward"
+_EXTREMUM_NODES = ("MaxBackward1", "MinBackward1")
 _BCE_OPS = {"aten.sub.Tensor", "aten.mul.Tensor"}
 
 
@@ -68,6 +69,8 @@ class Tape(TorchDispatchMode):
         device: only storages on this device have a size; others are recorded with zero bytes.
         meter: runs the ops, and measures what it measures by their signatures.
     """
+
+    supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -97,6 +100,7 @@ class Tape(TorchDispatchMode):
         self._generators: dict[torch.Generator, torch.Tensor] = {}  # with their states as they were
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
         self._unpacked_for = (NEVER, NEVER)  # node that unpacked last, and the module call it belongs to
+        self._extremum_bytes = 0  # of the gradient of the last maximum or minimum
         self._outside = ReplayCall(Program("", ()))
 
     # -- ops ---------------------------------------------------------------------------------------------------
@@ -140,6 +144,7 @@ class Tape(TorchDispatchMode):
             self._before_write(tensor)
         random_bytes = self._random_bytes(info, args, kwargs)
         in_place = self._in_place_without_a_mode(info, args)
+        beside_bytes = self._beside_without_a_mode(info, args)
         result, signature = self.meter.run(func, info, args, kwargs)
         if in_place:
             self._stand_in(result, for_tensor=args[0])
@@ -156,6 +161,7 @@ class Tape(TorchDispatchMode):
                 "module": self._module(),
                 "backward": in_backward(),
                 "signature": signature,
+                "beside_bytes": beside_bytes,
                 "reads": tuple(dict.fromkeys(reads)),
                 "writes": tuple(dict.fromkeys(writes)),
                 "creates": tuple(creates),
@@ -219,6 +225,18 @@ class Tape(TorchDispatchMode):
             return made_by_node
         adds = info.name == "aten.add.Tensor" and len(args) == 2 and _alike(*args)
         return adds and not made_by_node and held_once_as_argument(old)
+
+    def _beside_without_a_mode(self, info: OpInfo, args: Any) -> int:
+        """Bytes that are alive beside this op when no mode is active, and are not under one.
+
+        The gradient of a whole tensor's maximum is written into zeros that are there before the maxima are counted;
+        under a mode it is a product that comes after, and two masks of a byte an element and one number are there.
+        """
+        if not in_backward() or not _name(current_node()).startswith(_EXTREMUM_NODES):
+            return 0
+        if info.name == "aten.eq.Tensor":
+            self._extremum_bytes = max(0, args[0].numel() * (args[0].element_size() - 2) - 1)
+        return self._extremum_bytes if info.name == "aten.sum.default" else 0
 
     def _stand_in(self, result: torch.Tensor, for_tensor: torch.Tensor) -> None:
         """Let the result's storage be recorded as the other's: without a mode the op would have been in place."""
@@ -634,10 +652,10 @@ def _op(
     signatures: dict[Signature, int],
 ) -> Op:
     row = dict(row)
-    signature = row["signature"]
+    signature, beside_bytes = row["signature"], row.pop("beside_bytes")
     row["signature"] = signatures[signature]
     time = times.get(signature, OpTime(0.0, 0.0, 0.0))
-    return Op(**row, **dataclasses.asdict(time), workspace_bytes=workspace.get(signature, 0))
+    return Op(**row, **dataclasses.asdict(time), workspace_bytes=workspace.get(signature, 0) + beside_bytes)
 
 
 def _storage(row: dict[str, Any], kind: str, name: str) -> Storage:

@@ -197,6 +197,8 @@ def _run(model: torch.nn.Module, step: Callable[[], Any], device: torch.device, 
 class _Trace(TorchDispatchMode):
     """Records what ops of backward compute, by a checksum of their results."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[str, tuple[bytes, ...]]] = []

@@ -16,6 +16,12 @@ import torch
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
+@pytest.fixture(autouse=True)
+def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables have one width: pytest-xdist tells its workers another."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For tests of models so small that a second thread only costs time."""

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -208,6 +210,16 @@ def test_is_dense():
     assert not compat.is_dense(a[:1].expand(3, 6))
 
 
+def test_dense_values():
+    values = torch.arange(6.0).reshape(3, 2)
+    nested = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, 3]))
+    with Seen() as seen:
+        assert compat.dense_values(nested).shape == (3, 2)
+        assert compat.dense_values(values) is values
+    assert set(seen.names) <= {"prim.layout.default"}  # nothing that computes
+    assert not isinstance(nested.shape[1], int)
+
+
 def test_version_of():
     a = torch.zeros(3)
     before = compat.version_of(a)
@@ -298,6 +310,25 @@ def test_some_kernels_look_whether_gradients_are_on():
     assert found == [4, 3, 4]
 
 
+def test_checkpoint_debug_enabled():
+    assert compat.checkpoint_debug_enabled() is None
+    for enabled in (True, False):
+        with torch.utils.checkpoint.set_checkpoint_debug_enabled(enabled):
+            assert compat.checkpoint_debug_enabled() is enabled
+
+
+def test_being_traced():
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.being_traced())
+        return x.sin()
+
+    function(torch.ones(2))
+    make_fx(function)(torch.ones(2))
+    assert seen == [False, True]
+
+
 def test_any_autocast():
     assert not compat.any_autocast()
     with torch.autocast("cpu", torch.bfloat16):
@@ -369,6 +400,7 @@ def test_nodes_are_numbered_in_the_order_they_were_made():
         (lambda x: (x.sin() + x.cos()).sum(), "aten::add_", "aten::add"),
         (lambda x: x.gather(0, torch.tensor([0, 1])).sum(), "aten::scatter_add_", "aten::scatter_add"),
         (lambda x: x.max(dim=0).values, "aten::scatter_", "aten::scatter"),
+        (lambda x: x.max(), "aten::masked_fill_", "aten::logical_or_"),
         (lambda x: x.index_select(0, torch.tensor([1])).sum(), "aten::index_add_", "aten::index_add"),
         (lambda x: x[torch.tensor([0, 1])].sum(), "aten::_index_put_impl_", "aten::index_put"),
         (lambda x: F.binary_cross_entropy_with_logits(x, torch.ones(3)), "aten::sub_", "aten::sub"),

@@ -16,13 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ORDER = {
     "autoac_solver": """
-        format errors units files html pictures profile problem conditions memory build partitions simulator
-        baselines greedy solution devices backends formulation search ilp report plan_record explanation choices
-        curve sweep planning batches page __init__
+        format errors units files html pictures profile policies problem conditions memory build stacking partitions
+        simulator baselines greedy solution devices backends formulation search ilp report plan_record explanation
+        choices curve sweep planning batches page __init__
     """,
     "autoac": """
-        _version compat opinfo measure engine untouched step costs fake as_cuda signatures timing scratch tape regions
-        recorder optimizer verify memory_trace plans planner __init__ zoo calibrate selfcheck demo compare cli __main__
+        _version compat opinfo measure engine policies untouched step costs fake as_cuda signatures timing scratch tape
+        regions recorder optimizer verify memory_trace plans planner __init__ zoo calibrate selfcheck demo compare cli
+        __main__
     """,
 }
 FOLDERS = {"autoac_solver": ROOT / "solver" / "autoac_solver", "autoac": ROOT / "autoac"}

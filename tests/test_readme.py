@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compatibility import in_readme
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -95,3 +97,12 @@ def test_the_session_on_the_command_line_is_what_the_commands_print(tmp_path: Pa
             assert shape(line) in printed, (
                 f"{command} does not print {line!r} but\n{done.stdout}{done.stderr}"
             )
+
+
+def test_compatibility_table_is_what_the_tests_say():
+    """In another process: collecting tests from within a test would disturb it."""
+    printed = subprocess.run(
+        [sys.executable, "-m", "tests.compatibility"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.count("\n") > 30
+    assert in_readme() == printed, "run `python -m tests.compatibility --write`"

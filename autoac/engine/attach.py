@@ -11,7 +11,7 @@ import copy
 import functools
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,9 +61,9 @@ class PlannedRegion:
         self.calls.index = (index + 1) % len(self.programs)
         return self.programs[index]
 
-    def restart(self) -> None:
-        """A new step begins in this thread."""
-        self.calls.index = 0
+    def restart(self, index: int) -> None:
+        """The next call of the module in this thread is this one of the step."""
+        self.calls.index = index
 
 
 def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -94,35 +94,61 @@ def _put(module: torch.nn.Module, function: Callable[..., Any], carried: Planned
 
 
 class Root:
-    """What the root of a model carries when some module is called several times a step: a step starts with its call.
+    """What the root of a model carries when some module is called several times a step: where its calls stand.
 
-    Counting round and round would do if every step ran to its end; after an exception it would be off.
+    Counting round and round would do if every step ran to its end; after an exception, or a forward that nobody
+    goes backward from, it would be off. A model that is called once a step starts anew with each call. One that is
+    called several times (micro-batches, two views) starts a step where no parameter has a gradient yet, as the
+    profiled step did.
 
     Args:
-        names: the modules that are called several times.
+        offsets: for each module that is called several times, its calls in the step before each call of the root.
+        fresh: how many calls of the root come before the step's first backward.
         forward: the root's own instance attribute `forward` if it had one, else None.
         plan_id: tells which plan it belongs to.
     """
 
-    def __init__(self, names: Sequence[str], forward: Any, plan_id: str):
-        self.names = tuple(names)
+    def __init__(self, offsets: Mapping[str, Sequence[int]], fresh: int, forward: Any, plan_id: str):
+        self.offsets = {name: tuple(counts) for name, counts in offsets.items()}
+        self.fresh = fresh
         self.forward = forward
         self.plan_id = plan_id
+        self.calls = threading.local()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Root:
+        return Root(self.offsets, self.fresh, copy.deepcopy(self.forward, memo), self.plan_id)
+
+    def __reduce__(self) -> Any:
+        return Root, (self.offsets, self.fresh, self.forward, self.plan_id)
+
+    def next_call(self, module: torch.nn.Module) -> int:
+        """Which of the step's calls of the root this one is, in this thread."""
+        count = len(next(iter(self.offsets.values())))
+        index = getattr(self.calls, "index", 0) % count
+        others = index >= self.fresh or self.fresh == 1  # a call that finds no gradients cannot be this one
+        if index and others and all(p.grad is None for p in module.parameters()):
+            index = 0
+        self.calls.index = index + 1
+        return index
 
 
 def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a root that carries a `Root`."""
     root: Root = module.__dict__[_KEY]
-    for name in root.names:
-        region = planned(module.get_submodule(name))
-        if isinstance(region, PlannedRegion):
-            region.restart()
+    if torch.is_grad_enabled():
+        call = root.next_call(module)
+        for name, offsets in root.offsets.items():
+            region = planned(module.get_submodule(name))
+            if isinstance(region, PlannedRegion):
+                region.restart(offsets[call])
     return (root.forward or functools.partial(type(module).forward, module))(*args, **kwargs)
 
 
-def attach_root(model: torch.nn.Module, names: Sequence[str], plan_id: str) -> None:
-    """Let a call of the model start the count of its modules' calls anew."""
-    _put(model, root_forward, Root(names, model.__dict__.get("forward"), plan_id))
+def attach_root(
+    model: torch.nn.Module, offsets: Mapping[str, Sequence[int]], fresh: int, plan_id: str
+) -> None:
+    """Let a call of the model tell its modules which of their calls come next; arguments as for `Root`."""
+    _put(model, root_forward, Root(offsets, fresh, model.__dict__.get("forward"), plan_id))
 
 
 def detach(module: torch.nn.Module) -> None:

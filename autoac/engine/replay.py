@@ -496,8 +496,11 @@ class Recording(TorchDispatchMode):
         slot = self.slot_of(tensor)
         if slot is None or (self.raw and _key(tensor) in self.raw and not slot.written):
             if tensor.grad_fn is not None:
-                with disable_dispatch_modes():
-                    tensor = tensor.detach()
+                if _is_foreign(type(tensor)):
+                    tensor = tensor.detach()  # its own dispatch must see that, and our mode ignores it
+                else:
+                    with disable_dispatch_modes():
+                        tensor = tensor.detach()
             return tensor, version_of(tensor), call
         handle = Handle(call, slot, slot.geometry_of(tensor), version_of(tensor))
         slot.handles.append(weakref.ref(handle))

@@ -18,7 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from autoac.compat import any_autocast, disable_dispatch_modes, storage_key, version_of
+from autoac.compat import any_autocast, being_traced, disable_dispatch_modes, storage_key, version_of
+from autoac.engine.debug import OpLog, compared, debugging, hidden_from_torch
 from autoac.engine.program import Program
 from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_tensors
 
@@ -28,48 +29,93 @@ RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 
 def run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one call of a region under torch's checkpoint with the plan's policy."""
-    return checkpoint(
-        functools.partial(forward, **kwargs),
-        *args,
-        use_reentrant=False,
-        context_fn=functools.partial(contexts, program),
-    )
+    function = functools.partial(forward, **kwargs)
+    if torch.compiler.is_compiling() or being_traced() or not debugging():
+        context_fn = functools.partial(contexts, program)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+    with hidden_from_torch() as off:
+
+        def context_fn() -> tuple[Any, Any]:
+            off.close()  # the region's own checkpoints are to be debugged
+            return contexts(program)
+
+        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
 
 
 def contexts(program: Program) -> tuple[Any, Any]:
     """The pair of contexts for `checkpoint(context_fn=...)`."""
     policy = SacPolicy(program)
     first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
-    if torch.is_autocast_cache_enabled() and any_autocast() and not torch.compiler.is_compiling():
-        second = _RecomputationUnderAutocast(second, policy)
-    return first, second
+    if torch.compiler.is_compiling() or being_traced():
+        return first, second
+    log = OpLog(program.region) if debugging() else None
+    casts = policy.cast if torch.is_autocast_cache_enabled() and any_autocast() else None
+    return (first if log is None else _Both(first, log)), _SecondRun(second, program.region, casts, log)
 
 
-class _RecomputationUnderAutocast:
-    """The second run's context where autocast keeps casts of weights.
+class _Both:
+    """Two contexts as one; the second sees ops first."""
+
+    def __init__(self, *contexts: Any):
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(*exception)
+
+
+class _SecondRun:
+    """The second run's context: torch's, errors that name the region, and care where autocast keeps casts of weights.
 
     In forward a weight that an earlier region has cast is not cast again; the second run starts without those casts.
     Its additional casts must not be matched with what forward saved: they run past the selective checkpointing. All
     others come in forward's order, if the second run neither finds casts nor leaves any.
+
+    Args:
+        selective: torch's context.
+        casts: storages of the weights that forward has cast itself; None where autocast keeps no casts.
+        log: of the first run, None if it was not kept.
     """
 
-    def __init__(self, selective: Any, policy: SacPolicy):
-        self.selective = selective
-        self.policy = policy
+    def __init__(self, selective: Any, region: str, casts: set[int] | None, log: OpLog | None):
+        self.selective, self.region, self.casts, self.first = selective, region, casts, log
 
     def __enter__(self) -> None:
-        torch.clear_autocast_cache()
-        self.selective.__enter__()
-        self.casts = _AdditionalCasts(self.policy.cast)
-        self.casts.__enter__()
+        parts = [self.selective]
+        self.second = OpLog(self.region) if self.first is not None else None
+        if self.second is not None:
+            parts.append(self.second)
+        if self.casts is not None:
+            torch.clear_autocast_cache()
+            parts.append(_AdditionalCasts(self.casts))
+        self.parts = _Both(*parts)
+        self.parts.__enter__()
 
-    def __exit__(self, *exception: Any) -> None:
-        self.casts.__exit__(*exception)
-        self.selective.__exit__(*exception)
-        torch.clear_autocast_cache()
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.parts.__exit__(kind, error, traceback)
+        if self.casts is not None:
+            torch.clear_autocast_cache()
+        if self.first is not None and self.second is not None:
+            found = compared(self.first, self.second, whole=error is None)
+            if found is not None:
+                raise found from error
+        elif isinstance(error, RuntimeError):
+            error.add_note(_SECOND_RUN.format(region=self.region))
+
+
+_SECOND_RUN = (
+    "This was in the second run of region {region!r} for backward. To see which op differs from forward, wrap the step "
+    'in `torch.utils.checkpoint.set_checkpoint_debug_enabled(True)`; engine="replay" runs no code twice.'
+)
 
 
 class _AdditionalCasts(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, known: set[int]):
         super().__init__()
         self.known = known

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -49,12 +50,20 @@ class RegionTape:
 
 @dataclass(frozen=True)
 class Built:
-    """A problem, and what its regions and units stand for."""
+    """A problem, and what its regions and units stand for.
+
+    Args:
+        engine: "replay" or "sac".
+        regions, problem: see there.
+        unit_storages: for each unit, the storages that it is about.
+        reasons: for each unit that must be saved by its nature, why.
+    """
 
     engine: str
     regions: tuple[RegionTape, ...]
     problem: Problem
     unit_storages: tuple[tuple[int, ...], ...] = field(repr=False, default=())
+    reasons: dict[int, str] = field(repr=False, default_factory=dict)
 
     def steps(
         self, profile: Profile, region: int, recomputed: Sequence[bool]
@@ -79,14 +88,17 @@ class Built:
         return np.array([not replayed or op in again for op, replayed in positions], dtype=bool)
 
 
-def build(profile: Profile, regions: Sequence[int], engine: str) -> Built:
+def build(
+    profile: Profile, regions: Sequence[int], engine: str, pinned: AbstractSet[int] = frozenset()
+) -> Built:
     """The problem for these regions under this engine.
 
     Args:
         regions: module calls, none inside another; those without anything to decide on are left out.
         engine: "replay", "sac", or "checkpoint" for `torch.utils.checkpoint` without a policy.
+        pinned: ops that must not be run again because the user says so.
     """
-    return _Builder(profile, regions, engine).built()
+    return _Builder(profile, regions, engine, pinned).built()
 
 
 class _Region:
@@ -113,12 +125,14 @@ class _Region:
 
 
 class _Builder:
-    def __init__(self, profile: Profile, regions: Sequence[int], engine: str):
+    def __init__(self, profile: Profile, regions: Sequence[int], engine: str, pinned: AbstractSet[int]):
         if engine not in ("replay", "sac", "checkpoint"):
             raise ValueError(f"engine is {engine!r}; known are 'replay', 'sac' and 'checkpoint'")
         self.profile = profile
         self.engine = engine
         self.reruns_code = engine != "replay"
+        self.pinned = pinned
+        self.reasons: dict[int, str] = {}
         self.ticks = [op.tick for op in profile.tape]
         self.writes: dict[int, list[int]] = {}  # storage -> ticks at which it is written
         for op in profile.tape:
@@ -209,26 +223,34 @@ class _Builder:
 
     def _unit(self, region: _Region, index: int, opaque: set[int]) -> Unit:
         ops = self.units[index].ops
-        must_save, requires = False, set()
+        requires: set[int] = set()
+        reasons: list[str] = []
         for op in ops:
             record = self.profile.tape[op]
             own = {*record.creates, *(s for s in record.writes if self.region_of_storage.get(s) is region)}
-            must_save |= not record.replayable or bool(own & opaque)
-            must_save |= bool(set(record.writes) - own)  # it changes something outside of the region as well
-            must_save |= record.side_effect and self.reruns_code
+            if not record.replayable:
+                reasons.append("it cannot be run a second time")
+            if own & opaque:
+                reasons.append("it is written where no op is seen, or needed while its region still runs")
+            if set(record.writes) - own:
+                reasons.append("the op changes something outside of the region as well")
+            if record.side_effect and self.reruns_code:
+                reasons.append("under engine sac the op would have its side effect twice")
             for storage in record.reads:
                 if not self._written_after(storage, record.tick, region.begin_backward):
                     continue
                 owner = self.unit_of_storage.get(storage, -1)
                 if self.region_of_storage.get(storage) is not region or owner < 0:
-                    must_save = True  # when it runs again its input is no longer what it was
+                    reasons.append("the op's input is no longer what it was when it would run again")
                 elif owner != index:
                     requires.add(owner)
-        must_save &= self.engine != "checkpoint"
         reruns = [op for op in ops if not self.reruns_code or self.profile.tape[op].tick < region.last_save]
         time_s = sum(self.profile.tape[op].again_s for op in reruns)
         if self.engine == "replay":
             time_s += len(ops) * self.profile.costs.replay_record
+        if reasons and self.engine != "checkpoint":
+            self.reasons[index] = f"{self.profile.tape[ops[0]].name}: {reasons[0]}"
+        must_save = index in self.reasons or not self.pinned.isdisjoint(ops)
         return Unit(region.index, time_s, must_save, tuple(sorted(requires)), -1, ops)
 
     def _kept_storages(self, region: _Region) -> set[int]:
@@ -273,9 +295,8 @@ class _Builder:
         random = [u for u in units if any(draws(self.profile.tape[op]) for op in self.units[u].ops)]
         must_save = any(self.units[u].must_save for u in random)
         for unit in random:
-            old = self.units[unit]
             same_as = random[0] if unit != random[0] else -1
-            self.units[unit] = Unit(old.region, old.time_s, must_save, old.requires, same_as, old.ops)
+            self.units[unit] = replace(self.units[unit], must_save=must_save, same_as=same_as)
 
     # -- positions ---------------------------------------------------------------------------------------------
 
@@ -349,12 +370,19 @@ class _Builder:
             tuple(self._region_tape(region) for region in self.regions),
             problem,
             tuple(tuple(sorted(group)) for group in storages),
+            self.reasons,
         )
 
     def _region_tape(self, region: _Region) -> RegionTape:
-        spared = tuple(self.reruns_code and self.ticks[op] > region.last_save for op in region.ops)
+        spared = tuple(self._spared(region, op) for op in region.ops)
         units = tuple(self.unit_of_op.get(op, -1) for op in region.ops)
         return RegionTape(region.call, tuple(region.ops), units, spared)
+
+    def _spared(self, region: _Region, op: int) -> bool:
+        """Whether early stop spares the op (sac); but for what is pinned that is not enough, it can be off."""
+        unit = self.unit_of_op.get(op)
+        pinned = not self.pinned.isdisjoint((op,) if unit is None else self.units[unit].ops)
+        return self.reruns_code and self.ticks[op] > region.last_save and not pinned
 
     def _storage_instances(self) -> list[Instance]:
         saved_of: dict[int, list[int]] = {}
@@ -448,6 +476,9 @@ class _Builder:
         if own_end != NEVER:
             holders.append(Holder(own_end, Condition(kept=unit)))
         instances = []
+        if not made and not self.pinned.isdisjoint(self.units[unit].ops):
+            # saved for a second run that stops before it would ask
+            holders.append(Holder(self._position(region.last_release), Condition(wrapped=region.index)))
         if made:
             first = min(made)
             gone = max(self._rerun_free(region, record.free), first + 1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from autoac_solver.build import build
-from autoac_solver.errors import InfeasibleBudgetError, ProfilingError
+from autoac_solver.errors import InfeasibleBudgetError, PolicyError, ProfilingError
 from autoac_solver.ilp import solve
+from autoac_solver.policies import Policy
 from autoac_solver.profile import Profile
 from autoac_solver.report import describe_position, holders_at, suggestions
 from autoac_solver.search import Prepared
 from autoac_solver.solution import Solution
+from autoac_solver.stacking import stacked
 
 _MANY_UNITS = 1000
 
@@ -23,11 +24,15 @@ class Choice:
         profile: what is planned for.
         calls: the module calls that are regions.
         engine: "replay" or "sac".
+        policies: the user's.
     """
 
-    def __init__(self, profile: Profile, calls: Sequence[int], engine: str) -> None:
+    def __init__(
+        self, profile: Profile, calls: Sequence[int], engine: str, policies: Sequence[Policy] = ()
+    ) -> None:
         self.calls = tuple(calls)
-        self.built = build(profile, calls, engine)
+        self.stack = stacked(profile, calls, engine, policies)
+        self.built = self.stack.built
         self.prepared = Prepared(self.built.problem)
         self._start: tuple[bool, ...] | None = None
         self._infeasible: InfeasibleBudgetError | None = None
@@ -58,12 +63,24 @@ class Choices:
     Args:
         profile, engine: as for `Choice`.
         calls: the module calls of each choice.
+        policies: the user's; choices under which they cannot be followed are left out.
+
+    Raises:
+        PolicyError: they can be followed under none; for the coarsest.
     """
 
-    def __init__(self, profile: Profile, calls: Sequence[Sequence[int]], engine: str) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        calls: Sequence[Sequence[int]],
+        engine: str,
+        policies: Sequence[Policy] = (),
+    ) -> None:
         self.profile = profile
         self.engine = engine
-        self._calls = calls
+        self.policies = tuple(policies)
+        self._all_calls = calls
+        self._calls = _allowed(profile, calls, engine, policies) if policies else calls
         self._made: list[Choice] = []
 
     def __len__(self) -> int:
@@ -71,7 +88,7 @@ class Choices:
 
     def __getitem__(self, index: int) -> Choice:
         while len(self._made) <= index:
-            self._made.append(Choice(self.profile, self._calls[len(self._made)], self.engine))
+            self._made.append(Choice(self.profile, self._calls[len(self._made)], self.engine, self.policies))
         return self._made[index]
 
     def best(
@@ -100,11 +117,11 @@ class Choices:
                 if infeasible is None or error.minimum_bytes < infeasible[1].minimum_bytes:
                     infeasible = choice, error
                 continue
-            if best is not None and solution.extra_s >= best[1].extra_s:
+            if best is not None and solution.objective_s >= best[1].objective_s:
                 break
             best = choice, solution
             problem = choice.built.problem
-            if solution.extra_s <= gap * problem.step_s or len(problem.units) > _MANY_UNITS:
+            if solution.objective_s <= gap * problem.step_s or len(problem.units) > _MANY_UNITS:
                 break
         if best is not None:
             return best
@@ -112,12 +129,42 @@ class Choices:
             raise ProfilingError(
                 "no module of the profiled step has anything to recompute, so there is nothing to plan."
             )
-        raise self._described(*infeasible)
+        raise self._described(*infeasible, time_limit_s)
 
-    def _described(self, choice: Choice, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
-        """The error, with what holds the peak and what would lower it."""
+    def _described(
+        self, choice: Choice, error: InfeasibleBudgetError, time_limit_s: float
+    ) -> InfeasibleBudgetError:
+        """The error, with what holds the peak, what would lower it, and what the policies make of it."""
         profile, built = self.profile, choice.built
         error.where = describe_position(profile, built, error.peak_position)
         error.holders = holders_at(profile, built, error.recomputed, error.peak_position)[:10]
         error.suggestions = suggestions(error.holders, finer_regions=len(self) == 1)
+        error.policies = tuple(str(policy) for policy in self.policies if policy.is_must)
+        if error.policies:
+            error.minimum_without_policies_bytes = self._least_without_policies(time_limit_s)
         return error
+
+    def _least_without_policies(self, time_limit_s: float) -> int:
+        """The least feasible budget without policies, as far as it can be told in time."""
+        free = Choices(self.profile, self._all_calls, self.engine)
+        try:
+            return free.best(self.profile.resident_bytes, time_limit_s, 1.0)[1].peak_bytes
+        except InfeasibleBudgetError as error:
+            return error.minimum_bytes
+
+
+def _allowed(
+    profile: Profile, calls: Sequence[Sequence[int]], engine: str, policies: Sequence[Policy]
+) -> list[Sequence[int]]:
+    """The choices under which the policies can be followed."""
+    allowed, first = [], None
+    for choice in calls:
+        try:
+            stacked(profile, choice, engine, policies)
+        except PolicyError as error:
+            first = first or error
+        else:
+            allowed.append(choice)
+    if first is not None and not allowed:
+        raise first
+    return allowed

@@ -11,9 +11,9 @@ brings those that it requires), and complementary alternatives are merged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from autoac_solver.problem import Condition, Problem
+from autoac_solver.problem import Condition, Problem, Unit
 
 Alternative = frozenset[int]
 Term = frozenset[Alternative]
@@ -26,23 +26,33 @@ class Algebra:
     """What follows from what in every permitted decision of a problem, and the simplification that it allows.
 
     Args:
-        problem: its units' must_save, requires and same_as, and their regions.
+        problem: its units' must_save, must_recompute, requires and same_as, and their regions.
 
     Attributes:
         n_variables: units and regions.
         twin: for each unit the first of those that are always decided like it.
-        never: the positive literals that no permitted decision makes true.
+        never: the literals that no permitted decision makes true.
+
+    Raises:
+        ValueError: no decision is permitted.
     """
 
     def __init__(self, problem: Problem) -> None:
         units = problem.units
         self._n_units = len(units)
         self.n_variables = len(units) + len(problem.regions)
-        brings = brought_along(problem)
+        brings = brought_along(units)
         self.twin = [min(v for v in brings[u] if u in brings[v]) for u in range(len(units))]
         possible = [u for u in range(len(units)) if not any(units[v].must_save for v in brings[u])]
         self.never = {literal + 1 for literal in range(self.n_variables)}
         self.never -= {u + 1 for u in possible} | {self.wrapped(units[u].region) for u in possible}
+        for u in (u for u, unit in enumerate(units) if unit.must_recompute):
+            for v in brings[u]:
+                if units[v].must_save:
+                    raise ValueError(
+                        f"unit {u} must be recomputed, and with it unit {v}, which must be saved"
+                    )
+                self.never |= {-(v + 1), -self.wrapped(units[v].region)}
         self._implied = {self.wrapped(k): {self.wrapped(k)} for k in range(len(problem.regions))}
         self._implied |= {-(u + 1): {-(u + 1)} for u in range(len(units))}
         for u in range(len(units)):
@@ -129,10 +139,10 @@ class Algebra:
         return False
 
 
-def brought_along(problem: Problem) -> list[set[int]]:
+def brought_along(units: Sequence[Unit]) -> list[set[int]]:
     """For each unit those that must be recomputed if it is, itself included."""
-    edges: list[set[int]] = [set(unit.requires) for unit in problem.units]
-    for index, unit in enumerate(problem.units):
+    edges: list[set[int]] = [set(unit.requires) for unit in units]
+    for index, unit in enumerate(units):
         if unit.same_as >= 0:
             edges[index].add(unit.same_as)
             edges[unit.same_as].add(index)

@@ -13,16 +13,17 @@ import numpy as np
 import pandas as pd
 
 from autoac_solver.baselines import COLUMNS as BASELINE_COLUMNS
-from autoac_solver.build import Built, build
 from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
 from autoac_solver.format import format_bytes
 from autoac_solver.html import escape, svg, table
 from autoac_solver.pictures import draw_curve, new_axes
 from autoac_solver.plan_record import PlanRecord, make_record
+from autoac_solver.policies import Policy
 from autoac_solver.profile import Profile
 from autoac_solver.simulator import Simulator
 from autoac_solver.solution import Solution
+from autoac_solver.stacking import Stacked, stacked
 
 SCHEMA = "autoac.tradeoff"
 SCHEMA_VERSION = 1
@@ -65,6 +66,7 @@ class Tradeoff:
         points: one for each budget, ascending.
         baselines: what people do by hand, one row each: name, blocks, peak_bytes, extra_s, overhead; see `baselines`.
         notes: which of the budgets asked for are missing, and why.
+        policies: the user's, which all plans follow. Where there are hints, bounds are of time and hints together.
 
     A larger budget never has a slower plan: the plan of a smaller one fits it too.
     """
@@ -75,6 +77,7 @@ class Tradeoff:
     points: tuple[Point, ...] = field(repr=False)
     baselines: pd.DataFrame = field(repr=False)
     notes: tuple[str, ...] = ()
+    policies: tuple[Policy, ...] = ()
 
     @property
     def model(self) -> str:
@@ -120,13 +123,13 @@ class Tradeoff:
     def record(self, row: int) -> PlanRecord:
         """The record of a row's plan."""
         point = self.points[row]
-        if point.calls not in self._built:
-            self._built[point.calls] = build(self.profile, point.calls, self.engine)
-        built = self._built[point.calls]
-        return make_record(self.profile, built, point.solution, point.budget_bytes, 0, self.engine_reason)
+        if point.calls not in self._stacks:
+            self._stacks[point.calls] = stacked(self.profile, point.calls, self.engine, self.policies)
+        stack = self._stacks[point.calls]
+        return make_record(self.profile, stack, point.solution, point.budget_bytes, 0, self.engine_reason)
 
     @functools.cached_property
-    def _built(self) -> dict[tuple[int, ...], Built]:
+    def _stacks(self) -> dict[tuple[int, ...], Stacked]:
         """The problem for each choice of regions, once it was made."""
         return {}
 
@@ -162,6 +165,7 @@ class Tradeoff:
             "engine": self.engine,
             "engine_reason": self.engine_reason,
             "notes": self.notes,
+            "policies": [policy.as_data() for policy in self.policies],
             "points": points,
             "baselines": {str(name): self.baselines[name].tolist() for name in BASELINE_COLUMNS},
             "profile": self.profile.as_data(),
@@ -184,6 +188,7 @@ class Tradeoff:
                 points=tuple(_point(point) for point in data["points"]),
                 baselines=_baselines(data["baselines"]),
                 notes=tuple(_text(note) for note in data["notes"]),
+                policies=tuple(map(Policy.from_data, data.get("policies", []))),
             )
             _recount(curve)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -272,7 +277,7 @@ def _bounds(points: Sequence[Point]) -> list[float]:
     bounds = []
     for point in reversed(points):
         best[point.calls] = max(best.get(point.calls, 0.0), point.solution.bound_s)
-        bounds.append(min(best[point.calls], point.solution.extra_s))
+        bounds.append(min(best[point.calls], point.solution.objective_s))
     return bounds[::-1]
 
 
@@ -300,14 +305,18 @@ def _recount(curve: Tradeoff) -> None:
         if not all(0 <= call < len(curve.profile.calls) for call in point.calls):
             raise ValueError("a region is no call of the profile")
         if point.calls not in simulators:
-            simulators[point.calls] = Simulator(build(curve.profile, point.calls, curve.engine).problem)
+            simulators[point.calls] = Simulator(
+                stacked(curve.profile, point.calls, curve.engine, curve.policies).built.problem
+            )
         simulator, solution = simulators[point.calls], point.solution
         if len(solution.recomputed) != len(simulator.problem.units):
             raise ValueError("a plan has decisions for other units than the profile's")
         timeline = simulator.simulate(solution.recomputed)
-        if timeline.peak_bytes != solution.peak_bytes or not np.isclose(timeline.extra_s, solution.extra_s):
+        if timeline.peak_bytes != solution.peak_bytes or not (
+            np.isclose(timeline.extra_s, solution.extra_s) and np.isclose(timeline.hint_s, solution.hint_s)
+        ):
             raise ValueError("a plan's peak or time is not what the profile says")
-        if not point.budget_bytes >= solution.peak_bytes or not 0 <= solution.bound_s <= solution.extra_s:
+        if not point.budget_bytes >= solution.peak_bytes or not 0 <= solution.bound_s <= solution.objective_s:
             raise ValueError("a plan's budget or bound is out of range")
 
 

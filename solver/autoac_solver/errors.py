@@ -27,6 +27,14 @@ class ProfilingError(AutoacError):
     """The step could not be recorded."""
 
 
+class PolicyError(AutoacError, ValueError):
+    """A policy that makes no sense, or is about nothing in the profiled step."""
+
+
+class PolicyConflictError(PolicyError):
+    """Two MUSTs about the same value that cannot both be followed, or one that is against the value's nature."""
+
+
 class NoPlanInTimeError(AutoacError):
     """The time limit passed before any plan within the budget was found; there may be one."""
 
@@ -45,6 +53,8 @@ class InfeasibleBudgetError(AutoacError):
         where: op, module and phase of the peak.
         holders: (kind, module, bytes) of what holds the peak, largest first.
         suggestions: what would lower it.
+        policies: the user's constraints that the plan had to follow, in words.
+        minimum_without_policies_bytes: `minimum_bytes` without them, 0 if there are none.
     """
 
     def __init__(
@@ -64,9 +74,13 @@ class InfeasibleBudgetError(AutoacError):
         self.where = ""
         self.holders: Sequence[tuple[str, str, int]] = ()
         self.suggestions: tuple[str, ...] = ()
+        self.policies: tuple[str, ...] = ()
+        self.minimum_without_policies_bytes = 0
 
     def __str__(self) -> str:
-        return "\n".join([self._headline(), *self._peak_lines(), *self._suggestion_lines()])
+        return "\n".join(
+            [self._headline(), *self._policy_lines(), *self._peak_lines(), *self._suggestion_lines()]
+        )
 
     def _headline(self) -> str:
         asked, least = _exactly(self.budget_bytes), _exactly(self.minimum_bytes)
@@ -79,6 +93,12 @@ class InfeasibleBudgetError(AutoacError):
             f"No plan fits a budget of {asked}; the least peak found in the time given is {least}, and a lower one was "
             f"not ruled out. Ask for budget={self.minimum_bytes} or more, or give more time (time_limit_s)."
         )
+
+    def _policy_lines(self) -> list[str]:
+        if not self.policies:
+            return []
+        without = _exactly(self.minimum_without_policies_bytes)
+        return [f"That is with the policies {', '.join(self.policies)}; without them the least is {without}."]
 
     def _peak_lines(self) -> list[str]:
         lines = [f"The peak of that plan lies at {self.where}."] if self.where else []

@@ -113,7 +113,25 @@ def _summary(record: PlanRecord) -> tuple[str, ...]:
         f"  proved          {record.status}: no plan is faster by more than {record.gap:.2%} of the step "
         f"({record.solver}, {record.solve_s:.1f} s)",
         f"  regions         {len(record.regions)}, of which {untouched} are left untouched (nothing to recompute)",
+        *_policies(record),
     )
+
+
+def _policies(record: PlanRecord) -> list[str]:
+    """What became of the user's policies."""
+    lines = []
+    for applied in record.policies:
+        policy, label = applied.policy, ""
+        if not policy.is_must:
+            label = f", {applied.followed} {'kept' if policy.saves else 'recomputed'}"
+        name = f"{policy.name}: {policy.decision}" if policy.name else str(policy)
+        lines.append(f"  policy          {name}: {applied.values} values{label}")
+    if any(not applied.policy.is_must for applied in record.policies):
+        lines.append(
+            f"  hints           those that were not followed count as {format_seconds(record.hint_s)} in what was "
+            "minimised; what was proved is about time and hints together"
+        )
+    return lines
 
 
 def _share(seconds: float, record: PlanRecord) -> float:

@@ -37,6 +37,7 @@ class Formulation:
         positions: those that have a memory row.
         impossible: a row, left out of the program, cannot be met whatever is decided.
         cost_per_s: units of the objective in a second.
+        constant_s: seconds to be added to the objective: what hints count if nothing is recomputed.
         unit_bytes: the bytes that count as 1 in the memory rows.
     """
 
@@ -55,10 +56,11 @@ class Formulation:
         self.positions: set[int] = set()
         self.impossible = False
         self.unit_bytes = max([1, *(instance.bytes for instance in problem.instances)])
-        total_s = sum(unit.time_s for unit in problem.units) + sum(
+        total_s = sum(unit.time_s + abs(unit.hint_s) for unit in problem.units) + sum(
             region.wrap_s for region in problem.regions
         )
         self.cost_per_s = _COST_RANGE / total_s if total_s > 0 else 1.0
+        self.constant_s = -sum(unit.hint_s for unit in problem.units if unit.hint_s < 0)
         self._column: dict[int, int] = {}
         self._add_decisions()
         self._add_rules()
@@ -130,6 +132,8 @@ class Formulation:
         for literal in self._algebra.never:
             if literal in self._column:
                 self._variable(literal).upBound = 0.0
+            elif -literal in self._column:
+                self._variable(-literal).lowBound = 1.0
 
     def _add_rules(self) -> None:
         """r <= what it brings: the units that it requires, and the wrapping of its region."""
@@ -140,11 +144,11 @@ class Formulation:
                     self._add_row([(literal, 1.0), (brought, -1.0)], pulp.LpConstraintLE, 0)
 
     def _costs(self) -> list[tuple[pulp.LpVariable, float]]:
-        """The seconds of each decision, in units of the objective."""
+        """The seconds of each decision, hints included, in units of the objective."""
         costs: dict[int, float] = {}
         for index, unit in enumerate(self._problem.units):
             literal = self._algebra.recomputed(index)
-            costs[literal] = costs.get(literal, 0.0) + unit.time_s * self.cost_per_s
+            costs[literal] = costs.get(literal, 0.0) + (unit.time_s + unit.hint_s) * self.cost_per_s
         for index, region in enumerate(self._problem.regions):
             costs[self._algebra.wrapped(index)] = region.wrap_s * self.cost_per_s
         return [(self._variable(literal), cost) for literal, cost in costs.items()]

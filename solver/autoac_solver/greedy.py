@@ -35,7 +35,7 @@ class Greedy:
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
         problem = simulator.problem
-        brings = brought_along(problem)
+        brings = brought_along(problem.units)
         never = [any(problem.units[v].must_save for v in brings[u]) for u in range(len(problem.units))]
         self._everything = ~np.array(never, dtype=bool)
         needs: list[list[int]] = [[] for _ in problem.units]
@@ -69,7 +69,9 @@ class Greedy:
                 size[instance.exists.recomputed] += instance.bytes
         time_s = np.array([unit.time_s for unit in problem.units])
         density = np.array([time_s[units].sum() / max(size[units].sum(), 1) for units in needs])
-        return [int(unit) for unit in np.argsort(-density, kind="stable") if self._everything[unit]]
+        fixed = [any(problem.units[u].must_recompute for u in units) for units in needs]
+        order = np.argsort(-density, kind="stable")
+        return [int(unit) for unit in order if self._everything[unit] and not fixed[unit]]
 
     def _move(self, units: list[int]) -> _Move:
         depends = np.any([self.simulator.depending_on(unit) for unit in units], axis=0)

@@ -88,11 +88,11 @@ class _LeastTime(Search):
     def is_better(self, plan: Plan) -> bool:
         if plan.timeline.peak_bytes > self._budget_bytes:
             return False
-        return self.best is None or plan.timeline.extra_s < self.best.timeline.extra_s
+        return self.best is None or plan.timeline.objective_s < self.best.timeline.objective_s
 
     def learn(self, formulation: Formulation, outcome: Outcome) -> None:
         if np.isfinite(outcome.bound):
-            self.bound_s = max(self.bound_s, outcome.bound / formulation.cost_per_s)
+            self.bound_s = max(self.bound_s, outcome.bound / formulation.cost_per_s + formulation.constant_s)
 
     def solve(self) -> Solution:
         """See the function `solve`."""
@@ -170,7 +170,9 @@ class _LeastTime(Search):
         """Whether the best plan is proved to be within the gap."""
         if self.best is None:
             return False
-        return self.best.timeline.extra_s - self.bound_s <= self._gap_s + _CLOSED * self.task.problem.step_s
+        return (
+            self.best.timeline.objective_s - self.bound_s <= self._gap_s + _CLOSED * self.task.problem.step_s
+        )
 
     def _solution(self) -> Solution:
         if self.best is None:
@@ -206,7 +208,7 @@ class _LeastPeak(Search):
         return self.task.solution(self._plan(), proven=proven, bound_s=0.0)
 
     def _plan(self) -> Plan:
-        """The best plan; recomputing nothing is always one."""
+        """The best plan; recomputing nothing that need not be is always one."""
         assert self.best is not None
         return self.best
 

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from autoac_solver.build import Built, build
+from autoac_solver.build import Built
 from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
 from autoac_solver.format import format_bytes
 from autoac_solver.html import escape, svg, table
 from autoac_solver.pictures import draw_memory, new_axes
+from autoac_solver.policies import AppliedPolicy
 from autoac_solver.profile import Profile
 from autoac_solver.report import (
     decisions_table,
@@ -27,6 +28,7 @@ from autoac_solver.report import (
 )
 from autoac_solver.simulator import Simulator
 from autoac_solver.solution import Solution
+from autoac_solver.stacking import Stacked, stacked
 
 SCHEMA = "autoac.plan"
 SCHEMA_VERSION = 3  # 2: the profile is part of the plan; 3: the profile's second version
@@ -69,13 +71,16 @@ class PlanRecord:
         resident_bytes: alive before the step.
         predicted_peak_bytes, unplanned_peak_bytes: of the step with the plan, and with nothing recomputed.
         predicted_extra_s, predicted_step_s: seconds that the plan adds, seconds of the step without it.
-        bound_s, gap: no plan adds less than bound_s; gap is the difference as a fraction of the step.
+        bound_s, gap: no plan adds less than bound_s; gap is the difference as a fraction of the step. Where there are
+            hints, what they count (hint_s) is part of both.
         status, solver, solve_s: "optimal" or "feasible", by what, in how many seconds.
         peak_where, peak_fixed_bytes, peak_holders: where the predicted peak lies, how much is alive there whatever is
             decided, and kind, module, bytes of what is alive there.
         regions: see `RegionPlan`.
         profile: what it was made from, so that a plan by itself can be explained and planned anew for other budgets.
         decision_columns, timeline_columns: the tables behind `decisions` and `memory_timeline`, by column.
+        policies: the user's policies, and what became of them.
+        hint_s: what the hints that are not followed count in what was minimised, seconds.
     """
 
     model: str
@@ -105,6 +110,8 @@ class PlanRecord:
     profile: Profile = field(repr=False)
     decision_columns: dict[str, list[Any]] = field(repr=False)
     timeline_columns: dict[str, list[Any]] = field(repr=False)
+    policies: tuple[AppliedPolicy, ...] = ()
+    hint_s: float = 0.0
 
     @property
     def decisions(self) -> pd.DataFrame:
@@ -125,9 +132,9 @@ class PlanRecord:
         index = {(call.fqn, call.call): i for i, call in enumerate(self.profile.calls) if call.grad}
         decided = dict(zip(self.decision_columns["unit"], self.decision_columns["decision"], strict=True))
         try:
-            built = build(
-                self.profile, [index[region.fqn, region.call] for region in self.regions], self.engine
-            )
+            calls = [index[region.fqn, region.call] for region in self.regions]
+            policies = [applied.policy for applied in self.policies]
+            built = stacked(self.profile, calls, self.engine, policies, must_match=False).built
             units = range(len(built.problem.units))
             recomputed = tuple(decided[unit] == "recompute" for unit in units)
         except KeyError as error:
@@ -194,6 +201,7 @@ class PlanRecord:
             for r in self.regions
         ]
         data["programs"] = list(programs)
+        data["policies"] = [applied.as_data() for applied in self.policies]
         data["profile"] = self.profile.as_data()
         write_json(path, SCHEMA, SCHEMA_VERSION, data)
 
@@ -206,6 +214,7 @@ class PlanRecord:
         """
         data = read_json(path, SCHEMA, SCHEMA_VERSION)
         try:
+            data = {"policies": [], "hint_s": 0.0, **data}  # plans without policies need not name them
             values = {f.name: data[f.name] for f in dataclasses.fields(cls)}
             programs = [_steps(steps) for steps in data["programs"]]
             values["regions"] = tuple(
@@ -221,6 +230,7 @@ class PlanRecord:
             if any(not 0 <= region.call < region.calls <= _MOST_CALLS for region in values["regions"]):
                 raise ValueError("a region's call is out of range")
             values["profile"] = Profile.from_data(values["profile"])
+            values["policies"] = tuple(map(AppliedPolicy.from_data, values["policies"]))
             values["peak_holders"] = tuple(
                 (_is(kind, str), _is(module, str), _is(size, int))
                 for kind, module, size in values["peak_holders"]
@@ -241,10 +251,10 @@ class PlanRecord:
 
 
 def make_record(
-    profile: Profile, built: Built, solution: Solution, budget_bytes: int, headroom_bytes: int, reason: str
+    profile: Profile, stack: Stacked, solution: Solution, budget_bytes: int, headroom_bytes: int, reason: str
 ) -> PlanRecord:
     """The plan's record: decisions by region, what was predicted and proved, and the tables to look at."""
-    recomputed = solution.recomputed
+    built, recomputed = stack.built, solution.recomputed
     simulator = Simulator(built.problem)
     timeline = simulator.simulate(recomputed)
     nothing = simulator.simulate([False] * len(recomputed))
@@ -288,6 +298,8 @@ def make_record(
         profile=profile,
         decision_columns=_columns(decisions_table(profile, built, recomputed)),
         timeline_columns=_columns(timeline_table(profile, built, recomputed)),
+        policies=stack.applied(recomputed),
+        hint_s=solution.hint_s,
     )
 
 

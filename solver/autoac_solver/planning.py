@@ -12,6 +12,7 @@ from autoac_solver.curve import Tradeoff
 from autoac_solver.errors import ProfilingError
 from autoac_solver.partitions import named_calls, partitions
 from autoac_solver.plan_record import PlanRecord, make_record
+from autoac_solver.policies import Policy
 from autoac_solver.profile import Profile
 from autoac_solver.sweep import feasible_range, sweep
 from autoac_solver.units import parse_bytes
@@ -29,6 +30,7 @@ def plan_profile(
     engine: str = "auto",
     engine_reason: str = "",
     regions: str | Sequence[str] | None = None,
+    policies: Sequence[Policy] = (),
     headroom: int | str = 0,
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
@@ -40,20 +42,22 @@ def plan_profile(
         engine: "replay", "sac", or "auto", which is "replay" here.
         engine_reason: why this engine; "" says it by itself.
         regions: names of modules; None chooses them.
+        policies: constraints and hints, see `policies`.
         budget, headroom, time_limit_s, gap, progress: as for `autoac.plan`.
 
     Raises:
         InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
+        PolicyError: the policies clash, or one is about nothing; before anything is solved.
     """
     start = time.perf_counter()
     engine, reason = resolve_engine(engine)
     budget_bytes, headroom_bytes = limits(budget, headroom, profile.device_bytes or None)
-    choices = Choices(profile, region_choices(profile, regions), engine)
+    choices = Choices(profile, region_choices(profile, regions), engine, policies)
     choice, solution = choices.best(
         budget_bytes - headroom_bytes, time_limit_s, gap, progress or (lambda *_: None)
     )
     solution = replace(solution, solve_s=time.perf_counter() - start)
-    return make_record(profile, choice.built, solution, budget_bytes, headroom_bytes, engine_reason or reason)
+    return make_record(profile, choice.stack, solution, budget_bytes, headroom_bytes, engine_reason or reason)
 
 
 def plan_budgets(
@@ -63,6 +67,7 @@ def plan_budgets(
     *,
     engine: str = "auto",
     regions: str | Sequence[str] | None = None,
+    policies: Sequence[Policy] = (),
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
     progress: Progress | None = None,
@@ -71,7 +76,7 @@ def plan_budgets(
     engine, reason = resolve_engine(engine)
     if points < 2:
         raise ValueError(f"points is {points}; a curve takes at least 2.")
-    choices = Choices(profile, region_choices(profile, regions), engine)
+    choices = Choices(profile, region_choices(profile, regions), engine, policies)
     tell = progress or (lambda *_: None)
     tell("what people do by hand", 0.0)
     by_hand = baselines(profile)
@@ -82,7 +87,7 @@ def plan_budgets(
     else:
         budgets_bytes = [limits(budget, 0, profile.device_bytes or None)[0] for budget in budgets]
     found, notes = sweep(choices, budgets_bytes, time_limit_s, gap, tell)
-    return Tradeoff(profile, engine, reason, found, by_hand, notes)
+    return Tradeoff(profile, engine, reason, found, by_hand, notes, tuple(policies))
 
 
 def resolve_engine(engine: str) -> tuple[str, str]:

@@ -75,9 +75,13 @@ class Unit:
         region: index of its region.
         time_s: seconds that recomputing it adds to the step, the engine's bookkeeping for its ops included.
         must_save: it cannot be recomputed.
-        requires: units that must be recomputed if this one is (it reads a value of theirs before the last write).
+        requires: units that must be recomputed if this one is (it reads a value of theirs before the last write, or a
+            policy says not to keep them for it).
         same_as: index of a unit that must be decided alike, -1 for none.
         ops: indices of the profile's ops that are run again when it is recomputed.
+        must_recompute: it cannot be kept.
+        hint_s: a hint, in seconds. Positive: recomputing it counts that much more than its time. Negative: keeping it
+            counts that much. Hints are part of what is minimised, not of the time that is reported.
     """
 
     region: int
@@ -86,6 +90,8 @@ class Unit:
     requires: tuple[int, ...] = ()
     same_as: int = -1
     ops: tuple[int, ...] = ()
+    must_recompute: bool = False
+    hint_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,8 @@ def _faults(problem: Problem) -> Iterator[str]:
     for index, unit in enumerate(problem.units):
         if not _is_duration(unit.time_s):
             yield f"unit {index}: time_s={unit.time_s} is no duration"
+        if not math.isfinite(unit.hint_s):
+            yield f"unit {index}: hint_s={unit.hint_s} is not finite"
         if not 0 <= unit.region < n_regions:
             yield f"unit {index}: there is no region {unit.region}"
         if not all(0 <= other < n_units for other in unit.requires) or not -1 <= unit.same_as < n_units:

@@ -251,6 +251,23 @@ class Profile:
         record = self.calls[call]
         return record.fqn if record.call == 0 else f"{record.fqn}#{record.call}"
 
+    def calls_below_root(self, names: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], int] | None:
+        """How the calls of some modules are spread over the step's calls of the model itself.
+
+        Returns:
+            For each module how often it was called, with gradients on, before each call of the model, and how many
+            calls of the model there are before the first backward. None if a module was also called from elsewhere.
+        """
+        roots = [call for call in self.calls if call.fqn == "" and call.grad]
+        offsets = {}
+        for name in names:
+            starts = [call.start for call in self.calls if call.fqn == name and call.grad]
+            if any(not any(root.start < start < root.end for root in roots) for start in starts):
+                return None
+            offsets[name] = tuple(sum(start < root.start for start in starts) for root in roots)
+        first_backward = min((op.tick for op in self.tape if op.backward), default=self.end)
+        return offsets, sum(root.start < first_backward for root in roots)
+
     @property
     def saved_by_class(self) -> pd.DataFrame:
         """What autograd saves for backward, by class of the module that makes it: module_class, storages, bytes.

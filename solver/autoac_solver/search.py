@@ -120,10 +120,10 @@ class Task:
         return time.monotonic() < self.deadline
 
     def simple_plans(self) -> Iterator[np.ndarray]:
-        """Nothing recomputed, everything that may be, and what the caller knows."""
-        units = range(len(self.problem.units))
-        yield np.zeros(len(units), dtype=bool)
-        yield np.array([self.algebra.recomputed(u) not in self.algebra.never for u in units], dtype=bool)
+        """Nothing recomputed that need not be, everything that may be, and what the caller knows."""
+        literals = [self.algebra.recomputed(u) for u in range(len(self.problem.units))]
+        yield np.array([-literal in self.algebra.never for literal in literals], dtype=bool)
+        yield np.array([literal not in self.algebra.never for literal in literals], dtype=bool)
         if self.start is not None:
             yield np.array(self.start, dtype=bool)
 
@@ -132,19 +132,20 @@ class Task:
 
     def solution(self, plan: Plan, *, proven: bool, bound_s: float) -> Solution:
         """A plan with what was proved about it."""
-        extra_s, step_s = plan.timeline.extra_s, self.problem.step_s
+        objective_s, step_s = plan.timeline.objective_s, self.problem.step_s
         # A bound from a program solved to tolerances may lie a rounding error above the plan.
-        bound_s = min(bound_s, extra_s)
+        bound_s = min(bound_s, objective_s)
         return Solution(
             recomputed=tuple(plan.recomputed.tolist()),
             status="optimal" if proven else "feasible",
             peak_bytes=plan.timeline.peak_bytes,
-            extra_s=extra_s,
+            extra_s=plan.timeline.extra_s,
             bound_s=bound_s,
-            gap=(extra_s - bound_s) / step_s if step_s > 0 else 0.0,
+            gap=(objective_s - bound_s) / step_s if step_s > 0 else 0.0,
             solver=self.backend.name,
             rounds=self.rounds,
             solve_s=self.elapsed_s(),
+            hint_s=plan.timeline.hint_s,
         )
 
     def decisions(self, recomputed: np.ndarray) -> np.ndarray:
@@ -162,7 +163,7 @@ class Search:
     Attributes:
         best: the best plan so far, by the measure of the search.
         lowest: the plan with the least peak so far.
-        bound_s: no plan within the budget adds fewer seconds.
+        bound_s: no plan within the budget adds fewer seconds, hints included.
     """
 
     def __init__(self, task: Task) -> None:

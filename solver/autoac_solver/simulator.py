@@ -25,12 +25,19 @@ class Timeline:
         peak_bytes: the largest of them.
         peak_position: the first position that reaches it.
         extra_s: seconds added to the step.
+        hint_s: what the hints that are not followed count, in seconds.
     """
 
     live_bytes: np.ndarray
     peak_bytes: int
     peak_position: int
     extra_s: float
+    hint_s: float = 0.0
+
+    @property
+    def objective_s(self) -> float:
+        """What a search minimises."""
+        return self.extra_s + self.hint_s
 
 
 class _Conditions:
@@ -80,6 +87,7 @@ class Simulator:
         self._holds = _Conditions(h.when for i in instances for h in i.holders)
         self._unit_region = np.array([u.region for u in problem.units], dtype=np.int64)
         self._time_s = np.array([u.time_s for u in problem.units], dtype=np.float64)
+        self._hint_s = np.array([u.hint_s for u in problem.units], dtype=np.float64)
         self._wrap_s = np.array([r.wrap_s for r in problem.regions], dtype=np.float64)
 
     def simulate(self, recomputed: Decisions) -> Timeline:
@@ -90,7 +98,8 @@ class Simulator:
         """
         live_bytes = self.live_bytes(recomputed)
         peak = int(np.argmax(live_bytes))
-        return Timeline(live_bytes, int(live_bytes[peak]), peak, self.extra_s(recomputed))
+        extra_s, hint_s = self.extra_s(recomputed), self.hint_s(recomputed)
+        return Timeline(live_bytes, int(live_bytes[peak]), peak, extra_s, hint_s)
 
     def live_bytes(self, recomputed: Decisions) -> np.ndarray:
         """Live bytes at every position, int64, resident bytes included."""
@@ -104,6 +113,11 @@ class Simulator:
         """Seconds that the recomputed units and the wrapped regions add to the step."""
         chosen = np.asarray(recomputed, dtype=bool)
         return float(self._time_s[chosen].sum() + self._wrap_s[self._wrapped(chosen)].sum())
+
+    def hint_s(self, recomputed: Decisions) -> float:
+        """What the hints count against these decisions."""
+        against = np.where(np.asarray(recomputed, dtype=bool), self._hint_s, -self._hint_s)
+        return float(against[against > 0].sum())
 
     def part(self, chosen: np.ndarray, resident_bytes: int = 0) -> Simulator:
         """A simulator of some of the instances only.
@@ -179,6 +193,8 @@ def violations(problem: Problem, recomputed: Decisions) -> list[str]:
     for index, unit in enumerate(problem.units):
         if recomputed[index] and unit.must_save:
             lines.append(f"unit {index} is recomputed but must be saved")
+        if unit.must_recompute and not recomputed[index]:
+            lines.append(f"unit {index} is not recomputed but must be")
         lines += [
             f"unit {index} is recomputed but unit {other}, which that requires, is not"
             for other in unit.requires

@@ -17,8 +17,9 @@ class Solution:
         status: "optimal" only if the asked gap was closed; else "feasible", and `gap` says how far it may be off.
         peak_bytes: the simulator's count, resident bytes included.
         extra_s: seconds added to the step.
-        bound_s: no plan within the budget adds less than these seconds.
-        gap: (extra_s - bound_s) / step_s.
+        hint_s: what the hints that are not followed count, in seconds; 0 where there are no hints.
+        bound_s: of no plan within the budget extra_s + hint_s is less.
+        gap: (extra_s + hint_s - bound_s) / step_s.
         solver: name and version of what solved it.
         rounds: how many integer programs were solved.
         solve_s: seconds it took, everything included.
@@ -33,3 +34,9 @@ class Solution:
     solver: str
     rounds: int
     solve_s: float
+    hint_s: float = 0.0
+
+    @property
+    def objective_s(self) -> float:
+        """What was minimised: seconds added to the step, and what hints count."""
+        return self.extra_s + self.hint_s

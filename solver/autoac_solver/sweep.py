@@ -58,7 +58,7 @@ def sweep(
                 why = "infeasible" if isinstance(error, InfeasibleBudgetError) else "no plan found in time"
                 notes.append(f"{format_bytes(limit)}: {why}")
                 continue
-            if last is not None and last[1].extra_s < solution.extra_s:
+            if last is not None and last[1].objective_s < solution.objective_s:
                 # A finer choice of regions that was not tried again: its last plan fits this budget too.
                 choice, solution = last[0], last[0].solve(limit, gap, time_limit_s)
             last = choice, solution

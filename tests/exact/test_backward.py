@@ -11,6 +11,7 @@ from tests.exact.harness import (
     assert_exact,
     assert_gradients_of_a_step,
     assert_nothing_active,
+    assert_plan_exact,
     backward_from,
     nothing_leaks,
     plan_with,
@@ -18,6 +19,7 @@ from tests.exact.harness import (
     plans,
     run,
 )
+from tests.features import feature
 
 X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
 
@@ -97,6 +99,7 @@ def all_but_tanh(region: str, op: str, nth: int) -> bool:
     return op != "aten.tanh.default"
 
 
+@feature("gradient accumulation, several forwards before a backward")
 def test_gradient_accumulation(engine):
     """Micro-batches one after the other into the same gradients."""
 
@@ -111,6 +114,7 @@ def test_gradient_accumulation(engine):
     assert_exact(case_of(lambda losses: None, forward), engine)
 
 
+@feature("gradient accumulation, several forwards before a backward")
 def test_micro_batches_forward_before_backward(engine):
     """As in a pipeline: several forwards of a region are open at once, and come back in another order."""
 
@@ -131,6 +135,7 @@ def with_parameters(model):
     return mean_square(model), list(model.parameters())
 
 
+@feature("`backward(inputs=)` and `torch.autograd.grad`")
 @pytest.mark.parametrize("which", [slice(None), slice(0, 1), slice(-2, None), slice(3, 5)], ids=str)
 def test_autograd_grad(engine, which):
     def backward(result):
@@ -152,6 +157,7 @@ def test_gradient_of_the_input_only(engine):
     assert_exact(case_of(backward, forward), engine)
 
 
+@feature("`backward(inputs=)` and `torch.autograd.grad`")
 @pytest.mark.parametrize("which", [slice(0, 2), slice(-2, None)], ids=str)
 def test_backward_into_some_parameters(engine, which):
     assert_exact(case_of(lambda r: r[0].backward(inputs=r[1][which]), with_parameters), engine)
@@ -191,9 +197,19 @@ class Forces(nn.Module):
         return torch.sigmoid(torch.sin(energy * force))
 
 
+@feature("backward inside a region's forward", "replay")
 def test_gradient_inside_forward():
     """That backward replays what is recorded so far, the rest waits for the step's. Sac could do only one of them."""
     assert_exact(Case(lambda: nn.Sequential(Forces(), Forces()), mean_square, regions=("0", "1")), "replay")
+
+
+@feature("backward inside a region's forward", "sac", cell="such regions are left untouched")
+def test_gradient_inside_forward_under_sac():
+    """The planner leaves these regions alone, and says so if there are no others."""
+    case = Case(lambda: nn.Sequential(Forces(), Block()), mean_square, regions=("0", "1"))
+    plan = plan_with(case, "sac", lambda region, op, nth: True)
+    assert [region.name for region in plan.regions] == ["1"]
+    assert_plan_exact(case, plan)
 
 
 # -- twice, and through gradients --------------------------------------------------------------------------------------
@@ -209,15 +225,17 @@ def three_times(loss):
         loss.backward(retain_graph=True)
 
 
+@feature("`retain_graph` and a second backward", "replay")
 @pytest.mark.parametrize("backward", [twice, three_times])
 def test_second_backward(backward):
     assert_exact(case_of(backward, profiled_backward=backward_from), "replay")
 
 
-def test_second_backward_without_the_graph():
+@feature("second backward over a freed graph", cell="refused")
+def test_second_backward_without_the_graph(engine):
     """As without a plan: refused, and the first one is unharmed."""
     case = case_of(backward_from)
-    plan = plans(case, "replay", [0.0])[0.0]
+    plan = plans(case, engine, [0.0])[0.0]
     model = planned(case, plan)
     loss = mean_square(model)
     loss.backward()
@@ -226,6 +244,7 @@ def test_second_backward_without_the_graph():
         loss.backward()
 
 
+@feature("`retain_graph` and a second backward", "sac", cell="refused where a value is saved")
 def test_second_backward_is_refused_under_sac():
     plan = plan_with(case_of(backward_from), "sac", all_but_tanh)
     with pytest.raises(RuntimeError, match="You are only allowed to backward once on any region"):
@@ -240,11 +259,13 @@ def gradient_penalty(result):
     return penalty
 
 
+@feature("double backward (`create_graph`)", "replay")
 def test_double_backward():
     """The gradient's graph goes on through what was recomputed."""
     assert_exact(case_of(gradient_penalty, with_parameters, profiled_backward=backward_from), "replay")
 
 
+@feature("double backward (`create_graph`)", "sac", cell="refused where a value is saved")
 def test_double_backward_is_refused_under_sac():
     plan = plan_with(case_of(backward_from, with_parameters), "sac", all_but_tanh)
     with pytest.raises(RuntimeError, match="You are only allowed to backward once on any region"):
@@ -269,6 +290,7 @@ def test_gradient_penalty_on_the_input():
 # -- gradients off -----------------------------------------------------------------------------------------------------
 
 
+@feature("`no_grad` and `inference_mode`")
 def test_region_without_gradients(engine):
     """The same module with gradients on and off in one step, as a teacher of itself."""
 
@@ -399,11 +421,13 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
 
 
+@feature("the user's checkpoint inside a region")
 def test_region_around_a_checkpoint_of_the_users_own(engine):
     case = Case(lambda: nn.Sequential(Checkpointed(), Checkpointed()), mean_square, regions=("0", "1"))
     assert_exact(case, engine)
 
 
+@feature("a region inside the user's checkpoint")
 def test_region_inside_a_checkpoint_of_the_users_own(engine):
     """Switched on after planning, as trainers do: the region runs again in backward, and is recorded again."""
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.exact.harness import Case, assert_exact, decisions, plans, run
+from tests.features import feature
 
 X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
 IMAGES = torch.linspace(-1, 1, 4 * 8 * 12 * 12).reshape(4, 8, 12, 12)
@@ -24,6 +25,7 @@ def two_of(block, x=X) -> Case:
 # -- batch norm --------------------------------------------------------------------------------------------------------
 
 
+@feature("batch norm: statistics updated once")
 @pytest.mark.parametrize(
     "options",
     [
@@ -69,6 +71,7 @@ def test_batch_norm_in_evaluation_mode(engine):
 # -- activations and residuals -----------------------------------------------------------------------------------------
 
 
+@feature("in-place ops")
 def test_in_place_activations(engine):
     def block() -> nn.Module:
         return nn.Sequential(
@@ -196,10 +199,12 @@ def reshaping(model):
 RESHAPING = Case(lambda: nn.ModuleList([ReshapedInput(), ReshapedInput()]), reshaping, regions=("0", "1"))
 
 
+@feature("input reshaped in place", "replay")
 def test_input_reshaped_in_place():
     assert_exact(RESHAPING, "replay")
 
 
+@feature("input reshaped in place", "sac", cell="refused")
 def test_input_reshaped_in_place_is_refused_under_sac():
     """Torch's checkpoint takes it for a write."""
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -23,6 +23,7 @@ from tests.exact.harness import (
     plans,
     recomputes,
 )
+from tests.features import feature
 
 X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
 UNKNOWN_OPS = "ignore:region .* runs ops that the profiled step did not run:UserWarning"
@@ -361,6 +362,7 @@ class NestedModel(nn.Module):
         return extra["mean"] + sum(h.mean() for h in state.history) + extra["pair"][0].mean()
 
 
+@feature("keyword, nested and other arguments")
 def test_keyword_nested_and_other_arguments(engine):
     def forward(model):
         x = X.clone().requires_grad_()

@@ -17,6 +17,7 @@ from tests.exact.harness import (
     plan_with,
     run,
 )
+from tests.features import feature
 
 X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
 BERNOULLI = "aten.bernoulli_.float"  # what dropout draws its mask with on CPU
@@ -38,11 +39,13 @@ DROPOUTS = Case(
 )
 
 
+@feature("dropout")
 def test_dropout(engine):
     made = assert_exact(DROPOUTS, engine)
     assert any(decisions(made[0.0], BERNOULLI))
 
 
+@feature("dropouts of one region partly saved", "replay")
 @pytest.mark.parametrize("saved", range(3))
 def test_one_of_three_dropouts_saved(saved):
     """The recomputed ones before and after the saved one draw the same masks as in forward."""
@@ -58,6 +61,7 @@ def test_dropouts_of_one_region_saved_under_sac():
     assert_plan_exact(DROPOUTS, partly)
 
 
+@feature("dropouts of one region partly saved", "sac", cell="refused")
 def test_one_of_three_dropouts_saved_is_refused_under_sac():
     """Torch restores one random state for the whole region, so its masks would be other ones."""
     partly = plan_with(DROPOUTS, "sac", lambda region, op, nth: not (op in MASK_OPS and nth == 1))
@@ -100,6 +104,7 @@ class OwnGenerator(nn.Module):
         return torch.sin(x * keep) * torch.rand_like(x)
 
 
+@feature("a generator of the model's own")
 def test_own_generator(engine):
     case = Case(
         build=lambda: nn.Sequential(OwnGenerator(), OwnGenerator()),
@@ -125,6 +130,7 @@ TORCH_RANDOM_ONLY = pytest.mark.xfail(
 )
 
 
+@feature("random numbers of Python and numpy in a region")
 @pytest.mark.parametrize("engine", ["replay", pytest.param("sac", marks=TORCH_RANDOM_ONLY)])
 def test_python_random_numbers(engine):
     """Replay runs no Python code twice."""

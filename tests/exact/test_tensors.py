@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.exact.harness import Case, assert_exact, decisions
+from tests.features import feature
 
 X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
 IMAGES = torch.linspace(-1, 1, 4 * 8 * 12 * 12).reshape(4, 8, 12, 12)
@@ -246,6 +247,7 @@ class Functions(nn.Module):
         return torch.sigmoid(y) + product
 
 
+@feature("custom `autograd.Function`")
 def test_custom_functions(engine):
     made = assert_exact(two_of(Functions), engine)
     assert any(decisions(made[0.0], "aten.sigmoid.default"))

@@ -14,6 +14,7 @@ from autoac_solver.planning import make_record, named_calls
 from autoac_solver.profile import ModuleCall, Op, Profile, Saved, Storage
 from autoac_solver.simulator import Simulator
 from autoac_solver.solution import Solution
+from autoac_solver.stacking import Stacked
 from tests.solver.generators import LAYER, MIB
 
 MODULES = {0: "input_norm", 7: "attention", 21: "post_norm", 28: "mlp"}
@@ -54,7 +55,9 @@ def plans_by_share(profile: Profile, shares: list[float], engine: str = "replay"
             rounds=0,
             solve_s=0.0,
         )
-        records.append(make_record(profile, built, solution, timeline.peak_bytes + 1, 0, "for a test"))
+        records.append(
+            make_record(profile, Stacked(built, (), ()), solution, timeline.peak_bytes + 1, 0, "for a test")
+        )
     return sorted(records, key=lambda record: record.budget_bytes)
 
 

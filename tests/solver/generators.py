@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -172,6 +173,23 @@ def random_problem(rng: random.Random, n_units: int | None = None) -> Problem:
         _random_instance(rng, n_units, n_regions, n_positions, scale) for _ in range(rng.randint(1, 40))
     )
     return Problem(n_positions, rng.choice((0, 1000)) * scale, rng.uniform(5, 20), units, regions, instances)
+
+
+def with_policies(rng: random.Random, problem: Problem) -> Problem:
+    """The problem with constraints and hints on some of its units, perhaps more than any decision can follow."""
+    units = []
+    for unit in problem.units:
+        hint_s = rng.choice((0.0, 0.0, 1, -1)) * rng.uniform(0, 2) * rng.choice((0.5, 1, unit.time_s))
+        fate = rng.random()
+        units.append(
+            dataclasses.replace(
+                unit,
+                must_save=unit.must_save or fate < 0.15,
+                must_recompute=not unit.must_save and fate > 0.8,
+                hint_s=hint_s,
+            )
+        )
+    return dataclasses.replace(problem, units=tuple(units))
 
 
 def _random_unit(rng: random.Random, index: int, n_units: int, n_regions: int) -> Unit:

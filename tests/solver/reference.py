@@ -46,10 +46,23 @@ def extra_s(problem: Problem, recomputed: Sequence[bool]) -> float:
     return units_s + sum(wraps_s)
 
 
+def hint_s(problem: Problem, recomputed: Sequence[bool]) -> float:
+    """What the hints count that are not followed."""
+    total = 0.0
+    for unit, again in zip(problem.units, recomputed, strict=True):
+        if unit.hint_s > 0 and again:
+            total += unit.hint_s
+        if unit.hint_s < 0 and not again:
+            total -= unit.hint_s
+    return total
+
+
 def permitted(problem: Problem, recomputed: Sequence[bool]) -> bool:
     """Whether no rule is broken."""
     for unit, again in zip(problem.units, recomputed, strict=True):
         if again and (unit.must_save or not all(recomputed[other] for other in unit.requires)):
+            return False
+        if unit.must_recompute and not again:
             return False
         if unit.same_as != -1 and recomputed[unit.same_as] != again:
             return False
@@ -63,9 +76,14 @@ class Choice:
     recomputed: tuple[bool, ...]
     peak_bytes: int
     extra_s: float
+    objective_s: float
 
 
 def all_choices(problem: Problem, peak_bytes) -> list[Choice]:
     """Every permitted decision; `peak_bytes` counts its peak."""
     decisions = itertools.product((False, True), repeat=len(problem.units))
-    return [Choice(d, peak_bytes(d), extra_s(problem, d)) for d in decisions if permitted(problem, d)]
+    return [
+        Choice(d, peak_bytes(d), extra_s(problem, d), extra_s(problem, d) + hint_s(problem, d))
+        for d in decisions
+        if permitted(problem, d)
+    ]

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from autoac_solver.build import Built, build
+from autoac_solver.build import Built
 from autoac_solver.errors import ProfileError
 from autoac_solver.page.columns import Numbered, changes, encode
 from autoac_solver.plan_record import PlanRecord
 from autoac_solver.profile import NEVER, Profile
 from autoac_solver.report import KINDS
 from autoac_solver.simulator import Simulator
+from autoac_solver.stacking import stacked
 
 DECISIONS = ("save", "recompute", "skip")
 
@@ -44,7 +45,9 @@ def page_content(plans: Sequence[PlanRecord], chosen: int) -> dict[str, Any]:
     for plan in plans:
         calls = _region_calls(plan)
         if calls not in axes:
-            axes[calls] = _Axis(len(axes), profile, build(profile, calls, plan.engine))
+            policies = [applied.policy for applied in plan.policies]
+            stack = stacked(profile, calls, plan.engine, policies, must_match=False)
+            axes[calls] = _Axis(len(axes), profile, stack.built)
         rows.append(axes[calls].plan(plan))
     return {
         "kinds": KINDS,

@@ -19,6 +19,8 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from autoac_solver.curve import Tradeoff
 from autoac_solver.explanation import explain
 from autoac_solver.files import write_text
@@ -127,14 +129,17 @@ def _with_chosen(record: PlanRecord, others: Sequence[Any]) -> list[PlanRecord]:
 
 
 def _others(curve: Tradeoff | None) -> dict[str, Any]:
-    """What the curve knows besides its plans: checkpointing by hand, greedy choices, the knee's budget."""
-    if curve is None:
-        return {"by_hand": [], "greedy": [], "knee_bytes": None}
-    greedy = curve.frame[["budget_bytes", "greedy_overhead"]].dropna()
+    """What the curve knows besides its plans, if it does: checkpointing by hand, greedy choices, the knee's budget."""
+    by_hand, greedy = getattr(curve, "baselines", None), getattr(curve, "frame", pd.DataFrame())
+    knee = getattr(curve, "knee", None)
+    if "greedy_overhead" in greedy:
+        greedy = greedy[["budget_bytes", "greedy_overhead"]].dropna()
+    else:
+        greedy = pd.DataFrame({"budget_bytes": [], "greedy_overhead": []})
     return {
-        "by_hand": curve.baselines[["name", "peak_bytes", "overhead"]].to_dict("records"),
+        "by_hand": [] if by_hand is None else by_hand[["name", "peak_bytes", "overhead"]].to_dict("records"),
         "greedy": greedy.to_numpy().tolist(),
-        "knee_bytes": None if curve.knee is None else int(curve.frame["budget_bytes"].iloc[curve.knee]),
+        "knee_bytes": None if curve is None or knee is None else int(curve.frame["budget_bytes"].iloc[knee]),
     }
 
 

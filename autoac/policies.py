@@ -1,0 +1,126 @@
+"""Policies for `autoac.plan(..., policies=...)`: ready-made ones, and torch's policy functions as policies.
+
+What a policy is and how policies stack: `autoac_solver.policies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from autoac.engine.program import find_overload
+from autoac_solver.errors import PolicyError
+from autoac_solver.policies import (
+    DEFAULT_WEIGHT,
+    SAVE_ATTENTION,
+    SAVE_COLLECTIVES,
+    SAVE_TOP_K,
+    Policy,
+    never_recompute,
+)
+from autoac_solver.profile import Profile
+
+__all__ = [
+    "Policies",
+    "Policy",
+    "SAVE_ATTENTION",
+    "SAVE_COLLECTIVES",
+    "SAVE_TOP_K",
+    "from_function",
+    "never_recompute",
+]
+
+PolicyFunction = Callable[..., Any]
+"""As torch's selective checkpointing takes it: `(ctx, op, *args, **kwargs) -> CheckpointPolicy`."""
+
+Policies = Policy | PolicyFunction | Iterable[Policy | PolicyFunction]
+
+_ASKED = 4
+"""How often a function is asked about each op, to see whether it always says the same."""
+
+
+def as_policies(given: Policies, profile: Profile) -> tuple[Policy, ...]:
+    """The policies among what the user gave, functions asked about every op of the profiled step.
+
+    Raises:
+        PolicyError: something else was given, or a function cannot be asked.
+    """
+    if isinstance(given, Policy) or callable(given):
+        given = [given]
+    found: list[Policy] = []
+    for item in given:
+        if isinstance(item, Policy):
+            found.append(item)
+        elif callable(item):
+            found += from_function(item, {op.name for op in profile.tape if not op.backward})
+        else:
+            raise PolicyError(
+                f"policies= holds a {type(item).__name__}; it takes autoac.Policy objects and functions "
+                "(ctx, op, *args, **kwargs) -> CheckpointPolicy."
+            )
+    return tuple(found)
+
+
+def from_function(
+    function: PolicyFunction, ops: Iterable[str], weight: float = DEFAULT_WEIGHT
+) -> list[Policy]:
+    """A policy function of torch's selective checkpointing as policies.
+
+    It is asked about each op by itself, without the op's arguments and output: torch asks it for each call, a plan
+    decides by itself which calls to recompute. A PREFER_RECOMPUTE for all that it does not name is a hint as any other.
+
+    Args:
+        function: `(ctx, op, *args, **kwargs) -> CheckpointPolicy` (or bool, as in torch).
+        ops: names of overloads to ask about.
+        weight: of its hints.
+
+    Returns:
+        At most one policy for each decision.
+
+    Raises:
+        PolicyError: it wants to see arguments or outputs, does not always give the same answer (it counts calls), or
+            answers something else.
+    """
+    name = getattr(function, "__qualname__", type(function).__name__)
+    groups: dict[str, list[str]] = {}
+    for op in sorted(ops):
+        groups.setdefault(_answer(function, name, op), []).append(op)
+    return [
+        Policy(decision, op=names, weight=weight, name=f"{name}: {decision} of {len(names)} ops")
+        for decision, names in sorted(groups.items())
+    ]
+
+
+def _answer(function: PolicyFunction, name: str, op: str) -> str:
+    overload = find_overload(op)
+    if overload is None:
+        raise PolicyError(
+            f"the profiled step runs {op}, which is not registered here, so {name} cannot be asked about it: import "
+            "the library that it is from."
+        )
+    answers = []
+    for _ in range(_ASKED):
+        context = SelectiveCheckpointContext(is_recompute=False)
+        try:
+            answers.append(function(context, overload))
+        except Exception as error:
+            raise PolicyError(
+                f"the policy function {name} fails when it is asked about {op} without arguments ({error!r:.200}): a "
+                "plan takes functions of (ctx, op) alone; for more use autoac.Policy."
+            ) from error
+    if any(answer != answers[0] for answer in answers):
+        raise PolicyError(
+            f"the policy function {name} does not always say the same about {op} (it says "
+            f"{', '.join(map(str, answers))}): which calls of an op to recompute is what the plan finds out. Use "
+            "autoac.Policy, with PREFER_SAVE for what you would rather keep."
+        )
+    answer = answers[0]
+    if isinstance(answer, bool):  # as torch reads it
+        answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
+    if not isinstance(answer, CheckpointPolicy):
+        raise PolicyError(
+            f"the policy function {name} answers {answer!r:.80} about {op}, not a CheckpointPolicy."
+        )
+    return answer.name

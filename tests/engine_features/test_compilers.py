@@ -1,0 +1,219 @@
+"""Compilers and higher-order ops: compiled autograd, regional compilation, `flex_attention`, `torch.cond`."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoac
+from tests.exact.harness import Case, assert_exact, differences, plan_with, planned, plans, run
+from tests.features import feature
+
+X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.second(torch.tanh(self.dropout(F.gelu(self.first(x)))))
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(Block(), Block(), Block())
+
+
+REGIONS = ("0", "1", "2")
+
+
+def mean_square(model: nn.Module) -> torch.Tensor:
+    return model(X).square().mean()
+
+
+def all_but_gelu(region: str, op: str, nth: int) -> bool:
+    return op != "aten.gelu.default"
+
+
+# -- compilers and higher-order ops ------------------------------------------------------------------------------------
+
+
+QUIET = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin"),
+]
+"""Torch's compiler warns about what it does itself."""
+
+
+def quiet(test: Any) -> Any:
+    for mark in QUIET:
+        test = mark(test)
+    return test
+
+
+@quiet
+@pytest.mark.slow
+@feature("compiled autograd: same gradients (memory is not saved under it)")
+def test_compiled_autograd(engine):
+    import torch._dynamo.compiled_autograd
+
+    case = Case(blocks, mean_square, REGIONS)
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        loss = mean_square(model)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = gradients(case.model())
+    found = gradients(planned(case, plan_with(case, engine, all_but_gelu)))
+    assert len(found) == 12
+    assert all(map(torch.equal, found, expected))
+    torch._dynamo.reset()
+
+
+@quiet
+@pytest.mark.slow
+@feature("regional compilation: a compiled module inside a region")
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiled_module_inside_a_region(engine, backend):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return torch.tanh(F.gelu(self.linear(torch.sin(x))))
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.linear = Inner(), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return torch.sin(torch.tanh(self.linear(self.inner(torch.cos(x)))))
+
+    def build() -> nn.Module:
+        model = nn.Sequential(Outer(), Outer())
+        for outer in model.modules():
+            if isinstance(outer, Inner):
+                outer.compile(backend=backend)
+        return model
+
+    case = Case(build, mean_square, ("0", "1"))
+    for recomputed in (lambda region, op, nth: True, lambda region, op, nth: "tanh" not in op):
+        plan = plan_with(case, engine, recomputed)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="region .* runs ops that the profiled step did not run")
+            assert not differences(run(case, plan), run(case))
+    torch._dynamo.reset()
+
+
+@quiet
+@feature("regional compilation: a compiled region")
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiled_region(engine, backend):
+    case = Case(blocks, mean_square, REGIONS)
+    plan = plan_with(case, engine, all_but_gelu)
+    model = planned(case, plan)
+    for block in model:
+        block.compile(backend=backend)
+    torch.manual_seed(3)
+    mean_square(model).backward()
+    plain = case.model()
+    torch.manual_seed(3)
+    mean_square(plain).backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    torch._dynamo.reset()
+
+
+class Flex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        q, k, v = (t.unflatten(2, (2, 16)).transpose(1, 2) for t in self.qkv(torch.sin(x)).chunk(3, -1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is slow where it is not compiled
+            y = flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: torch.where(i >= j, score, -1e9))
+        return torch.sin(F.gelu(self.out(y.transpose(1, 2).flatten(2))))
+
+
+@feature("higher-order ops: `flex_attention` on CPU", cell="refused")
+def test_flex_attention_on_cpu(engine):
+    """By torch, which has no backward of it there; with a plan as without. Without gradients it runs."""
+    x = X.reshape(2, 64, 32)
+    case = Case(lambda: nn.Sequential(Flex(), Block32()), lambda m: m(x).square().mean(), ("1",))
+    with pytest.raises(NotImplementedError, match="FlexAttention does not support backward on CPU"):
+        run(case)
+    with pytest.raises(NotImplementedError, match="FlexAttention does not support backward on CPU"):
+        autoac.profile(case.model(), x)
+    frozen = Case(lambda: nn.Sequential(Frozen(Flex()), Block32(), Block32()), case.forward, ("1", "2"))
+    assert_exact(frozen, engine)
+
+
+@feature("higher-order ops: `flex_attention` on CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_flex_attention_on_cuda(engine):
+    x = X.reshape(2, 64, 32).cuda()
+    case = Case(lambda: nn.Sequential(Flex(), Flex()).cuda(), lambda m: m(x).square().mean(), ("0", "1"))
+    for plan in plans(case, engine, [0.0, 0.5]).values():
+        assert not differences(run(case, plan), run(case))
+
+
+class Block32(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return torch.sin(torch.tanh(self.linear(F.gelu(self.linear(torch.cos(x))))))
+
+
+class Frozen(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with torch.no_grad():
+            return self.inner(x)
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(torch.sin(x)))
+        y = torch.cond(y.sum() > 0, lambda t: t.sin() * 2, lambda t: t.cos(), (y,))
+        return torch.sin(F.gelu(y))
+
+
+BRANCHES = Case(lambda: nn.Sequential(Branch(), Branch()), mean_square, ("0", "1"))
+
+
+@quiet
+@feature("higher-order ops: `torch.cond`", "replay")
+def test_cond():
+    assert_exact(BRANCHES, "replay")
+
+
+@quiet
+@feature("higher-order ops: `torch.cond`", "sac", cell="refused")
+def test_cond_under_sac():
+    """By torch: its selective checkpointing has no rule for it."""
+    plan = plan_with(BRANCHES, "sac", lambda region, op, nth: True)
+    with pytest.raises(NotImplementedError, match=r"no rule .* cond and mode <torch\.utils"):
+        run(BRANCHES, plan)

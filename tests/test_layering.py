@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ORDER = {
     "autoac_solver": """
-        format errors units files profile problem conditions memory build partitions simulator solution devices backends
+        format errors units limits files profile problem conditions memory build partitions simulator solution devices backends
         formulation search ilp curve report plan_record planning __init__
     """,
     "autoac": """

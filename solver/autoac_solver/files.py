@@ -67,7 +67,9 @@ def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
 def _text(path: str | Path) -> str:
     """The file's content, no more of it than is allowed, and none that would be costly to parse."""
     with Path(path).open("rb") as file:  # in pieces: a pipe or a device does not say how much is coming
-        content = b"".join(islice(iter(lambda: file.read(_PIECE_BYTES), b""), MOST_FILE_BYTES // _PIECE_BYTES + 1))
+        content = b"".join(
+            islice(iter(lambda: file.read(_PIECE_BYTES), b""), MOST_FILE_BYTES // _PIECE_BYTES + 1)
+        )
     if len(content) > MOST_FILE_BYTES:
         raise ProfileError(f"{path} is larger than {format_bytes(MOST_FILE_BYTES)}, the most that is read.")
     brackets = _STRING.sub(b"", content).translate(None, _NO_BRACKETS)

@@ -20,6 +20,7 @@ from autoac_solver.profile import KINDS, Profile
 SCHEMA = "autoac.plan"
 SCHEMA_VERSION = 2  # 2: the profile is part of the plan
 
+
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
     """The decisions for one call of one module.

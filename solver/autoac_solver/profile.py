@@ -360,7 +360,9 @@ def _check_ops(profile: Profile) -> None:
         _demand(min(amounts) >= 0, f"{where} has a negative size")
         for storage in op.creates:
             _demand(not created[storage], f"{where} creates a storage that was created before")
-            _demand(profile.storage_table[storage].alloc == op.tick, f"{where} creates a storage of another tick")
+            _demand(
+                profile.storage_table[storage].alloc == op.tick, f"{where} creates a storage of another tick"
+            )
             created[storage] = True
 
 

@@ -171,7 +171,7 @@ BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "addmm": lambda a, b: torch.addmm(a, b, b, alpha=1 / SIZE),
     "addcmul": lambda a, b: torch.addcmul(a, a, b),
     "cat": lambda a, b: torch.cat([a, b], 1)[:, ::2],
-    "attention": lambda a, b: F.scaled_dot_product_attention(a[None, None], b[None, None], a[None, None], dropout_p=0.1)[0, 0],
+    "attention": lambda a, b: F.scaled_dot_product_attention(a[None], b[None], a[None], dropout_p=0.1)[0],
     "scatter": lambda a, b: a.scatter(1, b.detach().argsort(1)[:, :3], b[:, :3]),
     "mse": lambda a, b: a * F.mse_loss(a, b),
     "bce": lambda a, b: a * F.binary_cross_entropy_with_logits(a, b.detach().sigmoid()),
@@ -412,7 +412,10 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
         first = x if self.spec.leaf_input else self.embed(x)
-        values = [target.float().expand(SIZE, SIZE).contiguous().t(), first * 1.0 if self.spec.leaf_input else first]
+        values = [
+            target.float().expand(SIZE, SIZE).contiguous().t(),
+            first * 1.0 if self.spec.leaf_input else first,
+        ]
         for index in self.spec.order:
             values += self.stages[index % len(self.stages)](values[-1], values[-2])
         head = F.linear(values[-1], self.embed.weight)  # so that there is something to train in every model

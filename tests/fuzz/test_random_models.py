@@ -1,0 +1,27 @@
+"""Random models at random budgets under both engines. For longer runs with other models: `python -m tests.fuzz`."""
+
+from collections import Counter
+
+import pytest
+
+from tests.fuzz.check import check_model
+from tests.fuzz.run import run_examples
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated"),
+]
+
+SHARDS = 10
+EXAMPLES = 76
+CASES = 205  # at least, from each shard: more than 2,000 together
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_models(shard: int):
+    tally: Counter[str] = Counter()
+    run_examples(lambda spec: check_model(spec, tally), EXAMPLES, seed=shard)
+    assert tally["cases"] >= CASES, dict(tally)
+    assert min(tally["cases, replay"], tally["cases, sac"]) >= CASES // 5, dict(tally)
+    assert tally["measured"] >= CASES // 10, dict(tally)

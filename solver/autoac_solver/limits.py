@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 MOST_FILE_BYTES = 2**28
-"""Size of a file. Reading one takes up to some fifteen times as much memory."""
+"""Size of a file. Reading a plan takes some fifteen times as much memory, refusing a hostile file up to sixty."""
 MOST_DEPTH = 32
 """Lists and objects inside of one another."""
 MOST_CHARACTERS = 10_000

@@ -15,6 +15,8 @@ pytestmark = [
 SHARDS = 10
 EXAMPLES = 76
 CASES = 205  # at least, from each shard: more than 2,000 together
+MOST_FAULTS = 0.05
+"""Share of sac's plans that it refuses or whose peak is above the prediction, see `test_known_faults`."""
 
 
 @pytest.mark.slow
@@ -25,3 +27,6 @@ def test_random_models(shard: int):
     assert tally["cases"] >= CASES, dict(tally)
     assert min(tally["cases, replay"], tally["cases, sac"]) >= CASES // 5, dict(tally)
     assert tally["measured"] >= CASES // 10, dict(tally)
+    assert (
+        tally["refused by sac"] + tally["above the prediction, sac"] <= MOST_FAULTS * tally["cases, sac"]
+    ), dict(tally)

@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ORDER = {
     "autoac_solver": """
-        format errors units limits files profile problem conditions memory build partitions simulator solution devices backends
-        formulation search ilp curve report plan_record planning __init__
+        format errors units limits files profile problem conditions memory build partitions simulator solution devices
+        backends formulation search ilp curve report plan_record planning __init__
     """,
     "autoac": """
         _version compat opinfo measure engine untouched step costs fake as_cuda signatures timing scratch tape regions

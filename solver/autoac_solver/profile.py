@@ -353,7 +353,9 @@ def _check_ops(profile: Profile) -> None:
         for storage in (*op.reads, *op.writes, *op.creates):
             _demand(_refers(created, storage), f"{where} refers to a storage that is not there")
         _demand(op.module == NEVER or _refers(profile.calls, op.module), f"{where} is in no module")
-        _demand(op.signature == NEVER or _refers(profile.signatures, op.signature), f"{where} has no signature")
+        _demand(
+            op.signature == NEVER or _refers(profile.signatures, op.signature), f"{where} has no signature"
+        )
         _demand(op.time_from in TIMES_FROM, f"{where} has its time from {op.time_from!r:.80}")
         _demand(all(map(is_seconds, (op.time_s, op.spread_s, op.rerun_s))), f"{where} takes {op.time_s!r} s")
         amounts = (op.workspace_bytes, op.random_bytes, op.flops, op.moved_bytes)

@@ -12,9 +12,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated"),
 ]
 
-SHARDS = 10
-EXAMPLES = 76
-CASES = 205  # at least, from each shard: more than 2,000 together
+SHARDS, CASES = 10, 205
+"""More than 2,000 cases together."""
+EXAMPLES = 15
+"""Models in a round; rounds with further seeds follow until there are enough cases."""
 MOST_FAULTS = 0.05
 """Share of sac's plans that it refuses or whose peak is above the prediction, see `test_known_faults`."""
 
@@ -23,10 +24,12 @@ MOST_FAULTS = 0.05
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_models(shard: int):
     tally: Counter[str] = Counter()
-    run_examples(lambda spec: check_model(spec, tally), EXAMPLES, seed=shard)
+    for number in range(100 * shard, 100 * shard + 30):
+        run_examples(lambda spec: check_model(spec, tally), EXAMPLES, seed=number)
+        if tally["cases"] >= CASES:
+            break
     assert tally["cases"] >= CASES, dict(tally)
-    assert min(tally["cases, replay"], tally["cases, sac"]) >= CASES // 5, dict(tally)
+    assert min(tally["cases, replay"], tally["cases, sac"]) >= CASES // 6, dict(tally)
     assert tally["measured"] >= CASES // 10, dict(tally)
-    assert (
-        tally["refused by sac"] + tally["above the prediction, sac"] <= MOST_FAULTS * tally["cases, sac"]
-    ), dict(tally)
+    faults = tally["refused by sac"] + tally["above the prediction, sac"]
+    assert faults <= max(2, MOST_FAULTS * tally["cases, sac"]), dict(tally)

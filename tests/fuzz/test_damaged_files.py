@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import autoac
+from autoac_solver.devices import DeviceTable, on_device
 from autoac_solver.errors import AutoacError, ProfileError
 from autoac_solver.plan_record import PlanRecord
 from autoac_solver.planning import plan_profile
@@ -22,6 +23,8 @@ from autoac_solver.report import explain
 from tests.fuzz.check import with_given_times
 from tests.fuzz.mutations import damaged, damaged_text
 from tests.small_models import batch, make
+
+PROFILES = Path(__file__).resolve().parent.parent.parent / "profiles"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -179,3 +182,14 @@ def test_refusing_takes_memory_in_proportion_to_the_file(profile_data: Any, tmp_
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 60 * len(content) + 2**22
+
+
+def test_damaged_cost_tables(profile: Profile, tmp_path: Path):
+    data = json.loads((PROFILES / "devices" / "h200.json").read_text())
+
+    def use(table: DeviceTable) -> None:
+        with suppress(AutoacError):
+            plan_profile(on_device(profile, table), 10**12, time_limit_s=2.0)
+
+    tally = outcomes(DeviceTable.load, tmp_path / "a.json", values_damaged(data, 300), use)
+    assert min(tally["loaded"], tally["refused"]) > 20, tally

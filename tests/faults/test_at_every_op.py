@@ -111,13 +111,13 @@ def test_in_a_training_step(engine: str):
 
 def test_in_profile():
     model = make()
-    total = count_ops(lambda: autoac.profile(model, X))
+    total = count_ops(lambda: autoac.profile(model, X, mode="real"))
     model.register_forward_hook(lambda *_: None)
     for position, error, after in faults(total):
         if position % 5:
             continue
         with unchanged(model), nothing_leaks():
-            fail(lambda: autoac.profile(model, X), FailAt(position, error, after), may_end=True)
+            fail(lambda: autoac.profile(model, X, mode="real"), FailAt(position, error, after), may_end=True)
             torch.ones(
                 1, requires_grad=True
             ).backward()  # torch's queue holds on to the rest of that backward

@@ -16,8 +16,9 @@ SHARDS, CASES = 10, 205
 """More than 2,000 cases together."""
 EXAMPLES = 15
 """Models in a round; rounds with further seeds follow until there are enough cases."""
-MOST_FAULTS = 0.05
-"""Share of sac's plans that it refuses or whose peak is above the prediction, see `test_known_faults`."""
+MOST_FAULTS = 0.1
+"""Share of the measured plans whose peak is above the prediction; of sac's plans half of it are refused at most. See
+`test_known_faults`."""
 
 
 @pytest.mark.slow
@@ -31,5 +32,6 @@ def test_random_models(shard: int):
     assert tally["cases"] >= CASES, dict(tally)
     assert min(tally["cases, replay"], tally["cases, sac"]) >= CASES // 6, dict(tally)
     assert tally["measured"] >= CASES // 10, dict(tally)
-    faults = tally["refused by sac"] + tally["above the prediction, sac"]
-    assert faults <= max(2, MOST_FAULTS * tally["cases, sac"]), dict(tally)
+    above = tally["above the prediction, replay"] + tally["above the prediction, sac"]
+    assert above <= MOST_FAULTS * tally["measured"], dict(tally)
+    assert tally["refused by sac"] <= MOST_FAULTS / 2 * tally["cases, sac"], dict(tally)

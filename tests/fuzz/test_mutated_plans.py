@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:region .* runs ops that the profiled step did not run"),
 ]
 
-MODELS, MUTATIONS = 60, 12
+MODELS, MUTATIONS = 80, 12
 
 
 def check_mutations(spec: ModelSpec, tally: Counter[str], folder: Path) -> None:

@@ -149,20 +149,17 @@ class Plan:
         """
         self._check(model)
         inner = unwrapped(model)
-        done: list[torch.nn.Module] = []
         try:
             programs_of = self._programs()
             for fqn, programs in programs_of.items():
-                module = inner.get_submodule(fqn)
-                attach(module, programs, self.engine, self._id)
-                done.append(module)
+                attach(inner.get_submodule(fqn), programs, self.engine, self._id)
             several = [fqn for fqn, programs in programs_of.items() if len(programs) > 1]
             if several and "" not in programs_of:
                 calls = self.record.profile.calls_below_root(several)
                 if calls is not None:
                     attach_root(inner, *calls, self._id)
         except BaseException:
-            for module in done:
+            for module in filter(planned, inner.modules()):
                 detach(module)
             raise
         return model

@@ -47,7 +47,7 @@ from autoac.fake import is_fake, is_fake_type
 from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_tensors
 from autoac.signatures import Signature, flops_of
 from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter
-from autoac.untouched import tensors_of
+from autoac.untouched import put_back, tensors_of
 from autoac_solver.profile import NEVER, ModuleCall, Op, Saved, Storage
 
 _CUDA_BLOCK_BYTES = 512
@@ -347,16 +347,28 @@ class Tape(TorchDispatchMode):
 
     def restore(self) -> None:
         """Put back what the step has changed of what was there before: storages, gradients of leaves, generators."""
-        with torch.no_grad():
-            for index, copy in self._copies.items():
-                storage = self._refs[index]()
-                if storage is not None:
+
+        def write(index: int, copy: torch.Tensor) -> None:
+            storage = self._refs[index]()
+            if storage is not None:
+                with torch.no_grad():
                     _whole(storage).copy_(copy)
-        self._copies.clear()
-        for tensor, gradient in self._leaves:
-            tensor.grad = gradient
-        for generator, state in self._generators.items():
-            generator.set_state(state)
+
+        try:
+            put_back(
+                [
+                    *(functools.partial(write, index, copy) for index, copy in self._copies.items()),
+                    *(
+                        functools.partial(setattr, tensor, "grad", gradient)
+                        for tensor, gradient in self._leaves
+                    ),
+                    *(functools.partial(g.set_state, state) for g, state in self._generators.items()),
+                ]
+            )
+        finally:
+            # Callbacks in them hold the tape: it would wait for the garbage collector with all that it holds.
+            for table in (self._copies, self._leaves, self._refs, self._again, self._aliases):
+                table.clear()
 
     # -- what autograd and the engine hold ---------------------------------------------------------------------
 

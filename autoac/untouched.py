@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,12 +36,31 @@ def untouched(
             tensor.grad = gradient(tensor)
         yield
     finally:
-        for module, attributes in modules:
-            _restore(module, attributes)
-        for tensor, gradient in gradients:
-            tensor.grad = gradient
-        for put_back, state in states:
-            put_back(state)
+        put_back(
+            [
+                *(functools.partial(_restore, module, attributes) for module, attributes in modules),
+                *(functools.partial(setattr, tensor, "grad", gradient) for tensor, gradient in gradients),
+                *(functools.partial(set_state, state) for set_state, state in states),
+            ]
+        )
+
+
+def put_back(actions: Iterable[Callable[[], Any]]) -> None:
+    """Run all of these, whatever happens: one that fails, or into which Ctrl-C comes, is tried once more.
+
+    Raises:
+        BaseException: the first one that came, after all of them have had their turn.
+    """
+    first: BaseException | None = None
+    for action in actions:
+        for _ in range(2):
+            try:
+                action()
+                break
+            except BaseException as error:
+                first = first or error
+    if first is not None:
+        raise first
 
 
 def random_states(model: torch.nn.Module) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import statistics
 import time
@@ -18,7 +19,7 @@ from autoac.measure import measure_peak
 from autoac.opinfo import op_info, tensors_in
 from autoac.recorder import device_of
 from autoac.step import make_step
-from autoac.untouched import random_states, untouched
+from autoac.untouched import put_back, random_states, untouched
 from autoac_solver.format import format_bytes
 
 
@@ -134,10 +135,12 @@ class Kept:
         self.copies = [t.detach().clone() for t in self.tensors]
 
     def __exit__(self, *_: Any) -> None:
-        with torch.no_grad():
-            for tensor, copy in zip(self.tensors, self.copies, strict=True):
+        def write(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+            with torch.no_grad():
                 if not torch.equal(tensor, copy):
                     tensor.copy_(copy)
+
+        put_back(functools.partial(write, *pair) for pair in zip(self.tensors, self.copies, strict=True))
 
 
 @dataclass

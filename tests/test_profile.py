@@ -499,7 +499,7 @@ def test_a_damaged_profile_is_refused(profile: Profile, damage: Callable[..., An
     [
         (lambda text: text[:-20], "is not readable JSON: it is damaged or truncated"),
         (lambda text: "", "is not readable JSON"),
-        (lambda text: "[" * 100_000, "is not readable JSON"),
+        (lambda text: "[" * 100_000, "is nested deeper than 32 levels"),
         (lambda text: '"text"', "holds 'str', but 'autoac.profile' was expected"),
         (lambda text: '{"schema": "autoac.plan"}', "holds 'autoac.plan', but 'autoac.profile' was expected"),
         (lambda text: '{"a": 1}', "holds None, but 'autoac.profile' was expected"),

@@ -153,11 +153,14 @@ def attach_root(
 
 def detach(module: torch.nn.Module) -> None:
     """Take the plan off one module, exactly as it was before; the module must not be `covered`."""
-    carried: PlannedRegion | Root = module.__dict__.pop(_KEY)
+    carried: PlannedRegion | Root = module.__dict__[_KEY]
     if carried.forward is None:
         module.__dict__.pop("forward", None)
     else:
         module.__dict__["forward"] = carried.forward
+    del module.__dict__[
+        _KEY
+    ]  # last: until then, the plan's forward needs it, and `detach` can be called again
 
 
 def covered(module: torch.nn.Module) -> bool:

@@ -34,7 +34,11 @@ def with_geometry(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 def clone_with_geometry(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on a storage of its own, with the same size and stride."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor)
+    once = tuple(
+        slice(None) if stride else slice(1) for stride in tensor.stride()
+    )  # `expand` repeats the rest
+    copy[once].copy_(tensor[once])
+    return copy
 
 
 def certainly_disjoint(a: Geometry, b: Geometry) -> bool:

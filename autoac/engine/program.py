@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autoac.compat import OpOverload
 from autoac.opinfo import OpInfo, op_info
 
 Step = tuple[Any, bool, bool, OpInfo | None]
@@ -80,6 +81,7 @@ def find_overload(name: str) -> Any:
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.rpartition(".")
     try:
-        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except AttributeError:
         return None
+    return found if isinstance(found, OpOverload) else None  # a file can name any attribute

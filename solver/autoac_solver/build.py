@@ -481,7 +481,9 @@ class _Builder:
             holders.append(Holder(self._position(region.last_release), Condition(wrapped=region.index)))
         if made:
             first = min(made)
-            gone = max(self._rerun_free(region, record.free), first + 1)
+            # A graph that dies within forward dies as late in the second run, and with it what autograd saved.
+            own = [self.profile.saved[s].released for s in saves if region.owns(self.profile.saved[s].tick)]
+            gone = max(self._rerun_free(region, max([record.free, *own])), first + 1)
             holders.append(Holder(gone, Condition(kept=unit if decided else -1, wrapped=region.index)))
             if decided:
                 again = [] if own_end == NEVER else [Holder(own_end)]

@@ -22,6 +22,7 @@ from typing import Any
 
 from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
+from autoac_solver.limits import is_text
 from autoac_solver.profile import EngineCosts, Op, Profile
 
 SCHEMA, SCHEMA_VERSION = "autoac.device", 1
@@ -227,7 +228,7 @@ def _notes(profile: Profile, table: DeviceTable, same_kind: bool) -> list[str]:
 
 def _check(table: DeviceTable) -> None:
     for name in ("name", "kind", "title"):
-        if type(getattr(table, name)) is not str:
+        if not is_text(getattr(table, name)):
             raise ValueError(f"{name} is no text")
     if table.kind not in ("cpu", "cuda") or table.source not in SOURCES:
         raise ValueError(f"kind is {table.kind!r:.80} and source {table.source!r:.80}")
@@ -239,7 +240,7 @@ def _check(table: DeviceTable) -> None:
     if "" not in table.matrix_flops or not _is_text(table.made):
         raise ValueError('matrix_flops must have a rate for ""; made must be texts')
     for entry in table.entries:
-        if not all(type(text) is str for text in (entry.signature, entry.name, entry.dtype)):
+        if not all(is_text(text) for text in (entry.signature, entry.name, entry.dtype)):
             raise ValueError("an entry's names are no texts")
         if (
             type(entry.flops) is not int
@@ -252,7 +253,7 @@ def _check(table: DeviceTable) -> None:
 
 
 def _is_text(texts: Mapping[str, Any]) -> bool:
-    return all(type(name) is str and type(value) is str for name, value in texts.items())
+    return all(is_text(name) and is_text(value) for name, value in texts.items())
 
 
 def _positive(value: Any, zero: bool = False) -> float:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from autoac_solver.errors import ProfileError
+from autoac_solver.format import format_bytes
+from autoac_solver.limits import MOST_DEPTH, MOST_FILE_BYTES
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_PIECE_BYTES = 2**20
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def write_json(path: str | Path, schema: str, version: int, data: dict[str, Any]) -> None:
@@ -38,13 +46,13 @@ def write_bytes(path: str | Path, content: bytes) -> None:
 
 
 def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
-    """Read a file that `write_json` wrote.
+    """Read a file that `write_json` wrote; nothing in it is taken on trust, see `limits`.
 
     Raises:
-        ProfileError: it is damaged, of another kind, or from another version.
+        ProfileError: it is damaged, too large, of another kind, or from another version.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(_text(path), object_pairs_hook=_object, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ProfileError(
             f"{path} is not readable JSON: it is damaged or truncated ({error!r:.200})."
@@ -63,6 +71,32 @@ def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
             f"{path} was written by an older autoac (schema version {found_version}, now {version}): make it again."
         )
     return data
+
+
+def _text(path: str | Path) -> str:
+    """The file's content, no more of it than is allowed, and none that would be costly to parse."""
+    with Path(path).open("rb") as file:  # in pieces: a pipe or a device does not say how much is coming
+        content = b"".join(
+            islice(iter(lambda: file.read(_PIECE_BYTES), b""), MOST_FILE_BYTES // _PIECE_BYTES + 1)
+        )
+    if len(content) > MOST_FILE_BYTES:
+        raise ProfileError(f"{path} is larger than {format_bytes(MOST_FILE_BYTES)}, the most that is read.")
+    brackets = _STRING.sub(b"", content).translate(None, _NO_BRACKETS)
+    if max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > MOST_DEPTH:
+        raise ProfileError(f"{path} is nested deeper than {MOST_DEPTH} levels, the most that is read.")
+    return content.decode("utf-8")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a name that comes twice would hide one of its values."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same name twice")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
 
 
 def _umask() -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
 from autoac_solver.format import format_bytes
 from autoac_solver.html import escape, svg, table
+from autoac_solver.limits import is_number, is_size, is_text
 from autoac_solver.pictures import draw_memory, new_axes
 from autoac_solver.policies import AppliedPolicy
-from autoac_solver.profile import Profile
+from autoac_solver.profile import KINDS, Profile
 from autoac_solver.report import (
     decisions_table,
     describe_position,
@@ -32,8 +35,6 @@ from autoac_solver.stacking import Stacked, stacked
 
 SCHEMA = "autoac.plan"
 SCHEMA_VERSION = 3  # 2: the profile is part of the plan; 3: the profile's second version
-
-_MOST_CALLS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,32 +220,29 @@ class PlanRecord:
             programs = [_steps(steps) for steps in data["programs"]]
             values["regions"] = tuple(
                 RegionPlan(
-                    fqn=_is(r["fqn"], str),
-                    call=_is(r["call"], int),
-                    calls=_is(r["calls"], int),
-                    wrapped=_is(r["wrapped"], bool),
-                    steps=programs[_is(r["steps"], int)],
+                    fqn=_is(r["fqn"], is_text),
+                    call=_is(r["call"], is_size),
+                    calls=_is(r["calls"], is_size),
+                    wrapped=_is(r["wrapped"], _is_bool),
+                    steps=programs[_is(r["steps"], is_size)],
                 )
                 for r in values["regions"]
             )
-            if any(not 0 <= region.call < region.calls <= _MOST_CALLS for region in values["regions"]):
-                raise ValueError("a region's call is out of range")
             values["profile"] = Profile.from_data(values["profile"])
             values["policies"] = tuple(map(AppliedPolicy.from_data, values["policies"]))
             values["peak_holders"] = tuple(
-                (_is(kind, str), _is(module, str), _is(size, int))
+                (_is(kind, _is_kind), _is(module, is_text), _is(size, is_size))
                 for kind, module, size in values["peak_holders"]
             )
             for f in dataclasses.fields(cls):
-                if f.type in ("str", "int"):
-                    _is(values[f.name], {"str": str, "int": int}[f.type])
-                elif f.type == "float":
-                    values[f.name] = _number(values[f.name])
-            if values["engine"] not in ("replay", "sac"):
-                raise ValueError(f"engine is {values['engine']!r:.80}")
+                if f.type in _CHECKS:
+                    _is(values[f.name], _CHECKS[f.type])
+            _is(values["engine"], ("replay", "sac").__contains__)
+            _is(values["status"], ("optimal", "feasible").__contains__)
+            _check_columns(values["decision_columns"], _DECISION_COLUMNS)
+            _check_columns(values["timeline_columns"], _TIMELINE_COLUMNS)
             record = cls(**values)
-            for columns in (record.decision_columns, record.timeline_columns):
-                pd.DataFrame(columns)  # columns of unequal length are found here
+            _check_regions(record)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise ProfileError(f"{path} is not a valid plan: {error!r:.200}. Make it again.") from error
         return record
@@ -307,17 +305,67 @@ def _columns(frame: pd.DataFrame) -> dict[str, list[Any]]:
     return {str(name): frame[name].tolist() for name in frame.columns}
 
 
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_kind(value: Any) -> bool:
+    return value in KINDS
+
+
+_CHECKS: dict[Any, Callable[[Any], bool]] = {"str": is_text, "int": is_size, "float": is_number}
+
+_DECISION_COLUMNS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("region", "module", "op"), is_text),
+    "decision": ("save", "recompute", "skip").__contains__,
+    "must_save": _is_bool,
+    "time_s": is_number,
+    **dict.fromkeys(("bytes", "unit", "storage"), is_size),
+}
+_TIMELINE_COLUMNS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("op", "module"), is_text),
+    "phase": ("forward", "backward", "recompute").__contains__,
+    **dict.fromkeys(("live_bytes", *KINDS), is_size),
+}
+
+
 def _steps(steps: list[Any]) -> tuple[tuple[str, bool], ...]:
-    return tuple((_is(name, str), _is(again, bool)) for name, again in steps)
+    return tuple((_is(name, is_text), _is(again, _is_bool)) for name, again in steps)
 
 
-def _is(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise ValueError(f"{value!r:.80} is not of type {kind.__name__}")
+def _is(value: Any, check: Callable[[Any], bool]) -> Any:
+    if not check(value):
+        raise ValueError(f"{value!r:.80} is out of place")
     return value
 
 
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or value != value or abs(value) == float("inf"):
-        raise ValueError(f"{value!r:.80} is not a number")
-    return float(value)
+def _check_columns(columns: Any, checks: dict[str, Callable[[Any], bool]]) -> None:
+    """A table in columns has just these, of one length."""
+    if not isinstance(columns, dict) or columns.keys() != checks.keys():
+        raise ValueError(f"the columns of a table are {list(columns)!r:.80}, not {list(checks)}")
+    for name, check in checks.items():
+        if not isinstance(columns[name], list) or not all(map(check, columns[name])):
+            raise ValueError(f"column {name!r} of a table holds something else")
+    if len({len(column) for column in columns.values()}) > 1:
+        raise ValueError("the columns of a table are of different lengths")
+
+
+def _check_regions(record: PlanRecord) -> None:
+    """Each region is a call of the profile, with the ops that ran there, and none is given twice or inside another."""
+    calls = {(call.fqn, call.call): call for call in record.profile.calls if call.grad}
+    number_of_calls = Counter(fqn for fqn, _ in calls)
+    ticks = [op.tick for op in record.profile.tape]
+    end = 0
+    for region in record.regions:
+        call = calls.get((region.fqn, region.call))
+        if call is None or region.calls != number_of_calls[region.fqn]:
+            raise ValueError(f"region {region.name!r} is no call of the profiled step")
+        if call.start < end:
+            raise ValueError(f"region {region.name!r} is given twice, out of order or inside another one")
+        end = call.end
+        ops = record.profile.tape[bisect_left(ticks, call.start) : bisect_left(ticks, call.end)]
+        if [name for name, _ in region.steps] != [op.name for op in ops]:
+            raise ValueError(f"region {region.name!r} has other ops than the profiled step")
+        # Under sac, ops that early stop spares are called recomputed wherever they are.
+        if record.engine == "replay" and not region.wrapped and any(again for _, again in region.steps):
+            raise ValueError(f"region {region.name!r} recomputes something, but is not wrapped")

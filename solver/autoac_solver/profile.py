@@ -21,6 +21,7 @@ from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
 from autoac_solver.format import format_bytes, format_seconds
 from autoac_solver.html import escape, svg, table
+from autoac_solver.limits import MOST_BYTES, is_number, is_seconds, is_size, is_text, is_whole
 from autoac_solver.pictures import draw_bars
 
 SCHEMA = "autoac.profile"
@@ -31,6 +32,9 @@ NEVER = -1
 TIMES_FROM = ("measured", "table", "interpolated", "estimated")
 """An op's time was measured when the profile was made; looked up in a device's cost table, which holds measurements;
 interpolated between entries of such a table; or estimated from a device's rates."""
+
+KINDS = ("Parameter", "Buffer", "Gradient", "Optstate", "Input", "Activation", "Temp")
+"""Kinds of memory, named as torch's MemTracker does; Input is the sample and whatever else was there before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,43 +369,103 @@ def _rows(columns: Mapping[str, list[Any]], kind: type[_Row]) -> tuple[_Row, ...
 
 
 def _check(profile: Profile) -> None:
-    """Every index points at something and every number is of the right kind, so that later stages may rely on it."""
-    n_storages, n_calls = len(profile.storage_table), len(profile.calls)
+    """All that later stages rely on: types and ranges, and that what refers to each other fits together."""
+    for f in dataclasses.fields(profile):
+        if f.name not in (*_TABLES, "costs", "notes", "signatures"):
+            _check_type(getattr(profile, f.name), str(f.type), f.name)
     for name, kind in _TABLES.items():
         for row in getattr(profile, name):
             for f in dataclasses.fields(kind):
                 _check_type(getattr(row, f.name), str(f.type), f"{kind.__name__}.{f.name}")
-    for op in profile.tape:
-        if any(not 0 <= s < n_storages for s in (*op.reads, *op.writes, *op.creates)):
-            raise ValueError(f"op {op.name} refers to a storage that is not there")
-        amounts = (
-            op.time_s,
-            op.workspace_bytes,
-            op.random_bytes,
-            op.spread_s,
-            op.rerun_s,
-            op.flops,
-            op.moved_bytes,
-        )
-        in_range = -1 <= op.module < n_calls and -1 <= op.signature < len(profile.signatures)
-        if not in_range or min(amounts) < 0 or op.time_from not in TIMES_FROM:
-            raise ValueError(f"op {op.name} has a value out of range")
+    for name, seconds in dataclasses.asdict(profile.costs).items():
+        _demand(is_seconds(seconds), f"costs.{name} is {seconds!r:.80}, no duration")
+    for text in (*profile.notes, *profile.signatures):
+        _check_type(text, "str", "notes or signatures")
+    for name in ("end", "device_bytes"):
+        _demand(is_size(getattr(profile, name)), f"{name} is negative")
+    for name in ("measured_step_s", "views_s", "outside_s"):
+        _demand(is_seconds(getattr(profile, name)), f"{name} is no duration")
+    _check_ops(profile)
+    _check_storages(profile)
+    _check_calls(profile)
     for saved in profile.saved:
-        if not (0 <= saved.storage < n_storages and -1 <= saved.module < n_calls):
-            raise ValueError("a saved tensor refers to something that is not there")
+        _demand(_refers(profile.storage_table, saved.storage), "a saved tensor has no storage")
+        _demand(saved.module == NEVER or _refers(profile.calls, saved.module), "a saved tensor has no module")
+        _demand(0 <= saved.tick <= saved.released <= profile.end, "a saved tensor's ticks are out of order")
+        _demand(
+            saved.unpacked == NEVER or saved.tick <= saved.unpacked <= profile.end,
+            "a saved tensor is used before it is saved, or after the step",
+        )
+
+
+def _check_ops(profile: Profile) -> None:
+    last_tick, created = -1, [False] * len(profile.storage_table)
+    for op in profile.tape:
+        where = f"op {op.name} at tick {op.tick}"
+        _demand(last_tick < op.tick < profile.end, f"{where} is out of order")
+        last_tick = op.tick
+        for storage in (*op.reads, *op.writes, *op.creates):
+            _demand(_refers(created, storage), f"{where} refers to a storage that is not there")
+        _demand(op.module == NEVER or _refers(profile.calls, op.module), f"{where} is in no module")
+        _demand(
+            op.signature == NEVER or _refers(profile.signatures, op.signature), f"{where} has no signature"
+        )
+        _demand(op.time_from in TIMES_FROM, f"{where} has its time from {op.time_from!r:.80}")
+        _demand(all(map(is_seconds, (op.time_s, op.spread_s, op.rerun_s))), f"{where} takes {op.time_s!r} s")
+        amounts = (op.workspace_bytes, op.random_bytes, op.flops, op.moved_bytes)
+        _demand(min(amounts) >= 0, f"{where} has a negative size")
+        for storage in op.creates:
+            _demand(not created[storage], f"{where} creates a storage that was created before")
+            _demand(
+                profile.storage_table[storage].alloc == op.tick, f"{where} creates a storage of another tick"
+            )
+            created[storage] = True
+
+
+def _check_storages(profile: Profile) -> None:
+    for storage in profile.storage_table:
+        _demand(storage.bytes >= 0, "a storage has a negative size")
+        _demand(NEVER <= storage.alloc <= storage.free <= profile.end, "a storage's ticks are out of order")
+        _demand(storage.kind in KINDS, f"a storage is of kind {storage.kind!r:.80}")
+    total = sum(storage.bytes for storage in profile.storage_table)
+    total += sum(op.workspace_bytes + op.random_bytes for op in profile.tape)
+    _demand(total <= MOST_BYTES, f"it speaks of more than {MOST_BYTES} bytes of memory")
+
+
+def _check_calls(profile: Profile) -> None:
+    """Calls begin in order, lie inside their parents and not in one another's way, and are numbered by module."""
+    free_from: dict[int, int] = {NEVER: 0}  # call -> where the next call inside of it may begin
+    numbers: dict[str, int] = {}
     for index, call in enumerate(profile.calls):
-        if not -1 <= call.parent < index or any(not 0 <= s < n_storages for s in call.inputs):
-            raise ValueError(f"module call {call.fqn} refers to something that is not there")
-    if any(storage.bytes < 0 for storage in profile.storage_table):
-        raise ValueError("a storage has a negative size")
+        where = f"call {call.call} of module {call.fqn!r}"
+        _demand(call.parent in free_from, f"{where} is inside of one that is not there")
+        until = profile.end if call.parent == NEVER else profile.calls[call.parent].end
+        _demand(free_from[call.parent] <= call.start <= call.end <= until, f"{where} has ticks out of order")
+        free_from[call.parent], free_from[index] = call.end, call.start
+        _demand(call.call == numbers.get(call.fqn, 0), f"{where} has a wrong number")
+        numbers[call.fqn] = call.call + call.grad
+        _demand(call.views >= 0, f"{where} has {call.views} views")
+        _demand(
+            all(_refers(profile.storage_table, storage) for storage in call.inputs),
+            f"{where} refers to a storage that is not there",
+        )
+
+
+def _refers(table: Sequence[Any], index: int) -> bool:
+    return 0 <= index < len(table)
+
+
+def _demand(holds: bool, fault: str) -> None:
+    if not holds:
+        raise ValueError(fault)
 
 
 _CHECKS: dict[str, Any] = {
-    "int": lambda v: type(v) is int,
-    "float": lambda v: type(v) in (int, float) and v == v and abs(v) != float("inf"),
+    "int": is_whole,
+    "float": is_number,
     "bool": lambda v: type(v) is bool,
-    "str": lambda v: type(v) is str,
-    "tuple[int, ...]": lambda v: type(v) is tuple and all(type(i) is int for i in v),
+    "str": is_text,
+    "tuple[int, ...]": lambda v: type(v) is tuple and all(map(is_whole, v)),
 }
 
 

@@ -11,11 +11,8 @@ import pandas as pd
 from autoac_solver.build import Built
 from autoac_solver.format import format_bytes
 from autoac_solver.problem import ALWAYS, Instance
-from autoac_solver.profile import NEVER, Profile
+from autoac_solver.profile import KINDS, NEVER, Profile
 from autoac_solver.simulator import Simulator
-
-KINDS = ("Parameter", "Buffer", "Gradient", "Optstate", "Input", "Activation", "Temp")
-"""Kinds of memory, named as torch's MemTracker does; Input is the sample and whatever else was there before."""
 
 
 def decisions_table(profile: Profile, built: Built, recomputed: Sequence[bool]) -> pd.DataFrame:

@@ -1,0 +1,59 @@
+"""Random models for as long as you like: `PYTHONPATH=.:solver python -m tests.fuzz --hours 1`.
+
+Every round draws other models. The first failure is shrunk and printed with its seed; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import traceback
+import warnings
+from collections import Counter
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+import torch
+
+from tests.fuzz.check import check_model
+from tests.fuzz.run import run_examples
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hours", type=float, default=1.0, help="how long")
+    parser.add_argument(
+        "--seed", type=int, default=1_000_000, help="of the first round; each takes the next one"
+    )
+    parser.add_argument("--examples", type=int, default=100, help="models in a round")
+    parser.add_argument(
+        "--measured", type=float, default=0.5, help="share of the plans whose peak is measured"
+    )
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "Use of .* on expanded tensors is deprecated")
+    tally: Counter[str] = Counter()
+    until, number = time.monotonic() + 3600 * given.hours, given.seed
+    while time.monotonic() < until:
+        try:
+            run_examples(
+                lambda spec: check_model(spec, tally, given.measured), given.examples, number, shrink=True
+            )
+        except BaseException:
+            traceback.print_exc()
+            print(f"failed in the round of --seed {number}")
+            return 1
+        number += 1
+        print(
+            f"seed {number}: {tally['models']} models, {tally['cases']} cases, {tally['measured']} measured",
+            flush=True,
+        )
+    for what, count in tally.most_common():
+        print(f"{count:8} {what}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

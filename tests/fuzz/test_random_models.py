@@ -1,0 +1,37 @@
+"""Random models at random budgets under both engines. For longer runs with other models: `python -m tests.fuzz`."""
+
+from collections import Counter
+
+import pytest
+
+from tests.fuzz.check import check_model
+from tests.fuzz.run import run_examples
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated"),
+]
+
+SHARDS, CASES = 10, 205
+"""More than 2,000 cases together."""
+EXAMPLES = 15
+"""Models in a round; rounds with further seeds follow until there are enough cases."""
+MOST_FAULTS = 0.1
+"""Share of the measured plans whose peak is above the prediction; of sac's plans half of it are refused at most. See
+`test_known_faults`."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_models(shard: int):
+    tally: Counter[str] = Counter()
+    for number in range(100 * shard, 100 * shard + 30):
+        run_examples(lambda spec: check_model(spec, tally), EXAMPLES, seed=number)
+        if tally["cases"] >= CASES:
+            break
+    assert tally["cases"] >= CASES, dict(tally)
+    assert min(tally["cases, replay"], tally["cases, sac"]) >= CASES // 6, dict(tally)
+    assert tally["measured"] >= CASES // 10, dict(tally)
+    above = tally["above the prediction, replay"] + tally["above the prediction, sac"]
+    assert above <= MOST_FAULTS * tally["measured"], dict(tally)
+    assert tally["refused by sac"] <= MOST_FAULTS / 2 * tally["cases, sac"], dict(tally)

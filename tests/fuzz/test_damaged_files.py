@@ -64,7 +64,8 @@ def use_profile(profile: Profile, dice: random.Random) -> None:
 
 
 def use_plan(record: PlanRecord) -> None:
-    assert explain(record)
+    with suppress(ProfileError):  # the decisions of a changed plan may contradict its profile
+        assert explain(record)
     assert len(record.decisions.columns)
     assert len(record.timeline.columns)
 

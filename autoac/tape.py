@@ -153,7 +153,8 @@ class Tape(TorchDispatchMode):
         self._saved_scalar(info, args)
         if not len(self.ops) % _TELL_EVERY:
             self.on_op(len(self.ops))
-        made = [tensor for tensor in tensors_in(result) if self._by_key.get(storage_key(tensor)) in creates]
+        strided = [tensor for tensor in tensors_in(result) if tensor.layout is torch.strided]
+        made = [tensor for tensor in strided if self._by_key.get(storage_key(tensor)) in creates]
         self.ops.append(
             {
                 "name": info.name,

@@ -35,6 +35,16 @@ ATTRIBUTES = {
 METHODS = {"read_pickle", "to_pickle"}
 
 
+ALLOWED = {
+    "autoac/__init__.py": "import importlib",  # its own modules, when needed
+    "autoac/cli/target.py": "import importlib",  # the model that the user names on the command line
+    "autoac/cli/users_code.py": "import importlib",  # the same
+    "autoac/compare/quiet.py": "os.execve",  # the benchmark restarts itself with quiet settings
+    "autoac/compat.py": "import importlib",  # torch's own tools, when needed
+    "solver/autoac_solver/page/render.py": "import importlib",  # the package's own resources and version
+}
+
+
 def dangers(source: str) -> Iterator[str]:
     """Whatever in some code might run code that is not its own."""
     for node in ast.walk(ast.parse(source)):
@@ -61,10 +71,8 @@ def dangers(source: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_nothing_runs_code_from_data(file: Path):
-    allowed = (
-        {"import importlib"} if file == ROOT / "autoac" / "__init__.py" else set()
-    )  # its own modules, when needed
-    assert set(dangers(file.read_text())) <= allowed
+    allowed = ALLOWED.get(str(file.relative_to(ROOT)), "")
+    assert set(dangers(file.read_text())) <= {allowed}
 
 
 @pytest.mark.parametrize(

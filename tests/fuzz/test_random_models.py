@@ -17,8 +17,8 @@ SHARDS, CASES = 10, 205
 EXAMPLES = 15
 """Models in a round; rounds with further seeds follow until there are enough cases."""
 MOST_FAULTS = 0.2
-"""Share of the measured plans whose peak may be above the prediction: up to 0.11 were seen, in models that throw results
-away inside of a region. Of sac's plans a quarter of it are refused at most. See `test_known_faults`."""
+"""Share of the measured plans whose peak may be above the prediction: up to 0.11 were seen, in models that throw
+results away inside of a region. Of sac's plans a quarter of it are refused at most. See `test_known_faults`."""
 
 
 @pytest.mark.slow

@@ -97,7 +97,8 @@ class _Cbc(pulp.COIN_CMD):
             return STOPPED
         status, values, *_, sol_status = self.readsol_MPS(str(files.solution), lp, *names)
         if status == pulp.LpStatusInfeasible:
-            return INFEASIBLE
+            # Out of time in its preprocessing, CBC says so of feasible programs.
+            return INFEASIBLE if self._job.left_s() else STOPPED
         if sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             return STOPPED
         # A variable without a row or a cost is not written to the model, and 0 suits it.

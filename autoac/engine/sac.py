@@ -12,13 +12,21 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from autoac.compat import any_autocast, being_traced, disable_dispatch_modes, storage_key, version_of
+from autoac.compat import (
+    any_autocast,
+    being_traced,
+    disable_dispatch_modes,
+    storage_key,
+    storage_ref,
+    version_of,
+)
 from autoac.engine.debug import OpLog, compared, debugging, hidden_from_torch
 from autoac.engine.program import Program
 from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_tensors
@@ -50,7 +58,7 @@ def contexts(program: Program) -> tuple[Any, Any]:
         return first, second
     log = OpLog(program.region) if debugging() else None
     casts = policy.cast if torch.is_autocast_cache_enabled() and any_autocast() else None
-    return (first if log is None else _Both(first, log)), _SecondRun(second, program.region, casts, log)
+    return (first if log is None else _Both(first, log)), _SecondRun(second, policy, casts, log)
 
 
 class _Both:
@@ -77,16 +85,20 @@ class _SecondRun:
 
     Args:
         selective: torch's context.
+        policy: of the first run.
         casts: storages of the weights that forward has cast itself; None where autocast keeps no casts.
         log: of the first run, None if it was not kept.
     """
 
-    def __init__(self, selective: Any, region: str, casts: set[int] | None, log: OpLog | None):
-        self.selective, self.region, self.casts, self.first = selective, region, casts, log
+    def __init__(self, selective: Any, policy: SacPolicy, casts: set[int] | None, log: OpLog | None):
+        self.selective, self.policy, self.casts, self.first = selective, policy, casts, log
 
     def __enter__(self) -> None:
         parts = [self.selective]
-        self.second = OpLog(self.region) if self.first is not None else None
+        changed = {known.call for known in self.policy.inputs if known.is_changed()}
+        if changed:
+            parts.append(_Refusing(changed, self.policy))
+        self.second = OpLog(self.policy.program.region) if self.first is not None else None
         if self.second is not None:
             parts.append(self.second)
         if self.casts is not None:
@@ -104,13 +116,36 @@ class _SecondRun:
             if found is not None:
                 raise found from error
         elif isinstance(error, RuntimeError):
-            error.add_note(_SECOND_RUN.format(region=self.region))
+            error.add_note(_SECOND_RUN.format(region=self.policy.program.region))
 
 
 _SECOND_RUN = (
     "This was in the second run of region {region!r} for backward. To see which op differs from forward, wrap the step "
     'in `torch.utils.checkpoint.set_checkpoint_debug_enabled(True)`; engine="replay" runs no code twice.'
 )
+
+
+class _Refusing(TorchDispatchMode):
+    """Refuses to run ops again that would not find their inputs as they were; early stop may spare them.
+
+    Args:
+        calls: overloads and their n-th calls in the region.
+        policy: of the first run.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, calls: set[tuple[Any, int]], policy: SacPolicy):
+        super().__init__()
+        self.calls, self.policy = calls, policy
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = func, self.counts[func]
+        self.counts[func] += 1
+        if call in self.calls:
+            raise RuntimeError(self.policy.refusal(f"{func} would run again on what was written since"))
+        return func(*args, **(kwargs or {}))
 
 
 class _AdditionalCasts(TorchDispatchMode):
@@ -132,6 +167,40 @@ def _casts_weight(func: Any, args: Any) -> bool:
     return func is torch.ops.aten._to_copy.default and args[0].is_leaf and args[0].requires_grad
 
 
+class _Storages:
+    """Storages that tensors stand on. One that is gone is in here no more, though another may have its address."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._alive[storage_key(tensor)] = storage_ref(tensor)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        storage = self._alive.get(storage_key(tensor))
+        return storage is not None and storage() is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """What a recomputed op read that is not recomputed.
+
+    Args:
+        call: the op's overload, and the how manieth call of it in the region.
+        tensor: what it read, or the base of that view.
+        version: what it read of it.
+    """
+
+    call: tuple[Any, int]
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+
+    def is_changed(self) -> bool:
+        """Whether it has been written since, as far as the tensor is still there to tell."""
+        tensor = self.tensor()
+        return tensor is not None and version_of(tensor) != self.version
+
+
 class SacPolicy:
     """`policy_fn(ctx, op, *args, **kwargs)` for one call of a region; make a new one for each call.
 
@@ -141,10 +210,11 @@ class SacPolicy:
     def __init__(self, program: Program):
         self.program = program
         self.counts: Counter[Any] = Counter()
-        self.recomputed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.recomputed = _Storages()
         self.cast: set[int] = set()  # storages of weights that this region casts itself
-        self.read: set[int] = set()  # kept storages that a recomputed op reads
+        self.read = _Storages()  # kept storages that a recomputed op reads
         self.random: CheckpointPolicy | None = None  # what was decided for the region's first random op
+        self.inputs: list[_Input] = []
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)
@@ -170,16 +240,17 @@ class SacPolicy:
             own = info.generator(args, kwargs) is not None
             decision = self._random(func, decision, own, in_place=bool(info.writes))
         if decision is RECOMPUTE:
-            self._note(info, args, kwargs, ctx.op_output)
+            self._note((func, nth), info, args, kwargs, ctx.op_output)
         return decision
 
     def _written(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:
         """An in-place op goes with the op that made the storage; what is written outside of the region is saved."""
-        keys = {storage_key(tensor) for tensor in written_tensors(info, args, kwargs)}
-        if keys and all(self._is_recomputed(key) for key in keys):
+        written = written_tensors(info, args, kwargs)
+        again = [tensor in self.recomputed for tensor in written]
+        if written and all(again):
             return RECOMPUTE
-        if any(self._is_recomputed(key) for key in keys) or keys & self.read:
-            raise RuntimeError(self._refusal(f"{info.name} writes in place what recomputed ops have read"))
+        if any(again) or any(tensor in self.read for tensor in written):
+            raise RuntimeError(self.refusal(f"{info.name} writes in place what recomputed ops have read"))
         return SAVE
 
     def _random(self, func: Any, decision: CheckpointPolicy, own: bool, in_place: bool) -> CheckpointPolicy:
@@ -195,24 +266,31 @@ class SacPolicy:
             wanted = self.random
         if decision is not wanted and in_place:
             raise RuntimeError(
-                self._refusal(f"{func} draws random numbers for one part of what is recomputed")
+                self.refusal(f"{func} draws random numbers for one part of what is recomputed")
             )
         return wanted
 
-    def _note(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _note(
+        self,
+        call: tuple[Any, int],
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         for tensor in read_tensors(info, args, kwargs):
-            if tensor.layout is torch.strided and not self._is_recomputed(storage_key(tensor)):
-                self.read.add(storage_key(tensor))
+            if tensor.layout is torch.strided and tensor not in self.recomputed:
+                self.read.add(tensor)
+                written = tensor if tensor._base is None else tensor._base  # they share their version
+                self.inputs.append(_Input(call, weakref.ref(written), version_of(written)))
+        given = {storage_key(t) for t in tensors_in([*args, *kwargs.values()]) if t.layout is torch.strided}
         for tensor in tensors_in(result):
-            if tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                self.recomputed[storage._cdata] = weakref.ref(storage)
+            # A view is on what it is a view of.
+            if tensor.layout is torch.strided and storage_key(tensor) not in given:
+                self.recomputed.add(tensor)
 
-    def _is_recomputed(self, key: int) -> bool:
-        storage = self.recomputed.get(key)
-        return storage is not None and storage() is not None
-
-    def _refusal(self, what: str) -> str:
+    def refusal(self, what: str) -> str:
+        """The message of an error."""
         return (
             f"in region {self.program.region!r}, {what}: its ops run in another order than the profiled ones, and "
             'selective checkpointing cannot recompute that exactly. Plan with engine="replay", which can.'

@@ -17,14 +17,14 @@ side effects too, and nothing is looked up for each op. It is not planned for, b
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Unit
-from autoac_solver.profile import NEVER, Op, Profile
+from autoac_solver.profile import NEVER, Profile
 
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of a CPU generator's state; `torch.utils.checkpoint` stashes one for each region."""
@@ -117,6 +117,7 @@ class _Region:
         self.last_release = max((profile.saved[s].released for s in saved), default=NEVER)
         self.index = -1  # among the problem's regions
         self.first_position = -1  # of its replay window
+        self.spares = False  # whether its ops after the last save need no decision (sac), see `_spared`
         self.rerun: dict[int, int] = {}  # op -> position of its replay
         self.window_end = -1
 
@@ -220,6 +221,7 @@ class _Builder:
             self.units[index] = self._unit(region, index, opaque)
         if self.engine == "sac":
             self._tie_random_units(range(first_unit, len(self.units)))
+        region.spares = self._spares(region)
 
     def _unit(self, region: _Region, index: int, opaque: set[int]) -> Unit:
         ops = self.units[index].ops
@@ -289,14 +291,16 @@ class _Builder:
         It does not stash that of a generator of the model's own, to draw from which is a side effect.
         """
 
-        def draws(op: Op) -> bool:
-            return bool(op.random_bytes) and not op.side_effect
-
-        random = [u for u in units if any(draws(self.profile.tape[op]) for op in self.units[u].ops)]
+        random = [u for u in units if self._draws(self.units[u].ops)]
         must_save = any(self.units[u].must_save for u in random)
         for unit in random:
             same_as = random[0] if unit != random[0] else -1
             self.units[unit] = replace(self.units[unit], must_save=must_save, same_as=same_as)
+
+    def _draws(self, ops: Iterable[int]) -> bool:
+        """Whether one of these ops draws from the random state that torch stashes for the region."""
+        tape = self.profile.tape
+        return any(tape[op].random_bytes and not tape[op].side_effect for op in ops)
 
     # -- positions ---------------------------------------------------------------------------------------------
 
@@ -379,10 +383,18 @@ class _Builder:
         return RegionTape(region.call, tuple(region.ops), units, spared)
 
     def _spared(self, region: _Region, op: int) -> bool:
-        """Whether early stop spares the op (sac); but for what is pinned that is not enough, it can be off."""
-        unit = self.unit_of_op.get(op)
-        pinned = not self.pinned.isdisjoint((op,) if unit is None else self.units[unit].ops)
-        return self.reruns_code and self.ticks[op] > region.last_save and not pinned
+        """Whether early stop spares the op (sac), whatever is decided."""
+        return region.spares and self.ticks[op] > region.last_save
+
+    def _spares(self, region: _Region) -> bool:
+        """Whether the ops after the last save may be called recomputed, as they never run again.
+
+        Not where one is pinned, since early stop can be off, nor where one is random, since these all go one way.
+        """
+        late = [op for op in region.ops if self.ticks[op] > region.last_save]
+        units = {self.unit_of_op[op] for op in late if op in self.unit_of_op}
+        ops = {*late, *(op for unit in units for op in self.units[unit].ops)}
+        return self.reruns_code and self.pinned.isdisjoint(ops) and not self._draws(ops)
 
     def _storage_instances(self) -> list[Instance]:
         saved_of: dict[int, list[int]] = {}
@@ -476,9 +488,10 @@ class _Builder:
         if own_end != NEVER:
             holders.append(Holder(own_end, Condition(kept=unit)))
         instances = []
-        if not made and not self.pinned.isdisjoint(self.units[unit].ops):
+        if not made and not self._spared(region, self.units[unit].ops[0]):
             # saved for a second run that stops before it would ask
-            holders.append(Holder(self._position(region.last_release), Condition(wrapped=region.index)))
+            asked = Condition(kept=unit if decided else -1, wrapped=region.index)
+            holders.append(Holder(self._position(region.last_release), asked))
         if made:
             first = min(made)
             # A graph that dies within forward dies as late in the second run, and with it what autograd saved.

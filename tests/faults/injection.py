@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.compat import in_backward
@@ -134,5 +135,6 @@ def _attributes(module: nn.Module) -> list[Any]:
 def live_storages() -> int:
     """How many storages tensors known to Python stand on."""
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    found = gc.get_objects()
+    tensors = [thing for thing in found if issubclass(type(thing), torch.Tensor) and not is_lazy(thing)]
     return len({tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided})

@@ -22,7 +22,7 @@ ORDER = {
     """,
     "autoac": """
         _version compat opinfo measure engine policies untouched step costs fake as_cuda signatures timing scratch tape
-        regions recorder optimizer verify memory_trace plans planner __init__ zoo calibrate selfcheck demo compare cli
+        regions recorder optimizer verify memory_trace plans planner __init__ zoo calibrate demo compare selfcheck cli
         __main__
     """,
 }

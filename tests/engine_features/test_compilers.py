@@ -9,36 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoac
+from tests.blocks import REGIONS, X, all_but_gelu, blocks, mean_square
 from tests.exact.harness import Case, assert_exact, differences, plan_with, planned, plans, run
 from tests.features import feature
-
-X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.second(torch.tanh(self.dropout(F.gelu(self.first(x)))))
-
-
-def blocks() -> nn.Module:
-    return nn.Sequential(Block(), Block(), Block())
-
-
-REGIONS = ("0", "1", "2")
-
-
-def mean_square(model: nn.Module) -> torch.Tensor:
-    return model(X).square().mean()
-
-
-def all_but_gelu(region: str, op: str, nth: int) -> bool:
-    return op != "aten.gelu.default"
-
 
 # -- compilers and higher-order ops ------------------------------------------------------------------------------------
 

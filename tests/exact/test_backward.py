@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
+from tests.blocks import Block, X
 from tests.exact.harness import (
     Case,
     assert_exact,
@@ -20,18 +21,6 @@ from tests.exact.harness import (
     run,
 )
 from tests.features import feature
-
-X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        return x + self.second(torch.tanh(self.dropout(F.gelu(self.first(x)))))
 
 
 class TwoHeads(nn.Module):

@@ -1,6 +1,7 @@
 """Our plans against what people do today, at ten budgets: `python -m benchmarks.compare`.
 
-Progress goes to stderr; the Markdown tables to stdout and, with all samples as JSON beside them, to `--out`.
+Progress goes to stderr; the Markdown tables to stdout and, with all samples as JSON and a picture of each model beside
+them, to `--out`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import typer
 import autoac
 from autoac.compare import ours, quiet, strategies, torch_milp
 from autoac.compare.measure import Bench, Tell
+from autoac.compare.picture import draw
 from autoac.compare.quiet import tell
 from autoac.compare.results import ModelResult, Results, Row
 from autoac.compare.run import conditions, examine
@@ -33,9 +35,7 @@ def main(
     engine: Annotated[str, typer.Option(help="replay or sac.")] = "replay",
     device: Annotated[str, typer.Option(help="cpu, or cuda to time by CUDA events.")] = "cpu",
     threads: Annotated[int, typer.Option(min=1, help="Torch's threads on CPU.")] = 2,
-    out: Annotated[Path, typer.Option(help="Folder for compare.json and compare.md.")] = Path(
-        "benchmarks/results"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path("benchmarks/results"),
 ) -> None:
     """Measure peak, gradients and step time of ours and of other strategies, side by side."""
     quiet.restart_if_needed({"HF_HUB_OFFLINE": "1"})  # random configs need no network
@@ -47,13 +47,12 @@ def main(
     measured_on = conditions(place, [torch.float32], rounds)
     for name in model or models.MODELS:
         found.append(measure_model(name, size, place, engine, budgets, rounds))
+        draw(found[-1], out / f"{name}.svg")
         results = Results(measured_on, found)
         results.save(out / "compare.json")
         write_text(out / "compare.md", render(results))
     typer.echo(render(Results(measured_on, found)))
-    tell(
-        f"done in {time.perf_counter() - started:.0f} s; {out}/compare.json and {out}/compare.md are written"
-    )
+    tell(f"done in {time.perf_counter() - started:.0f} s; compare.json, compare.md and pictures are in {out}")
     if any(not row.counts or row.peak_bytes > row.budget_bytes for result in found for row in result.ours):
         raise typer.Exit(1)
 

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from tests.compatibility import in_readme
 
@@ -41,6 +44,46 @@ def test_version_has_an_entry_in_the_changelog():
     from autoac import __version__
 
     assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+class Layer(nn.Module):
+    """A layer with a choice of experts, as the README's policies are about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 4)
+        self.up, self.down = nn.Linear(32, 128, bias=False), nn.Linear(128, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share, _ = self.router(x).softmax(-1).topk(2)
+        return x + self.down(F.gelu(self.up(x))) * share.sum(-1, keepdim=True)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_snippets_run():
+    """One after the other, as a reader runs them; only model, sample and optimizer are theirs."""
+    model = Model()
+    given = {
+        "torch": torch,
+        "build_model": Model,
+        "model": model,
+        "sample": torch.randn(64, 32),
+        "optimizer": torch.optim.AdamW(model.parameters()),
+    }
+    snippets = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(snippets) >= 4
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), given)
 
 
 def session() -> list[tuple[str, list[str]]]:

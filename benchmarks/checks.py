@@ -9,6 +9,8 @@ from autoac.compare.results import ModelResult, Row
 
 POINTS = 0.02
 """How far a predicted overhead may be from the measured one."""
+STEP, AGAIN = 0.15, 0.10
+"""How far a predicted step time may be from the measured one, and two profiles' predictions from each other."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ def checks(model: ModelResult) -> list[Check]:
         _against_full(model),
         _half_on_average(model),
         _predicted(model),
+        _step_time(model),
+        _again(model),
     ]
 
 
@@ -95,6 +99,22 @@ def _predicted(model: ModelResult) -> Check:
         f"{_points(statistics.fmean(error for error, _ in errors))}; rank correlation {model.rank_correlation:.2f}"
     )
     return Check("predicted overhead within two points of the measured one", abs(worst) <= POINTS, numbers)
+
+
+def _step_time(model: ModelResult) -> Check:
+    measured_s = statistics.median(second for row in model.of_kind("none") for second in row.wall_s)
+    off = model.predicted_step_s / measured_s - 1
+    numbers = f"{model.predicted_step_s * 1e3:.0f} ms against {measured_s * 1e3:.0f} ms: {off:+.1%}"
+    return Check(f"predicted step time within {STEP:.0%} of the measured one", abs(off) <= STEP, numbers)
+
+
+def _again(model: ModelResult) -> Check:
+    first = [row.predicted_overhead or 0.0 for row in model.ours]
+    pairs = list(zip(first, model.predicted_again, strict=True))
+    off = [abs(one / other - 1) if other else abs(one) for one, other in pairs]
+    numbers = ", ".join(f"{one:.1%} and {other:.1%}" for one, other in pairs)
+    text = f"two profiles' plans predict overheads within {AGAIN:.0%} of each other"
+    return Check(text, max(off) <= AGAIN, f"{max(off):.1%} apart at most ({numbers})")
 
 
 def _points(fraction: float) -> str:

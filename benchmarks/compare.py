@@ -21,6 +21,7 @@ from autoac.compare.quiet import tell
 from autoac.compare.results import ModelResult, Results, Row
 from autoac.compare.run import conditions, examine
 from autoac_solver.files import write_text
+from autoac_solver.profile import Profile
 from benchmarks import models
 from benchmarks.report import render
 
@@ -62,10 +63,14 @@ def measure_model(
 ) -> ModelResult:
     """All strategies on one model."""
     workload = models.make(name, size, device)
+
+    def profiled() -> Profile:
+        return autoac.profile(
+            workload.model, workload.sample, loss=workload.loss, progress=_tell(workload.title)
+        )
+
     start = time.perf_counter()
-    profile = autoac.profile(
-        workload.model, workload.sample, loss=workload.loss, progress=_tell(workload.title)
-    )
+    profile = profiled()
     profile_s = time.perf_counter() - start
     bench = Bench(workload, device, profile.resident_bytes)
     by_hand = strategies.by_hand(
@@ -81,6 +86,7 @@ def measure_model(
     start = time.perf_counter()
     planned = ours.planned(profile, {f"ours, {name}": budget for name, budget in numbered.items()}, engine)
     solve_s = time.perf_counter() - start
+    again = [plan.predicted_overhead or 0.0 for plan in ours.planned(profiled(), numbered, engine)]
     configurations += examine(bench, (*advised, *planned), _tell("planned"))
     bench.time(configurations, rounds, _tell("timing"))
     return ModelResult(
@@ -91,6 +97,8 @@ def measure_model(
         resident_bytes=bench.resident_bytes,
         profile_s=profile_s,
         solve_s=solve_s,
+        predicted_step_s=profile.step_s,
+        predicted_again=again,
         rows=[Row.of(configuration) for configuration in configurations],
     )
 

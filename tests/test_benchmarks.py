@@ -60,7 +60,8 @@ def by_hand() -> ModelResult:
         ours(4, 1000, 1.0, 0.0),
     ]
     budgets = [400, 600, 800, 1000]
-    return ModelResult("by hand", "By hand", "replay", budgets, 100, 1.0, 1.0, rows)
+    again = [0.22, 0.085, 0.031, 0.0]
+    return ModelResult("by hand", "By hand", "replay", budgets, 100, 1.0, 1.0, 1.1, rows, again)
 
 
 def test_best_other_is_the_fastest_that_fits_with_right_gradients(by_hand: ModelResult):
@@ -77,9 +78,11 @@ def test_overhead_and_noise(by_hand: ModelResult):
 
 
 def test_checks_pass_and_fail(by_hand: ModelResult):
-    assert [check.passed for check in checks.checks(by_hand)] == [True, True, True, True, True]
+    assert [check.passed for check in checks.checks(by_hand)] == [True] * 7
     slow = dataclasses.replace(by_hand, rows=[*by_hand.rows[:-2], ours(3, 800, 1.3, 0.03), by_hand.rows[-1]])
-    assert [check.passed for check in checks.checks(slow)] == [True, False, True, False, False]
+    assert [check.passed for check in checks.checks(slow)] == [True, False, True, False, False, True, True]
+    unlike = dataclasses.replace(by_hand, predicted_step_s=1.2, predicted_again=[0.24, 0.085, 0.031, 0.0])
+    assert [check.passed for check in checks.checks(unlike)] == [*[True] * 5, False, False]
     wrong = dataclasses.replace(by_hand.rows[-1], gradients_equal=False)
     assert not checks.checks(dataclasses.replace(by_hand, rows=[*by_hand.rows[:-1], wrong]))[0].passed
 
@@ -88,7 +91,7 @@ def test_report_has_a_line_a_budget_and_a_line_a_strategy(by_hand: ModelResult):
     text = report.render(Results({"torch": "1"}, [by_hand]))
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(lines) == 1 + len(by_hand.budgets) + 1 + 6
-    assert text.count("\n- pass: ") == 5
+    assert text.count("\n- pass: ") == 7
     assert "RuntimeError: no / yes" in text
 
 
@@ -121,7 +124,7 @@ def test_every_strategy_has_the_same_gradients(name: str):
         assert measured.buffers_equal
         assert measured.peak_bytes <= measured.budget_bytes
     assert result.rows[0].peak_bytes == result.budgets[-1]
-    assert len(checks.checks(result)) == 5
+    assert len(checks.checks(result)) == 7
 
 
 def test_blocks_are_found():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import pandas as pd
 from autoac.compare.measure import Configuration
 from autoac_solver.files import read_json, write_json
 
-SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 1
+SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 2
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,9 @@ class ModelResult:
         budgets: bytes, what our plans were made for.
         resident_bytes: alive before the step.
         profile_s, solve_s: seconds to profile once, and to plan for all budgets.
+        predicted_step_s: what the profile says of a step with nothing recomputed.
+        predicted_again: overheads that plans for the same budgets predict from a second profile; empty if none was
+            taken.
     """
 
     name: str
@@ -90,7 +93,9 @@ class ModelResult:
     resident_bytes: int
     profile_s: float
     solve_s: float
+    predicted_step_s: float
     rows: list[Row]
+    predicted_again: list[float] = field(default_factory=list)
 
     def of_kind(self, kind: str) -> list[Row]:
         """The rows of one kind: "none", "other" or "ours"."""

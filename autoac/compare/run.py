@@ -92,6 +92,7 @@ def compare(
         resident_bytes=bench.resident_bytes,
         profile_s=profile_s,
         solve_s=solve_s,
+        predicted_step_s=profile.step_s,
         rows=[Row.of(configuration) for configuration in found],
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoac._version import __version__
 
 if TYPE_CHECKING:
-    from autoac import policies
+    from autoac import measure, policies
     from autoac.planner import batch_tradeoff, plan, profile, solve, tradeoff
     from autoac.plans import Plan, Tradeoff
     from autoac_solver.batches import BatchTradeoff
@@ -70,6 +70,7 @@ __all__ = [
     "Tradeoff",
     "__version__",
     "batch_tradeoff",
+    "measure",
     "plan",
     "policies",
     "profile",

@@ -15,8 +15,6 @@ from autoac_solver.devices import DeviceTable, Entry
 from autoac_solver.planning import Progress
 from autoac_solver.profile import Profile
 
-SIZES = ("tiny", "small", "full")
-
 
 def calibrate(name: str, device: torch.device, size: str, progress: Progress | None = None) -> DeviceTable:
     """The table of a device that is here.
@@ -24,8 +22,8 @@ def calibrate(name: str, device: torch.device, size: str, progress: Progress | N
     Args:
         name: what the table is to be called.
         device: CPU or CUDA.
-        size: of the models whose ops are timed, see `SIZES`. Each is timed at three batch sizes, so that ops of other
-            sizes can be interpolated.
+        size: of the models whose ops are timed, see `autoac.zoo`. Each is timed at three batch sizes, so that ops of
+            other sizes can be interpolated.
         progress: called with what is done and its share.
     """
     tell = progress or (lambda *_: None)

@@ -77,7 +77,7 @@ def plan(
     model = unwrapped(model)
     check_model(model)
     _, reason = resolve_engine(engine)
-    limits(budget, headroom, device_bytes(device_of(model)))  # refused before anything runs
+    limits(budget, headroom, device_bytes(device_of(model)) or None)  # refused before anything runs
     if engine == "auto":
         engine = "sac" if compiled else "replay"
         reason = "auto: the model is compiled" if compiled else "auto: eager mode"

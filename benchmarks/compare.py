@@ -21,6 +21,7 @@ from autoac.compare.quiet import tell
 from autoac.compare.results import ModelResult, Results, Row
 from autoac.compare.run import conditions, examine
 from autoac_solver.files import write_text
+from autoac_solver.planning import least_budget_bytes
 from autoac_solver.profile import Profile
 from benchmarks import models
 from benchmarks.report import render
@@ -48,10 +49,10 @@ def main(
     measured_on = conditions(place, [torch.float32], rounds)
     for name in model or models.MODELS:
         found.append(measure_model(name, size, place, engine, budgets, rounds))
-        draw(found[-1], out / f"{name}.svg")
         results = Results(measured_on, found)
         results.save(out / "compare.json")
         write_text(out / "compare.md", render(results))
+        draw(found[-1], out / f"{name}.svg")
     typer.echo(render(Results(measured_on, found)))
     tell(f"done in {time.perf_counter() - started:.0f} s; compare.json, compare.md and pictures are in {out}")
     if any(not row.counts or row.peak_bytes > row.budget_bytes for result in found for row in result.ours):
@@ -77,7 +78,7 @@ def measure_model(
         workload.blocks, strategies.policies_for(profile, workload.blocks), (2, 3, 4), (True, False)
     )
     configurations = examine(bench, by_hand, _tell("by hand"))
-    least_bytes = ours.least_budget_bytes(profile, engine)
+    least_bytes = least_budget_bytes(profile, engine)
     budgets = ours.budgets_between(least_bytes, configurations[0].peak_bytes, n_budgets)
     tell(f"torch's sac_milp for budgets from {budgets[0] / 1e6:.1f} to {budgets[-1] / 1e6:.1f} MB")
     numbered = {f"budget {number}": budget for number, budget in enumerate(budgets, 1)}

@@ -36,6 +36,9 @@ def _budgets(model: ModelResult) -> str:
         ["budget MB", "best other", "peak MB", "overhead", "ours: peak MB", "overhead", "predicted"]
     )
     for ours in model.ours:
+        if ours.error:
+            lines.append(_line([_mb(ours.budget_bytes), "", "", "", ours.error.replace("|", "/"), "", ""]))
+            continue
         other = model.best_other(ours.budget_bytes)
         cells = (
             ["none fits", "", ""]

@@ -83,8 +83,18 @@ def test_checks_pass_and_fail(by_hand: ModelResult):
     assert [check.passed for check in checks.checks(slow)] == [True, False, True, False, False, True, True]
     unlike = dataclasses.replace(by_hand, predicted_step_s=1.2, predicted_again=[0.24, 0.085, 0.031, 0.0])
     assert [check.passed for check in checks.checks(unlike)] == [*[True] * 5, False, False]
+    failed = dataclasses.replace(by_hand.rows[-1], seconds=[], wall_s=[], error="RuntimeError: no")
+    failing = dataclasses.replace(by_hand, rows=[*by_hand.rows[:-1], failed])
+    assert [check.passed for check in checks.checks(failing)] == [False]
+    assert "RuntimeError: no" in report.render(Results({"torch": "1"}, [failing]))
     wrong = dataclasses.replace(by_hand.rows[-1], gradients_equal=False)
     assert not checks.checks(dataclasses.replace(by_hand, rows=[*by_hand.rows[:-1], wrong]))[0].passed
+
+
+def test_a_plan_that_fails_breaks_a_promise_and_one_that_cannot_be_made_does_not(by_hand: ModelResult):
+    failed = dataclasses.replace(by_hand.rows[-1], error="RuntimeError: no")
+    infeasible = dataclasses.replace(failed, predicted_peak_bytes=None, error="no plan fits")
+    assert [row.is_wrong for row in (by_hand.rows[-1], failed, infeasible)] == [False, True, False]
 
 
 def test_report_has_a_line_a_budget_and_a_line_a_strategy(by_hand: ModelResult):
@@ -139,7 +149,7 @@ def test_compare_writes_its_files(tmp_path: Path):
     done = run_module(
         "compare", "--model=gpt", "--size=tiny", "--rounds=1", "--budgets=2", f"--out={tmp_path}"
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.json", "compare.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.json", "compare.md", "gpt.svg"]
     assert (tmp_path / "compare.md").read_text() == done.stdout.removesuffix("\n")
     assert "round 1 of 1" in done.stderr
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from autoac.cli.options import Json, Model, Threads, Verbose, budget_value, writable
+from autoac.cli.options import Json, Model, Threads, Verbose, budget_value, picture, writable
 from autoac.cli.output import Output
 from autoac.cli.target import load_target
 
@@ -27,11 +27,11 @@ def main(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of the step time of each strategy.")] = 8,
-    engine: Annotated[str, typer.Option(help="replay or sac.")] = "replay",
+    engine: Annotated[Literal["replay", "sac"], typer.Option(help="Of our plans.")] = "replay",
     threads: Threads = None,
     plot: Annotated[
         Path | None,
-        typer.Option(callback=writable, show_default=False, help="Write a picture here, .png or .svg."),
+        typer.Option(callback=picture, show_default=False, help="Write a picture here, .png or .svg."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -49,8 +49,9 @@ def main(
     installed, and ours at the peak of each of these and at your budgets.
 
     The process restarts once, with settings that keep the times quiet. Exits
-    with 1 if a gradient under one of our plans differs or a peak exceeds its
-    budget.
+    with 1 if a gradient or buffer under one of our plans differs, a peak
+    exceeds its budget, or a plan fails, and with 3 if no plan fits any of your
+    budgets.
     """
     from autoac.compare.quiet import restart_if_needed
 
@@ -61,7 +62,7 @@ def main(
 
     from autoac.compare.blocks import find_blocks
     from autoac.compare.results import Results
-    from autoac.compare.run import compare, conditions
+    from autoac.compare.run import AT_BUDGET, compare, conditions
     from autoac.compare.workload import Workload
     from autoac.recorder import device_of, unwrapped
 
@@ -94,3 +95,6 @@ def main(
     out.results(document(result, measured_on, found), render(result, measured_on, found), *written)
     if any(row.is_wrong for row in result.ours):
         raise typer.Exit(1)
+    asked = [row for row in result.ours if row.name.startswith(AT_BUDGET)]
+    if asked and all(row.error for row in asked):
+        raise typer.Exit(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -78,6 +79,19 @@ Verbose = Annotated[
         help="Tell every stage on stderr; show the traceback of an error.",
     ),
 ]
+
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def picture(value: Path | None) -> Path | None:
+    """A file to draw in, checked before anything is measured."""
+    if value is None:
+        return None
+    if value.suffix not in PICTURES:
+        raise typer.BadParameter(f"{value} is none of {', '.join(PICTURES)}.")
+    importlib.import_module("matplotlib.figure")  # where it is missing, that is the error
+    return writable(value)
 
 
 def budget_value(text: str) -> int | str:

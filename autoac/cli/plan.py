@@ -23,7 +23,7 @@ from autoac.cli.options import (
     writable,
 )
 from autoac.cli.output import Output
-from autoac.cli.target import is_recorded, load_target, recorded_profile
+from autoac.cli.target import is_recorded, load_target, recorded
 
 if TYPE_CHECKING:
     from autoac_solver.plan_record import PlanRecord
@@ -89,11 +89,19 @@ def planned(
                 progress=tell,
                 **options,
             ).record
-    profile = recorded_profile(source)
+    found = recorded(source)
+    options["engine"] = found.engine_for(options["engine"])
     from autoac_solver.planning import plan_profile
 
     with out.progress("Planning") as tell:
-        return plan_profile(profile, limit, regions=matching(profile, regions), progress=tell, **options)
+        return plan_profile(
+            found.profile,
+            limit,
+            regions=matching(found.profile, regions),
+            policies=found.policies,
+            progress=tell,
+            **options,
+        )
 
 
 def matching(profile: Profile, patterns: Sequence[str] | None) -> list[str] | None:

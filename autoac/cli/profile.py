@@ -45,9 +45,8 @@ def main(
     out = Output(context)
     target = load_target(model)
     import autoac
-    from autoac_solver.errors import InfeasibleBudgetError
     from autoac_solver.format import format_seconds
-    from autoac_solver.planning import plan_profile
+    from autoac_solver.planning import least_budget_bytes, plan_profile
 
     with out.progress("Profiling") as tell:
         profile = autoac.profile(
@@ -62,10 +61,7 @@ def main(
         profile.save(output)
         tell("least possible peak", 0.97)
         nothing = plan_profile(profile, 10**18)
-        try:
-            least_bytes = plan_profile(profile, profile.resident_bytes).predicted_peak_bytes
-        except InfeasibleBudgetError as error:
-            least_bytes = error.minimum_bytes
+        least_bytes = least_budget_bytes(profile)
     out.results(
         {
             "output": str(output),

@@ -49,6 +49,8 @@ def main(
     """
     if (plan is None) == (budget is None):
         raise typer.BadParameter("give one of the two.", param_hint="'--plan' or '--budget'")
+    if plan is not None and engine != "auto":
+        raise typer.BadParameter("a plan has its engine; leave this out.", param_hint="'--engine'")
     out = Output(context)
     target = load_target(model)
     import torch

@@ -63,6 +63,6 @@ def shown(model: ModelCheck) -> Any:
             f"{row.predicted_overhead:+.1%}" if planned else "",
             f"{row.overhead:+.1%}",
             "equal" if row.equal else "differ",
-            "ok" if row.ok else "NOT ok",
+            "" if not planned else "ok" if row.ok else "NOT ok",
         )
     return made

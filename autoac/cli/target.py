@@ -17,6 +17,7 @@ import typer
 from autoac.cli.users_code import TargetError, shown, where_in
 
 if TYPE_CHECKING:
+    from autoac_solver.policies import Policy
     from autoac_solver.profile import Profile
 
 _FORM = "Write package.module:factory or file.py:factory."
@@ -68,8 +69,26 @@ def is_recorded(source: str) -> bool:
     return source.endswith(".json")
 
 
-def recorded_profile(source: str) -> Profile:
-    """The profile in a file: of its own, or the one that a plan carries.
+@dataclass(frozen=True)
+class Recorded:
+    """What a file holds to plan from.
+
+    Args:
+        profile: of its own, or the one that a plan carries.
+        engine, policies: the plan's, which hold for plans that are made from it.
+    """
+
+    profile: Profile
+    engine: str = "auto"
+    policies: tuple[Policy, ...] = ()
+
+    def engine_for(self, asked: str) -> str:
+        """The engine that was asked for, or with "auto" the plan's."""
+        return self.engine if asked == "auto" else asked
+
+
+def recorded(source: str) -> Recorded:
+    """What is in a file: a profile or a plan.
 
     Raises:
         typer.BadParameter: there is no such file.
@@ -82,8 +101,9 @@ def recorded_profile(source: str) -> Profile:
     from autoac_solver.profile import Profile
 
     if _schema(path) == plan_record.SCHEMA:
-        return plan_record.PlanRecord.load(path).profile
-    return Profile.load(path)
+        record = plan_record.PlanRecord.load(path)
+        return Recorded(record.profile, record.engine, tuple(applied.policy for applied in record.policies))
+    return Recorded(Profile.load(path))
 
 
 def _schema(path: Path) -> Any:

@@ -13,22 +13,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoac.cli.options import Engine, Gap, Json, Regions, Source, TimeLimit, Verbose, budget_value, writable
+from autoac.cli.options import (
+    PICTURES,
+    Engine,
+    Gap,
+    Json,
+    Regions,
+    Source,
+    TimeLimit,
+    Verbose,
+    budget_value,
+    picture,
+    writable,
+)
 from autoac.cli.output import Output, mb, table
 from autoac.cli.plan import matching
-from autoac.cli.target import is_recorded, load_target, recorded_profile
+from autoac.cli.target import Recorded, is_recorded, load_target, recorded
 
 if TYPE_CHECKING:
     from autoac_solver.curve import Tradeoff
-    from autoac_solver.profile import Profile
-
-_PICTURES = (".png", ".svg", ".pdf")
 
 
-def _curve_file(value: Path | None) -> Path | None:
-    if value is not None and value.suffix not in (".json", ".csv", *_PICTURES):
-        raise typer.BadParameter(f"{value} is none of .json, .csv, {', '.join(_PICTURES)}.")
-    return writable(value)
+def _curve_file(value: Path) -> Path | None:
+    if value.suffix not in (".json", ".csv", *PICTURES):
+        raise typer.BadParameter(f"{value} is none of .json, .csv, {', '.join(PICTURES)}.")
+    return picture(value) if value.suffix in PICTURES else writable(value)
 
 
 def main(
@@ -65,16 +74,17 @@ def main(
     """
     out = Output(context)
     files = [_curve_file(path) for path in output or ()]
-    profile = _profile(out, source)
+    found = _recorded(out, source)
     from autoac_solver.planning import plan_budgets
 
     with out.progress("Planning") as tell, noticing_ctrl_c() as ctrl_c:
         curve = plan_budgets(
-            profile,
+            found.profile,
             [budget_value(text) for text in budget] if budget else None,
             points,
-            engine=engine,
-            regions=matching(profile, regions),
+            engine=found.engine_for(engine),
+            regions=matching(found.profile, regions),
+            policies=found.policies,
             time_limit_s=time_limit,
             gap=gap,
             progress=tell,
@@ -95,15 +105,17 @@ def main(
         raise typer.Exit(130)
 
 
-def _profile(out: Output, source: str) -> Profile:
+def _recorded(out: Output, source: str) -> Recorded:
     if is_recorded(source):
-        return recorded_profile(source)
+        return recorded(source)
     target = load_target(source)
     import autoac
 
     with out.progress("Profiling") as tell:
-        return autoac.profile(
-            target.model, target.sample, loss=target.loss, optimizer=target.optimizer, progress=tell
+        return Recorded(
+            autoac.profile(
+                target.model, target.sample, loss=target.loss, optimizer=target.optimizer, progress=tell
+            )
         )
 
 

@@ -12,14 +12,6 @@ from autoac_solver.planning import plan_profile
 from autoac_solver.profile import Profile
 
 
-def least_budget_bytes(profile: Profile, engine: str) -> int:
-    """The least peak of any plan."""
-    try:
-        return plan_profile(profile, 1, engine=engine).predicted_peak_bytes
-    except InfeasibleBudgetError as error:
-        return error.minimum_bytes
-
-
 def budgets_between(least_bytes: int, most_bytes: int, count: int) -> list[int]:
     """`count` budgets at equal distances, both ends included."""
     return [least_bytes + (most_bytes - least_bytes) * i // max(1, count - 1) for i in range(count)]

@@ -63,9 +63,11 @@ class Row:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it ran and is not what was promised: other gradients or buffers, or a peak over its budget."""
+        """Whether a promise is broken: other gradients or buffers, a peak over its budget, or a plan that fails."""
+        if self.error:
+            return self.kind == "ours" and self.predicted_peak_bytes is not None
         over = 0 < self.budget_bytes < self.peak_bytes
-        return not self.error and (over or not (self.gradients_equal and self.buffers_equal))
+        return over or not (self.gradients_equal and self.buffers_equal)
 
     @property
     def counts(self) -> bool:

@@ -75,7 +75,7 @@ def compare(
     tell("torch's sac_milp", 0.25)
     advice_for = asked or _middle([c.peak_bytes for c in found if not c.error])
     found += examine(bench, torch_milp.advised(workload, device, advice_for), Part(tell, 0.3, 0.35))
-    peaks = {c.peak_bytes: c.strategy.name for c in found if not c.error and c.strategy.kind == "other"}
+    peaks = {c.peak_bytes: c.strategy.name for c in found if c.gradients_equal and c.strategy.kind == "other"}
     targets = {AT_PEAK + name: peak for peak, name in peaks.items()}
     targets |= {AT_BUDGET + name: budget for name, budget in asked.items()}
     tell("our plans", 0.35)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from autoac.compat import (
     any_autocast,
     being_traced,
+    detach_sharing_version,
     disable_dispatch_modes,
     storage_key,
     storage_ref,
@@ -56,6 +57,7 @@ def contexts(program: Program) -> tuple[Any, Any]:
     first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     if torch.compiler.is_compiling() or being_traced():
         return first, second
+    policy.watches = True
     log = OpLog(program.region) if debugging() else None
     casts = policy.cast if torch.is_autocast_cache_enabled() and any_autocast() else None
     return (first if log is None else _Both(first, log)), _SecondRun(second, policy, casts, log)
@@ -95,8 +97,7 @@ class _SecondRun:
 
     def __enter__(self) -> None:
         parts = [self.selective]
-        changed = {known.call for known in self.policy.inputs if known.is_changed()}
-        if changed:
+        if changed := self.policy.changed():
             parts.append(_Refusing(changed, self.policy))
         self.second = OpLog(self.policy.program.region) if self.first is not None else None
         if self.second is not None:
@@ -144,7 +145,9 @@ class _Refusing(TorchDispatchMode):
         call = func, self.counts[func]
         self.counts[func] += 1
         if call in self.calls:
-            raise RuntimeError(self.policy.refusal(f"{func} would run again on what was written since"))
+            raise RuntimeError(
+                self.policy.refusal(f"{func} would run again on what was written since", _WRITTEN)
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -167,6 +170,16 @@ def _casts_weight(func: Any, args: Any) -> bool:
     return func is torch.ops.aten._to_copy.default and args[0].is_leaf and args[0].requires_grad
 
 
+_ORDER = (
+    "its ops run in another order than the profiled ones, and selective checkpointing cannot recompute that exactly. "
+    'Plan with engine="replay", which can.'
+)
+_WRITTEN = (
+    "between forward and backward something has changed that did not in the profiled step. "
+    "Plan from a step that does the same."
+)
+
+
 class _Storages:
     """Storages that tensors stand on. One that is gone is in here no more, though another may have its address."""
 
@@ -187,18 +200,13 @@ class _Input:
 
     Args:
         call: the op's overload, and the how manieth call of it in the region.
-        tensor: what it read, or the base of that view.
+        alias: a tensor that shares memory and version with what it read.
         version: what it read of it.
     """
 
     call: tuple[Any, int]
-    tensor: weakref.ref[torch.Tensor]
+    alias: torch.Tensor
     version: int
-
-    def is_changed(self) -> bool:
-        """Whether it has been written since, as far as the tensor is still there to tell."""
-        tensor = self.tensor()
-        return tensor is not None and version_of(tensor) != self.version
 
 
 class SacPolicy:
@@ -214,7 +222,9 @@ class SacPolicy:
         self.cast: set[int] = set()  # storages of weights that this region casts itself
         self.read = _Storages()  # kept storages that a recomputed op reads
         self.random: CheckpointPolicy | None = None  # what was decided for the region's first random op
+        self.watches = False  # whether to remember what recomputed ops read; not where a compiler traces
         self.inputs: list[_Input] = []
+        self.aliases: dict[tuple[int, int], torch.Tensor] = {}  # by storage and version
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)
@@ -250,7 +260,9 @@ class SacPolicy:
         if written and all(again):
             return RECOMPUTE
         if any(again) or any(tensor in self.read for tensor in written):
-            raise RuntimeError(self.refusal(f"{info.name} writes in place what recomputed ops have read"))
+            raise RuntimeError(
+                self.refusal(f"{info.name} writes in place what recomputed ops have read", _ORDER)
+            )
         return SAVE
 
     def _random(self, func: Any, decision: CheckpointPolicy, own: bool, in_place: bool) -> CheckpointPolicy:
@@ -266,7 +278,7 @@ class SacPolicy:
             wanted = self.random
         if decision is not wanted and in_place:
             raise RuntimeError(
-                self.refusal(f"{func} draws random numbers for one part of what is recomputed")
+                self.refusal(f"{func} draws random numbers for one part of what is recomputed", _ORDER)
             )
         return wanted
 
@@ -281,17 +293,29 @@ class SacPolicy:
         for tensor in read_tensors(info, args, kwargs):
             if tensor.layout is torch.strided and tensor not in self.recomputed:
                 self.read.add(tensor)
-                written = tensor if tensor._base is None else tensor._base  # they share their version
-                self.inputs.append(_Input(call, weakref.ref(written), version_of(written)))
+                if self.watches:
+                    self._watch(call, tensor)
         given = {storage_key(t) for t in tensors_in([*args, *kwargs.values()]) if t.layout is torch.strided}
         for tensor in tensors_in(result):
             # A view is on what it is a view of.
             if tensor.layout is torch.strided and storage_key(tensor) not in given:
                 self.recomputed.add(tensor)
 
-    def refusal(self, what: str) -> str:
+    def _watch(self, call: tuple[Any, int], tensor: torch.Tensor) -> None:
+        """Remember what an op read; the alias keeps alive what the second run needs anyway."""
+        version = version_of(tensor)
+        key = storage_key(tensor), version
+        if key not in self.aliases:
+            with disable_dispatch_modes():
+                self.aliases[key] = detach_sharing_version(tensor)
+        self.inputs.append(_Input(call, self.aliases[key], version))
+
+    def changed(self) -> set[tuple[Any, int]]:
+        """The recomputed ops whose inputs were written since; from now on nothing more is known or kept alive."""
+        found = {known.call for known in self.inputs if version_of(known.alias) != known.version}
+        self.inputs, self.aliases = [], {}
+        return found
+
+    def refusal(self, what: str, why: str) -> str:
         """The message of an error."""
-        return (
-            f"in region {self.program.region!r}, {what}: its ops run in another order than the profiled ones, and "
-            'selective checkpointing cannot recompute that exactly. Plan with engine="replay", which can.'
-        )
+        return f"in region {self.program.region!r}, {what}: {why}"

@@ -218,7 +218,10 @@ class _Search:
         )
         choices = Choices(profile, region_choices(profile, self.regions), self.engine)
         try:
-            points, notes = sweep(choices, self.budgets_bytes, self.time_limit_s, self.gap, lambda *_: None)
+            # Some of the budgets say nothing of whether the batch fits: Ctrl-C ends it all.
+            points, notes = sweep(
+                choices, self.budgets_bytes, self.time_limit_s, self.gap, lambda *_: None, keep=False
+            )
         except (InfeasibleBudgetError, NoPlanInTimeError) as error:
             self.missing[batch] = error
             return False

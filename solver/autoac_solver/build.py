@@ -389,12 +389,13 @@ class _Builder:
     def _spares(self, region: _Region) -> bool:
         """Whether the ops after the last save may be called recomputed, as they never run again.
 
-        Not where one is pinned, since early stop can be off, nor where one is random, since these all go one way.
+        Not where one of them must be saved (it would find its inputs changed, or early stop can be off), where it goes
+        only with another, or where it is random, since those all go one way: then all are decided on as the others are.
         """
         late = [op for op in region.ops if self.ticks[op] > region.last_save]
-        units = {self.unit_of_op[op] for op in late if op in self.unit_of_op}
-        ops = {*late, *(op for unit in units for op in self.units[unit].ops)}
-        return self.reruns_code and self.pinned.isdisjoint(ops) and not self._draws(ops)
+        units = [self.units[unit] for unit in {self.unit_of_op[op] for op in late if op in self.unit_of_op}]
+        tied = any(unit.must_save or unit.requires or self._draws(unit.ops) for unit in units)
+        return self.reruns_code and self.pinned.isdisjoint(late) and not tied
 
     def _storage_instances(self) -> list[Instance]:
         saved_of: dict[int, list[int]] = {}

@@ -17,6 +17,7 @@ from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
 from autoac_solver.format import format_bytes
 from autoac_solver.html import escape, svg, table
+from autoac_solver.limits import is_text
 from autoac_solver.pictures import draw_curve, new_axes
 from autoac_solver.plan_record import PlanRecord, make_record
 from autoac_solver.policies import Policy
@@ -293,7 +294,7 @@ def _point(data: dict[str, Any]) -> Point:
 
 def _baselines(data: dict[str, Any]) -> pd.DataFrame:
     frame = pd.DataFrame(data, columns=BASELINE_COLUMNS)
-    if not all(isinstance(name, str) for name in frame["name"]):
+    if not all(map(is_text, frame["name"])):
         raise ValueError("a baseline's name is no text")
     return frame.astype({"blocks": int, "peak_bytes": int, "extra_s": float, "overhead": float})
 
@@ -321,7 +322,7 @@ def _recount(curve: Tradeoff) -> None:
 
 
 def _text(value: Any) -> str:
-    if type(value) is not str:
+    if not is_text(value):
         raise ValueError(f"{value!r:.80} is no text")
     return value
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
-from autoac_solver.limits import is_text
+from autoac_solver.limits import is_number, is_size, is_text
 from autoac_solver.profile import EngineCosts, Op, Profile
 
 SCHEMA, SCHEMA_VERSION = "autoac.device", 1
@@ -232,7 +232,7 @@ def _check(table: DeviceTable) -> None:
             raise ValueError(f"{name} is no text")
     if table.kind not in ("cpu", "cuda") or table.source not in SOURCES:
         raise ValueError(f"kind is {table.kind!r:.80} and source {table.source!r:.80}")
-    if type(table.memory_bytes) is not int or type(table.block_bytes) is not int:
+    if not is_size(table.memory_bytes) or not is_size(table.block_bytes):
         raise ValueError("memory_bytes and block_bytes must be whole numbers")
     for number in (table.memory_bytes, table.block_bytes, table.bandwidth, *table.matrix_flops.values()):
         _positive(number)
@@ -242,11 +242,7 @@ def _check(table: DeviceTable) -> None:
     for entry in table.entries:
         if not all(is_text(text) for text in (entry.signature, entry.name, entry.dtype)):
             raise ValueError("an entry's names are no texts")
-        if (
-            type(entry.flops) is not int
-            or type(entry.moved_bytes) is not int
-            or min(entry.flops, entry.moved_bytes) < 0
-        ):
+        if not is_size(entry.flops) or not is_size(entry.moved_bytes):
             raise ValueError(f"entry {entry.signature!r:.80} has a value out of range")
         _positive(entry.time_s, zero=True)
         _positive(entry.spread_s, zero=True)
@@ -257,6 +253,6 @@ def _is_text(texts: Mapping[str, Any]) -> bool:
 
 
 def _positive(value: Any, zero: bool = False) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+    if not is_number(value) or value < 0 or (value == 0 and not zero):
         raise ValueError(f"{value!r:.80} is no positive number")
     return value

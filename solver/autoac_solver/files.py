@@ -14,7 +14,7 @@ from autoac_solver.errors import ProfileError
 from autoac_solver.format import format_bytes
 from autoac_solver.limits import MOST_DEPTH, MOST_FILE_BYTES
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # never goes back: it takes linear time
 _PIECE_BYTES = 2**20
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from autoac_solver.baselines import baselines
 from autoac_solver.choices import Choices
 from autoac_solver.curve import Tradeoff
-from autoac_solver.errors import ProfilingError
+from autoac_solver.errors import BudgetFormatError, InfeasibleBudgetError, ProfilingError
 from autoac_solver.partitions import named_calls, partitions
 from autoac_solver.plan_record import PlanRecord, make_record
 from autoac_solver.policies import Policy
@@ -60,6 +60,14 @@ def plan_profile(
     return make_record(profile, choice.stack, solution, budget_bytes, headroom_bytes, engine_reason or reason)
 
 
+def least_budget_bytes(profile: Profile, engine: str = "replay") -> int:
+    """The least peak of any plan."""
+    try:
+        return plan_profile(profile, max(1, profile.resident_bytes), engine=engine).predicted_peak_bytes
+    except InfeasibleBudgetError as error:
+        return error.minimum_bytes
+
+
 def plan_budgets(
     profile: Profile,
     budgets: Sequence[int | str] | None = None,
@@ -108,13 +116,12 @@ def limits(budget: int | str, headroom: int | str, total: int | None) -> tuple[i
         total: the device's memory, for budgets like "80%".
 
     Raises:
-        ValueError: the headroom leaves nothing of the budget.
-        BudgetFormatError: one of them is no amount of memory.
+        BudgetFormatError: one of them is no amount of memory, or the headroom leaves nothing of the budget.
     """
     budget_bytes = parse_bytes(budget, total)
     headroom_bytes = 0 if headroom == 0 else parse_bytes(headroom, total)
     if headroom_bytes >= budget_bytes:
-        raise ValueError(f"headroom={headroom!r} leaves nothing of budget={budget!r}.")
+        raise BudgetFormatError(f"headroom={headroom!r} leaves nothing of budget={budget!r}.")
     return budget_bytes, headroom_bytes
 
 

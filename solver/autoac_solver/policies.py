@@ -20,6 +20,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from autoac_solver.errors import PolicyError
+from autoac_solver.limits import is_number, is_size, is_text
 from autoac_solver.profile import Op, Profile
 
 DECISIONS = ("MUST_SAVE", "MUST_RECOMPUTE", "PREFER_SAVE", "PREFER_RECOMPUTE")
@@ -120,18 +121,16 @@ class Policy:
         Raises:
             KeyError, TypeError, ValueError: it is no valid policy.
         """
-        kinds = {
-            "weight": (int, float),
-            "optional": (bool,),
-            "code": (bool,),
-            "name": (str,),
-            "decision": (str,),
+        checks = {
+            "weight": is_number,
+            "optional": _is_bool,
+            "code": _is_bool,
+            "name": is_text,
+            "decision": is_text,
         }
         values = {name: data[name] for name in cls.__slots__}
         for name, value in values.items():
-            if name not in kinds and not all(isinstance(pattern, str) for pattern in value):
-                raise ValueError(f"{name} of a policy is {value!r:.80}")
-            if name in kinds and type(value) not in kinds[name]:
+            if not checks.get(name, _is_texts)(value):
                 raise ValueError(f"{name} of a policy is {value!r:.80}")
         return cls(values.pop("decision"), **values)
 
@@ -158,9 +157,17 @@ class AppliedPolicy:
     def from_data(cls, data: Mapping[str, Any]) -> AppliedPolicy:
         """What `as_data` gave; raises KeyError, TypeError or ValueError for anything else."""
         values, followed = data["values"], data["followed"]
-        if type(values) is not int or type(followed) is not int or not 0 <= followed <= values:
+        if not is_size(values) or not is_size(followed) or followed > values:
             raise ValueError(f"{followed!r:.40} of {values!r:.40} values follow a policy")
         return cls(Policy.from_data(data["policy"]), values, followed)
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_texts(value: Any) -> bool:
+    return type(value) in (list, tuple) and all(map(is_text, value))
 
 
 def _decision(decision: Any) -> str:

@@ -32,15 +32,17 @@ def sweep(
     time_limit_s: float,
     gap: float,
     tell: Callable[[str, float], None],
+    keep: bool = True,
 ) -> tuple[tuple[Point, ...], tuple[str, ...]]:
-    """A point for each budget that can be met, and notes on those that are missing; Ctrl-C keeps what is done so far.
+    """A point for each budget that can be met, and notes on those that are missing.
 
     Args:
         time_limit_s: for each budget.
+        keep: whether Ctrl-C keeps what is done so far.
 
     Raises:
         InfeasibleBudgetError, NoPlanInTimeError: there is no plan for any of the budgets.
-        KeyboardInterrupt: before the first was found.
+        KeyboardInterrupt: before the first was found, or with nothing to be kept.
     """
     budgets_bytes = sorted(set(budgets_bytes))
     found: list[Point] = []
@@ -66,7 +68,7 @@ def sweep(
                 greedy[choice.calls] = Greedy(choice.prepared.simulator)
             found.append(_point(choice, limit, solution, greedy[choice.calls]))
     except KeyboardInterrupt:
-        if not found:
+        if not found or not keep:
             raise
         notes.append(f"interrupted after {len(found)} of {len(budgets_bytes)} budgets")
     if not found and missing is not None:

@@ -107,6 +107,18 @@ def test_plan_from_a_plan_takes_the_profile_it_carries(recorded: Path, plan_file
     assert again | {"solve_s": 0} == before | {"solve_s": 0}
 
 
+def test_plans_from_a_plan_follow_its_policies_and_its_engine(recorded: Path, tmp_path: Path) -> None:
+    path, again = tmp_path / "plan.json", tmp_path / "again.json"
+    policies = [autoac.Policy("MUST_SAVE", op="aten.relu")]
+    autoac.solve(Profile.load(recorded), 10**9, engine="sac", policies=policies).save(path)
+    done("plan", path, "--budget", 10**9, "-o", again)
+    made = autoac.Plan.load(again)
+    assert made.engine == "sac"
+    assert [applied.policy for applied in made.record.policies] == policies
+    assert answer("tradeoff", path, "--points", 2)["engine"] == "sac"
+    done("report", path, "-o", tmp_path / "page.html", "--points", 2)
+
+
 def test_plan_from_a_model(between: int, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     result = done("plan", MODEL, "--budget", between, "--engine", "sac", "-o", path)

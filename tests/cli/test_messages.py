@@ -40,6 +40,9 @@ def test_what_names_no_model_is_usage(spec: str, text: str) -> None:
         (["plan", "p.json"], "Missing option '--budget' / '-b'."),
         (["plan", "p.json", "--budget", "1GB", "--engine", "magic"], "'auto', 'replay', 'sac'"),
         (["tradeoff", "p.json", "--points", "1"], "greater than or equal to 2"),
+        (["run", "m.py:f", "--plan", __file__, "--engine", "sac"], "a plan has its engine"),
+        (["compare", "m.py:f", "--engine", "magic"], "'replay', 'sac'"),
+        (["compare", "m.py:f", "--plot", "curve.doc"], "curve.doc is none of .png, .svg, .pdf"),
     ],
 )
 def test_wrong_options_are_usage(arguments: list[str], text: str) -> None:

@@ -131,6 +131,7 @@ def refusal(path: Path) -> str:
         (lambda data: data["calls"]["parent"].__setitem__(1, -5), "inside of one that is not there"),
         (lambda data: data["tape"]["time_s"].__setitem__(0, 1e300), "Op.time_s is 1e.300, not float"),
         (lambda data: data.__setitem__("end", 10**9 * -1), "end is negative"),
+        (lambda data: data["costs"].__setitem__("replay_op", 10**400), "costs"),
     ],
 )
 def test_refusals_say_what_is_wrong(
@@ -164,6 +165,7 @@ def test_what_never_ends_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch)
         ('{"schema": 1e400}', "holds inf, but 'autoac.profile' was expected"),
         ('{"schema": ' + "9" * 5000 + "}", "is not readable JSON"),
         ('{"a":' * 40 + "1" + "}" * 40, "is nested deeper than 32 levels"),
+        ('"' + '\\"' * 2_000_000, "is not readable JSON"),  # in quadratic time it would take a day
     ],
 )
 def test_json_that_is_refused(text: str, message: str, tmp_path: Path):

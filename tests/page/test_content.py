@@ -226,11 +226,19 @@ def test_the_page_names_no_address_and_allows_nothing(hostile_plans: list[PlanRe
     assert not re.search(r"\sstyle=", page)  # the policy would refuse it
 
 
-def test_a_built_wheel_has_the_page(tmp_path: Path) -> None:
+def test_a_built_wheel_has_the_page_and_the_cost_tables(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     assets = ROOT / "solver" / "autoac_solver" / "page" / "assets"
     expected = {f"autoac_solver/page/assets/{file.name}" for file in assets.iterdir()}
     assert len(expected) > 10
-    assert expected <= set(zipfile.ZipFile(wheel).namelist())
+    with zipfile.ZipFile(wheel) as content:
+        assert expected <= set(content.namelist())
+        content.extractall(tmp_path / "installed")
+    code = "import autoac_solver.devices as d; print(d.__file__, d.find_device('h200').title)"
+    path = str(tmp_path / "installed")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.stdout.startswith(path), done.stderr

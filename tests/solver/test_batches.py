@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoac_solver.batches import plan_batches
+from autoac_solver.choices import Choices
 from autoac_solver.errors import InfeasibleBudgetError, ProfilingError
 from autoac_solver.planning import plan_profile
 from tests.solver.profiles import scaled, two_blocks
@@ -39,6 +40,20 @@ def test_two_batches_by_hand() -> None:
     with pytest.raises(ValueError, match=r"nothing was planned for a budget of 1\.3 KB"):
         found.largest_batch(1300)
     assert "<- fastest" in str(found)
+
+
+def test_ctrl_c_ends_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of a batch size's budgets say nothing of whether it fits the largest."""
+    best = Choices.best
+
+    def interrupted(self: Choices, limit: int, *rest):
+        if limit == 1576:
+            raise KeyboardInterrupt
+        return best(self, limit, *rest)
+
+    monkeypatch.setattr(Choices, "best", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plan_batches(profile_of, [1288, 1576], regions=REGIONS)
 
 
 @pytest.mark.parametrize("budget", [1180, 2000, 3345, 10**4])

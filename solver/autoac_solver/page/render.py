@@ -75,7 +75,10 @@ def render_report(
     """The page that `write_report` writes, as text."""
     from_the_least = curve is None and points > 0
     if from_the_least:
-        curve = plan_budgets(record.profile, points=points, engine=record.engine, progress=progress)
+        policies = tuple(applied.policy for applied in record.policies)
+        curve = plan_budgets(
+            record.profile, points=points, engine=record.engine, policies=policies, progress=progress
+        )
     plans = _with_chosen(record, curve.plans if curve else ())
     content = page_content(plans, next(i for i, plan in enumerate(plans) if plan is record))
     content |= {"from_the_least": from_the_least, **_others(curve)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import sys
 import types
 import weakref
@@ -47,6 +48,12 @@ def is_compiled_wrapper(model: Any) -> bool:
         "torch._dynamo"
     )  # not imported: nothing can have been compiled, and importing it is slow
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+
+
+POLICIES_SEE_RESULTS = (
+    "op_output" in inspect.signature(torch.utils.checkpoint.SelectiveCheckpointContext).parameters
+)
+"""Whether selective checkpointing asks its policy once, in forward and with the op's result, as engine sac needs it."""
 
 
 def storage_key(tensor: torch.Tensor) -> int:

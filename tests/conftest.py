@@ -8,12 +8,13 @@ os.environ.setdefault(
     "OMP_WAIT_POLICY", "PASSIVE"
 )  # threads that spin while they wait take the others' cores
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's start and stop messages
+# Under pytest-xdist the workers, and the processes that they start, share the cores among themselves.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 
 import pytest
 import torch
 
-# Under pytest-xdist the workers share the cores among themselves.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(autouse=True)

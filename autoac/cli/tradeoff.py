@@ -96,6 +96,7 @@ def main(
     out.results(
         {**data, "output": [str(path) for path in files]},
         shown(curve),
+        by_hand(curve),
         *[f"Written: {path}" for path in files],
     )
     if ctrl_c.pressed:
@@ -153,6 +154,8 @@ def document(curve: Tradeoff, interrupted: bool = False) -> dict[str, Any]:
         "resident_bytes": curve.resident_bytes,
         "step_s": curve.step_s,
         "interrupted": interrupted,
+        "knee": None if curve.knee is None else int(curve.frame["budget_bytes"].iloc[curve.knee]),
+        "by_hand": curve.baselines.to_dict("records"),
         "budgets": [
             {name: None if value != value else value for name, value in row.items()}  # NaN is no JSON
             for row in curve.frame.to_dict("records")
@@ -186,14 +189,26 @@ def shown(curve: Tradeoff) -> Any:
         "predicted peak",
         "extra time",
         "bound",
-        "status",
+        "greedy",
+        "",
     )
-    for row in curve.frame.to_dict("records"):
+    for index, row in enumerate(curve.frame.to_dict("records")):
+        notes = [] if row["status"] == "optimal" else [str(row["status"])]
+        greedy = row["greedy_overhead"]
         made.add_row(
             mb(row["budget_bytes"]),
             mb(row["peak_bytes"]),
             f"{row['overhead']:.1%}",
             f"{row['bound']:.1%}",
-            str(row["status"]),
+            f"{greedy:.1%}" if greedy == greedy else "-",  # NaN: it does not meet the budget
+            ", ".join([*notes, "the knee"] if index == curve.knee else notes),
         )
+    return made
+
+
+def by_hand(curve: Tradeoff) -> Any:
+    """What people do by hand as a table."""
+    made = table("Predicted for checkpointing by hand", "strategy", "predicted peak", "extra time")
+    for row in curve.baselines.to_dict("records"):
+        made.add_row(str(row["name"]), mb(row["peak_bytes"]), f"{row['overhead']:.1%}")
     return made

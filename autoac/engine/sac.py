@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoac.compat import (
+    POLICIES_SEE_RESULTS,
     any_autocast,
     being_traced,
     detach_sharing_version,
@@ -53,6 +54,11 @@ def run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kw
 
 def contexts(program: Program) -> tuple[Any, Any]:
     """The pair of contexts for `checkpoint(context_fn=...)`."""
+    if not POLICIES_SEE_RESULTS:
+        raise RuntimeError(
+            f"engine sac needs a torch whose checkpoint policies see the results of ops; {torch.__version__} does not "
+            'show them. Plan with engine="replay", or take the torch that is tested (2.13).'
+        )
     policy = SacPolicy(program)
     first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     if torch.compiler.is_compiling() or being_traced():

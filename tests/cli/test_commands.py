@@ -191,6 +191,8 @@ def test_tradeoff_prints_and_writes_the_curve(recorded: Path, tmp_path: Path) ->
     rows = said["budgets"]
     assert [rows[0]["budget_bytes"], rows[-1]["budget_bytes"]] == list(peaks(recorded))
     assert not said["interrupted"]
+    assert [row["name"] for row in said["by_hand"]][:2] == ["none", "every block"]
+    assert said["knee"] in {row["budget_bytes"] for row in rows}
     overheads = [row["overhead"] for row in rows]
     assert overheads == sorted(overheads, reverse=True)
     assert overheads[0] > overheads[-1] == 0
@@ -205,7 +207,9 @@ def test_tradeoff_prints_and_writes_the_curve(recorded: Path, tmp_path: Path) ->
 
 def test_tradeoff_of_a_model_and_given_budgets(recorded: Path, between: int) -> None:
     result = done("tradeoff", MODEL, "--budget", between, "--budget", "1GB", "-v")
-    assert len([line for line in result.stdout.splitlines() if "MB" in line]) == 2
+    curve, by_hand = result.stdout.split("Predicted for checkpointing by hand")
+    assert len([line for line in curve.splitlines() if "MB" in line]) == 2
+    assert len([line for line in by_hand.splitlines() if "MB" in line]) == 5
     assert "Profiling: recorded step" in result.stderr
     assert "Planning: budget 2 of 2" in result.stderr
     assert invoke("tradeoff", recorded, "--budget", 1).exit_code == 3

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoac.engine import replay
+from autoac.engine import replay, sac
 from autoac.engine.program import Program
 from tests.exact.harness import (
     Case,
@@ -219,3 +219,17 @@ def test_saved_tensor_modified_inside_its_region(recompute):
     with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
         replay.run(program, modifies_what_it_saved, (x,), {}).sum().backward()
     assert x.grad is None
+
+
+def test_torch_whose_policies_see_no_results_is_refused_by_sac(monkeypatch):
+    """As that of older releases, which also ask the policy a second time."""
+    assert sac.POLICIES_SEE_RESULTS
+    monkeypatch.setattr(sac, "POLICIES_SEE_RESULTS", False)
+    case = Case(
+        build=lambda: nn.Sequential(Block(), nn.Linear(64, 1)),
+        forward=lambda model: model(X).square().mean(),
+        regions=("0",),
+    )
+    model = planned(case, plan_with(case, "sac", lambda region, op, nth: op == "aten.tanh.default"))
+    with pytest.raises(RuntimeError, match=r"needs a torch whose checkpoint policies see .* engine=.replay"):
+        case.forward(model)

@@ -45,8 +45,8 @@ def plan(
 ) -> Plan:
     """Plan what to save and what to recompute so that a training step stays within a budget.
 
-    Runs two steps to profile them; model, sample and random states are left as they were. `plan.apply(model)` puts
-    the plan on the model.
+    Runs up to four steps to profile them; model, sample and random states are left as they were. `plan.apply(model)`
+    puts the plan on the model.
 
     Args:
         model: the model as it will be trained (mode, dtype, device).
@@ -112,7 +112,7 @@ def profile(
 ) -> Profile:
     """Record one training step: time and bytes of every op, and what autograd saves.
 
-    The step is run twice with everything recomputed, so a model that does not fit without checkpointing can be
+    The step is run with everything recomputed, so a model that does not fit without checkpointing can be
     profiled. On fake tensors nothing of it is allocated: for a model that does not fit at all, or is on the meta
     device. Afterwards model, sample and random states are as they were, also if it fails.
 

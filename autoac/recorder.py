@@ -1,4 +1,4 @@
-"""Make a `Profile`: a warm-up step that measures workspace, then the recorded step that measures times."""
+"""Make a `Profile`: a warm-up step that measures workspace, steps that measure times, of which the last is recorded."""
 
 from __future__ import annotations
 
@@ -29,10 +29,18 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
 
 
+_TIMED_STEPS = 2
+"""Steps that are timed before the recorded one: in a single step most ops of a backward are run only once."""
+_TIMING_S = 10.0
+"""No further one is begun after so long."""
+
+
 def record(
     model: torch.nn.Module, sample: Any, loss: Loss | None = None, progress: Progress | None = None
 ) -> Profile:
-    """Run two steps and record the second one; the model and the sample are left as they were.
+    """Run up to four steps and record the last one; the model and the sample are left as they were.
+
+    A callable sample, which is the user's own code, is called twice only.
 
     Args:
         model, sample, loss: as for `autoac.profile`.
@@ -56,11 +64,17 @@ def record(
         warm_up = Tape(device, meter)
         with meter.measuring():
             _run(model, step, warm_up, fixed)
-        tell("recorded step", 0.3)
         timer = OpTimer(device)
-        tape = Tape(device, timer)
         expected = max(1, len(warm_up.ops))
-        tape.on_op = lambda done: tell("recorded step", 0.3 + 0.6 * min(1.0, done / expected))
+        started = time.perf_counter()
+        for _ in range(0 if callable(sample) else _TIMED_STEPS):
+            timed = Tape(device, timer)
+            timed.on_op = lambda done: tell("timed step", 0.3 + 0.3 * min(1.0, done / expected))
+            _run(model, step, timed, fixed)
+            if time.perf_counter() - started > _TIMING_S:
+                break
+        tape = Tape(device, timer)
+        tape.on_op = lambda done: tell("recorded step", 0.6 + 0.3 * min(1.0, done / expected))
         tape.note_others(fixed)
         start = time.perf_counter()
         with _recording(model, step, tape, fixed):

@@ -20,6 +20,21 @@ from autoac_solver.profile import NEVER, Op, Profile, Storage
 OPTIMIZER_STEP = "optimizer.step"
 
 
+def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
+    """Refuse what is no optimizer of this model.
+
+    Raises:
+        ProfilingError: it is not one.
+    """
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise ProfilingError(
+            f"optimizer is {optimizer!r:.80}: pass the optimizer object that trains the model."
+        )
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ProfilingError("the optimizer has no parameter of this model: pass the one that trains it.")
+
+
 def with_optimizer(profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Profile:
     """The profile of the step with this optimizer's `step()` at its end.
 
@@ -29,9 +44,7 @@ def with_optimizer(profile: Profile, model: torch.nn.Module, optimizer: torch.op
     Raises:
         ProfilingError: the optimizer has no parameter of this model, or cannot be run on fake tensors.
     """
-    own = {id(p) for p in model.parameters()}
-    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-        raise ProfilingError("the optimizer has no parameter of this model: pass the one that trains it.")
+    check_optimizer(model, optimizer)
     device = torch.device(profile.device).type
     try:
         state_bytes, step_bytes = _measure(optimizer, device)

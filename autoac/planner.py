@@ -12,7 +12,7 @@ import torch
 
 from autoac.compat import is_compiled_wrapper
 from autoac.measure import unique_storage_bytes
-from autoac.optimizer import with_optimizer
+from autoac.optimizer import check_optimizer, with_optimizer
 from autoac.plans import Plan, Tradeoff
 from autoac.policies import Policies, as_policies
 from autoac.recorder import check_model, device_bytes, device_of, free_bytes, record, record_fake, unwrapped
@@ -134,7 +134,13 @@ def profile(
     model = unwrapped(model)
     check_model(model)
     select_modules(model, regions)
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
     recorded = _recorded(model, sample, loss, mode, table, progress)
+    if not model.training:
+        recorded = _noted(
+            recorded, "the model was in eval mode: call model.train() first if it will be trained so"
+        )
     if optimizer is not None:
         recorded = with_optimizer(recorded, model, optimizer)
     return recorded if table is None else on_device(recorded, table)
@@ -218,6 +224,7 @@ def solve(
         InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
         PolicyError: policies clash, or one is about nothing in the step.
     """
+    _check_is_profile(profile)
     return Plan(
         plan_profile(
             profile,
@@ -231,6 +238,16 @@ def solve(
             progress=progress,
         )
     )
+
+
+def _check_is_profile(profile: Any) -> None:
+    if not isinstance(profile, Profile):
+        hint = (
+            "autoac.Profile.load reads one from a file"
+            if isinstance(profile, (str, Path))
+            else "autoac.profile makes it"
+        )
+        raise ValueError(f"profile is a {type(profile).__name__}, not a recorded step: {hint}.")
 
 
 def tradeoff(
@@ -256,6 +273,7 @@ def tradeoff(
     Raises:
         InfeasibleBudgetError: `budgets` are given, and no plan meets any of them.
     """
+    _check_is_profile(profile)
     curve = plan_budgets(
         profile,
         budgets,

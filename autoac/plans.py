@@ -205,6 +205,19 @@ class Plan:
             calls[region.call] = Program(region.name, region.steps, wrapped=region.wrapped)
         return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
 
+    @contextlib.contextmanager
+    def _taken_off(self, model: torch.nn.Module) -> Iterator[None]:
+        """Context in which this plan is not on the model, if it is."""
+        carried = [found.plan_id for module in model.modules() if (found := planned(module)) is not None]
+        if self._id not in carried:
+            yield
+            return
+        self.remove(model)
+        try:
+            yield
+        finally:
+            self.apply(model)
+
     def _check(self, model: torch.nn.Module) -> None:
         if any(planned(module) for module in model.modules()):
             raise PlanMismatchError(
@@ -287,7 +300,7 @@ class Plan:
     ) -> Report:
         """Run one step with the plan and one without from the same state, and compare.
 
-        The model, which must not have a plan applied, and the sample are left as they were.
+        The model and the sample are left as they were: if this plan is on the model, so it is afterwards.
 
         Args:
             model, sample, loss: as for `autoac.plan`.
@@ -296,16 +309,17 @@ class Plan:
             Whether loss, gradients, buffers and random states are equal to the bit, predicted and measured peak, and
             the ratio of the step times; where something differs, the first op or parameter that does.
         """
-        self._check(model)
-        return verify(self, unwrapped(model), sample, loss)
+        with self._taken_off(model):
+            self._check(model)
+            return verify(self, unwrapped(model), sample, loss)
 
     def measure_memory(
         self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None
     ) -> pd.Series:
         """Run one step with the plan and measure how many bytes are alive at each op, by the allocator's own account.
 
-        The model, which must not have a plan applied, and the sample are left as they were. On CPU only: CUDA's
-        allocator tells the peak (`verify`), but not when.
+        The model and the sample are left as they were: if this plan is on the model, so it is afterwards. On CPU
+        only: CUDA's allocator tells the peak (`verify`), but not when.
 
         Args:
             model, sample, loss: as for `autoac.plan`.
@@ -317,8 +331,9 @@ class Plan:
             ValueError: the model is not on CPU.
             ProfilingError: the step ran other ops than the plan was made for.
         """
-        self._check(model)
-        return measured_memory(self, unwrapped(model), sample, loss)
+        with self._taken_off(model):
+            self._check(model)
+            return measured_memory(self, unwrapped(model), sample, loss)
 
 
 class Tradeoff(curve.Tradeoff):

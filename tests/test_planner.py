@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional as F
 
 import autoac
 from autoac_solver.profile import Profile
+from tests.small_models import batch, make
 
 ENGINES = ["replay", "sac"]
 PROFILES = Path(__file__).parent.parent / "profiles"
@@ -172,3 +175,27 @@ def test_recorded_profiles_can_be_planned_from(path: Path) -> None:
     half = autoac.solve(recorded, ample.predicted_peak_bytes // 2)
     assert 0 < half.predicted_overhead < 0.5
     assert half.predicted_peak_bytes <= ample.predicted_peak_bytes // 2
+
+
+def test_what_is_no_profile_is_refused_with_a_hint() -> None:
+    solve: Any = functools.partial(autoac.solve, budget=10**9)
+    tradeoff: Any = autoac.tradeoff
+    for act in (solve, tradeoff):
+        with pytest.raises(
+            ValueError, match=r"profile is a .*, not a recorded step: autoac\.profile makes it"
+        ):
+            act(make())
+        with pytest.raises(ValueError, match=r"profile is a str.*Profile\.load reads one"):
+            act("profile.json")
+
+
+def test_what_is_no_optimizer_is_refused_before_anything_runs() -> None:
+    model = make()
+    model.register_forward_hook(lambda *_: pytest.fail("the model was run"))
+    with pytest.raises(autoac.ProfilingError, match="pass the optimizer object that trains the model"):
+        autoac.profile(model, batch(), optimizer=torch.optim.Adam)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_model_in_eval_mode_is_noted() -> None:
+    assert any("in eval mode" in note for note in autoac.profile(make().eval(), batch()).notes)
+    assert not any("in eval mode" in note for note in autoac.profile(make(), batch()).notes)

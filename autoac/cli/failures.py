@@ -106,6 +106,8 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
 def _hint_for(error: AutoacError) -> str:
     if isinstance(error, PlanMismatchError):
         return "`autoac plan MODEL --budget ... -o plan.json` makes a plan for the model as it is."
+    if isinstance(error, ProfileError) and "'autoac.profile', but 'autoac.plan' was" in str(error):
+        return "This is a profile: `autoac plan FILE --budget ... -o plan.json` makes a plan of it."
     if isinstance(error, ProfileError) and any(
         t in str(error) for t in ("was expected", "not readable JSON")
     ):

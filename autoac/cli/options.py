@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -90,7 +89,8 @@ def picture(value: Path | None) -> Path | None:
         return None
     if value.suffix not in PICTURES:
         raise typer.BadParameter(f"{value} is none of {', '.join(PICTURES)}.")
-    importlib.import_module("matplotlib.figure")  # where it is missing, that is the error
+    import matplotlib.figure  # noqa: F401 - where it is missing, that is the error
+
     return writable(value)
 
 

@@ -188,7 +188,9 @@ def _checked(spec: str, made: Any, module_class: type) -> Target:
     elif isinstance(made, tuple) and len(made) in (2, 3):
         target = Target(spec, *made)
     else:
-        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        kind = type(made).__name__
+        article = "an" if kind[0] in "aeiou" else "a"
+        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"{article} {kind}"
         raise TargetError(f"{spec} returned {what}.", _RETURNS)
     if not isinstance(target.model, module_class):
         raise TargetError(

@@ -32,6 +32,8 @@ def write_text(path: str | Path, text: str) -> None:
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Write a file that appears whole or not at all, also if the process is killed or the disk is full."""
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}.")
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:

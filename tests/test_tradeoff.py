@@ -80,7 +80,7 @@ def test_a_measured_step_that_is_another_one_is_refused(profile: Profile) -> Non
             (batch(),),
             loss=lambda y: torch.stack([y.sin().cos().sin().mean() for _ in range(200)]).sum(),
         )
-    plan.apply(model := make())
+    tight_plan(profile, "sac").apply(model := make())
     with pytest.raises(autoac.PlanMismatchError, match="applied already"):
         plan.measure_memory(model, batch())
 

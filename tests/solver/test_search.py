@@ -1,11 +1,13 @@
 """Large problems: speed, limits, interruption, and what is said about them."""
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,6 +136,18 @@ def test_out_of_time_the_start_is_what_there_is(large):
     assert solution.status == "feasible"
     assert solution.extra_s <= simulate(large, start).extra_s
     assert solution.bound_s == 0
+
+
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+def test_what_was_solved_is_let_go(solver):
+    """Thousands of plans in one process take no more memory than one."""
+    task = Task(llama(layers=2), 60.0, solver, None, None)
+    formulation = task.formulate(budget_between(llama(layers=2), 0.5))
+    task.backend.run(Job(formulation.program, integer=True, gap=0.0, deadline=task.deadline))
+    model = weakref.ref(formulation.program.model)
+    del task, formulation
+    gc.collect()
+    assert model() is None
 
 
 def test_no_plan_in_time_says_what_to_do(hard):

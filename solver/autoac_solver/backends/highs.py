@@ -52,7 +52,11 @@ class HighsBackend:
     def run(self, job: Job) -> Outcome:
         """See `Backend`."""
         solver = _Highs(job)
-        job.program.model.solve(solver)
+        try:
+            job.program.model.solve(solver)
+        finally:
+            # HiGHS holds the callback, and so all of this: a cycle through C++, which Python's collector cannot see.
+            job.program.model.solverModel = None
         return solver.outcome
 
 

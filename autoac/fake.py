@@ -50,9 +50,13 @@ class Faked:
     gradients: list[tuple[torch.Tensor, torch.Tensor | None]]
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Context in which the step runs."""
-        with self.mode, _RealWholeNumbers():
+    def active(self, above: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """Context in which the step runs.
+
+        Args:
+            above: a dispatch mode that sees what the fake implementations return.
+        """
+        with self.mode, above, _RealWholeNumbers():
             yield
 
 

@@ -16,6 +16,7 @@ from autoac.compat import is_compiled_wrapper, storage_key
 from autoac.costs import device_rates, engine_costs
 from autoac.engine.attach import planned
 from autoac.fake import Faked, explained, fake_model
+from autoac.private_results import PrivateResults
 from autoac.regions import lean_modules
 from autoac.scratch import Measured, measure_on_scratch
 from autoac.step import Loss, make_step
@@ -23,7 +24,7 @@ from autoac.tape import Instrumented, Tape
 from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter
 from autoac.untouched import tensors_of, untouched
 from autoac_solver.errors import ProfilingError
-from autoac_solver.profile import Op, Profile
+from autoac_solver.profile import Profile
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
@@ -119,18 +120,20 @@ def record_fake(
     device = device_of(model)
     device = torch.device("cpu") if device.type == "meta" else device
     tell = progress or (lambda *_: None)
+    rates = device_rates(device)
+    most_bytes = free_bytes(device) // 4
+    results = PrivateResults(lambda s: measure and device.type == "cpu" and s.fits_in(most_bytes))
     tell("recording on fake tensors", 0.0)
     with untouched(model, sample if not callable(sample) else ()):
         fake = fake_model(model, sample, device)
         step = make_step(model, fake.sample, loss)
         # Twice, for the first sets up what is set up once, such as tables of positions.
-        _fake_tape(model, step, fake, device, as_cuda)
+        _fake_tape(model, step, fake, results, device, as_cuda)
         tell("recording on fake tensors", 0.1)
         start = time.perf_counter()
-        tape, tables = _fake_tape(model, step, fake, device, as_cuda)
+        tape, tables = _fake_tape(model, step, fake, results, device, as_cuda)
         elapsed = time.perf_counter() - start
     _check_recorded(tables)
-    rates = device_rates(device)
     signatures = {str(row["signature"]): row for row in tape.ops}
     found = Measured()
     if measure:
@@ -138,7 +141,7 @@ def record_fake(
             [row["signature"] for row in tape.ops],
             {row["signature"]: rates.roofline_s(*_work(row)) for row in tape.ops}.__getitem__,
             device,
-            free_bytes(device) // 4,
+            most_bytes,
             lambda share: tell("timing distinct ops on scratch memory", 0.2 + 0.7 * share),
         )
     tell("engine costs", 0.95)
@@ -147,6 +150,7 @@ def record_fake(
         for row in signatures.values()
     }
     tables["tape"] = tape.timed(times, found.workspace_bytes)
+    tables["storage_table"] = tape.resized(tables["storage_table"], found.result_bytes)
     return Profile(
         model=type(model).__name__,
         model_fingerprint=model_fingerprint(model),
@@ -156,13 +160,18 @@ def record_fake(
         costs=engine_costs(device),
         measured_step_s=elapsed,
         mode="fake",
-        notes=_fake_notes(tables["tape"], found, len(signatures), measure, as_cuda),
+        notes=_fake_notes(results.unknown, found, len(signatures), measure, as_cuda),
         **tables,
     )
 
 
 def _fake_tape(
-    model: torch.nn.Module, step: Callable[[], Any], fake: Faked, device: torch.device, as_cuda: bool
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    fake: Faked,
+    results: PrivateResults,
+    device: torch.device,
+    as_cuda: bool,
 ) -> tuple[Tape, dict[str, Any]]:
     for parameter, gradient in fake.gradients:
         parameter.grad = gradient
@@ -170,13 +179,9 @@ def _fake_tape(
     with (
         explained(lambda: tape.failed_at),
         CudaOps() if as_cuda else contextlib.nullcontext(),
-        _recording(model, step, tape, fake.tensors, fake.active()),
+        _recording(model, step, tape, fake.tensors, fake.active(results)),
     ):
         return tape, tape.finish(_names(model), {}, {})
-
-
-_UNKNOWN_RESULTS = {"aten.mkldnn_rnn_layer.default"}
-"""Ops whose fake implementation returns an empty tensor in place of a private workspace."""
 
 
 def _work(row: dict[str, Any]) -> tuple[str, int, int]:
@@ -184,7 +189,7 @@ def _work(row: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def _fake_notes(
-    tape: tuple[Op, ...], found: Measured, distinct: int, measure: bool, as_cuda: bool
+    unknown: set[str], found: Measured, distinct: int, measure: bool, as_cuda: bool
 ) -> tuple[str, ...]:
     notes = ["recorded on fake tensors: nothing of the model was allocated"]
     if as_cuda:
@@ -192,10 +197,11 @@ def _fake_notes(
             "recorded without a GPU, with the ops that CUDA takes for attention, dropout and batch norm; profile there "
             "before training, for other ops may differ"
         )
-    unknown = sorted({op.name for op in tape if op.name in _UNKNOWN_RESULTS})
     if unknown:
+        cpu = ", and on a GPU recurrent layers run other ops" if as_cuda else ""
         notes.append(
-            f"the workspace that {', '.join(unknown)} hands to backward is not known to fake tensors"
+            f"the workspace that {', '.join(sorted(unknown))} hands to backward is not known to fake tensors{cpu}: "
+            "peaks are predicted too low"
         )
     if measure and len(found.times) < distinct:
         notes.append(

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from autoac.opinfo import op_info
+from autoac.compat import storage_key
+from autoac.opinfo import op_info, tensors_in
+from autoac.private_results import scratch_call, stands_made_up_values
 from autoac.signatures import Signature
 from autoac.timing import OpTime, OpTimer, WorkspaceMeter, spread
 
@@ -28,11 +30,13 @@ class Measured:
     """What was found, by signature; an op that is in neither was not run.
 
     Args:
+        result_bytes: size of each storage that the op made, in order; some kernels take more than the shape says.
         failed: why ops could not be run on scratch memory.
     """
 
     times: dict[Signature, OpTime] = field(default_factory=dict)
     workspace_bytes: dict[Signature, int] = field(default_factory=dict)
+    result_bytes: dict[Signature, list[int]] = field(default_factory=dict)
     failed: dict[Signature, str] = field(default_factory=dict)
 
 
@@ -55,7 +59,8 @@ def measure_on_scratch(
     """
     found = Measured()
     chosen = _affordable(signatures, estimate_s, device, most_bytes)
-    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    # Gradients on, as in forward: oneDNN makes a workspace for backward then.
+    with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         found.workspace_bytes = _workspaces(chosen, found, device, tell)
         _measure_times(chosen, found, device, tell)
     return found
@@ -69,9 +74,19 @@ def _workspaces(
         for index, signature in enumerate(chosen):
             tell(index / (2 * len(chosen)))
             with _failures(found, signature):
-                args, kwargs = signature.scratch()
-                meter.run(signature.func, op_info(signature.func), args, kwargs)
+                args, kwargs = scratch_call(signature)
+                result, _ = meter.run(signature.func, op_info(signature.func), args, kwargs)
+                found.result_bytes[signature] = _new_bytes(result, (args, kwargs))
     return {s: size for s, size in meter.workspace_bytes.items() if s not in found.failed}
+
+
+def _new_bytes(result: Any, given: Any) -> list[int]:
+    """Sizes of the storages in `result` that are not among those given."""
+    old = {storage_key(tensor) for tensor in tensors_in(given)}
+    sizes = {
+        storage_key(t): t.untyped_storage().nbytes() for t in tensors_in(result) if t.layout is torch.strided
+    }
+    return [size for key, size in sizes.items() if key not in old]
 
 
 def _measure_times(
@@ -87,7 +102,7 @@ def _measure_times(
 
 
 def _timed(signature: Signature, timer: OpTimer, evicted: torch.Tensor) -> OpTime:
-    args, kwargs = signature.scratch()
+    args, kwargs = scratch_call(signature)
     samples: list[float] = []
     for _ in range(_RUNS):
         evicted.add_(1.0)
@@ -109,20 +124,10 @@ def _affordable(
     for seconds, _, signature in ordered:
         left_s -= seconds * (_RUNS + 1)
         here = all(spec.device.type == device.type for spec in signature.tensors)
-        fits = 3 * sum(spec.moved_bytes for spec in signature.tensors) < most_bytes
-        if seconds < LONGEST_S and left_s > 0 and here and fits and _stands_made_up_values(signature.func):
+        fits = signature.fits_in(most_bytes)
+        if seconds < LONGEST_S and left_s > 0 and here and fits and stands_made_up_values(signature.func):
             chosen.append(signature)
     return chosen
-
-
-def _stands_made_up_values(func: Any) -> bool:
-    """Whether a kernel checks what it is given: one that is handed another kernel's private workspace does not.
-
-    Nothing is known of the kernels of other namespaces.
-    """
-    if func.namespace not in ("aten", "prims"):
-        return False
-    return not any(word in a.name for a in func._schema.arguments for word in ("workspace", "reserve"))
 
 
 @contextlib.contextmanager

@@ -119,6 +119,10 @@ class Signature:
         """
         return [_scratch(value) for value in self.args], {name: _scratch(v) for name, v in self.kwargs}
 
+    def fits_in(self, n_bytes: int) -> bool:
+        """Whether arguments like these, results and workspace take no more than so many bytes, by a guess."""
+        return 3 * sum(spec.moved_bytes for spec in self.tensors) < n_bytes
+
     def moved_bytes(self, created: Iterable[torch.Tensor]) -> int:
         """Bytes read and written if every element is touched once."""
         read = sum(spec.moved_bytes for spec in self.tensors)

@@ -375,7 +375,10 @@ class Tape(TorchDispatchMode):
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Another tensor on the same storage, for a holder whose hold is not to count as Python's."""
-        alias = tensor.data  # not `detach`: that would hold the tensor's base as well
+        with (
+            disable_dispatch_modes()
+        ):  # the fake mode would make a real tensor a fake one on a storage of its own
+            alias = tensor.data  # not `detach`: that would hold the tensor's base as well
         index = self.storage_id(tensor)
         lives = index is not None and self.storages[index]["free"] == NEVER
         if index is not None and lives and self.storages[index]["alloc"] != NEVER:
@@ -497,6 +500,22 @@ class Tape(TorchDispatchMode):
         """The ops with their times and workspace."""
         signatures = self._signatures()
         return tuple(_op(row, times, workspace, signatures) for row in self.ops)
+
+    def resized(self, table: tuple[Storage, ...], sizes: dict[Signature, list[int]]) -> tuple[Storage, ...]:
+        """The storages with the sizes that the kernels give them.
+
+        Args:
+            sizes: bytes of the storages that an op makes, in order.
+        """
+        found = list(table)
+        for row in self.ops:
+            made = sizes.get(row["signature"], [])
+            if len(made) == len(row["creates"]):
+                for storage, n_bytes in zip(row["creates"], made, strict=True):
+                    found[storage] = dataclasses.replace(
+                        found[storage], bytes=_allocated(n_bytes, self.device)
+                    )
+        return tuple(found)
 
     def _signatures(self) -> dict[Signature, int]:
         """The distinct signatures in order, with their numbers."""

@@ -50,7 +50,7 @@ Budget = Annotated[
         "--budget",
         "-b",
         show_default=False,
-        help="Limit for the peak: 20GB (10^9), 20GiB (2^30), 80%, or bytes.",
+        help="Limit for the peak: 20GB (10^9), 20GiB (2^30), 80% of the device's memory, or bytes.",
     ),
 ]
 Engine = Annotated[Literal["auto", "replay", "sac"], typer.Option(help="What carries the plan out.")]

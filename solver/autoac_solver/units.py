@@ -20,7 +20,7 @@ _UNIT_BYTES = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(%|[kmgt]i?b)\s*", re.IGNORECASE)
 _POSSIBLE = (
     "a positive int is bytes; as text write a number and a unit: KB, MB, GB, TB (powers of 1000) or "
-    'KiB, MiB, GiB, TiB (powers of 1024), for example "20GB" or "18.5 GiB"; "80%" is of the total memory'
+    'KiB, MiB, GiB, TiB (powers of 1024), for example "20GB" or "18.5 GiB"; "80%" is of the device\'s total memory'
 )
 
 
@@ -46,7 +46,8 @@ def parse_bytes(value: int | str, total_bytes: int | None = None) -> int:
 def _from_int(value: object) -> int:
     """An int (numpy's too) as it is; bool is an int to Python but no amount of memory."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise BudgetFormatError(f"{value!r} is not an amount of memory: {_POSSIBLE}")
+        meant = f"; for bytes write int({value!r})" if isinstance(value, float) else ""
+        raise BudgetFormatError(f"{value!r} is not an amount of memory{meant}: {_POSSIBLE}")
     return operator.index(value)  # pyright: ignore[reportArgumentType]
 
 
@@ -54,7 +55,9 @@ def _from_text(text: str, total_bytes: int | None) -> int:
     """A number with a unit, or a percentage of `total_bytes`."""
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise BudgetFormatError(f"{text!r} is not an amount of memory: {_POSSIBLE}")
+        unit_cut_short = _TEXT.fullmatch(text + "B")
+        meant = f', did you mean "{text.strip()}B"?' if unit_cut_short else ""
+        raise BudgetFormatError(f"{text!r} is not an amount of memory{meant}: {_POSSIBLE}")
     number, unit = Fraction(match[1]), match[2].lower()
     if unit != "%":
         return int(number * _UNIT_BYTES[unit])

@@ -75,6 +75,16 @@ def test_everything_else_is_refused_with_what_was_asked_and_what_is_possible(val
     assert "GiB" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [(2e10, "write int(20000000000.0)"), ("20G", 'mean "20GB"?'), ("18.5 Gi", 'mean "18.5 GiB"?')],
+)
+def test_what_was_probably_meant_is_said(value, hint):
+    with pytest.raises(BudgetFormatError) as caught:
+        parse_bytes(value)
+    assert hint in str(caught.value)
+
+
 def test_percentage_of_an_unknown_total_is_refused():
     with pytest.raises(BudgetFormatError, match="'80%' is a share of a total that is not known here"):
         parse_bytes("80%")

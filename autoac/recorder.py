@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from autoac.regions import lean_modules
 from autoac.scratch import Measured, measure_on_scratch
 from autoac.step import Loss, make_step
 from autoac.tape import Instrumented, Tape
-from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter
+from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter, unsteady, waited_s
 from autoac.untouched import tensors_of, untouched
 from autoac_solver.errors import ProfilingError
 from autoac_solver.profile import Profile
@@ -67,7 +67,7 @@ def record(
             _run(model, step, warm_up, fixed)
         timer = OpTimer(device)
         expected = max(1, len(warm_up.ops))
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), waited_s()
         for _ in range(0 if callable(sample) else _TIMED_STEPS):
             timed = Tape(device, timer)
             timed.on_op = lambda done: tell("timed step", 0.3 + 0.3 * min(1.0, done / expected))
@@ -80,6 +80,7 @@ def record(
         start = time.perf_counter()
         with _recording(model, step, tape, fixed):
             elapsed = time.perf_counter() - start
+            note = _note_if_unsteady(timer.times().values(), device, started, waited)
             tables = tape.finish(_names(model), meter.workspace_bytes, timer.times())
     tell("engine costs", 0.95)
     _check_recorded(tables)
@@ -91,6 +92,7 @@ def record(
         torch_version=torch.__version__,
         costs=engine_costs(device),
         measured_step_s=elapsed,
+        notes=note,
         **tables,
     )
 
@@ -136,6 +138,7 @@ def record_fake(
     _check_recorded(tables)
     signatures = {str(row["signature"]): row for row in tape.ops}
     found = Measured()
+    started, waited = time.perf_counter(), waited_s()
     if measure:
         found = measure_on_scratch(
             [row["signature"] for row in tape.ops],
@@ -144,6 +147,7 @@ def record_fake(
             most_bytes,
             lambda share: tell("timing distinct ops on scratch memory", 0.2 + 0.7 * share),
         )
+    note = _note_if_unsteady(found.times.values(), device, started, waited)
     tell("engine costs", 0.95)
     times = {
         row["signature"]: found.times.get(row["signature"]) or OpTime.estimated(rates.roofline_s(*_work(row)))
@@ -160,9 +164,19 @@ def record_fake(
         costs=engine_costs(device),
         measured_step_s=elapsed,
         mode="fake",
-        notes=_fake_notes(results.unknown, found, len(signatures), measure, as_cuda),
+        notes=(*_fake_notes(results.unknown, found, len(signatures), measure, as_cuda), *note),
         **tables,
     )
+
+
+def _note_if_unsteady(
+    times: Iterable[OpTime], device: torch.device, started: float, waited: float
+) -> tuple[str, ...]:
+    """A note if the times that were measured since then should not be relied on."""
+    share = (waited_s() - waited) / max(time.perf_counter() - started, 1e-9)
+    # On a GPU ops are timed by its own clock, whatever the host waits for.
+    note = unsteady(times, share if device.type == "cpu" else 0.0)
+    return (note,) if note else ()
 
 
 def _fake_tape(

@@ -5,11 +5,13 @@ Both are measured by signature (overload, shapes, strides, dtypes, scalars), so 
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from autoac.compat import AllocationRanges
 from autoac.opinfo import OpInfo
 from autoac.signatures import Signature
 
+_MOST_WAITING = 0.25
+_MOST_SPREAD = 0.5
+"""On a quiet machine both are below 0.1; beside one busy program and more, 0.5 to several."""
 _ENOUGH = 2
 """This many samples from where an op stands in the step make those from repeated runs unnecessary."""
 
@@ -188,6 +193,38 @@ def spread(samples: list[float]) -> float:
         return 0.0
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     return high - low
+
+
+def waited_s() -> float:
+    """Seconds that this process's threads were ready to run while others had the processors, 0 where nobody counts it.
+
+    Source: the second number of Linux's `/proc/<pid>/task/<tid>/schedstat`.
+    """
+    waited_ns = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            waited_ns += int(file.read_text().split()[1])
+    return waited_ns * 1e-9
+
+
+def unsteady(times: Iterable[OpTime], waited_share: float) -> str:
+    """Why these times should not be relied on, "" if they may.
+
+    Args:
+        times: of the distinct ops.
+        waited_share: see `waited_s`, as a share of the time it took.
+    """
+    known = list(times)
+    total_s = sum(op.time_s for op in known)
+    differ = sum(op.spread_s for op in known) / total_s if total_s else 0.0
+    reasons = []
+    if waited_share > _MOST_WAITING:
+        reasons.append(f"other programs kept this one waiting for {waited_share:.0%} of the time it took")
+    if differ > _MOST_SPREAD:
+        reasons.append(f"runs of the same op differ by {differ:.0%} (between their quartiles)")
+    if not reasons:
+        return ""
+    return f"times are unsteady, {' and '.join(reasons)}: profile on a quiet machine before relying on them"
 
 
 def _repeats(first_s: float) -> int:

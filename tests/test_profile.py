@@ -2,7 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
 import json
+import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoac
+from autoac import recorder, timing
 from autoac.measure import measure_peak, unique_storage_bytes
 from autoac.step import default_loss
+from autoac.timing import OpTime
 from autoac_solver.errors import BudgetFormatError, ProfileError, ProfilingError
 from autoac_solver.profile import NEVER, Profile
 from tests.small_models import BATCH, WIDTH, assert_same, batch, make, step, tight_plan
@@ -355,7 +361,7 @@ def test_budgets(profile: Profile):
 
 def without_times(profile: Profile) -> Profile:
     tape = tuple(dataclasses.replace(op, time_s=0.0, spread_s=0.0, rerun_s=0.0) for op in profile.tape)
-    return dataclasses.replace(profile, tape=tape, views_s=0.0, measured_step_s=0.0)
+    return dataclasses.replace(profile, tape=tape, views_s=0.0, measured_step_s=0.0, notes=())
 
 
 def test_two_profiles_are_the_same_but_for_times(profile: Profile):
@@ -522,3 +528,45 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path):
         Profile.load(path)
     with pytest.raises(FileNotFoundError):
         Profile.load(tmp_path / "nowhere.json")
+
+
+def test_times_that_others_disturbed_are_noted(monkeypatch: pytest.MonkeyPatch):
+    clock = itertools.count(step=1000)
+    monkeypatch.setattr(recorder, "waited_s", lambda: float(next(clock)))
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    for mode in ("real", "fake"):
+        profile = autoac.profile(model, x, mode=mode)
+        assert any("kept this one waiting" in note for note in profile.notes)
+        assert "note            times are unsteady" in autoac.solve(profile, "1GB").explain()
+        assert "notes: " in repr(profile)
+
+
+def test_what_counts_as_unsteady():
+    steady, wide = OpTime(1.0, 0.1, 1.0), OpTime(1.0, 2.0, 1.0)
+    assert not timing.unsteady([steady] * 9, 0.1)
+    assert "differ by 105%" in timing.unsteady([steady, wide], 0.1)
+    assert "for 60% of the time" in timing.unsteady([steady], 0.6)
+    assert not timing.unsteady([], 0.0)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="this system does not count what threads wait"
+)
+def test_waiting_for_a_processor_is_counted():
+    before = timing.waited_s()
+    done = threading.Event()
+
+    def keep_a_processor_busy() -> None:
+        x = torch.ones(400, 400)
+        while not done.is_set():
+            x = torch.mm(x, x).clamp(max=1.0)  # lets go of the interpreter's lock
+
+    hogs = [threading.Thread(target=keep_a_processor_busy) for _ in range(2 * (os.cpu_count() or 1))]
+    for hog in hogs:
+        hog.start()
+    grew = any(timing.waited_s() > before or time.sleep(0.05) for _ in range(200))
+    done.set()
+    for hog in hogs:
+        hog.join()
+    assert grew

@@ -114,6 +114,7 @@ def _summary(record: PlanRecord) -> tuple[str, ...]:
         f"({record.solver}, {record.solve_s:.1f} s)",
         f"  regions         {len(record.regions)}, of which {untouched} are left untouched (nothing to recompute)",
         *_policies(record),
+        *(f"  note            {note}" for note in record.profile.notes),
     )
 
 

@@ -292,9 +292,10 @@ class Profile:
         return found.sort_values(["bytes", "module_class"], ascending=[False, True], ignore_index=True)
 
     def __repr__(self) -> str:
+        noted = f", notes: {len(self.notes)}" if self.notes else ""
         return (
             f"Profile({self.model} on {self.device}: {len(self.tape)} ops, a step of {format_seconds(self.step_s)}, "
-            f"{format_bytes(self.resident_bytes)} before the step)"
+            f"{format_bytes(self.resident_bytes)} before the step{noted})"
         )
 
     def _repr_html_(self) -> str:

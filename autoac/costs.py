@@ -7,43 +7,120 @@ records. Where ops are short this is what decides whether a region is worth wrap
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from autoac.compat import disable_dispatch_modes
 from autoac.engine import replay, sac
 from autoac.engine.program import Program
 from autoac_solver.devices import DeviceTable
 from autoac_solver.profile import EngineCosts
 
-_OPS = 48
+_OPS = 24
 _ROUNDS = 11
+_LEAST_BETWEEN_BYTES = 2**18
+_MOST_BETWEEN_BYTES = 2**22
+"""Less between two ops leaves the interpreter in the cache; more makes no difference any more."""
+
+Seconds = dict[str, tuple[float, float]]
+"""Of forward and backward, by name of a run."""
+
+
+def engine_costs(device: torch.device, bytes_between: int = 0) -> EngineCosts:
+    """The engines' own costs on this device, seconds.
+
+    Args:
+        bytes_between: what an op of the model reads and writes. On CPU the ops share the caches with the interpreter:
+            between ops of some MB its bookkeeping takes several times as long as between tiny ones.
+    """
+    between = min(bytes_between, _MOST_BETWEEN_BYTES)
+    if device.type != "cpu" or between < _LEAST_BETWEEN_BYTES:
+        return _engine_costs(device, 0)
+    return _engine_costs(device, 2 ** round(math.log2(between)))
 
 
 @functools.cache
-def engine_costs(device: torch.device) -> EngineCosts:
-    """The engines' own costs on this device, seconds."""
+def _engine_costs(device: torch.device, bytes_between: int) -> EngineCosts:
+    def nothing() -> None:
+        pass
+
+    warm = _seconds(device, nothing)
+    cold = _seconds(device, _evicting(bytes_between)) if bytes_between else warm
+
+    def extra(name: str, base: str, seconds: Seconds, phase: int) -> float:
+        return max(0.0, seconds[name][phase] - seconds[base][phase])
+
+    def forward(name: str, base: str) -> float:
+        return extra(name, base, cold, 0)
+
+    # Nothing can be put between the ops of a backward: it is taken to slow down as forward does.
+    warm_s = extra("replay not saving", "not saving", warm, 0)
+    slower = max(1.0, forward("replay not saving", "not saving") / warm_s) if warm_s else 1.0
+
+    def whole(name: str, base: str) -> float:
+        return forward(name, base) + slower * extra(name, base, warm, 1)
+
+    # A link of the chains is an op and a view.
+    replay_op = whole("replay not saving", "not saving") / (2 * _OPS)
+    sac_op = whole("sac not saving", "not saving") / (2 * _OPS)
+    op_s = _op_seconds(device)
+    return EngineCosts(
+        replay_op=replay_op,
+        replay_record=max(0.0, whole("replay all", "replay saving") / _OPS - slower * op_s),
+        replay_saved=max(0.0, whole("replay saving", "saving") / _OPS - 2 * replay_op),
+        replay_call=whole("replay once", "once"),
+        sac_op=sac_op,
+        sac_saved=max(0.0, whole("sac saving", "saving") / _OPS - 2 * sac_op),
+        sac_call=whole("sac once", "once"),
+    )
+
+
+def _evicting(n_bytes: int) -> Callable[[], None]:
+    """A matrix product that reads so many bytes, and that no engine sees."""
+    size = math.isqrt(n_bytes // 4)
+    left, right, out = torch.ones(16, size), torch.ones(size, size), torch.empty(16, size)
+
+    def evict() -> None:
+        with torch.no_grad(), disable_dispatch_modes():
+            torch.mm(left, right, out=out)
+
+    return evict
+
+
+def _seconds(device: torch.device, between: Callable[[], None]) -> Seconds:
+    """What chains of tiny ops take without and with the engines; the lower quartile, since noise only ever adds.
+
+    Args:
+        between: done before each op of forward.
+    """
     tensor = torch.ones(4, device=device, requires_grad=True)
-    ops = range(_OPS)
     sin, add = "aten.sin.default", "aten.add.Tensor"  # one saves its input for backward, the other nothing
 
     def saving(x: torch.Tensor) -> torch.Tensor:
-        for _ in ops:
-            x = torch.sin(x)
+        for _ in range(_OPS):
+            between()
+            x = torch.sin(x).view(4)
         return x
 
     def not_saving(x: torch.Tensor) -> torch.Tensor:
-        for _ in ops:
-            x = x + x
+        for _ in range(_OPS):
+            between()
+            x = (x + x).view(4)
         return torch.sin(x)  # makes backward come for it, or sac would not run its second time
 
     def once(x: torch.Tensor) -> torch.Tensor:
+        between()
         return torch.sin(x)
 
     def program(name: str, recompute: bool, count: int = _OPS) -> Program:
         return Program("costs", [(name, recompute)] * count)
 
+    program_saving = program(sin, False)
+    program_not_saving = Program("costs", [(add, False)] * _OPS + [(sin, False)])
+    program_all, program_once = program(sin, True), program(sin, False, 1)
     runs: dict[str, Callable[[], torch.Tensor]] = {
         "saving": lambda: saving(tensor),
         "not saving": lambda: not_saving(tensor),
@@ -56,26 +133,22 @@ def engine_costs(device: torch.device) -> EngineCosts:
         "sac saving": lambda: sac.run(program_saving, saving, (tensor,), {}),
         "sac once": lambda: sac.run(program_once, once, (tensor,), {}),
     }
-    program_saving = program(sin, False)
-    program_not_saving = Program("costs", [(add, False)] * _OPS + [(sin, False)])
-    program_all, program_once = program(sin, True), program(sin, False, 1)
-    seconds = _interleaved(runs, tensor, device)
-    op_s = _op_seconds(tensor, device)
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    for _ in range(_ROUNDS):
+        for name, run in runs.items():
+            start = _now(device)
+            loss = run().sum()
+            middle = _now(device)
+            torch.autograd.grad(loss, tensor)
+            samples[name].append((middle - start, _now(device) - middle))
+    return {
+        name: (_quartile(f for f, _ in both), _quartile(b for _, b in both)) for name, both in samples.items()
+    }
 
-    def extra(name: str, base: str) -> float:
-        return max(0.0, seconds[name] - seconds[base])
 
-    replay_op = extra("replay not saving", "not saving") / _OPS
-    sac_op = extra("sac not saving", "not saving") / _OPS
-    return EngineCosts(
-        replay_op=replay_op,
-        replay_record=max(0.0, extra("replay all", "replay saving") / _OPS - op_s),
-        replay_saved=max(0.0, extra("replay saving", "saving") / _OPS - replay_op),
-        replay_call=extra("replay once", "once"),
-        sac_op=sac_op,
-        sac_saved=max(0.0, extra("sac saving", "saving") / _OPS - sac_op),
-        sac_call=extra("sac once", "once"),
-    )
+def _quartile(samples: Iterable[float]) -> float:
+    ordered = sorted(samples)
+    return ordered[len(ordered) // 4]
 
 
 @functools.cache
@@ -116,28 +189,15 @@ def _least_seconds(run: Callable[[], torch.Tensor], device: torch.device) -> flo
     return min(samples[1:])
 
 
-def _interleaved(
-    runs: dict[str, Callable[[], torch.Tensor]], tensor: torch.Tensor, device: torch.device
-) -> dict[str, float]:
-    """Seconds of forward and backward of each; the lower quartile of rounds, since noise only ever adds."""
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(_ROUNDS):
-        for name, run in runs.items():
-            start = _now(device)
-            torch.autograd.grad(run().sum(), tensor)
-            samples[name].append(_now(device) - start)
-    return {name: sorted(values)[len(values) // 4] for name, values in samples.items()}
-
-
-def _op_seconds(tensor: torch.Tensor, device: torch.device) -> float:
-    op, detached = torch.ops.aten.sin.default, tensor.detach()
+def _op_seconds(device: torch.device) -> float:
+    op, tensor = torch.ops.aten.sin.default, torch.ones(4, device=device)
     samples = []
     for _ in range(_ROUNDS):
         start = _now(device)
         for _ in range(_OPS):
-            op(detached)
+            op(tensor)
         samples.append((_now(device) - start) / _OPS)
-    return sorted(samples)[len(samples) // 4]
+    return _quartile(samples)
 
 
 def _now(device: torch.device) -> float:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from autoac.tape import Instrumented, Tape
 from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter, unsteady, waited_s
 from autoac.untouched import tensors_of, untouched
 from autoac_solver.errors import ProfilingError
-from autoac_solver.profile import Profile
+from autoac_solver.profile import Op, Profile
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
@@ -90,7 +90,7 @@ def record(
         device=str(device),
         device_bytes=device_bytes(device),
         torch_version=torch.__version__,
-        costs=engine_costs(device),
+        costs=engine_costs(device, _bytes_per_op(tables["tape"])),
         measured_step_s=elapsed,
         notes=note,
         **tables,
@@ -161,12 +161,18 @@ def record_fake(
         device=str(device),
         device_bytes=device_bytes(device),
         torch_version=torch.__version__,
-        costs=engine_costs(device),
+        costs=engine_costs(device, _bytes_per_op(tables["tape"]) if measure else 0),
         measured_step_s=elapsed,
         mode="fake",
         notes=(*_fake_notes(results.unknown, found, len(signatures), measure, as_cuda), *note),
         **tables,
     )
+
+
+def _bytes_per_op(tape: Sequence[Op]) -> int:
+    """What an op of forward reads and writes on average."""
+    moved = [op.moved_bytes for op in tape if not op.backward]
+    return sum(moved) // max(1, len(moved))
 
 
 def _note_if_unsteady(

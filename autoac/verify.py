@@ -21,11 +21,14 @@ from autoac.recorder import device_of
 from autoac.step import make_step
 from autoac.untouched import put_back, random_states, untouched
 from autoac_solver.format import format_bytes
+from autoac_solver.plan_record import PlanRecord
 
 
 class AnyPlan(Protocol):
     """What `verify` asks of a plan."""
 
+    @property
+    def record(self) -> PlanRecord: ...
     @property
     def predicted_peak_bytes(self) -> int: ...
     @property
@@ -47,6 +50,7 @@ class Report:
         first_difference: what differs first, "" if nothing does.
         predicted_peak_bytes, measured_peak_bytes: of the planned step, resident bytes included.
         unplanned_peak_bytes: measured without the plan.
+        profiled_peak_bytes: predicted without the plan, for the step that was profiled.
         budget_bytes: the plan's budget.
         time_ratio: median step time with the plan / without, from interleaved steps.
         predicted_overhead: what the plan predicts for `time_ratio - 1`.
@@ -57,6 +61,7 @@ class Report:
     predicted_peak_bytes: int
     measured_peak_bytes: int
     unplanned_peak_bytes: int
+    profiled_peak_bytes: int
     budget_bytes: int
     time_ratio: float
     predicted_overhead: float
@@ -65,6 +70,11 @@ class Report:
     def within_budget(self) -> bool:
         """Whether the measured peak is within the budget."""
         return self.measured_peak_bytes <= self.budget_bytes
+
+    @property
+    def is_larger_step(self) -> bool:
+        """Whether the step takes, without the plan too, clearly more memory than the one that was profiled."""
+        return self.unplanned_peak_bytes > (1 + _ANOTHER_STEP) * self.profiled_peak_bytes
 
     @property
     def ok(self) -> bool:
@@ -82,9 +92,16 @@ class Report:
             f"measured peak without the plan {format_bytes(self.unplanned_peak_bytes)}",
             f"step time {self.time_ratio:.2f} x that without the plan, predicted {1 + self.predicted_overhead:.2f}",
         ]
+        if self.is_larger_step:
+            lines.append(
+                f"this step is larger than the profiled one, which takes {format_bytes(self.profiled_peak_bytes)} "
+                "without the plan: another batch size or length? Plan for the largest that will come"
+            )
         return "\n".join(lines)
 
 
+_ANOTHER_STEP = 0.05
+"""Share by which the peak without a plan may exceed the predicted one; what cannot be predicted is less."""
 _TIMED_ROUNDS = 3
 
 
@@ -119,6 +136,7 @@ def verify(
         predicted_peak_bytes=plan.predicted_peak_bytes,
         measured_peak_bytes=plan.resident_bytes + with_plan.peak_bytes,
         unplanned_peak_bytes=plan.resident_bytes + without.peak_bytes,
+        profiled_peak_bytes=plan.record.unplanned_peak_bytes,
         budget_bytes=plan.budget_bytes,
         time_ratio=statistics.median(times[True]) / statistics.median(times[False]),
         predicted_overhead=plan.predicted_overhead,

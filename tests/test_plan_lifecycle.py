@@ -686,7 +686,7 @@ def attributes_names(model: nn.Module) -> list[list[str]]:
     [
         (lambda text: text[: len(text) // 2], "not readable JSON: it is damaged or truncated"),
         (lambda text: "", "not readable JSON"),
-        (lambda text: "[]", "holds 'list', but 'autoac.plan' was expected"),
+        (lambda text: "[]", "is none of autoac's files, but 'autoac.plan' was expected"),
         (lambda text: text.replace("autoac.plan", "autoac.profile"), "but 'autoac.plan' was expected"),
         (lambda text: changed_json(text, schema_version=99), "schema version 99; .* Update autoac"),
         (lambda text: changed_json(text, engine="magic"), "not a valid plan"),
@@ -867,6 +867,14 @@ def test_verify_finds_nothing(plan: Plan):
     assert attributes(model) == before
     assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_verify_says_when_the_step_is_larger_than_the_profiled_one(plan: Plan):
+    assert "larger" not in str(plan.verify(make(), batch()))
+    report = plan.verify(make(), torch.cat([batch()] * 3))
+    assert report.equal
+    assert report.is_larger_step
+    assert "another batch size" in str(report)
 
 
 def test_verify_of_a_plan_that_is_applied():

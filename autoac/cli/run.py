@@ -109,6 +109,7 @@ def _document(plan: Plan, training: Training, report: Report | None) -> dict[str
             "equal": report.equal,
             "first_difference": report.first_difference,
             "unplanned_peak_bytes": report.unplanned_peak_bytes,
+            "is_larger_step": report.is_larger_step,
             "time_ratio": report.time_ratio,
         },
     }
@@ -136,6 +137,11 @@ def _rows(plan: Plan, training: Training, report: Report | None) -> list[tuple[s
         )
         ratio = f"a step with the plan takes {report.time_ratio:.2f} x as long"
         rows.append(("without plan", f"peak {mb(report.unplanned_peak_bytes)}; {ratio}"))
+        if report.is_larger_step:
+            profiled = mb(report.profiled_peak_bytes)
+            rows.append(
+                ("note", f"larger than the profiled step, which takes {profiled} without a plan: plan anew")
+            )
     return rows
 
 

@@ -60,8 +60,9 @@ def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
             f"{path} is not readable JSON: it is damaged or truncated ({error!r:.200})."
         ) from error
     if not isinstance(data, dict) or data.get("schema") != schema:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-        raise ProfileError(f"{path} holds {found!r:.80}, but {schema!r} was expected.")
+        found = data.get("schema") if isinstance(data, dict) else None
+        what = f"holds {found!r:.80}" if isinstance(found, str) else "is none of autoac's files"
+        raise ProfileError(f"{path} {what}, but {schema!r} was expected.")
     found_version = data.get("schema_version")
     if type(found_version) is not int or not 1 <= found_version <= version:
         raise ProfileError(

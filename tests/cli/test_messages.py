@@ -135,7 +135,7 @@ def test_files_that_are_none_of_ours(tmp_path: Path, recorded: Path) -> None:
     for name, content, text in (
         ("damaged.json", recorded.read_text()[:-20], "is not readable JSON"),
         ("other.json", '{"schema": "else"}', "holds 'else'"),
-        ("list.json", "[]", "holds 'list'"),
+        ("list.json", "[]", "is none of autoac's files"),
     ):
         path = tmp_path / name
         path.write_text(content)

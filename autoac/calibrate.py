@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from autoac.costs import device_rates, engine_costs
+from autoac.costs import MOST_BETWEEN_BYTES, device_rates, engine_costs
 from autoac.recorder import device_bytes, record
 from autoac.zoo import LLAMA, RESNET, Sample, llama, resnet
 from autoac_solver.devices import DeviceTable, Entry
@@ -40,7 +40,7 @@ def calibrate(name: str, device: torch.device, size: str, progress: Progress | N
         name=name,
         title=_title(device),
         memory_bytes=device_bytes(device),
-        costs=engine_costs(device),
+        costs=engine_costs(device, MOST_BETWEEN_BYTES),  # a model that needs a plan has large ops
         made={
             "on": _title(device),
             "date": time.strftime("%Y-%m-%d"),

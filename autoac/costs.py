@@ -22,7 +22,7 @@ from autoac_solver.profile import EngineCosts
 _OPS = 24
 _ROUNDS = 11
 _LEAST_BETWEEN_BYTES = 2**18
-_MOST_BETWEEN_BYTES = 2**22
+MOST_BETWEEN_BYTES = 2**22
 """Less between two ops leaves the interpreter in the cache; more makes no difference any more."""
 
 Seconds = dict[str, tuple[float, float]]
@@ -36,7 +36,7 @@ def engine_costs(device: torch.device, bytes_between: int = 0) -> EngineCosts:
         bytes_between: what an op of the model reads and writes. On CPU the ops share the caches with the interpreter:
             between ops of some MB its bookkeeping takes several times as long as between tiny ones.
     """
-    between = min(bytes_between, _MOST_BETWEEN_BYTES)
+    between = min(bytes_between, MOST_BETWEEN_BYTES)
     if device.type != "cpu" or between < _LEAST_BETWEEN_BYTES:
         return _engine_costs(device, 0)
     return _engine_costs(device, 2 ** round(math.log2(between)))

@@ -118,6 +118,22 @@ def resnet() -> RealModel:
     )
 
 
+def convnext() -> RealModel:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    config = ConvNextConfig(
+        hidden_sizes=[16, 24, 32, 48],
+        depths=[1, 2, 1, 1],
+        drop_path_rate=0.1,
+        image_size=PICTURES[-1],
+        patch_size=2,
+    )
+    labels = torch.tensor([0, 1, 1, 0])
+    return with_labels(
+        ConvNextForImageClassification(config), pixel_values=torch.randn(PICTURES), labels=labels
+    )
+
+
 def mixtral() -> RealModel:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -377,7 +393,7 @@ def cnn_with_skips() -> RealModel:
 ALL: dict[str, Callable[[], RealModel]] = {
     build.__name__: build
     for build in (
-        gpt2, llama, bert, vit, resnet, mixtral, t5, albert, mamba, whisper, wav2vec2, clip,
+        gpt2, llama, bert, vit, resnet, convnext, mixtral, t5, albert, mamba, whisper, wav2vec2, clip,
         unet, dit, torch_transformer, lstm, cnn_with_skips,
     )
 }  # fmt: skip

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from autoac_solver.profile import Profile
 from autoac_solver.simulator import Simulator
 from tests import real_models
 
+ROOT = Path(__file__).resolve().parent.parent
 # torch's fake grouped_mm (mixtral) takes bfloat16 only, and the CTC loss of wav2vec2 selects labels by their values.
 FAMILIES = [name for name in real_models.ALL if name not in ("mixtral", "wav2vec2")]
 
@@ -102,6 +107,39 @@ def test_private_workspace_of_a_recurrent_layer():
     assert not any("aten.mkldnn_rnn_layer.default" in note for note in fake.notes)
     elsewhere = autoac.profile(model, x, loss=loss, device="h200")
     assert any("aten.mkldnn_rnn_layer.default" in note for note in elsewhere.notes)
+
+
+SEVENTY_BILLION = """
+import resource, torch, autoac
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
+config = LlamaConfig(num_hidden_layers=80, vocab_size=128256, use_cache=False, **sizes)
+with torch.device("meta"):
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+assert sum(parameter.numel() for parameter in model.parameters()) > 70e9
+ids = torch.ones(1, 4096, dtype=torch.long)
+profile = autoac.profile(model, {"input_ids": ids, "labels": ids}, device="h200")
+most = autoac.solve(profile, "9TB").predicted_peak_bytes
+try:
+    autoac.solve(profile, "1GB")
+except autoac.InfeasibleBudgetError as error:
+    plan = autoac.solve(profile, (error.minimum_bytes + most) // 2)
+assert plan.predicted_peak_bytes <= plan.budget_bytes < most
+assert plan.predicted_overhead > 0
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 8 * 2**30
+"""
+
+
+@pytest.mark.slow
+def test_a_llama_of_70b_from_the_meta_device_is_planned_for_a_gpu():
+    pytest.importorskip("transformers")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "solver")])
+    command = [sys.executable, "-c", SEVENTY_BILLION]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_from_the_meta_device_needs_no_memory():

@@ -7,7 +7,7 @@ import pytest
 
 import autoac
 from autoac.plans import Plan
-from tests.fuzz.check import check_model, plans_for, reference, step, with_given_times
+from tests.fuzz.check import check_model, measure, plans_for, reference, step, with_given_times
 from tests.fuzz.models import ModelSpec, StageSpec, Step, build, loss_of, sample_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -19,28 +19,29 @@ def one_stage(
     return ModelSpec((StageSpec(steps, outputs),), (0,) * calls, leaf_input, keep, names_given=True, seed=8)
 
 
-def measure(spec: ModelSpec, engine: str) -> Counter[str]:
+def tally_of(spec: ModelSpec, engine: str) -> Counter[str]:
     tally: Counter[str] = Counter()
     check_model(spec, tally, 1.0, [engine])
     assert tally["cases"]
     return tally
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="its peak is above the prediction")
-def test_written_in_place_in_a_graph_that_dies_within_the_region_replay():
-    """A layer's input is written after it ran, and what it made is thrown away within the region's forward."""
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="torch keeps it in a cycle, which no mode or hook sees"
+)
+def test_peak_without_a_plan_of_what_was_saved_and_then_written_from_what_it_went_into():
+    """A layer's input is written after it ran, and what it made is thrown away: it holds itself, in C++."""
     mlp, row = Step("layer", "mlp"), Step("in place binary", "row_", 1, 0)
-    measure(
-        one_stage((Step("layer", "linear"), mlp, row, Step("layer", "mlp", 3, 3)), (0,), 1, False, 2),
-        "replay",
-    )
+    spec = one_stage((Step("layer", "linear"), mlp, row, Step("layer", "mlp", 3, 3)), (0,), 1, False, 2)
+    plan = autoac.solve(autoac.profile(build(spec), sample_of(spec), loss=loss_of), "1GB")
+    assert plan.resident_bytes + measure(spec, None).peak_above_start_bytes <= plan.predicted_peak_bytes
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="its peak is above the prediction")
 def test_graph_that_dies_within_the_region_sac():
     """Attention and a recurrent cell whose results are thrown away within the region's forward."""
     steps = (Step("layer", "heads"), Step("layer", "cell"), Step("unary", "scaled", 1))
-    tally = measure(one_stage(steps, (3, 2), 3, True, 3), "sac")
+    tally = tally_of(one_stage(steps, (3, 2), 3, True, 3), "sac")
     assert not tally["above the prediction, sac"]
 
 
@@ -53,7 +54,7 @@ def test_random_numbers_drawn_in_place_sac():
         Step("unary", "no_grad", 1, 0),
         Step("in place", "normal_", 2, 1, quiet=True),
     )
-    measure(one_stage(steps, (3, 1, 2), 4, False, 2), "sac")
+    tally_of(one_stage(steps, (3, 1, 2), 4, False, 2), "sac")
 
 
 def test_buffer_that_is_read_again_after_the_next_call_wrote_it_sac():

@@ -1,0 +1,37 @@
+"""What the engines' bookkeeping costs: found once for ops of a size, and by nothing that the engines would see."""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoac import costs
+from autoac.costs import MOST_BETWEEN_BYTES, engine_costs
+
+CPU = torch.device("cpu")
+
+
+def test_costs_are_found_once_for_ops_of_a_size():
+    assert engine_costs(CPU, 1000) is engine_costs(CPU)
+    assert engine_costs(CPU, 10**12) is engine_costs(CPU, MOST_BETWEEN_BYTES)
+    for found in (engine_costs(CPU), engine_costs(CPU, MOST_BETWEEN_BYTES)):
+        seconds = dataclasses.asdict(found)
+        assert all(math.isfinite(s) and 0 <= s < 1 for s in seconds.values()), seconds
+        assert found.replay_op > 0
+        assert found.sac_op > 0
+
+
+def test_what_empties_the_caches_is_not_recorded():
+    seen: list[Any] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    evict = costs._evicting(2**18)
+    with Seen():
+        evict()
+    assert not seen

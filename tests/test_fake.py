@@ -118,7 +118,7 @@ config = LlamaConfig(num_hidden_layers=80, vocab_size=128256, use_cache=False, *
 with torch.device("meta"):
     model = LlamaForCausalLM(config).to(torch.bfloat16)
 assert sum(parameter.numel() for parameter in model.parameters()) > 70e9
-ids = torch.ones(1, 4096, dtype=torch.long)
+ids = torch.ones(8, 4096, dtype=torch.long)
 profile = autoac.profile(model, {"input_ids": ids, "labels": ids}, device="h200")
 most = autoac.solve(profile, "9TB").predicted_peak_bytes
 try:

@@ -1,4 +1,4 @@
-"""What the engines' bookkeeping costs on this machine, measured once a process on chains of tiny ops.
+"""What the engines' bookkeeping costs on this machine, measured on chains of tiny ops.
 
 The plan pays for the dispatch mode and the hooks of a wrapped region whatever it decides there, and for each op that it
 records. Where ops are short this is what decides whether a region is worth wrapping.
@@ -25,6 +25,9 @@ _LEAST_BETWEEN_BYTES = 2**18
 MOST_BETWEEN_BYTES = 2**22
 """Less between two ops leaves the interpreter in the cache; more makes no difference any more."""
 
+_MOST_SLOWER = 12.0
+"""Twice what was seen; more is noise."""
+
 Seconds = dict[str, tuple[float, float]]
 """Of forward and backward, by name of a run."""
 
@@ -44,10 +47,7 @@ def engine_costs(device: torch.device, bytes_between: int = 0) -> EngineCosts:
 
 @functools.cache
 def _engine_costs(device: torch.device, bytes_between: int) -> EngineCosts:
-    def nothing() -> None:
-        pass
-
-    warm = _seconds(device, nothing)
+    warm = _warm_seconds(device)
     cold = _seconds(device, _evicting(bytes_between)) if bytes_between else warm
 
     def extra(name: str, base: str, seconds: Seconds, phase: int) -> float:
@@ -58,7 +58,9 @@ def _engine_costs(device: torch.device, bytes_between: int) -> EngineCosts:
 
     # Nothing can be put between the ops of a backward: it is taken to slow down as forward does.
     warm_s = extra("replay not saving", "not saving", warm, 0)
-    slower = max(1.0, forward("replay not saving", "not saving") / warm_s) if warm_s else 1.0
+    slower = (
+        min(max(1.0, forward("replay not saving", "not saving") / warm_s), _MOST_SLOWER) if warm_s else 1.0
+    )
 
     def whole(name: str, base: str) -> float:
         return forward(name, base) + slower * extra(name, base, warm, 1)
@@ -78,10 +80,15 @@ def _engine_costs(device: torch.device, bytes_between: int) -> EngineCosts:
     )
 
 
+@functools.cache
+def _warm_seconds(device: torch.device) -> Seconds:
+    return _seconds(device, lambda: None)
+
+
 def _evicting(n_bytes: int) -> Callable[[], None]:
     """A matrix product that reads so many bytes, and that no engine sees."""
     size = math.isqrt(n_bytes // 4)
-    left, right, out = torch.ones(16, size), torch.ones(size, size), torch.empty(16, size)
+    left, right, out = (torch.ones(rows, size, dtype=torch.float32, device="cpu") for rows in (16, size, 16))
 
     def evict() -> None:
         with torch.no_grad(), disable_dispatch_modes():

@@ -1,7 +1,7 @@
 """Results whose size only the kernel knows: their fake implementation returns an empty tensor in their place.
 
 oneDNN's recurrent layers hand their backward a private workspace that is larger than all else they make, cuDNN's do
-too. Its size does not depend on values, so on CPU the kernel is run once on scratch memory for each distinct call.
+too. Its size does not depend on values, so the kernel is run once on scratch memory for each distinct call.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ PRIVATE_RESULTS = {"aten.mkldnn_rnn_layer.default": 3, "aten._cudnn_rnn.default"
 """Index of the result, by op."""
 
 
+REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
+"""What a kernel raises that cannot do with scratch values: an index out of range, a matrix that is not definite."""
+
+
 class PrivateResults(TorchDispatchMode):
     """Mode in which such results have their real size; entered above the fake mode and below what records.
 
     Args:
-        affordable: whether an op may be run here; `unknown` names those that may not.
+        affordable: whether an op may be run here; `unknown` names those that may not, or would not.
     """
 
     def __init__(self, affordable: Callable[[Signature], bool]):
@@ -37,8 +41,8 @@ class PrivateResults(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         index = PRIVATE_RESULTS.get(str(func))
-        if index is None or not is_fake(result[index]):
-            return result
+        if index is None or not torch.is_grad_enabled() or not is_fake(result[index]):
+            return result  # without gradients the kernel makes none
         signature = Signature.of(func, args, kwargs)
         if signature not in self._results:
             self._results[signature] = self._measured(signature, index)
@@ -51,9 +55,13 @@ class PrivateResults(TorchDispatchMode):
     def _measured(self, signature: Signature, index: int) -> torch.Size | None:
         if not self._affordable(signature):
             return None
-        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
-            args, kwargs = signature.scratch()
-            return signature.func(*args, **kwargs)[index].shape
+        devices = [signature.device] if signature.device and signature.device.type == "cuda" else []
+        with unset_fake_temporarily(), torch.random.fork_rng(devices=devices):
+            try:
+                args, kwargs = signature.scratch()
+                return signature.func(*args, **kwargs)[index].shape
+            except REFUSALS:
+                return None
 
 
 _FORWARD = {"aten.mkldnn_rnn_layer_backward.default": torch.ops.aten.mkldnn_rnn_layer.default}

@@ -124,7 +124,7 @@ def record_fake(
     tell = progress or (lambda *_: None)
     rates = device_rates(device)
     most_bytes = free_bytes(device) // 4
-    results = PrivateResults(lambda s: measure and device.type == "cpu" and s.fits_in(most_bytes))
+    results = PrivateResults(lambda signature: measure and signature.fits_in(most_bytes))
     tell("recording on fake tensors", 0.0)
     with untouched(model, sample if not callable(sample) else ()):
         fake = fake_model(model, sample, device)
@@ -179,7 +179,7 @@ def _note_if_unsteady(
     times: Iterable[OpTime], device: torch.device, started: float, waited: float
 ) -> tuple[str, ...]:
     """A note if the times that were measured since then should not be relied on."""
-    share = (waited_s() - waited) / max(time.perf_counter() - started, 1e-9)
+    share = (waited_s() - waited) / max(time.perf_counter() - started, 1e-9) / torch.get_num_threads()
     # On a GPU ops are timed by its own clock, whatever the host waits for.
     note = unsteady(times, share if device.type == "cpu" else 0.0)
     return (note,) if note else ()
@@ -218,9 +218,9 @@ def _fake_notes(
             "before training, for other ops may differ"
         )
     if unknown:
-        cpu = ", and on a GPU recurrent layers run other ops" if as_cuda else ""
+        on_cuda = ", and on a GPU recurrent layers run other ops" if as_cuda else ""
         notes.append(
-            f"the workspace that {', '.join(sorted(unknown))} hands to backward is not known to fake tensors{cpu}: "
+            f"the workspace that {', '.join(sorted(unknown))} hands to backward is not known to fake tensors{on_cuda}: "
             "peaks are predicted too low"
         )
     if measure and len(found.times) < distinct:
@@ -331,9 +331,11 @@ def device_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that is not in use, in bytes; its total where nobody tells."""
+    """Memory of the device that is not in use, in bytes; its total where nobody tells, as on macOS."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return device_bytes(device)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 

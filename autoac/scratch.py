@@ -11,7 +11,7 @@ import torch
 
 from autoac.compat import storage_key
 from autoac.opinfo import op_info, tensors_in
-from autoac.private_results import scratch_call, stands_made_up_values
+from autoac.private_results import REFUSALS, scratch_call, stands_made_up_values
 from autoac.signatures import Signature
 from autoac.timing import OpTime, OpTimer, WorkspaceMeter, spread
 
@@ -76,17 +76,19 @@ def _workspaces(
             with _failures(found, signature):
                 args, kwargs = scratch_call(signature)
                 result, _ = meter.run(signature.func, op_info(signature.func), args, kwargs)
-                found.result_bytes[signature] = _new_bytes(result, (args, kwargs))
+                found.result_bytes[signature] = _new_bytes(result, (args, kwargs), device)
     return {s: size for s, size in meter.workspace_bytes.items() if s not in found.failed}
 
 
-def _new_bytes(result: Any, given: Any) -> list[int]:
-    """Sizes of the storages in `result` that are not among those given."""
+def _new_bytes(result: Any, given: Any, device: torch.device) -> list[int]:
+    """Sizes of the storages in `result` that are not among those given; 0 for those that are not on the device."""
     old = {storage_key(tensor) for tensor in tensors_in(given)}
-    sizes = {
-        storage_key(t): t.untyped_storage().nbytes() for t in tensors_in(result) if t.layout is torch.strided
-    }
-    return [size for key, size in sizes.items() if key not in old]
+    new = {storage_key(tensor): tensor for tensor in tensors_in(result) if tensor.layout is torch.strided}
+    return [
+        tensor.untyped_storage().nbytes() if tensor.device.type == device.type else 0
+        for key, tensor in new.items()
+        if key not in old
+    ]
 
 
 def _measure_times(
@@ -132,8 +134,8 @@ def _affordable(
 
 @contextlib.contextmanager
 def _failures(found: Measured, signature: Signature) -> Any:
-    """An op may refuse scratch values (an index out of range, a matrix that is not definite): it is estimated then."""
+    """An op may refuse scratch values: it is estimated then."""
     try:
         yield
-    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as error:
+    except REFUSALS as error:
         found.failed[signature] = f"{type(error).__name__}: {error}".split("\n")[0]

@@ -15,6 +15,7 @@ NOTE [ The recorded step ]
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -45,6 +46,7 @@ from autoac.engine.replay import Record, Recording, ReplayCall
 from autoac.engine.replay import unpack as replay_unpack
 from autoac.fake import is_fake, is_fake_type
 from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_tensors
+from autoac.private_results import PRIVATE_RESULTS
 from autoac.signatures import Signature, flops_of
 from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter
 from autoac.untouched import put_back, tensors_of
@@ -375,10 +377,12 @@ class Tape(TorchDispatchMode):
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Another tensor on the same storage, for a holder whose hold is not to count as Python's."""
-        with (
-            disable_dispatch_modes()
-        ):  # the fake mode would make a real tensor a fake one on a storage of its own
-            alias = tensor.data  # not `detach`: that would hold the tensor's base as well
+        # Not `detach`: that would hold the tensor's base as well. Recorded on fake tensors, a real one (labels that the
+        # loss closes over) would become a fake one here, on a storage of its own.
+        on_fakes = isinstance(self.meter, SignatureMeter)
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        with disable_dispatch_modes() if on_fakes and plain else contextlib.nullcontext():
+            alias = tensor.data
         index = self.storage_id(tensor)
         lives = index is not None and self.storages[index]["free"] == NEVER
         if index is not None and lives and self.storages[index]["alloc"] != NEVER:
@@ -510,6 +514,8 @@ class Tape(TorchDispatchMode):
         found = list(table)
         for row in self.ops:
             made = sizes.get(row["signature"], [])
+            if row["name"] in PRIVATE_RESULTS:  # known already, and others without gradients
+                continue
             if len(made) == len(row["creates"]):
                 for storage, n_bytes in zip(row["creates"], made, strict=True):
                     found[storage] = dataclasses.replace(

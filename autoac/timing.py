@@ -20,9 +20,9 @@ from autoac.compat import AllocationRanges
 from autoac.opinfo import OpInfo
 from autoac.signatures import Signature
 
-_MOST_WAITING = 0.25
+_MOST_WAITING = 0.1
 _MOST_SPREAD = 0.5
-"""On a quiet machine both are below 0.1; beside one busy program and more, 0.5 to several."""
+"""On a quiet machine 0.01 and 0.1 (of small models 0.2); beside one busy program on two cores 0.3 and up to 3."""
 _ENOUGH = 2
 """This many samples from where an op stands in the step make those from repeated runs unnecessary."""
 
@@ -196,7 +196,7 @@ def spread(samples: list[float]) -> float:
 
 
 def waited_s() -> float:
-    """Seconds that this process's threads were ready to run while others had the processors, 0 where nobody counts it.
+    """Seconds that this process's threads were ready to run and had no processor, 0 where nobody counts it.
 
     Source: the second number of Linux's `/proc/<pid>/task/<tid>/schedstat`.
     """
@@ -212,17 +212,17 @@ def unsteady(times: Iterable[OpTime], waited_share: float) -> str:
 
     Args:
         times: of the distinct ops.
-        waited_share: see `waited_s`, as a share of the time it took.
+        waited_share: see `waited_s`, for each thread, as a share of the time it took.
     """
     known = list(times)
     total_s = sum(op.time_s for op in known)
     differ = sum(op.spread_s for op in known) / total_s if total_s else 0.0
     reasons = []
     if waited_share > _MOST_WAITING:
-        reasons.append(f"other programs kept this one waiting for {waited_share:.0%} of the time it took")
+        reasons.append(f"its threads waited for a processor for {waited_share:.0%} of the time")
     if differ > _MOST_SPREAD:
         reasons.append(f"runs of the same op differ by {differ:.0%} (between their quartiles)")
-    if not reasons:
+    if not reasons or not known:
         return ""
     return f"times are unsteady, {' and '.join(reasons)}: profile on a quiet machine before relying on them"
 

@@ -73,7 +73,7 @@ class Report:
 
     @property
     def is_larger_step(self) -> bool:
-        """Whether the step takes, without the plan too, clearly more memory than the one that was profiled."""
+        """Whether the step takes, without the plan too, clearly more memory than the profile predicts."""
         return self.unplanned_peak_bytes > (1 + _ANOTHER_STEP) * self.profiled_peak_bytes
 
     @property
@@ -94,14 +94,14 @@ class Report:
         ]
         if self.is_larger_step:
             lines.append(
-                f"this step is larger than the profiled one, which takes {format_bytes(self.profiled_peak_bytes)} "
-                "without the plan: another batch size or length? Plan for the largest that will come"
+                f"without the plan the step takes more than the {format_bytes(self.profiled_peak_bytes)} that the "
+                "profile predicts: another batch size or length than was profiled, or what the profile's notes name"
             )
         return "\n".join(lines)
 
 
 _ANOTHER_STEP = 0.05
-"""Share by which the peak without a plan may exceed the predicted one; what cannot be predicted is less."""
+"""Share by which the peak without a plan may exceed the predicted one before a word is said."""
 _TIMED_ROUNDS = 3
 
 

@@ -74,6 +74,26 @@ def test_the_model_is_left_as_it_was():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class FrozenEncoder(nn.Module):
+    """A recurrent layer that runs without gradients, and the same one with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.recurrent(x)[0]
+        return self.recurrent(x)[0].square().mean()
+
+
+def test_a_recurrent_layer_without_gradients_makes_no_workspace():
+    model, x = FrozenEncoder(), torch.randn(4, 30, 16)
+    real, fake = (autoac.profile(model, x, mode=mode) for mode in ("real", "fake"))
+    assert peaks(fake) == peaks(real)
+    assert [s.bytes for s in fake.storage_table if s.bytes] == [s.bytes for s in real.storage_table]
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -140,6 +160,23 @@ def test_a_llama_of_70b_from_the_meta_device_is_planned_for_a_gpu():
         command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+class Elsewhere(nn.Module):
+    """Makes something on another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert torch.zeros(1000, device="meta").is_meta
+        return self.linear(x)
+
+
+def test_what_is_on_another_device_takes_nothing_of_this_one():
+    real, fake = (autoac.profile(Elsewhere(), torch.randn(2, 8), mode=mode) for mode in ("real", "fake"))
+    assert 4000 not in [storage.bytes for storage in (*real.storage_table, *fake.storage_table)]
 
 
 def test_a_model_from_the_meta_device_needs_no_memory():

@@ -537,7 +537,7 @@ def test_times_that_others_disturbed_are_noted(monkeypatch: pytest.MonkeyPatch):
     x = torch.randn(4, 8)
     for mode in ("real", "fake"):
         profile = autoac.profile(model, x, mode=mode)
-        assert any("kept this one waiting" in note for note in profile.notes)
+        assert any("waited for a processor" in note for note in profile.notes)
         assert "note            times are unsteady" in autoac.solve(profile, "1GB").explain()
         assert "notes: " in repr(profile)
 

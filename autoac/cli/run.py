@@ -140,7 +140,10 @@ def _rows(plan: Plan, training: Training, report: Report | None) -> list[tuple[s
         if report.is_larger_step:
             profiled = mb(report.profiled_peak_bytes)
             rows.append(
-                ("note", f"larger than the profiled step, which takes {profiled} without a plan: plan anew")
+                (
+                    "note",
+                    f"more than the {profiled} that the profile predicts without a plan: another batch or length?",
+                )
             )
     return rows
 

@@ -121,7 +121,7 @@ class ModelResult:
 
     def relative(self, row: Row) -> list[float]:
         """A configuration's samples in units of their rounds."""
-        return [second / level for second, level in zip(row.seconds, self.rounds, strict=True)]
+        return _in_units(row.seconds, self.rounds)
 
     @cached_property
     def base(self) -> list[Row]:
@@ -139,8 +139,11 @@ class ModelResult:
 
         On CPU the engine's bookkeeping keeps one thread busy: CPU time counts it once, and an op once for each thread.
         """
-        base = statistics.fmean(_relative(none.wall_s, self.wall_rounds) for none in self.base)
-        return _relative(row.wall_s, self.wall_rounds) / base - 1
+        base, own = (
+            statistics.fmean(statistics.median(_in_units(r.wall_s, self.wall_rounds)) for r in rows)
+            for rows in (self.base, [row])
+        )
+        return own / base - 1
 
     def least_overhead(self, row: Row) -> float:
         """The same of the least plain samples."""
@@ -199,9 +202,8 @@ def _levels(samples: Iterable[list[float]]) -> list[float]:
     return [statistics.median(in_round) for in_round in zip(*samples, strict=True)]
 
 
-def _relative(samples: list[float], levels: list[float]) -> float:
-    """The median sample in units of its round."""
-    return statistics.median(sample / level for sample, level in zip(samples, levels, strict=True))
+def _in_units(samples: list[float], levels: list[float]) -> list[float]:
+    return [sample / level for sample, level in zip(samples, levels, strict=True)]
 
 
 @dataclass(frozen=True)

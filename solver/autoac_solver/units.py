@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from fractions import Fraction
@@ -46,7 +47,9 @@ def parse_bytes(value: int | str, total_bytes: int | None = None) -> int:
 def _from_int(value: object) -> int:
     """An int (numpy's too) as it is; bool is an int to Python but no amount of memory."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        meant = f"; for bytes write int({value!r})" if isinstance(value, float) else ""
+        meant = (
+            f"; for bytes write int({value!r})" if isinstance(value, float) and 1 <= value < math.inf else ""
+        )
         raise BudgetFormatError(f"{value!r} is not an amount of memory{meant}: {_POSSIBLE}")
     return operator.index(value)  # pyright: ignore[reportArgumentType]
 
@@ -55,7 +58,7 @@ def _from_text(text: str, total_bytes: int | None) -> int:
     """A number with a unit, or a percentage of `total_bytes`."""
     match = _TEXT.fullmatch(text)
     if match is None:
-        unit_cut_short = _TEXT.fullmatch(text + "B")
+        unit_cut_short = _TEXT.fullmatch(text.strip() + "B")
         meant = f', did you mean "{text.strip()}B"?' if unit_cut_short else ""
         raise BudgetFormatError(f"{text!r} is not an amount of memory{meant}: {_POSSIBLE}")
     number, unit = Fraction(match[1]), match[2].lower()

@@ -162,7 +162,7 @@ def test_what_never_ends_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch)
     [
         ('{"schema": "autoac.profile", "schema": "autoac.profile"}', "an object has the same name twice"),
         ('{"schema": NaN}', "NaN is no number in JSON"),
-        ('{"schema": 1e400}', "holds inf, but 'autoac.profile' was expected"),
+        ('{"schema": 1e400}', "is none of autoac's files, but 'autoac.profile' was expected"),
         ('{"schema": ' + "9" * 5000 + "}", "is not readable JSON"),
         ('{"a":' * 40 + "1" + "}" * 40, "is nested deeper than 32 levels"),
         ('"' + '\\"' * 2_000_000, "is not readable JSON"),  # in quadratic time it would take a day

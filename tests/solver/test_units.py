@@ -77,12 +77,19 @@ def test_everything_else_is_refused_with_what_was_asked_and_what_is_possible(val
 
 @pytest.mark.parametrize(
     ("value", "hint"),
-    [(2e10, "write int(20000000000.0)"), ("20G", 'mean "20GB"?'), ("18.5 Gi", 'mean "18.5 GiB"?')],
+    [(2e10, "write int(20000000000.0)"), ("20G ", 'mean "20GB"?'), ("18.5 Gi", 'mean "18.5 GiB"?')],
 )
 def test_what_was_probably_meant_is_said(value, hint):
     with pytest.raises(BudgetFormatError) as caught:
         parse_bytes(value)
     assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0.8, -5.0, float("nan"), float("inf")])
+def test_of_other_floats_nothing_is_guessed(value):
+    with pytest.raises(BudgetFormatError) as caught:
+        parse_bytes(value)
+    assert "write int" not in str(caught.value)
 
 
 def test_percentage_of_an_unknown_total_is_refused():

@@ -237,6 +237,7 @@ def _check(table: DeviceTable) -> None:
     for number in (table.memory_bytes, table.block_bytes, table.bandwidth, *table.matrix_flops.values()):
         _positive(number)
     _positive(table.launch_s, zero=True)
+    _check_units(table)
     if "" not in table.matrix_flops or not _is_text(table.made):
         raise ValueError('matrix_flops must have a rate for ""; made must be texts')
     for entry in table.entries:
@@ -246,6 +247,19 @@ def _check(table: DeviceTable) -> None:
             raise ValueError(f"entry {entry.signature!r:.80} has a value out of range")
         _positive(entry.time_s, zero=True)
         _positive(entry.spread_s, zero=True)
+
+
+def _check_units(table: DeviceTable) -> None:
+    """No device is a hundred times smaller or larger than all there are: then a number is in another unit."""
+    rates = {f"matrix_flops of {name or 'other types'}": rate for name, rate in table.matrix_flops.items()}
+    for name, unit, value, least, most in (
+        ("memory_bytes", "bytes", table.memory_bytes, 1e7, 1e15),
+        ("bandwidth", "bytes a second", table.bandwidth, 1e8, 1e15),
+        ("launch_s", "seconds", table.launch_s, 0.0, 1e-2),
+        *((name, "operations a second", rate, 1e8, 1e18) for name, rate in rates.items()),
+    ):
+        if not least <= value <= most:
+            raise ValueError(f"{name} is {value:g}, which cannot be {unit}: is it in another unit?")
 
 
 def _is_text(texts: Mapping[str, Any]) -> bool:

@@ -161,3 +161,19 @@ def test_a_damaged_table_is_refused(tmp_path: Path, name: str, value: object):
     path.write_text(json.dumps({**data, name: value}))
     with pytest.raises(ProfileError, match="is not a valid cost table"):
         DeviceTable.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "unit"),
+    [
+        ("bandwidth", 4800.0, "bytes a second"),  # GB a second
+        ("memory_bytes", 141, "bytes"),  # GB
+        ("launch_s", 4.0, "seconds"),  # us
+        ("matrix_flops", {"bfloat16": 989.4, "": 66.9}, "operations a second"),  # TFLOPS
+    ],
+)
+def test_a_table_in_other_units_is_refused(tmp_path: Path, name: str, value: object, unit: str):
+    path = tmp_path / "toy.json"
+    table(**{name: value}).save(path)
+    with pytest.raises(ProfileError, match=f"{name}.* cannot be {unit}: is it in another unit"):
+        DeviceTable.load(path)

@@ -253,11 +253,29 @@ def _recording(
             Instrumented(model, tape, lean_modules(model)),
             torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack),
             tape,
+            _failures_located(tape),
         ):
             step()
         yield
     finally:
         tape.restore()
+
+
+@contextlib.contextmanager
+def _failures_located(tape: Tape) -> Iterator[None]:
+    """The model's own errors are left as they are, with a note of where the step was."""
+    try:
+        yield
+    except ProfilingError:
+        raise
+    except Exception as error:
+        op, module = tape.failed_at or ("", "")
+        where = f" at {op}, in {module}," if op else ""
+        error.add_note(
+            f"autoac: the step failed{where} while it was recorded; model and sample are as they were. Does the step "
+            "run by itself, with this sample?"
+        )
+        raise
 
 
 def _run(model: torch.nn.Module, step: Callable[[], Any], tape: Tape, fixed: list[torch.Tensor]) -> None:

@@ -313,6 +313,16 @@ def test_refused_profiles(model: Any, sample: Any, arguments: dict[str, Any], me
         autoac.plan(model, sample, 10**9, **arguments)
 
 
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_a_sample_that_does_not_match(mode: str):
+    """The model's own error, with a note of where it was; on fake tensors ours, that names the same."""
+    with pytest.raises((RuntimeError, ProfilingError), match=r"10|refuses") as caught:
+        autoac.profile(nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(2, 10), mode=mode)
+    said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "aten.addmm.default" in said
+    assert "module '0' (Linear)" in said
+
+
 def test_a_step_of_another_model():
     other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
     with pytest.raises(

@@ -183,8 +183,9 @@ def test_after_a_failure(where: str, step: int):
 
     model.second.register_forward_pre_hook(in_forward)
     before = state(model, given)
-    with pytest.raises(LookupError, match="on purpose"):
+    with pytest.raises(LookupError, match="on purpose") as caught:
         autoac.profile(model, given, loss=loss)
+    assert "model and sample are as they were" in caught.value.__notes__[0]
     assert steps == step
     assert changed(before, state(model, given)) == []
     where = ""

@@ -72,7 +72,13 @@ def understand(error: Exception) -> Failure:
         where = f"{error.filename}: " if error.filename else ""
         return Failure(ERROR, "error", f"{where}{error.strerror}")
     line = f"{type(error).__name__}{where_in(error)}: {str(error).strip() or 'no message'}".split("\n")[0]
-    return Failure(ERROR, "error", line, is_unexpected=True)
+    return Failure(ERROR, "error", line, _own_note(error), is_unexpected=True)
+
+
+def _own_note(error: Exception) -> str:
+    """What was noted on a model's own error while its step was recorded."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("autoac: ")]
+    return notes[0].removeprefix("autoac: ") if notes else ""
 
 
 def _infeasible(error: InfeasibleBudgetError) -> Failure:

@@ -20,6 +20,7 @@ from autoac.compat import AllocationRanges
 from autoac.opinfo import OpInfo
 from autoac.signatures import Signature
 
+_BATCHES, _LAUNCHES = 3, 4
 _MOST_WAITING = 0.1
 _MOST_SPREAD = 0.5
 """On a quiet machine 0.01 and 0.1 (of small models 0.2); beside one busy program on two cores 0.3 and up to 3."""
@@ -121,6 +122,7 @@ class OpTimer:
     the cache that a repeated run has just filled (for elementwise ops on CPU that makes half of the time). Identical
     layers give several such samples. For an op that has few, and no side effects, repeated runs on its real arguments
     are added when its signature first comes, each result dropped before the next run, so that no more memory is taken.
+    On CUDA they count alone: a single launch is over before the host has timed it.
     """
 
     def __init__(self, device: torch.device):
@@ -143,6 +145,9 @@ class OpTimer:
         if repeatable and signature not in self.repeated:
             repeated = self.repeated[signature] = []
             first = self.time(func, args, kwargs, repeated)[1]
+            if self.device.type == "cuda":
+                repeated[:] = self.launched(func, args, kwargs)
+                return func(*args, **kwargs), signature
             for _ in range(_repeats(first)):
                 self.time(func, args, kwargs, repeated)
             del repeated[0]  # the first run of a shape may set things up
@@ -174,15 +179,32 @@ class OpTimer:
         samples.append(elapsed)
         return result, elapsed
 
+    def launched(self, func: Any, args: Any, kwargs: Any) -> list[float]:
+        """Seconds of a launch on CUDA, by events around several in a row: around one, the host's part would count."""
+        samples = []
+        for _ in range(_BATCHES):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            func(*args, **kwargs)  # keeps the device busy while the host launches the others
+            start.record()
+            for _ in range(_LAUNCHES):
+                func(*args, **kwargs)
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end) * 1e-3 / _LAUNCHES)
+        return samples
+
     def times(self) -> dict[Signature, OpTime]:
         """The times by signature."""
         times = {}
         for signature, samples in self.samples.items():
-            if len(samples) < _ENOUGH:
-                samples = samples + self.repeated.get(signature, [])
+            repeated, reruns = self.repeated.get(signature, []), self.reruns
+            if self.device.type == "cuda" and repeated:
+                samples, reruns = repeated, {}
+            elif len(samples) < _ENOUGH:
+                samples = samples + repeated
             time_s = statistics.median(samples)
             replayed_as = self._replayed_as.get(signature, signature)
-            rerun_s = statistics.median(self.reruns.get(replayed_as, [time_s]))
+            rerun_s = statistics.median(reruns.get(replayed_as, [time_s]))
             times[signature] = OpTime(time_s, spread(samples), rerun_s)
         return times
 

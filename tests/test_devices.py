@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoac
 from autoac.calibrate import calibrate, entries_of
+from autoac.opinfo import op_info
 from autoac.selfcheck import selfcheck
 from autoac.signatures import Signature, TensorSpec
+from autoac.timing import OpTimer
 from autoac.zoo import LLAMA, RESNET, llama, resnet
 from autoac_solver.devices import find_device
 
@@ -177,3 +181,47 @@ def test_flops(run, expected: int):
 
     profile = autoac.profile(Runs(), torch.ones(()))
     assert sum(op.flops for op in profile.tape if not op.backward) == expected
+
+
+class Event:
+    """A CUDA event of a device on which an op takes 1 ms, and the host 9 ms to have it launched once all is idle."""
+
+    clock_ms, idle = 0.0, True
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_ms = Event.clock_ms
+
+    def synchronize(self) -> None:
+        Event.idle = True
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_on_cuda_ops_are_timed_by_events_around_several_launches(monkeypatch: pytest.MonkeyPatch):
+    """What a host's clock, or events around one launch, would measure is the host."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    launches = 0
+
+    class Launched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal launches
+            launches += 1
+            Event.clock_ms += 10.0 if Event.idle else 1.0
+            Event.idle = False
+            return func(*args, **(kwargs or {}))
+
+    timer = OpTimer(torch.device("cuda"))
+    x = torch.ones(3)
+    with Launched():
+        result, signature = timer.run(
+            torch.ops.aten.sin.default, op_info(torch.ops.aten.sin.default), (x,), {}
+        )
+    assert torch.equal(result, x.sin())
+    assert launches == 1 + 3 * (1 + 4) + 1
+    (time,) = timer.times().values()
+    assert timer.times().keys() == {signature}
+    assert time.time_s == pytest.approx(1e-3)

@@ -80,8 +80,9 @@ def record(
         start = time.perf_counter()
         with _recording(model, step, tape, fixed):
             elapsed = time.perf_counter() - start
-            note = _note_if_unsteady(timer.times().values(), device, started, waited)
-            tables = tape.finish(_names(model), meter.workspace_bytes, timer.times())
+            times = timer.times()
+            note = _note_if_unsteady(times.values(), device, started, waited)
+            tables = tape.finish(_names(model), meter.workspace_bytes, times)
     tell("engine costs", 0.95)
     _check_recorded(tables)
     return Profile(

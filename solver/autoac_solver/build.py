@@ -9,7 +9,8 @@ Replay engine. A storage dies when Python and the rest of the step let go of it,
   - until the replay of an op that reads it, if that op is recomputed and the storage is not (or is another region's).
 Sac engine. The region's Python code runs again, so a replayed copy, and a saved entry once the second run has passed
 it, live as long as Python and autograd want. A wrapped region keeps its inputs and one random state until its last
-release, and what is not recomputed is saved whether somebody needs it or not.
+release, and what is not recomputed is saved whether somebody needs it or not. With its inputs it keeps the graph behind
+them: what autograd has saved there for a result that is thrown away lives as long as they do.
 Plain checkpointing, as people use it by hand, is the sac engine without a policy: everything in a region is recomputed,
 side effects too, and nothing is looked up for each op. It is not planned for, but compared with.
 """
@@ -147,6 +148,7 @@ class _Builder:
         for region in self.regions:
             self._add_units(region)
         self._place_windows()
+        self.keepers = self._keepers() if self.reruns_code else {}
 
     # -- regions and units -------------------------------------------------------------------------------------
 
@@ -482,10 +484,15 @@ class _Builder:
             for taker in inputs
             if taker is not region
         ]
+        decided = unit >= 0 and region is not None and not self.units[unit].must_save
+        for index in saves:
+            own = decided and region is not None and region.owns(self.profile.saved[index].tick)
+            for keeper in self.keepers.get(index, ()):
+                when = Condition(kept=unit if own else -1, wrapped=keeper.index)
+                holders.append(Holder(self._position(keeper.last_release), when))
         if unit < 0 or region is None:
             return [_instance(record.bytes, start, end, ALWAYS, holders, storage)]
         made = [region.rerun[op] for op in self.units[unit].ops if op in region.rerun]
-        decided = not self.units[unit].must_save
         if own_end != NEVER:
             holders.append(Holder(own_end, Condition(kept=unit)))
         instances = []
@@ -505,6 +512,34 @@ class _Builder:
                     _instance(record.bytes, first, gone, Condition(recomputed=unit), again, storage)
                 )
         return [_instance(record.bytes, start, end, ALWAYS, holders, storage), *instances]
+
+    def _keepers(self) -> dict[int, list[_Region]]:
+        """For saved tensors that no backward comes for: the later regions whose inputs were made from them."""
+        unused = [(index, saved) for index, saved in enumerate(self.profile.saved) if saved.unpacked == NEVER]
+        found: dict[int, list[_Region]] = {}
+        for region in self.regions:
+            kept = [
+                (index, saved)
+                for index, saved in unused
+                if saved.tick < region.start < saved.released < region.last_release
+            ]
+            behind = self._ops_behind(region) if kept else set()
+            for index, saved in kept:
+                next_op = bisect_left(self.ticks, saved.tick)
+                if not behind.isdisjoint((next_op - 1, next_op)):  # saved just before its op ran, or just after
+                    found.setdefault(index, []).append(region)
+        return found
+
+    def _ops_behind(self, region: _Region) -> set[int]:
+        """The ops that the region's inputs were made by, from all that these read."""
+        wanted = set(self.profile.calls[region.call].inputs)
+        behind: set[int] = set()
+        for index in range(bisect_left(self.ticks, region.start) - 1, -1, -1):
+            op = self.profile.tape[index]
+            if not wanted.isdisjoint((*op.creates, *op.writes)):
+                behind.add(index)
+                wanted.update(op.reads)
+        return behind
 
     def _rerun_free(self, region: _Region, free: int) -> int:
         """Where the second run of the region's code lets go of what the first let go of at tick `free`."""

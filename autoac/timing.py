@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from autoac.compat import AllocationRanges
-from autoac.opinfo import OpInfo
+from autoac.compat import AllocationRanges, default_generator
+from autoac.opinfo import OpInfo, written_tensors
 from autoac.signatures import Signature
 
 _BATCHES, _LAUNCHES = 3, 4
@@ -120,9 +120,9 @@ class OpTimer:
 
     What counts is an op's time where it stands in the step: there its inputs come from where they really are, not from
     the cache that a repeated run has just filled (for elementwise ops on CPU that makes half of the time). Identical
-    layers give several such samples. For an op that has few, and no side effects, repeated runs on its real arguments
-    are added when its signature first comes, each result dropped before the next run, so that no more memory is taken.
-    On CUDA they count alone: a single launch is over before the host has timed it.
+    layers give several such samples. For an op that has few, repeated runs are added when its signature first comes,
+    each result dropped before the next run. They take its real arguments, but copies of those that it writes, and draw
+    random numbers that are put back. On CUDA they count alone: a single launch is over before the host has timed it.
     """
 
     def __init__(self, device: torch.device):
@@ -139,21 +139,21 @@ class OpTimer:
         if info.statistics is not None:
             plain = [None if i in info.statistics[:2] else value for i, value in enumerate(args)]
             self._replayed_as[signature] = Signature.of(func, plain, kwargs)
-        repeatable = (
-            not info.writes and not info.random and not info.updates_statistics(args) and info.replayable
-        )
-        if repeatable and signature not in self.repeated:
+        if info.replayable and signature not in self.repeated:
             repeated = self.repeated[signature] = []
-            first = self.time(func, args, kwargs, repeated)[1]
-            if self.device.type == "cuda":
-                repeated[:] = self.launched(func, args, kwargs)
-                return func(*args, **kwargs), signature
-            for _ in range(_repeats(first)):
-                self.time(func, args, kwargs, repeated)
-            del repeated[0]  # the first run of a shape may set things up
-            return self.time(func, args, kwargs, repeated)[0], signature
+            with scratch_arguments(info, args, kwargs, self.device) as scratch:
+                self._repeat(func, *scratch, repeated)
+            return func(*args, **kwargs), signature  # not timed: the caches are full of what it works on
         result, _ = self.time(func, args, kwargs, samples)
         return result, signature
+
+    def _repeat(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> None:
+        first = self.time(func, args, kwargs, [])[1]  # the first run of a shape may set things up
+        if self.device.type == "cuda":
+            samples += self.launched(func, args, kwargs)
+            return
+        for _ in range(_repeats(first)):
+            self.time(func, args, kwargs, samples)
 
     def rerun(self, signature: Signature, run: Callable[[], Any]) -> Any:
         """Run an op once more in backward."""
@@ -207,6 +207,38 @@ class OpTimer:
             rerun_s = statistics.median(reruns.get(replayed_as, [time_s]))
             times[signature] = OpTime(time_s, spread(samples), rerun_s)
         return times
+
+
+@contextmanager
+def scratch_arguments(
+    info: OpInfo, args: Any, kwargs: Any, device: torch.device
+) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Context with arguments for runs of an op that do not count: what these write and draw leaves no trace.
+
+    Args:
+        device: whose generator the op draws from if it is given none.
+    """
+    generators: list[torch.Generator] = []
+    if info.draws_random(args):
+        own = info.generator(args, kwargs)
+        generators = [
+            default_generator(torch.device("cpu")),
+            default_generator(device),
+            *([own] if own else []),
+        ]
+    states = [generator.get_state() for generator in generators]
+    copies = {id(tensor): tensor.clone() for tensor in written_tensors(info, args, kwargs)}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [replaced(item) for item in value]
+        return copies.get(id(value), value)
+
+    try:
+        yield list(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def spread(samples: list[float]) -> float:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import autoac
 from autoac import recorder, timing
 from autoac.measure import measure_peak, unique_storage_bytes
+from autoac.opinfo import op_info, tensors_in
 from autoac.step import default_loss
 from autoac.timing import OpTime
 from autoac_solver.errors import BudgetFormatError, ProfileError, ProfilingError
@@ -43,6 +44,42 @@ def profile() -> Profile:
 
 def mean_square(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        ("add_.Tensor", lambda x, g: ((x, x), {})),
+        ("sin.out", lambda x, g: ((torch.ones(3),), {"out": x})),
+        ("_foreach_mul_.Scalar", lambda x, g: (([x, torch.ones(2)], 3.0), {})),
+        (
+            "native_batch_norm.default",
+            lambda x, g: ((torch.rand(4, 3), None, None, x, x + 1, True, 0.1, 1e-5), {}),
+        ),
+        ("bernoulli_.float", lambda x, g: ((x, 0.5), {})),
+        ("normal_.default", lambda x, g: ((x,), {"generator": g})),
+        ("rand.default", lambda x, g: (([3],), {})),
+    ],
+)
+def test_ops_that_write_or_draw_are_timed_on_copies(op: str, arguments: Callable[..., Any]):
+    """Timed several times, and what they leave behind is what one run leaves behind."""
+    name, overload = op.split(".")
+    func = getattr(getattr(torch.ops.aten, name), overload)
+
+    def left(timer: timing.OpTimer | None) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        x, generator = torch.full((3,), 2.0), torch.Generator().manual_seed(4)
+        args, kwargs = arguments(x, generator)
+        if timer is None:
+            result = func(*args, **kwargs)
+        else:
+            result, signature = timer.run(func, op_info(func), args, kwargs)
+            assert timer.repeated[signature]
+        return [*tensors_in(result), x, torch.get_rng_state(), generator.get_state()]
+
+    found, expected = left(timing.OpTimer(torch.device("cpu"))), left(None)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_samples_of_every_kind(profile: Profile):

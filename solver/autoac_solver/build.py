@@ -526,7 +526,9 @@ class _Builder:
             behind = self._ops_behind(region) if kept else set()
             for index, saved in kept:
                 next_op = bisect_left(self.ticks, saved.tick)
-                if not behind.isdisjoint((next_op - 1, next_op)):  # saved just before its op ran, or just after
+                if not behind.isdisjoint(
+                    (next_op - 1, next_op)
+                ):  # saved just before its op ran, or just after
                     found.setdefault(index, []).append(region)
         return found
 

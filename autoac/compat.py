@@ -42,6 +42,21 @@ def disable_dispatch_modes() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
+def set_aside(mode: Any) -> bool:
+    """Take a dispatch mode off the stack, if it is the topmost; `put_back` it. Tells whether it was."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    top = torch._C._pop_torch_dispatch_stack(None)
+    if top is mode:
+        return True
+    torch._C._push_on_torch_dispatch_stack(top)
+    return False
+
+
+put_back = torch._C._push_on_torch_dispatch_stack
+"""Put a dispatch mode on the stack again, as the topmost."""
+
+
 def is_compiled_wrapper(model: Any) -> bool:
     """Whether this is what `torch.compile(module)` returns."""
     dynamo = sys.modules.get(

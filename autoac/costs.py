@@ -6,6 +6,7 @@ records. Where ops are short this is what decides whether a region is worth wrap
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
@@ -15,8 +16,10 @@ import torch
 
 from autoac.compat import disable_dispatch_modes
 from autoac.engine import replay, sac
+from autoac.engine.attach import attach_pausing
 from autoac.engine.program import Program
 from autoac_solver.devices import DeviceTable
+from autoac_solver.pauses import Pause
 from autoac_solver.profile import EngineCosts
 
 _OPS = 24
@@ -47,37 +50,41 @@ def engine_costs(device: torch.device, bytes_between: int = 0) -> EngineCosts:
 
 @functools.cache
 def _engine_costs(device: torch.device, bytes_between: int) -> EngineCosts:
-    warm = _warm_seconds(device)
-    cold = _seconds(device, _evicting(bytes_between)) if bytes_between else warm
+    seconds = _warm_seconds(device)
 
-    def extra(name: str, base: str, seconds: Seconds, phase: int) -> float:
-        return max(0.0, seconds[name][phase] - seconds[base][phase])
+    def extra(name: str, base: str) -> float:
+        return max(0.0, sum(seconds[name]) - sum(seconds[base]))
 
-    def forward(name: str, base: str) -> float:
-        return extra(name, base, cold, 0)
-
-    # Nothing can be put between the ops of a backward: it is taken to slow down as forward does.
-    warm_s = extra("replay not saving", "not saving", warm, 0)
-    slower = (
-        min(max(1.0, forward("replay not saving", "not saving") / warm_s), _MOST_SLOWER) if warm_s else 1.0
-    )
-
-    def whole(name: str, base: str) -> float:
-        return forward(name, base) + slower * extra(name, base, warm, 1)
-
+    slower = {"replay": 1.0, "sac": 1.0}
+    if bytes_between:
+        between = _seconds(device, _evicting(bytes_between))
+        slower = {engine: _slower(engine, seconds, between) for engine in slower}
     # A link of the chains is an op and a view.
-    replay_op = whole("replay not saving", "not saving") / (2 * _OPS)
-    sac_op = whole("sac not saving", "not saving") / (2 * _OPS)
-    op_s = _op_seconds(device)
-    return EngineCosts(
+    replay_op = extra("replay not saving", "not saving") / (2 * _OPS)
+    sac_op = extra("sac not saving", "not saving") / (2 * _OPS)
+    warm = EngineCosts(
         replay_op=replay_op,
-        replay_record=max(0.0, whole("replay all", "replay saving") / _OPS - slower * op_s),
-        replay_saved=max(0.0, whole("replay saving", "saving") / _OPS - 2 * replay_op),
-        replay_call=whole("replay once", "once"),
+        replay_record=max(0.0, extra("replay all", "replay saving") / _OPS - _op_seconds(device)),
+        replay_saved=max(0.0, extra("replay saving", "saving") / _OPS - 2 * replay_op),
+        replay_call=extra("replay once", "once"),
+        replay_pause=max(0.0, extra("replay paused", "modules") - extra("replay once", "once")) / _OPS,
         sac_op=sac_op,
-        sac_saved=max(0.0, whole("sac saving", "saving") / _OPS - 2 * sac_op),
-        sac_call=whole("sac once", "once"),
+        sac_saved=max(0.0, extra("sac saving", "saving") / _OPS - 2 * sac_op),
+        sac_call=extra("sac once", "once"),
     )
+    costs = dataclasses.asdict(warm).items()
+    return EngineCosts(**{name: slower[name.split("_")[0]] * cost for name, cost in costs})
+
+
+def _slower(engine: str, warm: Seconds, cold: Seconds) -> float:
+    """How many times as long an engine's bookkeeping takes between ops that fill the caches.
+
+    Taken from its runs together, of forward: each by itself is a small difference, and nothing can be put between the
+    ops of a backward.
+    """
+    pairs = [(f"{engine} {chain}", chain) for chain in ("not saving", "saving")]
+    warm_s, cold_s = (sum(s[name][0] - s[base][0] for name, base in pairs) for s in (warm, cold))
+    return min(max(1.0, cold_s / warm_s), _MOST_SLOWER) if warm_s > 0 else 1.0
 
 
 @functools.cache
@@ -122,19 +129,39 @@ def _seconds(device: torch.device, between: Callable[[], None]) -> Seconds:
         between()
         return torch.sin(x)
 
+    class Link(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = (x + x).view(4)
+            between()
+            return x
+
+    plain, pausing = ([Link() for _ in range(_OPS)] for _ in range(2))
+    for index, link in enumerate(pausing):
+        attach_pausing(link, str(index), "costs")
+
+    def modules(links: list[Link], x: torch.Tensor) -> torch.Tensor:
+        for link in links:
+            between()
+            x = link(x)
+        return torch.sin(x)
+
     def program(name: str, recompute: bool, count: int = _OPS) -> Program:
         return Program("costs", [(name, recompute)] * count)
 
     program_saving = program(sin, False)
     program_not_saving = Program("costs", [(add, False)] * _OPS + [(sin, False)])
+    pauses = [Pause(str(index), index, index + 1) for index in range(_OPS)]
+    program_paused = Program("costs", program_not_saving.names, pauses=pauses)
     program_all, program_once = program(sin, True), program(sin, False, 1)
     runs: dict[str, Callable[[], torch.Tensor]] = {
         "saving": lambda: saving(tensor),
         "not saving": lambda: not_saving(tensor),
         "once": lambda: once(tensor),
+        "modules": lambda: modules(plain, tensor),
         "replay not saving": lambda: replay.run(program_not_saving, not_saving, (tensor,), {}),
         "replay saving": lambda: replay.run(program_saving, saving, (tensor,), {}),
         "replay all": lambda: replay.run(program_all, saving, (tensor,), {}),
+        "replay paused": lambda: replay.run(program_paused, lambda x: modules(pausing, x), (tensor,), {}),
         "replay once": lambda: replay.run(program_once, once, (tensor,), {}),
         "sac not saving": lambda: sac.run(program_not_saving, not_saving, (tensor,), {}),
         "sac saving": lambda: sac.run(program_saving, saving, (tensor,), {}),

@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 
 from autoac.engine import sac
-from autoac.engine.attach import attach, attach_root, covered, detach, planned
+from autoac.engine.attach import attach, attach_pausing, attach_root, covered, detach, planned
 from autoac.engine.program import Program
 from autoac.memory_trace import measured_memory
 from autoac.recorder import device_of, model_fingerprint, unwrapped
@@ -153,6 +153,9 @@ class Plan:
             programs_of = self._programs()
             for fqn, programs in programs_of.items():
                 attach(inner.get_submodule(fqn), programs, self.engine, self._id)
+            pauses = [pause for calls in programs_of.values() for p in calls for pause in p.pauses.values()]
+            for fqn in {pause.fqn for pause in pauses}:
+                attach_pausing(inner.get_submodule(fqn), fqn, self._id)
             several = [fqn for fqn, programs in programs_of.items() if len(programs) > 1]
             if several and "" not in programs_of:
                 calls = self.record.profile.calls_below_root(several)
@@ -202,7 +205,8 @@ class Plan:
         for region in self.regions:
             untouched = Program(region.fqn, (), wrapped=False)
             calls = programs.setdefault(region.fqn, [untouched] * region.calls)
-            calls[region.call] = Program(region.name, region.steps, wrapped=region.wrapped)
+            pauses = self.record.pauses(region) if region.wrapped else ()
+            calls[region.call] = Program(region.name, region.steps, region.wrapped, pauses)
         return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
 
     @contextlib.contextmanager

@@ -15,7 +15,6 @@ NOTE [ The recorded step ]
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -123,6 +122,7 @@ class Tape(TorchDispatchMode):
         if info.ignored:
             for call in self.call_stack:
                 self.calls[call]["views"] += 1
+                self.calls[call]["reshapes"] |= info.reshapes
             self._ids(
                 tensors_in((*args, *kwargs.values()))
             )  # what is seen here first was there before the step
@@ -381,7 +381,8 @@ class Tape(TorchDispatchMode):
         # loss closes over) would become a fake one here, on a storage of its own.
         on_fakes = isinstance(self.meter, SignatureMeter)
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        with disable_dispatch_modes() if on_fakes and plain else contextlib.nullcontext():
+        # Nor is it an op of the step.
+        with disable_dispatch_modes() if on_fakes and plain else _Suspended(self):
             alias = tensor.data
         index = self.storage_id(tensor)
         lives = index is not None and self.storages[index]["free"] == NEVER
@@ -447,6 +448,7 @@ class Tape(TorchDispatchMode):
                 "end": NEVER,
                 "inputs": tuple(dict.fromkeys(self._ids(tensors_of(inputs)))),
                 "views": 0,
+                "reshapes": False,
             }
         )
         self.call_stack.append(len(self.calls) - 1)

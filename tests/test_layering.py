@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ORDER = {
     "autoac_solver": """
-        format errors units limits files html pictures profile policies problem conditions memory build stacking
+        format errors units limits files html pictures profile policies problem conditions memory pauses build stacking
         partitions simulator baselines greedy solution devices backends formulation search ilp report plan_record
         explanation choices curve sweep planning batches page __init__
     """,

@@ -450,9 +450,14 @@ def test_what_is_not_recomputed_is_untouched(engine: str):
     least = least_bytes(profile, engine, NAMES)
     middle = autoac.solve(profile, (least + ample.predicted_peak_bytes) // 2, engine=engine, regions=NAMES)
     middle.apply(model)
-    wrapped = {region.fqn for region in middle.regions if region.wrapped}
+    wrapped = {region.fqn: middle.record.pauses(region) for region in middle.regions if region.wrapped}
     assert 0 < len(wrapped) < BLOCKS
-    assert {name for name, module in model.named_modules() if "forward" in vars(module)} == wrapped
+    pausing = {pause.fqn for pauses in wrapped.values() for pause in pauses}
+    assert {name for name, module in model.named_modules() if "forward" in vars(module)} == {
+        *wrapped,
+        *pausing,
+    }
+    assert all(name.startswith(tuple(f"{region}." for region in wrapped)) for name in pausing)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -85,7 +85,9 @@ def attach(module: torch.nn.Module, programs: Sequence[Program], engine: str, pl
     _put(module, forward, PlannedRegion(programs, engine, module.__dict__.get("forward"), plan_id))
 
 
-def _put(module: torch.nn.Module, function: Callable[..., Any], carried: PlannedRegion | Root) -> None:
+def _put(
+    module: torch.nn.Module, function: Callable[..., Any], carried: PlannedRegion | Root | Pausing
+) -> None:
     bound = functools.partial(function, module)
     # For `inspect.signature`: transformers' Trainer asks a model's forward which columns of the data it takes.
     bound.__wrapped__ = carried.forward or types.MethodType(type(module).forward, module)  # type: ignore[attr-defined]
@@ -151,9 +153,49 @@ def attach_root(
     _put(model, root_forward, Root(offsets, fresh, model.__dict__.get("forward"), plan_id))
 
 
+class Pausing:
+    """What a module inside of a region carries that may pause the recording.
+
+    Args:
+        fqn: its name, as in the programs' pauses.
+        forward: the instance's own `forward` attribute if it had one, else None.
+        plan_id: tells which plan it belongs to.
+    """
+
+    def __init__(self, fqn: str, forward: Any, plan_id: str):
+        self.fqn = fqn
+        self.forward = forward
+        self.plan_id = plan_id
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pausing:
+        return Pausing(self.fqn, copy.deepcopy(self.forward, memo), self.plan_id)
+
+    def __reduce__(self) -> Any:
+        return Pausing, (self.fqn, self.forward, self.plan_id)
+
+
+def pausing_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that carries a `Pausing`."""
+    pausing: Pausing = module.__dict__[_KEY]
+    recording = None if torch.compiler.is_compiling() else replay.running.recording
+    pauses = recording is not None and recording.pause(pausing.fqn)
+    try:
+        if pausing.forward is not None:
+            return pausing.forward(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        if recording is not None and pauses:
+            recording.resume()
+
+
+def attach_pausing(module: torch.nn.Module, fqn: str, plan_id: str) -> None:
+    """Let a module inside of regions pause their recording; arguments as for `Pausing`."""
+    _put(module, pausing_forward, Pausing(fqn, module.__dict__.get("forward"), plan_id))
+
+
 def detach(module: torch.nn.Module) -> None:
     """Take the plan off one module, exactly as it was before; the module must not be `covered`."""
-    carried: PlannedRegion | Root = module.__dict__[_KEY]
+    carried: PlannedRegion | Root | Pausing = module.__dict__[_KEY]
     if carried.forward is None:
         module.__dict__.pop("forward", None)
     else:
@@ -166,9 +208,9 @@ def detach(module: torch.nn.Module) -> None:
 def covered(module: torch.nn.Module) -> bool:
     """Whether somebody has given a planned module another `forward`, which perhaps calls the plan's."""
     own = module.__dict__.get("forward")
-    return own is not None and getattr(own, "func", None) not in (forward, root_forward)
+    return own is not None and getattr(own, "func", None) not in (forward, root_forward, pausing_forward)
 
 
-def planned(module: torch.nn.Module) -> PlannedRegion | Root | None:
+def planned(module: torch.nn.Module) -> PlannedRegion | Root | Pausing | None:
     """What the module carries, None if no plan is on it."""
     return module.__dict__.get(_KEY)

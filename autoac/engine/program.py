@@ -10,6 +10,7 @@ import torch
 
 from autoac.compat import OpOverload
 from autoac.opinfo import OpInfo, op_info
+from autoac_solver.pauses import Pause
 
 Step = tuple[Any, bool, bool, OpInfo | None]
 """Overload, is it recomputed, does the recording have to look at it at all, facts about it."""
@@ -25,16 +26,24 @@ class Program:
         steps: for every op of the region's forward in order, its overload's name ("aten.mm.default") and whether it
             is recomputed. Ops that `OpInfo.ignored` tells to ignore do not count.
         wrapped: whether anything is recomputed; if not, this call of the region is left as it is.
+        pauses: calls of modules in it while which engine replay does not look.
 
     In step with the profile, an op's decision is read off its position. Data-dependent control flow may bring ops in
     another order; from there on, decisions are looked up by (overload, n-th call in the region), as torch's selective
     checkpointing matches its saved entries.
     """
 
-    def __init__(self, region: str, steps: Iterable[tuple[str, bool]], wrapped: bool = True):
+    def __init__(
+        self,
+        region: str,
+        steps: Iterable[tuple[str, bool]],
+        wrapped: bool = True,
+        pauses: Iterable[Pause] = (),
+    ):
         self.region = region
         self.names = tuple(steps)
         self.wrapped = wrapped
+        self.pauses = {pause.start: pause for pause in pauses}
         self.warned = False
         self._steps: tuple[Step, ...] | None = None
         self._by_call: dict[tuple[Any, int], bool] | None = None
@@ -43,7 +52,7 @@ class Program:
         return self  # nothing in it changes
 
     def __reduce__(self) -> Any:
-        return Program, (self.region, self.names, self.wrapped)
+        return Program, (self.region, self.names, self.wrapped, tuple(self.pauses.values()))
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -26,6 +26,12 @@ NOTE [ Never wrong, whatever the decisions ]
   is; if a record holds that storage, the record gets a copy first. A tensor that a record or autograd holds and that
   was written where we cannot see it (outside of the region) is found by its version, as autograd does, and is an
   error. A storage that is read before any visible op has written it was written by an opaque kernel: it is kept.
+
+NOTE [ Pauses ]
+  Most of what the engine costs in forward is that Python sees each op. Where the plan records nothing for the length of
+  a module's call, the mode is set aside; the ops there are taken to have been the profiled ones. Should they be others
+  and write in place, then the version tells: a storage that was to be recomputed is kept from there on, and one that a
+  record holds is an error in replay.
 """
 
 from __future__ import annotations
@@ -47,6 +53,8 @@ from autoac.compat import (
     default_generator,
     detach_sharing_version,
     disable_dispatch_modes,
+    put_back,
+    set_aside,
     version_of,
 )
 from autoac.engine.geometry import (
@@ -62,10 +70,19 @@ from autoac.opinfo import OpInfo, op_info, tensors_in, written_tensors
 _drawing = threading.RLock()
 
 
+class _Running(threading.local):
+    """The recording of the region whose forward runs in this thread, None outside of all."""
+
+    recording: Recording | None = None
+
+
+running = _Running()
+
+
 class Slot:
     """A storage that will be recomputed: what its replay must know, and who waits for it."""
 
-    __slots__ = ("alive", "dtype", "handles", "index", "shape", "stride", "written")
+    __slots__ = ("alive", "dtype", "handles", "index", "shape", "stride", "version", "written")
 
     def __init__(self, index: int, tensor: torch.Tensor, storage: torch.UntypedStorage):
         self.index = index
@@ -73,6 +90,7 @@ class Slot:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.dtype = tensor.dtype
+        self.version = version_of(tensor)  # the latest that is known
         self.written = False  # in place
         self.handles: list[weakref.ref[Handle]] = []
 
@@ -89,6 +107,7 @@ class Slot:
         are no concern of what was saved of another part.
         """
         self.written = True
+        self.version = max(self.version, version_of(target) + 1)  # counted once the op has run
         for ref in self.handles:
             handle = ref()
             if handle is not None and version_of(target) >= handle.version:
@@ -334,6 +353,8 @@ class Recording(TorchDispatchMode):
         self.steps = call.program.steps
         self.position = 0
         self.counts: Any = None  # once out of step: how often each overload was called
+        self.pauses = call.program.pauses
+        self.paused = False  # ever
         self.slots: dict[int, Slot] = {}
         self.raw: set[int] = set()  # keys of recomputed storages that no visible op has written yet
 
@@ -361,6 +382,7 @@ class Recording(TorchDispatchMode):
         if self.counts is None:
             self.counts = program.counts_before(self.position)
             self.steps, self.position = (END,), 0
+            self.pauses = {}
         nth = self.counts[func]
         self.counts[func] += 1
         decision = program.by_call(func, nth)
@@ -372,6 +394,23 @@ class Recording(TorchDispatchMode):
                 stacklevel=2,
             )
         return bool(decision)
+
+    def pause(self, fqn: str) -> bool:
+        """Stop looking while this module runs, if the plan has it so here and all has been as profiled so far.
+
+        Returns:
+            Whether it was done; then call `resume` afterwards.
+        """
+        pause = self.pauses.get(self.position)
+        if pause is None or pause.fqn != fqn or not set_aside(self):
+            return False
+        self.paused = True
+        self.position = pause.end
+        return True
+
+    def resume(self) -> None:
+        """Look again."""
+        put_back(self)
 
     # -- recording ---------------------------------------------------------------------------------------------
 
@@ -472,7 +511,12 @@ class Recording(TorchDispatchMode):
     def slot_of(self, tensor: torch.Tensor) -> Slot | None:
         """The slot of the tensor's storage if that will be recomputed."""
         slot = self.slots.get(_key(tensor))
-        return None if slot is None or slot.alive() is None else slot
+        if slot is None or slot.alive() is None:
+            return None
+        if self.paused and version_of(tensor) > slot.version:
+            del self.slots[_key(tensor)]  # written unseen, see NOTE [ Pauses ]
+            return None
+        return slot
 
     def _new_slot(self, tensor: torch.Tensor, info: OpInfo) -> Slot | None:
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
@@ -515,8 +559,12 @@ class Recording(TorchDispatchMode):
 def run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one call of a region so that its backward replays what the program says to recompute."""
     recording = Recording(ReplayCall(program))
-    with torch.autograd.graph.saved_tensors_hooks(recording.pack, unpack), recording:
-        result = forward(*args, **kwargs)
+    outer, running.recording = running.recording, recording
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(recording.pack, unpack), recording:
+            result = forward(*args, **kwargs)
+    finally:
+        running.recording = outer
     recording.finish()
     return result
 

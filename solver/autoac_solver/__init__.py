@@ -10,7 +10,17 @@ from autoac_solver.errors import (
     ProfilingError,
 )
 from autoac_solver.ilp import minimum_peak, solve
-from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Unit, validate
+from autoac_solver.problem import (
+    ALWAYS,
+    Condition,
+    Holder,
+    Instance,
+    Problem,
+    RegionCost,
+    SharedCost,
+    Unit,
+    validate,
+)
 from autoac_solver.search import Prepared, Progress
 from autoac_solver.simulator import Simulator, Timeline, alive_at, simulate, violations
 from autoac_solver.solution import Solution
@@ -32,6 +42,7 @@ __all__ = [
     "ProfilingError",
     "Progress",
     "RegionCost",
+    "SharedCost",
     "Simulator",
     "Solution",
     "Timeline",

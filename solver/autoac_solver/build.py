@@ -24,7 +24,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Unit
+from autoac_solver.pauses import stretches
+from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, SharedCost, Unit
 from autoac_solver.profile import NEVER, Profile
 
 CPU_RANDOM_STATE_BYTES = 5056
@@ -348,7 +349,8 @@ class _Builder:
         """The problem, with what its units stand for."""
         instances = [*self._storage_instances(), *self._op_instances()]
         costs = self.profile.costs
-        wraps = []
+        wraps: list[RegionCost] = []
+        shared: list[SharedCost] = []
         for region in self.regions:
             record = self.profile.calls[region.call]
             per_op, per_saved, per_call = {
@@ -357,6 +359,10 @@ class _Builder:
                 "checkpoint": (0.0, costs.sac_saved, costs.sac_call),
             }[self.engine]
             wrap_s = per_op * (len(region.ops) + record.views) + per_saved * len(region.saved) + per_call
+            if self.engine == "replay":
+                paused_s, units_s = self._pauses(region)
+                wrap_s += paused_s
+                shared += units_s
             wraps.append(RegionCost(wrap_s, self.profile.module_name(region.call)))
         problem = Problem(
             n_positions=len(self.position_op),
@@ -367,6 +373,7 @@ class _Builder:
             instances=tuple(instances),
             position_op=tuple(self.position_op),
             position_replayed=tuple(self.position_replayed),
+            shared=tuple(shared),
         )
         storages: list[list[int]] = [[] for _ in self.units]
         for storage, unit in self.unit_of_storage.items():
@@ -378,6 +385,23 @@ class _Builder:
             tuple(tuple(sorted(group)) for group in storages),
             self.reasons,
         )
+
+    def _pauses(self, region: _Region) -> tuple[float, list[SharedCost]]:
+        """What pauses change in the cost of wrapping: seconds if all are made, and what it costs to leave some out."""
+        costs, never = self.profile.costs, {self.profile.calls[other.call].fqn for other in self.regions}
+        found = stretches(self.profile, region.call, never)
+        wrap_s, shared = 0.0, []
+        for index, stretch in enumerate(found):
+            # Leaving it out: its own ops are seen, it costs no pause, but each of those that are inside of it does.
+            own_s = stretch.seen * costs.replay_op
+            inside = sum(other.parent == index for other in found)
+            wrap_s += costs.replay_pause * (stretch.parent == NEVER) - own_s
+            ops = region.ops[stretch.pause.start : stretch.pause.end]
+            units = tuple(sorted({self.unit_of_op[op] for op in ops if op in self.unit_of_op}))
+            left_out_s = own_s + costs.replay_pause * (inside - 1)
+            if units and left_out_s > 0:
+                shared.append(SharedCost(units, left_out_s))
+        return wrap_s, shared
 
     def _region_tape(self, region: _Region) -> RegionTape:
         spared = tuple(self._spared(region, op) for op in region.ops)

@@ -56,12 +56,13 @@ class Formulation:
         self.positions: set[int] = set()
         self.impossible = False
         self.unit_bytes = max([1, *(instance.bytes for instance in problem.instances)])
-        total_s = sum(unit.time_s + abs(unit.hint_s) for unit in problem.units) + sum(
-            region.wrap_s for region in problem.regions
-        )
+        total_s = sum(unit.time_s + abs(unit.hint_s) for unit in problem.units)
+        total_s += sum(region.wrap_s for region in problem.regions)
+        total_s += sum(cost.time_s for cost in problem.shared)
         self.cost_per_s = _COST_RANGE / total_s if total_s > 0 else 1.0
         self.constant_s = -sum(unit.hint_s for unit in problem.units if unit.hint_s < 0)
         self._column: dict[int, int] = {}
+        self._shared: dict[tuple[int, ...], int] = {}  # literals of which one is true -> column
         self._add_decisions()
         self._add_rules()
         if budget_bytes is None:
@@ -80,7 +81,12 @@ class Formulation:
 
     def point(self, decisions: np.ndarray) -> np.ndarray:
         """The solver's values for decisions that are whole numbers; for programs with a budget."""
-        return self._memory.evaluate(decisions)[np.array(list(self._column)) - 1]
+        truth = self._memory.evaluate(decisions)
+        values = np.zeros(len(self.program.variables))
+        values[list(self._column.values())] = truth[np.array(list(self._column)) - 1]
+        for literals, column in self._shared.items():
+            values[column] = truth[np.array(literals) - 1].max()
+        return values
 
     def allows(self, peak_bytes: int) -> bool:
         """Whether a plan of this peak is a solution."""
@@ -151,7 +157,28 @@ class Formulation:
             costs[literal] = costs.get(literal, 0.0) + (unit.time_s + unit.hint_s) * self.cost_per_s
         for index, region in enumerate(self._problem.regions):
             costs[self._algebra.wrapped(index)] = region.wrap_s * self.cost_per_s
-        return [(self._variable(literal), cost) for literal, cost in costs.items()]
+        shared: dict[tuple[int, ...], float] = {}
+        for cost in self._problem.shared:
+            literals = sorted({self._algebra.recomputed(unit) for unit in cost.units} - self._algebra.never)
+            if len(literals) == 1:
+                costs[literals[0]] += cost.time_s * self.cost_per_s
+            elif literals:
+                shared[tuple(literals)] = shared.get(tuple(literals), 0.0) + cost.time_s * self.cost_per_s
+        terms = [(self._variable(literal), cost) for literal, cost in costs.items()]
+        return terms + [(self._any_of(literals), cost) for literals, cost in shared.items()]
+
+    def _any_of(self, literals: tuple[int, ...]) -> pulp.LpVariable:
+        """A new variable that is at least each of these positive literals."""
+        self._shared[literals] = len(self.program.variables)
+        name = f"s{len(self._shared)}"
+        variable = self.program.model.add_variable(name, 0.0, 1.0, pulp.LpContinuous)
+        self.program.variables.append(variable)
+        for literal in literals:
+            terms = [(variable, 1.0), (self._variable(literal), -1.0)]
+            self.program.model.addConstraint(
+                pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintGE, rhs=0)
+            )
+        return variable
 
     def _add_memory_row(self, row: MemoryRow) -> None:
         """Live bytes at a position are at most the budget, or the peak."""

@@ -19,6 +19,7 @@ from autoac_solver.files import read_json, write_json
 from autoac_solver.format import format_bytes
 from autoac_solver.html import escape, svg, table
 from autoac_solver.limits import is_number, is_size, is_text
+from autoac_solver.pauses import Pause, pauses
 from autoac_solver.pictures import draw_memory, new_axes
 from autoac_solver.policies import AppliedPolicy
 from autoac_solver.profile import KINDS, Profile
@@ -145,6 +146,18 @@ class PlanRecord:
         if Simulator(built.problem).simulate(recomputed).peak_bytes != self.predicted_peak_bytes:
             raise ProfileError("the plan's decisions do not give its predicted peak. Make it again.")
         return built, recomputed
+
+    def pauses(self, region: RegionPlan) -> tuple[Pause, ...]:
+        """Where engine replay does not look while it records this region; none for engine sac."""
+        if self.engine != "replay":
+            return ()
+        index = {(call.fqn, call.call): i for i, call in enumerate(self.profile.calls) if call.grad}
+        call = index.get((region.fqn, region.call))
+        if call is None:
+            return ()  # no such region: a changed plan, which its model will refuse
+        recorded = {position for position, (_, again) in enumerate(region.steps) if again}
+        never = {other.fqn for other in self.regions}
+        return pauses(self.profile, call, recorded, never)
 
     def plot_memory(self, axes: Any = None, measured: Any = None) -> Any:
         """Draw the live bytes over the step: by kind, with nothing recomputed, the budget, and as measured.

@@ -102,6 +102,14 @@ class RegionCost:
     name: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class SharedCost:
+    """Seconds that are added to the step once if any of some units is recomputed."""
+
+    units: tuple[int, ...]
+    time_s: float
+
+
 @dataclass(frozen=True)
 class Problem:
     """Units to decide on, and what lives when.
@@ -110,7 +118,7 @@ class Problem:
         n_positions: length of the axis.
         resident_bytes: alive at every position, whatever is decided.
         step_s: seconds of the step with nothing recomputed.
-        units, regions, instances: see there.
+        units, regions, instances, shared: see there.
         position_op: for each position the profile's op that runs there (for reports); may be empty in tests.
         position_replayed: for each position, whether it is a replay of that op; may be empty in tests.
     """
@@ -123,6 +131,7 @@ class Problem:
     instances: tuple[Instance, ...]
     position_op: tuple[int, ...] = field(default=(), repr=False)
     position_replayed: tuple[bool, ...] = field(default=(), repr=False)
+    shared: tuple[SharedCost, ...] = ()
 
 
 def validate(problem: Problem) -> None:
@@ -142,6 +151,9 @@ def _faults(problem: Problem) -> Iterator[str]:
     for index, region in enumerate(problem.regions):
         if not _is_duration(region.wrap_s):
             yield f"region {index}: wrap_s={region.wrap_s} is no duration"
+    for index, cost in enumerate(problem.shared):
+        if not _is_duration(cost.time_s) or not all(0 <= unit < n_units for unit in cost.units):
+            yield f"shared cost {index}: units={cost.units} or time_s={cost.time_s} is out of range"
     for index, unit in enumerate(problem.units):
         if not _is_duration(unit.time_s):
             yield f"unit {index}: time_s={unit.time_s} is no duration"

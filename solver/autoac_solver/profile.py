@@ -25,7 +25,7 @@ from autoac_solver.limits import MOST_BYTES, is_number, is_seconds, is_size, is_
 from autoac_solver.pictures import draw_bars
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 2  # 2: what an op's time was found from
+SCHEMA_VERSION = 3  # 2: what an op's time was found from; 3: what pauses of the recording need
 
 NEVER = -1
 
@@ -141,6 +141,7 @@ class ModuleCall:
         start, end: ticks.
         inputs: storages of the tensors among its arguments.
         views: how many ops that only make views or metadata ran directly in it or below.
+        reshapes: an op that ran directly in it or below changed in place how a tensor sees its storage.
     """
 
     fqn: str
@@ -152,6 +153,7 @@ class ModuleCall:
     end: int
     inputs: tuple[int, ...] = ()
     views: int = 0
+    reshapes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,7 @@ class EngineCosts:
         replay_record: recording an op and running it again, on top of `replay_op` and of the op's own time.
         replay_saved: a tensor that passes the pack and unpack hooks.
         replay_call: a call of a wrapped region.
+        replay_pause: a call of a module inside of it for which the recording is paused.
         sac_op, sac_saved, sac_call: the same for torch's selective checkpointing.
     """
 
@@ -170,6 +173,7 @@ class EngineCosts:
     replay_record: float = 8e-6
     replay_saved: float = 2e-6
     replay_call: float = 2e-5
+    replay_pause: float = 2e-6
     sac_op: float = 2.5e-5
     sac_saved: float = 4e-6
     sac_call: float = 1e-4

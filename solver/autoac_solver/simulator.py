@@ -89,6 +89,7 @@ class Simulator:
         self._time_s = np.array([u.time_s for u in problem.units], dtype=np.float64)
         self._hint_s = np.array([u.hint_s for u in problem.units], dtype=np.float64)
         self._wrap_s = np.array([r.wrap_s for r in problem.regions], dtype=np.float64)
+        self._shared = [(np.array(s.units, dtype=np.int64), s.time_s) for s in problem.shared]
 
     def simulate(self, recomputed: Decisions) -> Timeline:
         """Live bytes at every position, and the seconds added.
@@ -110,9 +111,10 @@ class Simulator:
         return self._resident_bytes + np.cumsum(change[:-1])
 
     def extra_s(self, recomputed: Decisions) -> float:
-        """Seconds that the recomputed units and the wrapped regions add to the step."""
+        """Seconds that the recomputed units, the wrapped regions and what units share add to the step."""
         chosen = np.asarray(recomputed, dtype=bool)
-        return float(self._time_s[chosen].sum() + self._wrap_s[self._wrapped(chosen)].sum())
+        shared_s = sum(time_s for units, time_s in self._shared if chosen[units].any())
+        return float(self._time_s[chosen].sum() + self._wrap_s[self._wrapped(chosen)].sum() + shared_s)
 
     def hint_s(self, recomputed: Decisions) -> float:
         """What the hints count against these decisions."""

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from dataclasses import dataclass
 
-from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Unit
+from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, SharedCost, Unit
 
 MIB = 2**20
 FORWARD_STEP, REPLAY_STEP, BACKWARD_STEP, LOSS_POSITIONS = 3, 2, 5, 60
@@ -172,7 +172,10 @@ def random_problem(rng: random.Random, n_units: int | None = None) -> Problem:
     instances = tuple(
         _random_instance(rng, n_units, n_regions, n_positions, scale) for _ in range(rng.randint(1, 40))
     )
-    return Problem(n_positions, rng.choice((0, 1000)) * scale, rng.uniform(5, 20), units, regions, instances)
+    problem = Problem(
+        n_positions, rng.choice((0, 1000)) * scale, rng.uniform(5, 20), units, regions, instances
+    )
+    return dataclasses.replace(problem, shared=_random_shared(rng, n_units))
 
 
 def with_policies(rng: random.Random, problem: Problem) -> Problem:
@@ -197,6 +200,11 @@ def _random_unit(rng: random.Random, index: int, n_units: int, n_regions: int) -
     same_as = rng.randrange(n_units) if rng.random() < 0.1 else -1
     time_s = rng.choice((rng.uniform(0, 2), float(rng.randint(0, 3))))
     return Unit(rng.randrange(n_regions), time_s, rng.random() < 0.1, requires, same_as)
+
+
+def _random_shared(rng: random.Random, n_units: int) -> tuple[SharedCost, ...]:
+    groups = [rng.sample(range(n_units), rng.randint(0, n_units)) for _ in range(rng.choice((0, 0, 1, 3)))]
+    return tuple(SharedCost(tuple(group), rng.choice((0.0, rng.uniform(0, 2)))) for group in groups)
 
 
 def _random_condition(rng: random.Random, n_units: int, n_regions: int) -> Condition:

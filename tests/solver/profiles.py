@@ -6,7 +6,7 @@ import dataclasses
 
 from autoac_solver.profile import EngineCosts, ModuleCall, Op, Profile, Saved, Storage
 
-FREE = EngineCosts(0, 0, 0, 0, 0, 0, 0)
+FREE = EngineCosts(0, 0, 0, 0, 0, 0, 0, 0)
 """Engines whose bookkeeping takes no time."""
 
 

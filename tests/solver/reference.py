@@ -43,7 +43,8 @@ def extra_s(problem: Problem, recomputed: Sequence[bool]) -> float:
     """Seconds added to the step."""
     units_s = sum(unit.time_s for unit, again in zip(problem.units, recomputed, strict=True) if again)
     wraps_s = (r.wrap_s for k, r in enumerate(problem.regions) if is_wrapped(problem, k, recomputed))
-    return units_s + sum(wraps_s)
+    shared_s = (s.time_s for s in problem.shared if any(recomputed[unit] for unit in s.units))
+    return units_s + sum(wraps_s) + sum(shared_s)
 
 
 def hint_s(problem: Problem, recomputed: Sequence[bool]) -> float:

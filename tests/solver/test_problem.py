@@ -2,7 +2,18 @@ from dataclasses import replace
 
 import pytest
 
-from autoac_solver import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, Unit, solve, validate
+from autoac_solver import (
+    ALWAYS,
+    Condition,
+    Holder,
+    Instance,
+    Problem,
+    RegionCost,
+    SharedCost,
+    Unit,
+    solve,
+    validate,
+)
 
 GOOD = Problem(5, 0, 1.0, (Unit(0, 1.0), Unit(0, 1.0)), (RegionCost(),), (Instance(1, 0, 2),))
 
@@ -18,6 +29,8 @@ def instance(**changes) -> Problem:
         (replace(GOOD, resident_bytes=-1), "resident_bytes"),
         (replace(GOOD, step_s=float("nan")), "step_s"),
         (replace(GOOD, regions=(RegionCost(-1.0),)), "region 0: wrap_s=-1.0"),
+        (replace(GOOD, shared=(SharedCost((0,), -1.0),)), r"shared cost 0: units=\(0,\) or time_s=-1.0"),
+        (replace(GOOD, shared=(SharedCost((2,), 1.0),)), r"shared cost 0: units=\(2,\)"),
         (replace(GOOD, units=(Unit(0, float("inf")),)), "unit 0: time_s=inf"),
         (replace(GOOD, units=(Unit(1, 1.0),)), "unit 0: there is no region 1"),
         (replace(GOOD, units=(Unit(0, 1.0, requires=(-1,)),)), r"unit 0: requires=\(-1,\)"),

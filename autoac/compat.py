@@ -174,6 +174,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_compiled_autograd() -> bool:
+    """Whether the running backward is one that compiled autograd has captured."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: it is slow
+    return compiled is not None and compiled.in_compiled_autograd_region
+
+
 def current_node() -> Any:
     """The autograd node that is being evaluated, None outside of backward."""
     return torch._C._current_autograd_node()

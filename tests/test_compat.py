@@ -94,6 +94,26 @@ def test_a_mode_set_aside_sees_nothing():
     assert not compat.set_aside(mode)  # there is none
 
 
+def test_in_compiled_autograd():
+    """While the captured graph runs, which is when it calls unpack hooks."""
+    import torch._dynamo.compiled_autograd
+
+    found = []
+
+    def unpack(x: torch.Tensor) -> torch.Tensor:
+        found.append(compat.in_compiled_autograd())
+        return x
+
+    x = torch.ones(2, requires_grad=True)
+    for context in (contextlib.nullcontext(), torch._dynamo.compiled_autograd._enable(lambda graph: graph)):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            loss = x.sin().sum()
+        with context:
+            loss.backward()
+    assert found == [False, True]
+    torch._dynamo.reset()
+
+
 def test_our_modes_are_not_wrapped_by_the_compiler():
     """A wrapped `__torch_dispatch__` costs a microsecond an op."""
     for mode, file in ((replay.Recording, "replay.py"), (LeanRecording, "tape.py")):

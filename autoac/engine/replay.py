@@ -53,6 +53,7 @@ from autoac.compat import (
     default_generator,
     detach_sharing_version,
     disable_dispatch_modes,
+    in_compiled_autograd,
     put_back,
     set_aside,
     version_of,
@@ -153,8 +154,10 @@ class Handle:
             raise RuntimeError(_MODIFIED.format(region=self.call.program.region))
         tensor = self.tensor
         assert tensor is not None
-        if keep_graph:
-            self.tensor = None  # a second backward replays again, see NOTE [ Replay ] 2
+        # A second backward replays again, see NOTE [ Replay ] 2. A captured graph asks once, and holds all handles to
+        # its end.
+        if keep_graph or in_compiled_autograd():
+            self.tensor = None
         return tensor
 
 

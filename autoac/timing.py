@@ -19,6 +19,7 @@ import torch
 from autoac.compat import AllocationRanges, default_generator
 from autoac.opinfo import OpInfo, written_tensors
 from autoac.signatures import Signature
+from autoac_solver.profile import UNSTEADY
 
 _BATCHES, _LAUNCHES = 3, 4
 _MOST_WAITING = 0.1
@@ -278,7 +279,7 @@ def unsteady(times: Iterable[OpTime], waited_share: float) -> str:
         reasons.append(f"runs of the same op differ by {differ:.0%} (between their quartiles)")
     if not reasons or not known:
         return ""
-    return f"times are unsteady, {' and '.join(reasons)}: profile on a quiet machine before relying on them"
+    return f"{UNSTEADY}, {' and '.join(reasons)}: profile on a quiet machine before relying on them"
 
 
 def _repeats(first_s: float) -> int:

@@ -371,14 +371,22 @@ class Recording(TorchDispatchMode):
             info = op_info(func)
             if info.ignored:
                 look = False
-                if info.reshapes and _key(args[0]) in self.call.held:
-                    self.call.preserve(_key(args[0]))
+                if info.reshapes:
+                    self._reshaped(args[0])
             else:
                 recompute = self._out_of_step(func)
                 look = recompute or info.writes
         if look:
             return self._run(func, info, types, args, kwargs or {}, recompute)
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _reshaped(self, tensor: torch.Tensor) -> None:
+        """An op is about to change in place how this tensor sees its storage, which counts as a write."""
+        if _key(tensor) in self.call.held:
+            self.call.preserve(_key(tensor))
+        slot = self.slot_of(tensor)
+        if slot is not None:
+            slot.version = max(slot.version, version_of(tensor) + 1)
 
     def _out_of_step(self, func: Any) -> bool:
         program = self.call.program

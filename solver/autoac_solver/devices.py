@@ -23,7 +23,7 @@ from typing import Any
 from autoac_solver.errors import ProfileError
 from autoac_solver.files import read_json, write_json
 from autoac_solver.limits import is_number, is_size, is_text
-from autoac_solver.profile import EngineCosts, Op, Profile
+from autoac_solver.profile import UNSTEADY, EngineCosts, Op, Profile
 
 SCHEMA, SCHEMA_VERSION = "autoac.device", 1
 
@@ -200,7 +200,11 @@ def on_device(profile: Profile, table: DeviceTable) -> Profile:
         tape=tuple(_op_on(op, profile, table, same_kind) for op in profile.tape),
         storage_table=tuple(replace(s, bytes=table.allocated(s.bytes)) for s in profile.storage_table),
         views_s=0.0 if table.kind == "cuda" else profile.views_s,
-        notes=(*profile.notes, *_notes(profile, table, same_kind)),
+        # Its own times are not used any more.
+        notes=(
+            *(note for note in profile.notes if not note.startswith(UNSTEADY)),
+            *_notes(profile, table, same_kind),
+        ),
     )
 
 

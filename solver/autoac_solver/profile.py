@@ -33,6 +33,9 @@ TIMES_FROM = ("measured", "table", "interpolated", "estimated")
 """An op's time was measured when the profile was made; looked up in a device's cost table, which holds measurements;
 interpolated between entries of such a table; or estimated from a device's rates."""
 
+UNSTEADY = "times are unsteady"
+"""How a profile's note begins that its measured times should not be relied on."""
+
 KINDS = ("Parameter", "Buffer", "Gradient", "Optstate", "Input", "Activation", "Temp")
 """Kinds of memory, named as torch's MemTracker does; Input is the sample and whatever else was there before."""
 

@@ -95,6 +95,39 @@ def test_what_a_record_holds_and_is_written_unseen_is_an_error():
     assert_nothing_active()
 
 
+def test_what_is_turned_after_a_pause_is_recomputed_still(monkeypatch: pytest.MonkeyPatch):
+    """To change in place how a tensor sees its storage counts as a write, and this one is seen."""
+
+    class Shifted(nn.Module):
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            return y + 1.0
+
+    def turned(x: torch.Tensor, inner: nn.Module) -> torch.Tensor:
+        y = x * 3.0
+        shifted = inner(y)
+        y.t_()
+        return shifted * y.cos()
+
+    handles = []
+    pack = replay.Recording.pack
+
+    def packed(self: Any, tensor: torch.Tensor) -> Any:
+        handles.append(type(found := pack(self, tensor)))
+        return found
+
+    monkeypatch.setattr(replay.Recording, "pack", packed)
+    names = ("aten.mul.Tensor", "aten.add.Tensor", "aten.cos.default", "aten.mul.Tensor")
+    program = Program("it", [(name, not i) for i, name in enumerate(names)], pauses=(Pause("inner", 1, 2),))
+    gradients = []
+    for run in (lambda *given: replay.run(program, turned, given, {}), turned):
+        x, inner = X.clone().requires_grad_(), Shifted()
+        attach_pausing(inner, "inner", "plan")
+        run(x, inner).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+    assert handles.count(replay.Handle) == 1  # of what the cosine was taken of
+
+
 def test_a_module_that_fails():
     def fails(y: torch.Tensor) -> None:
         raise KeyboardInterrupt

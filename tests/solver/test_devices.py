@@ -11,7 +11,7 @@ import pytest
 from autoac_solver.devices import DeviceTable, Entry, find_device, on_device
 from autoac_solver.errors import ProfileError
 from autoac_solver.planning import plan_profile
-from autoac_solver.profile import EngineCosts, Op, Profile
+from autoac_solver.profile import UNSTEADY, EngineCosts, Op, Profile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,6 +97,8 @@ def test_a_profile_on_another_device():
     assert set(moved.time_shares) <= {"table", "interpolated", "estimated"}
     assert not any(o.workspace_bytes for o in moved.tape)
     assert any("datasheet" in note for note in moved.notes)
+    noted = dataclasses.replace(profile, notes=("it rained", f"{UNSTEADY}, said the clock"))
+    assert on_device(noted, device).notes == ("it rained", *moved.notes)  # its times are gone
     plan = plan_profile(moved, "80%")
     assert plan.predicted_peak_bytes <= 800_000_000
 

@@ -23,6 +23,8 @@ from autoac_solver.plan_record import PlanRecord
 
 _LOOK_AHEAD = 200
 """Within how many ops of the run an expected one has to come; some (views, composites) are not in the plan."""
+_FEW = 3
+"""If this many that are expected later come first, the op that was to come before them ran under another name."""
 _MOST_MISSING = 0.05
 """Share of the expected ops that may run under another name, as BatchNorm does when it is replayed."""
 
@@ -58,7 +60,7 @@ def measured_memory(
     timeline = run()
     record = plan.record
     built, recomputed = record.rebuilt()
-    runs = built.runs(recomputed)
+    runs = built.runs(record.profile, recomputed)
     names = np.array(record.timeline_columns["op"], dtype=object)
     starts = _starts([_as_run(name) for name in names[runs]], timeline)
     before, highest = _between(starts, timeline)
@@ -81,13 +83,24 @@ def _starts(expected: Sequence[str], timeline: Timeline) -> np.ndarray:
     """
     found = np.full(len(expected), np.nan)
     names, next_op, missing = timeline.op_names, 0, 0
-    for index, name in enumerate(expected):
+
+    def place_of(index: int, start: int, end: int) -> int:
         # What is recorded as a sum of two gradients autograd may do in place when nobody watches.
-        same = (name, f"{name}_")
-        place = next(
-            (i for i in range(next_op, min(next_op + _LOOK_AHEAD, len(names))) if names[i] in same), -1
-        )
-        if place < 0:
+        same = (expected[index], f"{expected[index]}_")
+        return next((i for i in range(start, min(end, len(names))) if names[i] in same), -1)
+
+    def follow(index: int, start: int, end: int) -> bool:
+        """Whether the next few expected ops come one after another."""
+        for later in range(index + 1, min(index + 1 + _FEW, len(expected))):
+            place = place_of(later, start, end)
+            if place < 0:
+                return False
+            start = place + 1
+        return index + _FEW < len(expected)
+
+    for index in range(len(expected)):
+        place = place_of(index, next_op, next_op + _LOOK_AHEAD)
+        if place < 0 or follow(index, next_op, place):  # before another one of this name
             missing += 1
             continue
         found[index], next_op = timeline.op_time_s[place], place + 1

@@ -18,7 +18,7 @@ side effects too, and nothing is looked up for each op. It is not planned for, b
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -77,17 +77,28 @@ class Built:
             for op, unit, spared in zip(tape.ops, tape.unit_of, tape.free_of_choice, strict=True)
         )
 
-    def runs(self, recomputed: Sequence[bool]) -> np.ndarray:
-        """Which positions of the planned step an op runs at: not the replays of what is not recomputed; bool each."""
-        again = {
-            op
-            for tape in self.regions
-            for op, unit in zip(tape.ops, tape.unit_of, strict=True)
-            if unit >= 0 and recomputed[unit]
-        }
+    def runs(self, profile: Profile, recomputed: Sequence[bool]) -> np.ndarray:
+        """Which positions of the planned step an op runs at, bool each.
+
+        Not the replays of what is not recomputed, nor under engine replay of what nobody needs (any more).
+        """
+        again = {op for tape in self.regions for op in self._again(profile, tape, recomputed)}
         problem = self.problem
         positions = zip(problem.position_op, problem.position_replayed, strict=True)
         return np.array([not replayed or op in again for op, replayed in positions], dtype=bool)
+
+    def _again(self, profile: Profile, tape: RegionTape, recomputed: Sequence[bool]) -> Iterator[int]:
+        """The ops of a region that run again, last ones first."""
+        call = profile.calls[tape.call]
+        saved = [s for s in profile.saved if call.start <= s.tick < call.end]
+        begins = min((s.unpacked for s in saved if s.unpacked >= call.end), default=NEVER)
+        wanted = {s.storage for s in saved if s.released >= begins}
+        for op, unit in zip(reversed(tape.ops), reversed(tape.unit_of), strict=True):
+            record = profile.tape[op]
+            needed = self.engine != "replay" or not wanted.isdisjoint((*record.creates, *record.writes))
+            if unit >= 0 and recomputed[unit] and needed:
+                wanted.update(record.reads)
+                yield op
 
 
 def build(

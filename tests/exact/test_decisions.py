@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoac.engine import replay, sac
 from autoac.engine.program import Program
 from autoac.opinfo import op_info
+from autoac_solver.build import build
 from tests.exact import test_in_place, test_models, test_random, test_tensors
-from tests.exact.harness import differences, nothing_leaks
+from tests.exact.harness import Case, differences, nothing_leaks, plan_with, planned
 
 X, IMAGES, COMPLEX = test_tensors.X, test_tensors.IMAGES, test_tensors.X.to(torch.complex64)
 
@@ -304,3 +305,45 @@ def test_random_decisions_on_random_programs(backward):
             assert not differences(found, expected), f"program {seed}: {differences(found, expected)}"
             checked += 1
     assert checked > 600
+
+
+class ThrowsAway(nn.Module):
+    """Layers whose results nobody uses, before and after one that is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 64), nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.used(x).tanh()
+        self.unused(y).exp()
+        return y.sin()
+
+
+def test_what_nobody_needs_is_not_run_again(monkeypatch):
+    """Though the decisions have it recomputed; a plan knows that when it says which ops run."""
+    case = Case(
+        build=lambda: nn.Sequential(ThrowsAway(), nn.Linear(64, 1)),
+        forward=lambda model: model(X).square().mean(),
+        regions=("0",),
+    )
+    profile = case.profile()
+    region = next(index for index, call in enumerate(profile.calls) if call.fqn == "0")
+    built = build(profile, [region], "replay")
+    runs = built.runs(profile, [not unit.must_save for unit in built.problem.units])
+    reckoned = [
+        profile.tape[op].name
+        for op, replayed, run in zip(
+            built.problem.position_op, built.problem.position_replayed, runs, strict=True
+        )
+        if replayed and run
+    ]
+    assert len(built.problem.units) == 12
+    found = []
+    run_one = replay.ReplayCall._run_one
+    monkeypatch.setattr(
+        *(replay.ReplayCall, "_run_one"),
+        lambda self, record, table: found.append(str(record.func)) or run_one(self, record, table),
+    )
+    case.forward(planned(case, plan_with(case, "replay", lambda region, op, nth: True))).backward()
+    assert found == reckoned == ["aten.addmm.default", "aten.tanh.default"]

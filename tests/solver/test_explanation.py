@@ -111,7 +111,7 @@ def test_names_are_escaped() -> None:
 def test_rows_of_runs_are_the_ops_that_run() -> None:
     record = plan_profile(two_blocks(), 1188, regions=["blocks.0", "blocks.1"], gap=0)
     built, recomputed = record.rebuilt()
-    timeline = record.timeline[built.runs(recomputed)]
+    timeline = record.timeline[built.runs(record.profile, recomputed)]
     assert timeline["op"].tolist()[:5] == [
         f"test.{name}.default" for name in ("wide", "narrow", "wide", "narrow", "loss")
     ]

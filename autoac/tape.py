@@ -122,7 +122,6 @@ class Tape(TorchDispatchMode):
         if info.ignored:
             for call in self.call_stack:
                 self.calls[call]["views"] += 1
-                self.calls[call]["reshapes"] |= info.reshapes
             self._ids(
                 tensors_in((*args, *kwargs.values()))
             )  # what is seen here first was there before the step
@@ -433,8 +432,8 @@ class Tape(TorchDispatchMode):
 
     # -- modules -----------------------------------------------------------------------------------------------
 
-    def enter(self, fqn: str, call: int, module: torch.nn.Module, inputs: Any) -> None:
-        """A module's forward begins."""
+    def enter(self, fqn: str, call: int, module: torch.nn.Module, inputs: Any, plain: bool) -> None:
+        """A module's forward begins; `plain` as in `ModuleCall`."""
         self._poll()
         self.tick += 1
         self.calls.append(
@@ -448,7 +447,7 @@ class Tape(TorchDispatchMode):
                 "end": NEVER,
                 "inputs": tuple(dict.fromkeys(self._ids(tensors_of(inputs)))),
                 "views": 0,
-                "reshapes": False,
+                "plain": plain,
             }
         )
         self.call_stack.append(len(self.calls) - 1)
@@ -646,12 +645,15 @@ class Instrumented:
         return state
 
     def _wrapper(self, name: str, module: torch.nn.Module) -> Callable[..., Any]:
-        original = module.__dict__.get("forward") or types.MethodType(type(module).forward, module)
+        own = module.__dict__.get("forward")
+        original = own or types.MethodType(type(module).forward, module)
+        of_torch = type(module).__module__.startswith("torch.nn.modules.")
+        plain = of_torch and own is None and getattr(module, "_compiled_call_impl", None) is None
 
         def forward(_: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             number = self.counts[module]
             self.counts[module] += torch.is_grad_enabled()
-            self.tape.enter(name, number, module, (args, kwargs))
+            self.tape.enter(name, number, module, (args, kwargs), plain)
             try:
                 if (
                     module in self.lean

@@ -28,10 +28,10 @@ NOTE [ Never wrong, whatever the decisions ]
   error. A storage that is read before any visible op has written it was written by an opaque kernel: it is kept.
 
 NOTE [ Pauses ]
-  Most of what the engine costs in forward is that Python sees each op. Where the plan records nothing for the length of
-  a module's call, the mode is set aside; the ops there are taken to have been the profiled ones. Should they be others
-  and write in place, then the version tells: a storage that was to be recomputed is kept from there on, and one that a
-  record holds is an error in replay.
+  Most of what the engine costs in forward is that Python sees each op. While one of torch's own layers runs of which
+  the plan records nothing, the mode is set aside; the ops there are taken to have been the profiled ones. Should they
+  be others and write in place, then the version tells: a storage that was to be recomputed is kept from there on, and
+  one that a record holds is an error in replay. What versions do not tell (`.data`) is why other modules do not pause.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autoac_solver.pauses import stretches
+from autoac_solver.pauses import possible_pauses
 from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, SharedCost, Unit
 from autoac_solver.profile import NEVER, Profile
 
@@ -398,21 +398,14 @@ class _Builder:
         )
 
     def _pauses(self, region: _Region) -> tuple[float, list[SharedCost]]:
-        """What pauses change in the cost of wrapping: seconds if all are made, and what it costs to leave some out."""
+        """What pauses change in the cost of wrapping: seconds if all are made, and what it costs to leave each out."""
         costs, never = self.profile.costs, {self.profile.calls[other.call].fqn for other in self.regions}
-        found = stretches(self.profile, region.call, never)
-        wrap_s, shared = 0.0, []
-        for index, stretch in enumerate(found):
-            # Leaving it out: its own ops are seen, it costs no pause, but each of those that are inside of it does.
-            own_s = stretch.seen * costs.replay_op
-            inside = sum(other.parent == index for other in found)
-            wrap_s += costs.replay_pause * (stretch.parent == NEVER) - own_s
-            ops = region.ops[stretch.pause.start : stretch.pause.end]
-            units = tuple(sorted({self.unit_of_op[op] for op in ops if op in self.unit_of_op}))
-            left_out_s = own_s + costs.replay_pause * (inside - 1)
-            if units and left_out_s > 0:
-                shared.append(SharedCost(units, left_out_s))
-        return wrap_s, shared
+        shared = []
+        for pause in possible_pauses(self.profile, region.call, never):
+            ops = region.ops[pause.start : pause.end]
+            units = {self.unit_of_op[op] for op in ops if op in self.unit_of_op}
+            shared.append(SharedCost(tuple(sorted(units)), pause.seen * costs.replay_op - costs.replay_pause))
+        return -sum(cost.time_s for cost in shared), shared
 
     def _region_tape(self, region: _Region) -> RegionTape:
         spared = tuple(self._spared(region, op) for op in region.ops)

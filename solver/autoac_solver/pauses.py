@@ -1,8 +1,9 @@
-"""Where engine replay need not look: calls of modules, inside a region, of which nothing is recorded.
+"""Where engine replay need not look: torch's own layers, inside a region, of which nothing is recorded.
 
-Seeing an op costs the engine several times as much as keeping its values, which costs it nothing. So while a module
-runs in which nothing is recomputed, the recording is paused, if that is worth the pause. Not where an op writes in
-place: what it writes may be recorded elsewhere.
+Seeing an op costs the engine several times as much as keeping its values, which costs it nothing. So while a layer runs
+in which nothing is recomputed, the recording is paused, if that is worth the pause. Only a layer of `torch.nn` that
+calls no other module: what it runs does not depend on data, so it writes nothing that the profiled step did not. And
+not where that step did: what is written in place may be recorded elsewhere.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ from collections.abc import Container, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from autoac_solver.profile import NEVER, ModuleCall, Op, Profile
+from autoac_solver.profile import ModuleCall, Op, Profile
 
-_COMPILED = "OptimizedModule"
-"""What `torch.compile(module)` is called: what it compiles is left as it is, or it would be compiled again."""
 _WORTH = 2.0
 """A pause has to spare this many times its cost: modules that could pause and do not cost a little too."""
 
@@ -27,80 +26,53 @@ class Pause:
     Args:
         fqn: the module's name.
         start, end: its ops are [start, end) of the region's; there is at least one.
+        seen: how many ops are not seen for it, those that only make views among them.
     """
 
     fqn: str
     start: int
     end: int
+    seen: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """A pause that is possible.
-
-    Args:
-        pause: the pause.
-        parent: index of the stretch that it is inside of, -1 for none.
-        seen: how many ops, those that only make views among them, it has of its own.
-    """
-
-    pause: Pause
-    parent: int
-    seen: int
-
-
-def stretches(profile: Profile, region: int, never: Container[str] = ()) -> list[Stretch]:
-    """The pauses that are possible in a region and worth it, outer ones before those inside of them.
+def possible_pauses(profile: Profile, region: int, never: Container[str] = ()) -> list[Pause]:
+    """The pauses that are possible in a region and worth it, in order; none inside another.
 
     Args:
         region: its module call.
         never: modules that cannot be paused, by name.
     """
     calls, costs = profile.calls, profile.costs
-    first_op, end_op = (
-        bisect_left(profile.tape, tick, key=_tick) for tick in (calls[region].start, calls[region].end)
-    )
-    ops = profile.tape[first_op:end_op]
+    ops = profile.tape[_first(profile.tape, calls[region].start) : _first(profile.tape, calls[region].end)]
     within = _calls_within(profile, region)
     barred = _barred(calls, ops, within)
-    found: list[Stretch] = []
-    place = {region: NEVER}  # call -> the innermost stretch that it is in
+    found: list[Pause] = []
     for index in within:
         call = calls[index]
-        place[index] = place[call.parent]
-        start, end = (bisect_left(ops, tick, key=_tick) for tick in (call.start, call.end))
-        seen = end - start + call.views
-        spares = seen * costs.replay_op > _WORTH * costs.replay_pause
-        if index in barred or call.fqn in never or start == end or not spares:
-            continue
-        found.append(Stretch(Pause(call.fqn, start, end), place[index], seen))
-        place[index] = len(found) - 1
-    return _own(found)
+        start, end = _first(ops, call.start), _first(ops, call.end)
+        pause = Pause(call.fqn, start, end, end - start + call.views)
+        spares = pause.seen * costs.replay_op > _WORTH * costs.replay_pause
+        if index not in barred and call.fqn not in never and start < end and spares:
+            found.append(pause)
+    return found
 
 
 def pauses(
     profile: Profile, region: int, recorded: AbstractSet[int], never: Container[str] = ()
 ) -> tuple[Pause, ...]:
-    """Where the recording is paused: wherever it can be and nothing is recorded, as far out as possible.
+    """Where the recording is paused: wherever it can be and nothing is recorded.
 
     Args:
-        region, never: as for `stretches`.
+        region, never: as for `possible_pauses`.
         recorded: which of the region's ops, counted from its first, are recorded.
     """
-    chosen: list[Pause] = []
-    paused: set[int] = set()
-    for index, stretch in enumerate(stretches(profile, region, never)):
-        pause = stretch.pause
-        if stretch.parent in paused:
-            paused.add(index)
-        elif recorded.isdisjoint(range(pause.start, pause.end)):
-            paused.add(index)
-            chosen.append(pause)
-    return tuple(chosen)
+    found = possible_pauses(profile, region, never)
+    return tuple(pause for pause in found if recorded.isdisjoint(range(pause.start, pause.end)))
 
 
-def _tick(op: Op) -> int:
-    return op.tick
+def _first(ops: Sequence[Op], tick: int) -> int:
+    """Position of the first op at or after a tick."""
+    return bisect_left(ops, tick, key=lambda op: op.tick)
 
 
 def _calls_within(profile: Profile, region: int) -> range:
@@ -114,32 +86,12 @@ def _calls_within(profile: Profile, region: int) -> range:
 def _barred(calls: Sequence[ModuleCall], ops: Sequence[Op], within: range) -> set[int]:
     """The calls inside of a region that the recording has to see."""
     # What a record may hold or make again: a batch norm's counter, say, is neither.
-    concerned = {storage for op in ops for storage in op.creates}
-    concerned |= {storage for op in ops if op.creates for storage in op.reads}
-    barred: set[int] = set()
-
-    def bar(index: int) -> None:
-        """And all that it is inside of."""
-        while index in within and index not in barred:
-            barred.add(index)
-            index = calls[index].parent
-
-    for op in ops:
-        if not concerned.isdisjoint(op.writes):
-            bar(op.module)
-    compiled: set[int] = set()
-    for index in within:
-        if calls[index].class_name == _COMPILED or calls[index].parent in compiled:
-            compiled.add(index)
-        if calls[index].reshapes or index in compiled:
-            bar(index)
-    return barred
-
-
-def _own(found: list[Stretch]) -> list[Stretch]:
-    """The stretches, each without what is seen in those inside of it."""
-    own = [stretch.seen for stretch in found]
-    for stretch in found:
-        if stretch.parent != NEVER:
-            own[stretch.parent] -= stretch.seen
-    return [Stretch(s.pause, s.parent, seen) for s, seen in zip(found, own, strict=True)]
+    made = {storage for op in ops for storage in op.creates}
+    concerned = made.union(*(op.reads for op in ops if op.creates or not made.isdisjoint(op.writes)))
+    barred = {op.module for op in ops if not concerned.isdisjoint(op.writes)}
+    barred |= {calls[index].parent for index in within}
+    barred |= {index for index in within if not calls[index].plain}
+    # A pause is known by its module and where it begins: a call that runs no op is not told from the next one.
+    runs_ops = {index: _first(ops, calls[index].start) < _first(ops, calls[index].end) for index in within}
+    empty = {calls[index].fqn for index in within if not runs_ops[index]}
+    return barred | {index for index in within if calls[index].fqn in empty}

@@ -35,7 +35,7 @@ from autoac_solver.solution import Solution
 from autoac_solver.stacking import Stacked, stacked
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 3  # 2: the profile is part of the plan; 3: the profile's second version
+SCHEMA_VERSION = 4  # 4: the profile's third version
 
 
 @dataclass(frozen=True, slots=True)

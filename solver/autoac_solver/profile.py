@@ -144,7 +144,7 @@ class ModuleCall:
         start, end: ticks.
         inputs: storages of the tensors among its arguments.
         views: how many ops that only make views or metadata ran directly in it or below.
-        reshapes: an op that ran directly in it or below changed in place how a tensor sees its storage.
+        plain: the module is one of `torch.nn`, as it is there: what its forward runs does not depend on data.
     """
 
     fqn: str
@@ -156,7 +156,7 @@ class ModuleCall:
     end: int
     inputs: tuple[int, ...] = ()
     views: int = 0
-    reshapes: bool = False
+    plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)

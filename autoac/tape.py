@@ -342,7 +342,7 @@ class Tape(TorchDispatchMode):
         key = storage_key(tensor)
         with _Suspended(self), disable_dispatch_modes():
             for call in self.replays:
-                if key in call.held:
+                if call.holds(key):
                     call.preserve(key)
             if self.storages[index]["alloc"] == NEVER and index not in self._copies and not is_fake(tensor):
                 self._copies[index] = _whole(tensor.untyped_storage()).clone()

@@ -192,10 +192,15 @@ class ReplayCall:
         self.program = program
         self.records: list[Record | None] = []
         self.slots: list[Slot] = []
-        self.held: set[int] = set()  # keys of the storages that records hold strongly
+        self.held: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # the storages that records hold, by key
         self.recording = True  # the region's forward is still running
         self.pending = False  # recorded and not yet replayed
         self.lock = threading.Lock()
+
+    def holds(self, key: int) -> bool:
+        """Whether records hold the storage with this key. One that is gone may have left its address to another."""
+        held = self.held.get(key)
+        return held is not None and held() is not None
 
     def preserve(self, key: int) -> None:
         """Give the records that hold this storage a copy of it: it is about to be written in place."""
@@ -209,7 +214,7 @@ class ReplayCall:
             record.args = tuple(_swap(value, copies) for value in record.args)
             record.kwargs = {name: _swap(value, copies) for name, value in record.kwargs.items()}
             record.kept = [(c, version_of(c)) for c in (copies.get(id(t), t) for t, _ in record.kept)]
-        self.held.discard(key)
+        self.held.pop(key, None)
 
     def replay(self, keep_graph: bool, wanted: Handle | None = None) -> None:
         """Run the recorded ops that living handles depend on, and give the handles their tensors."""
@@ -382,7 +387,7 @@ class Recording(TorchDispatchMode):
 
     def _reshaped(self, tensor: torch.Tensor) -> None:
         """An op is about to change in place how this tensor sees its storage, which counts as a write."""
-        if _key(tensor) in self.call.held:
+        if self.call.holds(_key(tensor)):
             self.call.preserve(_key(tensor))
         slot = self.slot_of(tensor)
         if slot is not None:
@@ -438,7 +443,7 @@ class Recording(TorchDispatchMode):
             recompute = bool(written)
             if not recompute:
                 for target in targets:
-                    if _key(target) in self.call.held:
+                    if self.call.holds(_key(target)):
                         self.call.preserve(_key(target))
             if info.writes_lists:
                 with counted_writes(targets):
@@ -510,7 +515,8 @@ class Recording(TorchDispatchMode):
         if slot is not None:
             refs.append((where, slot, slot.geometry_of(tensor)))
             return None
-        self.call.held.add(_key(tensor))
+        if tensor.layout is torch.strided:
+            self.call.held[_key(tensor)] = weakref.ref(tensor.untyped_storage())
         tensor = self.hold(tensor)
         kept.append((tensor, version_of(tensor)))
         return tensor
@@ -535,10 +541,11 @@ class Recording(TorchDispatchMode):
             return None  # sparse and the like: kept by whoever needs it
         key = storage._cdata
         known = self.slots.get(key)
-        if (known is not None and known.alive() is not None) or key in self.call.held:
+        if (known is not None and known.alive() is not None) or self.call.holds(key):
             return None  # an alias of an argument
         slot = self.slots[key] = Slot(len(self.call.slots), tensor, storage)
         self.call.slots.append(slot)
+        self.raw.discard(key)  # of a storage that was here before
         if info.uninitialised:
             self.raw.add(key)
         return slot

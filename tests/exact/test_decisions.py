@@ -347,3 +347,29 @@ def test_what_nobody_needs_is_not_run_again(monkeypatch):
     )
     case.forward(planned(case, plan_with(case, "replay", lambda region, op, nth: True))).backward()
     assert found == reckoned == ["aten.addmm.default", "aten.tanh.default"]
+
+
+def test_a_storage_is_not_taken_for_one_that_is_gone(monkeypatch):
+    """Memory that was made without values and dropped: the next storage often comes to its address."""
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        gone = [torch.empty_like(x) for _ in range(64)]
+        del gone
+        y = x * 2.0
+        return y.sin()
+
+    packed = []
+    pack = replay.Recording.pack
+    monkeypatch.setattr(
+        replay.Recording, "pack", lambda self, t: packed.append(found := pack(self, t)) or found
+    )
+    program = Program(
+        "it", [(f"aten.{op}", True) for op in (*["empty_like.default"] * 64, "mul.Tensor", "sin.default")]
+    )
+    for _ in range(50):
+        x = X.clone().requires_grad_()
+        replay.run(program, region, (x,), {}).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, (X * 2.0).cos() * 2.0)
+    assert all(type(found) is replay.Handle for found in packed)
+    assert len(packed) == 50

@@ -158,20 +158,14 @@ class Pausing:
 
     Args:
         fqn: its name, as in the programs' pauses.
-        forward: the instance's own `forward` attribute if it had one, else None.
         plan_id: tells which plan it belongs to.
     """
 
-    def __init__(self, fqn: str, forward: Any, plan_id: str):
+    forward = None  # a module with one of its own may do anything, and does not pause
+
+    def __init__(self, fqn: str, plan_id: str):
         self.fqn = fqn
-        self.forward = forward
         self.plan_id = plan_id
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pausing:
-        return Pausing(self.fqn, copy.deepcopy(self.forward, memo), self.plan_id)
-
-    def __reduce__(self) -> Any:
-        return Pausing, (self.fqn, self.forward, self.plan_id)
 
 
 def pausing_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -180,8 +174,6 @@ def pausing_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     recording = None if torch.compiler.is_compiling() else replay.running.recording
     pauses = recording is not None and recording.pause(pausing.fqn)
     try:
-        if pausing.forward is not None:
-            return pausing.forward(*args, **kwargs)
         return type(module).forward(module, *args, **kwargs)
     finally:
         if recording is not None and pauses:
@@ -189,8 +181,9 @@ def pausing_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def attach_pausing(module: torch.nn.Module, fqn: str, plan_id: str) -> None:
-    """Let a module inside of regions pause their recording; arguments as for `Pausing`."""
-    _put(module, pausing_forward, Pausing(fqn, module.__dict__.get("forward"), plan_id))
+    """Let a module inside of regions pause their recording, unless its forward has been replaced; see `Pausing`."""
+    if "forward" not in module.__dict__:
+        _put(module, pausing_forward, Pausing(fqn, plan_id))
 
 
 def detach(module: torch.nn.Module) -> None:

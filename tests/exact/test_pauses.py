@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +17,9 @@ from autoac.engine import replay
 from autoac.engine.attach import attach_pausing
 from autoac.engine.program import Program
 from autoac_solver.pauses import Pause
+from autoac_solver.profile import EngineCosts, Profile
 from tests.exact.harness import assert_nothing_active
-from tests.small_models import BLOCKS, assert_same, batch, make, step
+from tests.small_models import BLOCKS, assert_same, batch, make, step, tight_plan
 
 X = torch.linspace(-1, 1, 64).reshape(8, 8)
 
@@ -167,8 +170,32 @@ def test_no_pause_below_a_mode_of_the_users(monkeypatch: pytest.MonkeyPatch):
     assert "aten.sin.default" in seen
 
 
+def profiled() -> Profile:
+    """With costs that are no measurements, and make pauses worth it."""
+    return dataclasses.replace(autoac.profile(make(), batch()), costs=EngineCosts())
+
+
+def test_a_layer_with_another_forward_does_not_pause():
+    """Somebody has put it there since the step was profiled, and it may write what nobody sees."""
+    plan = tight_plan(profiled(), "replay", [f"blocks.{i}" for i in range(BLOCKS)])
+    pausing = {pause.fqn for region in plan.regions if region.wrapped for pause in plan.record.pauses(region)}
+    assert pausing
+    for own in (False, True):
+        model = make()
+        layers = [model.get_submodule(fqn) for fqn in pausing]
+        forwards = [functools.partial(type(layer).forward, layer) for layer in layers]
+        for layer, forward in zip(layers, forwards, strict=True):
+            if own:
+                layer.__dict__["forward"] = forward
+        plan.apply(model)
+        for layer, forward in zip(layers, forwards, strict=True):
+            assert (layer.__dict__["forward"] is forward) == own
+        assert_same(step(model, batch()), step(make(), batch()))
+        plan.remove(model)
+
+
 def test_a_plan_sees_as_many_ops_as_it_reckons_with(monkeypatch: pytest.MonkeyPatch):
-    profile = autoac.profile(make(), batch())
+    profile = profiled()
     plans = autoac.tradeoff(profile, points=4, regions=[f"blocks.{i}" for i in range(BLOCKS)]).plans
     expected = step(make(), batch())
     hidden = 0

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import autoac
 from autoac_solver.profile import Profile
+from tests.fuzz.check import with_given_times
 from tests.small_models import batch, make
 
 ENGINES = ["replay", "sac"]
@@ -100,6 +101,24 @@ def test_given_budgets_and_those_that_no_plan_meets(profile: Profile) -> None:
     assert list(curve.frame["budget_bytes"]) == [minimum, 2 * minimum]
     with pytest.raises(autoac.InfeasibleBudgetError):
         autoac.tradeoff(profile, budgets=[minimum - 1])
+
+
+@pytest.mark.parametrize("share", [1.02, 1.1])
+def test_many_small_steps_over_time_have_a_plan_in_time(share: float) -> None:
+    """What the relaxation recomputes is too little in every rounding; the way to the least peak has a plan."""
+
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.GRU(8, 8, 2, batch_first=True)
+
+        def forward(self, sequence: torch.Tensor) -> torch.Tensor:
+            return self.cells(sequence)[0].sum()
+
+    profile = with_given_times(autoac.profile(Summed(), torch.randn(4, 40, 8)))
+    budget = int(share * least(profile, "replay"))
+    plan = autoac.solve(profile, budget, time_limit_s=4)
+    assert plan.predicted_peak_bytes <= budget
 
 
 @pytest.mark.parametrize("engine", ENGINES)

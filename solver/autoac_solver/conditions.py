@@ -97,6 +97,22 @@ class Algebra:
             changed = self._merge_one(found)
         return frozenset(found)
 
+    def joined(self, term: Term, alternative: Alternative | None) -> Term:
+        """The term, or this alternative (None: impossible); both already without what is redundant in them.
+
+        The same as `term` of them all, but it takes one look at each of them, not at each pair.
+        """
+        if alternative is None:
+            return term
+        implied = self._all_implied(alternative)
+        if any(other <= implied for other in term):
+            return term
+        opposite = {-literal for literal in alternative}
+        for other in term:
+            if not opposite.isdisjoint(other) or alternative <= self._all_implied(other):
+                return self.term((*term, alternative))
+        return term | {alternative}
+
     def _representative(self, literal: int) -> int:
         """The literal of the twin."""
         if abs(literal) > self._n_units:

@@ -33,6 +33,7 @@ class Formulation:
         minimise_time: False looks for just any plan within the budget.
 
     Attributes:
+        minimise_time: whether the objective is the time.
         program: for the solver.
         positions: those that have a memory row.
         impossible: a row, left out of the program, cannot be met whatever is decided.
@@ -52,6 +53,7 @@ class Formulation:
     ) -> None:
         self._problem, self._algebra, self._memory = problem, algebra, memory
         self._budget_bytes = budget_bytes
+        self.minimise_time = budget_bytes is not None and minimise_time
         self.program = Program(pulp.LpProblem("autoac", pulp.LpMinimize), [])
         self.positions: set[int] = set()
         self.impossible = False
@@ -69,7 +71,7 @@ class Formulation:
             self._add_variable(_PEAK, "peak", None)
             objective = [(self._variable(_PEAK), 1.0)]
         else:
-            objective = self._costs() if minimise_time else []
+            objective = self._costs() if self.minimise_time else []
         self.program.model.setObjective(pulp.LpAffineExpression(objective))
 
     def decisions(self, values: np.ndarray) -> np.ndarray:

@@ -44,9 +44,13 @@ class Greedy:
                 needs[other].append(unit)
         self._moves = [self._move(needs[unit]) for unit in self._order(problem, needs)]
 
-    def plan(self, budget_bytes: int) -> np.ndarray | None:
-        """What is recomputed, a bool per unit; None if it does not come down to the budget."""
-        recomputed = self._everything.copy()
+    def plan(self, budget_bytes: int, start: np.ndarray | None = None) -> np.ndarray | None:
+        """What is recomputed, a bool per unit; None if it does not come down to the budget.
+
+        Args:
+            start: permitted decisions to begin with instead of everything recomputed.
+        """
+        recomputed = (self._everything if start is None else start).copy()
         live_bytes = self.simulator.live_bytes(recomputed)
         kept_more = True
         while kept_more:

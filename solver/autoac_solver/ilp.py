@@ -10,13 +10,12 @@ from autoac_solver.backends import Outcome
 from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.format import format_bytes, format_seconds
 from autoac_solver.formulation import Formulation
+from autoac_solver.greedy import Greedy
 from autoac_solver.problem import Problem
 from autoac_solver.search import WHOLE, Plan, Prepared, Progress, Search, Task, worst_positions
 from autoac_solver.simulator import Decisions
 from autoac_solver.solution import Solution
 
-_NEAR_PEAK = 0.95
-"""Share of the peak, above the resident bytes, from which a position is worth a row when the peak is minimised."""
 _CLOSED = 1e-9
 """Share of the step below which a difference in time is a rounding error."""
 
@@ -91,7 +90,7 @@ class _LeastTime(Search):
         return self.best is None or plan.timeline.objective_s < self.best.timeline.objective_s
 
     def learn(self, formulation: Formulation, outcome: Outcome) -> None:
-        if np.isfinite(outcome.bound):
+        if formulation.minimise_time and np.isfinite(outcome.bound):
             self.bound_s = max(self.bound_s, outcome.bound / formulation.cost_per_s + formulation.constant_s)
 
     def solve(self) -> Solution:
@@ -113,10 +112,38 @@ class _LeastTime(Search):
         if outcome.values is not None:
             self._thin_out(formulation.decisions(outcome.values))
         result = outcome.status
+        if result != "infeasible" and self.best is None:
+            result = self._reach(formulation)
         if result != "infeasible" and not self._closed():
             result = self.find(formulation, "plan", self._gap_s * formulation.cost_per_s)
         if result == "infeasible" and self.best is None:
             self._find_minimum()
+
+    def _reach(self, formulation: Formulation) -> str:
+        """Look for any plan within the budget, however slow, and keep more in it.
+
+        Roundings on the way to the least peak get there within a few linear programs where those on the way to the
+        least time do not, for they recompute too little; if they do not either, any plan takes fewer rounds than the
+        fastest one.
+
+        Returns:
+            As `find`.
+        """
+        lowest = self.task.formulate(None)
+        lowest.add_rows(self.near_peak())
+        self.relax(lowest)
+        formulation.add_rows(lowest.positions)
+        if self.best is None:
+            reaching = self.task.formulate(self._budget_bytes, minimise_time=False)
+            reaching.add_rows(formulation.positions)
+            result = self.find(reaching, "reach")
+            formulation.add_rows(reaching.positions)
+            if self.best is None:
+                return result
+        faster = Greedy(self.task.simulator).plan(self._budget_bytes, self.best.recomputed)
+        assert faster is not None, "it starts within the budget"
+        self.consider(faster)
+        return "found"
 
     def _thin_out(self, decisions: np.ndarray) -> None:
         """Recompute all that the relaxation recomputes in part, then take back what need not be, regions first.
@@ -201,7 +228,7 @@ class _LeastPeak(Search):
         for recomputed in self.task.simple_plans():
             self.consider(recomputed)
         formulation = self.task.formulate(None)
-        formulation.add_rows(self._near_peak())
+        formulation.add_rows(self.near_peak())
         outcome = self.relax(formulation)
         floor_bytes = 0 if outcome.values is None else int(formulation.limit_bytes(outcome.values))
         proven = self._close_in(formulation.positions, floor_bytes)
@@ -211,12 +238,6 @@ class _LeastPeak(Search):
         """The best plan; recomputing nothing that need not be is always one."""
         assert self.best is not None
         return self.best
-
-    def _near_peak(self) -> list[int]:
-        """The positions of the best plan that come near its peak."""
-        timeline, resident_bytes = self._plan().timeline, self.task.problem.resident_bytes
-        limit = resident_bytes + _NEAR_PEAK * (timeline.peak_bytes - resident_bytes)
-        return worst_positions(timeline.live_bytes, limit)
 
     def _close_in(self, positions: set[int], floor_bytes: int) -> bool:
         """Look for a plan of one byte less; while there is one, look half-way down, and for one byte less again.

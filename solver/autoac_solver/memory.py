@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoac_solver.conditions import FALSE, TRUE, Algebra, Term
+from autoac_solver.conditions import FALSE, TRUE, Algebra, Alternative, Term
 from autoac_solver.problem import Condition, Instance, Problem
 
 _ALWAYS_ALIVE = 0
@@ -48,7 +48,7 @@ class MemoryModel:
         self._auxiliary: list[Term] = []
         self._algebra = algebra
         self._literal_of_term: dict[Term, int] = {}
-        self._literal_of_conditions: dict[tuple[Condition, ...], int | None] = {}
+        self._alternatives: dict[tuple[Condition, ...], Alternative | None] = {}
         pieces = [piece for instance in problem.instances for piece in self._pieces(instance)]
         self._start, self._end, self._bytes, self._literal = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
         constant = np.where(self._literal == _ALWAYS_ALIVE, self._bytes, 0)
@@ -105,26 +105,28 @@ class MemoryModel:
 
     def _pieces(self, instance: Instance) -> Iterator[tuple[int, int, int, int]]:
         """(start, end, bytes, literal) of an instance's segments."""
-        holders = sorted((h for h in instance.holders if h.end > instance.end), key=lambda h: h.end)
-        conditions = tuple(holder.when for holder in holders)
-        start = instance.start
-        for index, end in enumerate([instance.end, *(holder.end for holder in holders)]):
-            if end > start:
-                # Up to its own end an instance needs no holder.
-                holding = conditions[index - 1 :] if index else ()
-                literal = self._literal_for((instance.exists, *holding))
-                if literal is not None and instance.bytes:
-                    yield start, end, instance.bytes, literal
-                start = end
+        if not instance.bytes:
+            return
+        # Up to its own end an instance needs no holder, from there on any of those that last.
+        lasting = sorted((h for h in instance.holders if h.end > instance.end), key=lambda h: -h.end)
+        segments = []
+        term = FALSE
+        for holder, start in zip(lasting, [*(h.end for h in lasting[1:]), instance.end], strict=False):
+            term = self._algebra.joined(term, self._alternative(instance.exists, holder.when))
+            if start < holder.end:
+                segments.append((start, holder.end, term))
+        exists = self._alternative(instance.exists)
+        if exists is not None and instance.start < instance.end:
+            segments.append((instance.start, instance.end, frozenset({exists})))
+        for start, end, term in reversed(segments):
+            literal = self._literal_of(term)
+            if literal is not None and max(start, instance.start) < end:
+                yield max(start, instance.start), end, instance.bytes, literal
 
-    def _literal_for(self, conditions: tuple[Condition, ...]) -> int | None:
-        """The literal that is true while the first condition and any of the others hold; None for never."""
-        if conditions not in self._literal_of_conditions:
-            exists, *holding = conditions
-            alternatives = [self._algebra.alternative(exists, when) for when in holding]
-            term = self._algebra.term(alternatives if holding else [self._algebra.alternative(exists)])
-            self._literal_of_conditions[conditions] = self._literal_of(term)
-        return self._literal_of_conditions[conditions]
+    def _alternative(self, *conditions: Condition) -> Alternative | None:
+        if conditions not in self._alternatives:
+            self._alternatives[conditions] = self._algebra.alternative(*conditions)
+        return self._alternatives[conditions]
 
     def _literal_of(self, term: Term) -> int | None:
         """A term as one literal, if need be of a new auxiliary variable."""

@@ -28,11 +28,13 @@ _ROWS_A_ROUND = 128
 """About how many memory rows are added at once, spread over the positions."""
 _ROUNDINGS = 12
 """At how many thresholds a fractional solution is rounded."""
+_NEAR_PEAK = 0.95
+"""Share of the peak, above the resident bytes, from which a position is worth a row when a low peak is looked for."""
 WHOLE = 1e-3
 """How near to 0 or 1 a fractional decision counts as whole."""
 
 
-Phase = Literal["relaxation", "plan", "least peak"]
+Phase = Literal["relaxation", "reach", "plan", "least peak"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,13 @@ class Search:
         if self.is_better(plan):
             self.best = plan
         return plan
+
+    def near_peak(self) -> list[int]:
+        """The positions of the lowest plan that come near its peak."""
+        assert self.lowest is not None
+        timeline, resident_bytes = self.lowest.timeline, self.task.problem.resident_bytes
+        limit = resident_bytes + _NEAR_PEAK * (timeline.peak_bytes - resident_bytes)
+        return worst_positions(timeline.live_bytes, limit)
 
     def relax(self, formulation: Formulation) -> Outcome:
         """Add rows until the relaxation breaks the budget nowhere; consider its roundings on the way."""

@@ -1,3 +1,4 @@
+import functools
 import itertools
 import random
 
@@ -68,10 +69,13 @@ def test_a_term_is_true_when_one_of_its_conditions_holds(seed):
     rules = Algebra(problem)
     used = [c for i in problem.instances for c in (i.exists, *(h.when for h in i.holders))] + [ALWAYS]
     alternatives = [rng.sample(used, min(len(used), rng.choice((1, 2)))) for _ in range(rng.randint(1, 5))]
-    result = rules.term(rules.alternative(*conditions) for conditions in alternatives)
+    simple = [rules.alternative(*conditions) for conditions in alternatives]
+    result = rules.term(simple)
+    one_by_one = functools.reduce(rules.joined, simple, FALSE)
     for recomputed in itertools.product((False, True), repeat=len(problem.units)):
         if reference.permitted(problem, recomputed):
             wrapped = [reference.is_wrapped(problem, k, recomputed) for k in range(len(problem.regions))]
             truth = [*recomputed, *wrapped]
             expected = any(all(reference.holds(problem, c, recomputed) for c in a) for a in alternatives)
-            assert any(all(truth[abs(x) - 1] == (x > 0) for x in a) for a in result) == expected
+            for found in (result, one_by_one):
+                assert any(all(truth[abs(x) - 1] == (x > 0) for x in a) for a in found) == expected

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoac.arguments import held_in
 from autoac.compat import (
     current_node,
     disable_dispatch_modes,
@@ -448,6 +449,7 @@ class Tape(TorchDispatchMode):
                 "inputs": tuple(dict.fromkeys(self._ids(tensors_of(inputs)))),
                 "views": 0,
                 "plain": plain,
+                "changes_arguments": False,
             }
         )
         self.call_stack.append(len(self.calls) - 1)
@@ -460,11 +462,13 @@ class Tape(TorchDispatchMode):
         call = self.calls[index]
         return f"module {call['fqn'] or 'the model itself'!r} ({call['class_name']})"
 
-    def leave(self) -> None:
-        """A module's forward ends."""
+    def leave(self, changes_arguments: bool) -> None:
+        """A module's forward ends; `changes_arguments` as in `ModuleCall`."""
         self._poll()
         self.tick += 1
-        self.calls[self.call_stack.pop()]["end"] = self.tick
+        call = self.calls[self.call_stack.pop()]
+        call["end"] = self.tick
+        call["changes_arguments"] = changes_arguments
 
     # -- the record --------------------------------------------------------------------------------------------
 
@@ -653,6 +657,7 @@ class Instrumented:
         def forward(_: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             number = self.counts[module]
             self.counts[module] += torch.is_grad_enabled()
+            held = held_in((args, kwargs))
             self.tape.enter(name, number, module, (args, kwargs), plain)
             try:
                 if (
@@ -664,7 +669,7 @@ class Instrumented:
                     return self._run_lean(name, original, args, kwargs)
                 return original(*args, **kwargs)
             finally:
-                self.tape.leave()
+                self.tape.leave(held_in((args, kwargs)) != held)
 
         return forward
 

@@ -21,9 +21,9 @@ ORDER = {
         explanation choices curve sweep planning batches page __init__
     """,
     "autoac": """
-        _version compat opinfo measure engine policies untouched step costs fake as_cuda signatures private_results
-        timing scratch tape regions recorder optimizer verify memory_trace plans planner __init__ zoo calibrate demo
-        compare selfcheck cli __main__
+        _version compat arguments opinfo measure engine policies untouched step costs fake as_cuda signatures
+        private_results timing scratch tape regions recorder optimizer verify memory_trace plans planner __init__ zoo
+        calibrate demo compare selfcheck cli __main__
     """,
 }
 FOLDERS = {"autoac_solver": ROOT / "solver" / "autoac_solver", "autoac": ROOT / "autoac"}

@@ -216,7 +216,7 @@ class _Search:
         self.budgets_bytes = tuple(
             sorted({limits(budget, 0, profile.device_bytes or None)[0] for budget in self.budgets})
         )
-        choices = Choices(profile, region_choices(profile, self.regions), self.engine)
+        choices = Choices(profile, region_choices(profile, self.regions, self.engine), self.engine)
         try:
             # Some of the budgets say nothing of whether the batch fits: Ctrl-C ends it all.
             points, notes = sweep(

@@ -26,7 +26,7 @@ import numpy as np
 
 from autoac_solver.pauses import possible_pauses
 from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, SharedCost, Unit
-from autoac_solver.profile import NEVER, Profile
+from autoac_solver.profile import NEVER, ModuleCall, Profile
 
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of a CPU generator's state; `torch.utils.checkpoint` stashes one for each region."""
@@ -114,6 +114,11 @@ def build(
     return _Builder(profile, regions, engine, pinned).built()
 
 
+def may_run_twice(call: ModuleCall) -> bool:
+    """Whether a module's code may run a second time, as engine sac has it, for all that its arguments tell."""
+    return not call.changes_arguments
+
+
 class _Region:
     """A region while the problem is built."""
 
@@ -170,6 +175,8 @@ class _Builder:
         profile, found = self.profile, []
         for call in calls:
             record = profile.calls[call]
+            if self.engine == "sac" and not may_run_twice(record):
+                continue
             ops = range(bisect_left(self.ticks, record.start), bisect_left(self.ticks, record.end))
             first = bisect_left(saved_ticks, (record.start, -1))
             last = bisect_left(saved_ticks, (record.end, -1))

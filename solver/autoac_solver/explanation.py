@@ -15,6 +15,7 @@ from autoac_solver.html import escape, table
 from autoac_solver.ilp import solve
 from autoac_solver.plan_record import PlanRecord
 from autoac_solver.profile import Profile
+from autoac_solver.report import about_caches
 
 _MOST_LINES = 8
 _TIME_LIMIT_S = 10.0
@@ -114,8 +115,14 @@ def _summary(record: PlanRecord) -> tuple[str, ...]:
         f"({record.solver}, {record.solve_s:.1f} s)",
         f"  regions         {len(record.regions)}, of which {untouched} are left untouched (nothing to recompute)",
         *_policies(record),
+        *_about_caches(record),
         *(f"  note            {note}" for note in record.profile.notes),
     )
+
+
+def _about_caches(record: PlanRecord) -> list[str]:
+    about = about_caches(record.profile, record.engine) if record.engine == "sac" else ""
+    return [f"  note            {about}"] if about else []
 
 
 def _policies(record: PlanRecord) -> list[str]:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
+from autoac_solver.build import may_run_twice
 from autoac_solver.profile import NEVER, Profile
 
 COARSEST_SHARE = 0.6
@@ -21,23 +22,28 @@ FINER = 0.5
 MOST_CHOICES = 5
 
 
-def partitions(profile: Profile) -> list[tuple[int, ...]]:
-    """Choices of regions (module calls), from coarse to fine, and at last the whole model as one region."""
+def partitions(profile: Profile, engine: str = "replay") -> list[tuple[int, ...]]:
+    """Choices of regions (module calls), from coarse to fine, and at last the whole model as one region.
+
+    Args:
+        engine: "replay" or "sac", which leaves alone what `may_run_twice` does not allow.
+    """
     weights = _saved_bytes(profile)
     children: list[list[int]] = [[] for _ in profile.calls]
     roots = []
     for index, call in enumerate(profile.calls):
         (roots if call.parent < 0 else children[call.parent]).append(index)
+    possible = [call.grad and (engine != "sac" or may_run_twice(call)) for call in profile.calls]
     limit = COARSEST_SHARE * sum(weights[root] for root in roots)
     choices: list[tuple[int, ...]] = []
     while len(choices) < MOST_CHOICES:
-        choice = _descend(profile, roots, children, weights, limit)
+        choice = _descend(possible, roots, children, weights, limit)
         choices.append(choice)
         largest = max((weights[call] for call in choice if children[call]), default=0)
         if not largest:
             break
         limit = FINER * largest
-    choices.append(tuple(root for root in roots if profile.calls[root].grad))
+    choices.append(tuple(root for root in roots if possible[root]))
     return [choice for choice in dict.fromkeys(choices) if choice] or [()]
 
 
@@ -55,7 +61,7 @@ def named_calls(profile: Profile, names: Sequence[str]) -> list[int]:
 
 
 def _descend(
-    profile: Profile, roots: list[int], children: list[list[int]], weights: list[int], limit: float
+    possible: list[bool], roots: list[int], children: list[list[int]], weights: list[int], limit: float
 ) -> tuple[int, ...]:
     chosen = []
     stack = list(reversed(roots))
@@ -63,7 +69,7 @@ def _descend(
         call = stack.pop()
         if not weights[call]:
             continue  # autograd saved nothing in it
-        if profile.calls[call].grad and (weights[call] <= limit or not children[call]):
+        if possible[call] and (weights[call] <= limit or not children[call]):
             chosen.append(call)
         else:
             stack.extend(reversed(children[call]))

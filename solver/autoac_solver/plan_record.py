@@ -35,7 +35,7 @@ from autoac_solver.solution import Solution
 from autoac_solver.stacking import Stacked, stacked
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 4  # 4: the profile's third version
+SCHEMA_VERSION = 5  # 5: the profile's fourth version
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def plan_profile(
     start = time.perf_counter()
     engine, reason = resolve_engine(engine)
     budget_bytes, headroom_bytes = limits(budget, headroom, profile.device_bytes or None)
-    choices = Choices(profile, region_choices(profile, regions), engine, policies)
+    choices = Choices(profile, region_choices(profile, regions, engine), engine, policies)
     choice, solution = choices.best(
         budget_bytes - headroom_bytes, time_limit_s, gap, progress or (lambda *_: None)
     )
@@ -84,7 +84,7 @@ def plan_budgets(
     engine, reason = resolve_engine(engine)
     if points < 2:
         raise ValueError(f"points is {points}; a curve takes at least 2.")
-    choices = Choices(profile, region_choices(profile, regions), engine, policies)
+    choices = Choices(profile, region_choices(profile, regions, engine), engine, policies)
     tell = progress or (lambda *_: None)
     tell("what people do by hand", 0.0)
     by_hand = baselines(profile)
@@ -125,10 +125,10 @@ def limits(budget: int | str, headroom: int | str, total: int | None) -> tuple[i
     return budget_bytes, headroom_bytes
 
 
-def region_choices(profile: Profile, names: str | Sequence[str] | None) -> list[tuple[int, ...]]:
+def region_choices(profile: Profile, names: str | Sequence[str] | None, engine: str) -> list[tuple[int, ...]]:
     """The choices of regions to try, from coarse to fine; only one where the user named them."""
     if names is None:
-        return partitions(profile)
+        return partitions(profile, engine)
     names = [names] if isinstance(names, str) else list(names)
     calls = named_calls(profile, names)
     if not calls:

@@ -25,7 +25,9 @@ from autoac_solver.limits import MOST_BYTES, is_number, is_seconds, is_size, is_
 from autoac_solver.pictures import draw_bars
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 3  # 2: what an op's time was found from; 3: what pauses of the recording need
+SCHEMA_VERSION = (
+    4  # 2: what an op's time was found from; 3: what pauses need; 4: calls that change an argument
+)
 
 NEVER = -1
 
@@ -145,6 +147,8 @@ class ModuleCall:
         inputs: storages of the tensors among its arguments.
         views: how many ops that only make views or metadata ran directly in it or below.
         plain: the module is one of `torch.nn`, as it is there: what its forward runs does not depend on data.
+        changes_arguments: an object among its arguments holds something else afterwards, as a cache of keys and values
+            does; so its code cannot be run twice.
     """
 
     fqn: str
@@ -157,6 +161,7 @@ class ModuleCall:
     inputs: tuple[int, ...] = ()
     views: int = 0
     plain: bool = False
+    changes_arguments: bool = False
 
 
 @dataclass(frozen=True, slots=True)

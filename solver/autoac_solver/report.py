@@ -122,6 +122,22 @@ def fixed_bytes_at(built: Built, position: int) -> int:
     return built.problem.resident_bytes + sum(instance.bytes for instance in always)
 
 
+def about_caches(profile: Profile, engine: str) -> str:
+    """What it means for an engine that modules change an object that they are given, and what to do; "" if none do."""
+    names = list(dict.fromkeys(call.fqn for call in profile.calls if call.grad and call.changes_arguments))
+    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    if not outermost:
+        return ""
+    who = repr(outermost[0]) + (f" and {len(outermost) - 1} more" if len(outermost) > 1 else "")
+    change = f"{who} change an object that they are given (a cache of keys and values, say)"
+    if engine == "sac":
+        return (
+            f"{change}, so their code cannot run twice and engine sac leaves them as they are: turn that off "
+            "(use_cache=False), or use engine='replay'"
+        )
+    return f"{change}, which holds what it got to the end of the step: turn that off (use_cache=False)"
+
+
 def suggestions(holders: Sequence[tuple[str, str, int]], finer_regions: bool) -> tuple[str, ...]:
     """What would lower the peak, judged by what holds it.
 

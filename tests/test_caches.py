@@ -1,0 +1,98 @@
+"""Modules that put something into an object that they are given: their code cannot run twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import autoac
+from tests.small_models import least_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Cache:
+    """What later calls read, as caches of keys and values do."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, torch.Tensor] = {}
+
+
+class Block(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.inner = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        before = cache.seen.get(self.index)
+        made = self.inner(x if before is None else x + before)
+        cache.seen[self.index] = made
+        return x + made.sin()
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(index) for index in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return x.square().mean() + sum(made.mean() for made in cache.seen.values())
+
+
+def test_who_changes_an_argument_is_recorded() -> None:
+    profile = autoac.profile(Cached(), torch.randn(64, 32))
+    assert {call.fqn for call in profile.calls if call.changes_arguments} == {f"blocks.{i}" for i in range(4)}
+
+
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+def test_the_least_budget_is_kept(engine: str) -> None:
+    model, sample = Cached(), torch.randn(64, 32)
+    profile = autoac.profile(model, sample)
+    plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine)
+    assert plan.predicted_peak_bytes < plan.record.unplanned_peak_bytes
+    report = plan.verify(model, sample)
+    assert report.ok, report
+    # A block's code cannot run twice; what is inside of it can.
+    wrapped = {region.name for region in plan.regions if region.wrapped}
+    assert engine == "replay" or wrapped <= {f"blocks.{i}.inner" for i in range(4)}
+
+
+def test_one_is_told_what_to_do() -> None:
+    profile = autoac.profile(Cached(), torch.randn(64, 32))
+    with pytest.raises(
+        autoac.InfeasibleBudgetError, match=r"blocks\.0' and 3 more change an object"
+    ) as caught:
+        autoac.solve(profile, 1, engine="sac")
+    plan = autoac.solve(profile, caught.value.minimum_bytes, engine="sac")
+    assert "'blocks.0' and 3 more change an object" in str(plan.explain())
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    config.decoder_start_token_id = 0
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("make", [t5, llama])
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+def test_real_models_with_their_cache(make, engine: str) -> None:
+    """As they are by default; T5's cross attention does not compute its keys in a second run."""
+    ids = torch.randint(60, (2, 16))
+    model, sample = make().train(), {"input_ids": ids, "labels": ids}
+    profile = autoac.profile(model, sample)
+    plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine)
+    report = plan.verify(model, sample)
+    assert report.ok, report

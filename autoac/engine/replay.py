@@ -523,7 +523,7 @@ class Recording(TorchDispatchMode):
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor without its graph, which would make a cycle: see NOTE [ Who holds what ] 3."""
-        return tensor if tensor.grad_fn is None else detach_sharing_version(tensor)
+        return detach_sharing_version(tensor) if _has_graph(tensor) else tensor
 
     def slot_of(self, tensor: torch.Tensor) -> Slot | None:
         """The slot of the tensor's storage if that will be recomputed."""
@@ -557,7 +557,7 @@ class Recording(TorchDispatchMode):
         call = self.call
         slot = self.slot_of(tensor)
         if slot is None or (self.raw and _key(tensor) in self.raw and not slot.written):
-            if tensor.grad_fn is not None:
+            if _has_graph(tensor):
                 if _is_foreign(type(tensor)):
                     tensor = tensor.detach()  # its own dispatch must see that, and our mode ignores it
                 else:
@@ -592,6 +592,11 @@ def _key(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except NotImplementedError:
         return 0  # sparse and the like have no storage
+
+
+def _has_graph(tensor: torch.Tensor) -> bool:
+    """Whether it holds a graph: its own, or its base's, of which it is a view made while gradients were off."""
+    return tensor.grad_fn is not None or tensor._is_view()
 
 
 def _is_foreign(kind: type) -> bool:

@@ -1,5 +1,7 @@
 """What goes wrong in a step: clear errors instead of wrong gradients, and a next step that is right."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -233,3 +235,23 @@ def test_torch_whose_policies_see_no_results_is_refused_by_sac(monkeypatch):
     model = planned(case, plan_with(case, "sac", lambda region, op, nth: op == "aten.tanh.default"))
     with pytest.raises(RuntimeError, match=r"needs a torch whose checkpoint policies see .* engine=.replay"):
         case.forward(model)
+
+
+def test_a_view_that_a_record_keeps_does_not_keep_the_graph_of_its_base():
+    """Made with gradients off it has no graph of its own, but its base has one."""
+
+    def region(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            rows = x[1:]
+        return (rows + weight).sin()
+
+    program = Program("region", [("aten.add.Tensor", True), ("aten.sin.default", False)])
+    weight = torch.randn(3, requires_grad=True)
+    saved_before = torch.randn(4, 3) * 1.0
+    freed = weakref.ref(saved_before.untyped_storage())
+    x = saved_before.requires_grad_().sin()
+    result = replay.run(program, region, (x, weight), {})
+    del x, saved_before
+    assert freed() is None
+    result.sum().backward()
+    assert weight.grad is not None

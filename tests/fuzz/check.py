@@ -184,12 +184,24 @@ def check_peak(spec: ModelSpec, plan: Plan, tally: Counter[str]) -> None:
         tally["above the prediction without a plan"] += 1
         return
     above = peak > plan.predicted_peak_bytes + PEAK_TOLERANCE_BYTES
+    if above and _holds_itself(spec, plan):
+        tally["above the prediction without a plan"] += 1
+        return
     tally[f"above the prediction, {plan.engine}"] += above
     # Fewer where the step without a plan leaves a reference cycle, as torch's checkpoint does.
     assert with_plan.end_above_start_bytes <= without.end_above_start_bytes, (
         f"{plan.engine}: {with_plan.end_above_start_bytes} bytes more after the step, "
         f"{without.end_above_start_bytes} without a plan"
     )
+
+
+def _holds_itself(spec: ModelSpec, plan: Plan) -> bool:
+    """Whether the step without a plan has more alive in backward than is predicted, if not at its peak: see above."""
+    unplanned = autoac.solve(plan.record.profile, 2**40)
+    predicted = unplanned.memory_timeline()
+    measured = unplanned.measure_memory(build(spec), sample_of(spec), loss=loss_of)
+    above = measured.to_numpy() - predicted["live_bytes"].to_numpy()
+    return bool((above[predicted["phase"] == "backward"] > PEAK_TOLERANCE_BYTES).any())
 
 
 def measure(spec: ModelSpec, plan: Plan | None) -> Measurement[None]:

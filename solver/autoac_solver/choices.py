@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from autoac_solver.errors import InfeasibleBudgetError, PolicyError, ProfilingError
+from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError, PolicyError, ProfilingError
 from autoac_solver.ilp import solve
 from autoac_solver.policies import Policy
 from autoac_solver.profile import Profile
@@ -37,8 +37,11 @@ class Choice:
         self._start: tuple[bool, ...] | None = None
         self._infeasible: InfeasibleBudgetError | None = None
 
-    def solve(self, limit: int, gap: float, time_limit_s: float) -> Solution:
+    def solve(self, limit: int, gap: float, time_limit_s: float, rough: bool = False) -> Solution:
         """The best plan within a limit, not slower than the last one found if that is within the limit.
+
+        Args:
+            rough: without the integer program, see `ilp.solve`.
 
         Raises:
             InfeasibleBudgetError: there is none.
@@ -49,7 +52,9 @@ class Choice:
                 limit, known.minimum_bytes, True, known.recomputed, known.peak_position
             )
         try:
-            solution = solve(self.prepared, limit, gap=gap, time_limit_s=time_limit_s, start=self._start)
+            solution = solve(
+                self.prepared, limit, gap=gap, time_limit_s=time_limit_s, start=self._start, rough=rough
+            )
         except InfeasibleBudgetError as error:
             self._infeasible, self._start = error, error.recomputed
             raise
@@ -98,33 +103,56 @@ class Choices:
         gap: float,
         tell: Callable[[str, float], None] = lambda *_: None,
     ) -> tuple[Choice, Solution]:
-        """The fastest plan within a limit: from coarse to fine, as long as finer choices help.
+        """The fastest plan within a limit.
 
-        Coarse regions are nearly always the faster ones, so in large models the first choice that fits is taken.
+        The choices are solved roughly first, from coarse to fine, as long as finer ones can help; coarse regions are
+        nearly always the faster ones, so in large models the first choice that fits is taken. Then they are solved
+        to the gap, but for those that are known by then not to lead to a faster plan.
 
         Raises:
             InfeasibleBudgetError: for the choice with the least possible peak.
+            NoPlanInTimeError: no plan was found, and at least one choice was not ruled out.
         """
         deadline = time.perf_counter() + time_limit_s
-        best: tuple[Choice, Solution] | None = None
+
+        def left_s() -> float:
+            return max(0.1, deadline - time.perf_counter())
+
+        rough: list[tuple[Choice, Solution]] = []
         infeasible: tuple[Choice, InfeasibleBudgetError] | None = None
+        late: NoPlanInTimeError | None = None
         for index in range(len(self)):
             tell(f"solving with {len(self._calls[index])} regions", index / len(self))
             choice = self[index]
             try:
-                solution = choice.solve(limit, gap, max(0.1, deadline - time.perf_counter()))
+                solution = choice.solve(limit, gap, left_s(), rough=True)
             except InfeasibleBudgetError as error:
                 if infeasible is None or error.minimum_bytes < infeasible[1].minimum_bytes:
                     infeasible = choice, error
                 continue
-            if best is not None and solution.objective_s >= best[1].objective_s:
+            except NoPlanInTimeError as error:
+                late = late or error
+                continue
+            if rough and solution.bound_s >= min(s.objective_s for _, s in rough):
                 break
-            best = choice, solution
+            rough.append((choice, solution))
             problem = choice.built.problem
             if solution.objective_s <= gap * problem.step_s or len(problem.units) > _MANY_UNITS:
                 break
+        best: tuple[Choice, Solution] | None = None
+        for choice, solution in sorted(rough, key=lambda found: found[1].objective_s):
+            gap_s = gap * choice.built.problem.step_s
+            if best is not None and solution.bound_s >= best[1].objective_s - gap_s:
+                continue
+            if solution.status != "optimal":
+                tell(f"solving with {len(choice.calls)} regions", 1.0)
+                solution = choice.solve(limit, gap, left_s())
+            if best is None or solution.objective_s < best[1].objective_s:
+                best = choice, solution
         if best is not None:
             return best
+        if late is not None:
+            raise late
         if infeasible is None:
             raise ProfilingError(
                 "no module of the profiled step has anything to recompute, so there is nothing to plan."

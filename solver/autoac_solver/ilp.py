@@ -29,6 +29,7 @@ def solve(
     solver: str = "auto",
     start: Decisions | None = None,
     progress: Callable[[Progress], None] | None = None,
+    rough: bool = False,
 ) -> Solution:
     """The plan that adds the least time to the step among those whose peak is within a budget.
 
@@ -40,6 +41,7 @@ def solve(
         solver: "highs", "cbc" or "auto".
         start: decisions to begin with, a bool per unit; the solution is not worse. Ignored if they break the budget.
         progress: is called after each program solved.
+        rough: leave out the integer program if linear ones have led to a plan; the gap may then be larger than asked.
 
     Returns:
         The best plan found, its peak recounted by the simulator; `status` says whether the gap was closed.
@@ -48,7 +50,7 @@ def solve(
         InfeasibleBudgetError: no plan is within the budget.
         NoPlanInTimeError: none was found in time.
     """
-    return _LeastTime(Task(problem, time_limit_s, solver, start, progress), budget_bytes, gap).solve()
+    return _LeastTime(Task(problem, time_limit_s, solver, start, progress), budget_bytes, gap).solve(rough)
 
 
 def minimum_peak(
@@ -93,7 +95,7 @@ class _LeastTime(Search):
         if formulation.minimise_time and np.isfinite(outcome.bound):
             self.bound_s = max(self.bound_s, outcome.bound / formulation.cost_per_s + formulation.constant_s)
 
-    def solve(self) -> Solution:
+    def solve(self, rough: bool) -> Solution:
         """See the function `solve`."""
         plans = [self.consider(recomputed) for recomputed in self.task.simple_plans()]
         if not self._closed():
@@ -102,11 +104,11 @@ class _LeastTime(Search):
             for plan in plans:
                 if plan is not None:
                     formulation.add_rows(worst_positions(plan.timeline.live_bytes, self._budget_bytes))
-            self._solve(formulation)
+            self._solve(formulation, rough)
             self.task.prepared.positions = formulation.positions
         return self._solution()
 
-    def _solve(self, formulation: Formulation) -> None:
+    def _solve(self, formulation: Formulation, rough: bool) -> None:
         """The relaxation, what is near it, and the integer program if that leaves a gap."""
         outcome = self.relax(formulation)
         if outcome.values is not None:
@@ -114,7 +116,7 @@ class _LeastTime(Search):
         result = outcome.status
         if result != "infeasible" and self.best is None:
             result = self._reach(formulation)
-        if result != "infeasible" and not self._closed():
+        if result != "infeasible" and not self._closed() and not (rough and self.best is not None):
             result = self.find(formulation, "plan", self._gap_s * formulation.cost_per_s)
         if result == "infeasible" and self.best is None:
             self._find_minimum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from autoac.compat import is_compiled_wrapper
 from autoac.measure import unique_storage_bytes
 from autoac.optimizer import check_optimizer, with_optimizer
 from autoac.plans import Plan, Tradeoff
-from autoac.policies import Policies, as_policies
+from autoac.policies import Policies, as_policies, check_modules, listed
 from autoac.recorder import check_model, device_bytes, device_of, free_bytes, record, record_fake, unwrapped
 from autoac.regions import RegionChoice, select_modules
 from autoac.step import Loss
+from autoac_solver.arguments import check_effort
 from autoac_solver.batches import BatchTradeoff, plan_batches
 from autoac_solver.devices import DeviceTable, find_device, on_device
 from autoac_solver.errors import ProfilingError
@@ -57,7 +58,8 @@ def plan(
         loss: from the model's output to a scalar; left out, the output's `.loss`, or the output if scalar, else the
             mean of its floating tensors.
         optimizer: if given, its state and what its `step()` takes count as part of the step. It is not run.
-        regions: None (found automatically), names or globs of modules, or a predicate `(fqn, module) -> bool`.
+        regions: None (found automatically), names or globs of modules, or a predicate `(fqn, module) -> bool`. A glob
+            stands for the outermost modules that it finds.
         policies: what you want of some values whatever the plan finds best: `autoac.Policy` objects, a function for
             torch's selective checkpointing, or several of these; see `autoac.policies`.
         engine: "replay" (runs single ops again), "sac" (a policy for torch's selective checkpointing), or "auto":
@@ -70,19 +72,26 @@ def plan(
     Raises:
         InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
         PolicyError: policies clash, or one is about nothing in the step.
-        ProfilingError: the step could not be recorded.
-        ValueError: an argument makes no sense.
+        ProfilingError: the step could not be recorded, or a region is no module of the model, or inside of another.
+        ValueError: an argument makes no sense; before anything runs.
     """
     compiled = is_compiled_wrapper(model) or getattr(model, "_compiled_call_impl", None) is not None
     model = unwrapped(model)
     check_model(model)
     _, reason = resolve_engine(engine)
-    limits(budget, headroom, device_bytes(device_of(model)) or None)  # refused before anything runs
+    # What can be refused before anything runs.
+    limits(budget, headroom, device_bytes(device_of(model)) or None)
+    check_effort(time_limit_s, gap)
+    names = select_modules(model, regions)
+    policies = listed(policies)
+    check_modules(policies, model)
     if engine == "auto":
         engine = "sac" if compiled else "replay"
         reason = "auto: the model is compiled" if compiled else "auto: eager mode"
     recorded = profile(model, sample, loss=loss, optimizer=optimizer, progress=progress)
-    names = select_modules(model, regions)
+    if names is not None:  # a glob may find modules that this step does not call
+        called = {call.fqn for call in recorded.calls}
+        names = [name for name in names if name in called] or names
     return Plan(
         plan_profile(
             recorded,
@@ -206,7 +215,7 @@ def solve(
     budget: int | str,
     *,
     engine: str = "auto",
-    regions: str | Sequence[str] | None = None,
+    regions: str | Iterable[str] | None = None,
     policies: Policies = (),
     headroom: int | str = 0,
     time_limit_s: float = 60.0,
@@ -217,12 +226,14 @@ def solve(
 
     Args:
         profile: recorded by `profile`, or loaded.
-        regions: names of modules; None chooses them.
+        regions: names or globs of modules of the profiled step; None chooses them.
         budget, policies, engine, headroom, time_limit_s, gap, progress: as for `plan`; "auto" is "replay" here.
 
     Raises:
         InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
         PolicyError: policies clash, or one is about nothing in the step.
+        ProfilingError: a region is no module of the profiled step, or inside of another.
+        ValueError: an argument makes no sense.
     """
     _check_is_profile(profile)
     return Plan(
@@ -252,11 +263,11 @@ def _check_is_profile(profile: Any) -> None:
 
 def tradeoff(
     profile: Profile,
-    budgets: Sequence[int | str] | None = None,
+    budgets: int | str | Iterable[int | str] | None = None,
     points: int = 20,
     *,
     engine: str = "auto",
-    regions: str | Sequence[str] | None = None,
+    regions: str | Iterable[str] | None = None,
     policies: Policies = (),
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
@@ -265,13 +276,14 @@ def tradeoff(
     """Plans over a range of budgets, from the least feasible one to that which needs no recomputation.
 
     Args:
-        budgets: the budgets to plan for; those that no plan meets are left out. None spreads `points` of them evenly.
+        budgets: one or more to plan for; those that no plan meets are left out. None spreads `points` of them evenly.
         points: how many budgets, at least 2.
         time_limit_s: for each budget; the plan of one budget is where the search for the next larger one starts.
         profile, engine, regions, policies, gap, progress: as for `solve`. Ctrl-C keeps what is done so far.
 
     Raises:
         InfeasibleBudgetError: `budgets` are given, and no plan meets any of them.
+        PolicyError, ProfilingError, ValueError: as for `solve`.
     """
     _check_is_profile(profile)
     curve = plan_budgets(
@@ -290,14 +302,14 @@ def tradeoff(
 
 def batch_tradeoff(
     make: Callable[[int], tuple[Any, ...]] | Mapping[int, Profile],
-    budgets: int | str | Sequence[int | str],
+    budgets: int | str | Iterable[int | str],
     batch_sizes: Sequence[int] | None = None,
     *,
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
     mode: str = "fake",
     device: str | Path | None = None,
     engine: str = "auto",
-    regions: str | Sequence[str] | None = None,
+    regions: str | Iterable[str] | None = None,
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
     progress: Progress | None = None,
@@ -316,13 +328,20 @@ def batch_tradeoff(
 
     Raises:
         InfeasibleBudgetError: not even the smallest batch fits the largest budget.
-        ProfilingError: a step could not be recorded.
-        ValueError: an argument makes no sense.
+        ProfilingError: a step could not be recorded, or a region is no module of it, or inside of another.
+        ValueError: an argument makes no sense; before anything is profiled, but for what only `make` can tell.
     """
 
     def recorded(batch: int) -> Profile:
         assert not isinstance(make, Mapping)
-        model, sample, *loss = make(batch)
+        made = make(batch)
+        if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
+            size = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
+            raise ValueError(
+                f"make({batch}) returned a {type(made).__name__}{size}; make must return (model, sample) or (model, "
+                "sample, loss)."
+            )
+        model, sample, *loss = made
         return profile(
             model,
             sample,

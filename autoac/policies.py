@@ -6,11 +6,14 @@ What a policy is and how policies stack: `autoac_solver.policies`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from autoac.engine.program import find_overload
+from autoac_solver.arguments import some
 from autoac_solver.errors import PolicyError
 from autoac_solver.policies import (
     DEFAULT_WEIGHT,
@@ -41,25 +44,55 @@ _ASKED = 4
 """How often a function is asked about each op, to see whether it always says the same."""
 
 
+def listed(given: Any) -> list[Policy | PolicyFunction]:
+    """What the user gave, one policy or function or several of them, as a list.
+
+    Raises:
+        PolicyError: something else was given.
+    """
+    found: list[Any]
+    if isinstance(given, (str, Policy)) or callable(given) or not isinstance(given, Iterable):
+        verb, found = "is", [given]
+    else:
+        verb, found = "holds", list(given)
+    for item in found:
+        if not isinstance(item, Policy) and not callable(item):
+            raise PolicyError(
+                f"policies= {verb} a {type(item).__name__}; it takes autoac.Policy objects and "
+                "functions (ctx, op, *args, **kwargs) -> CheckpointPolicy."
+            )
+    return found
+
+
+def check_modules(policies: Iterable[Policy | PolicyFunction], model: torch.nn.Module) -> None:
+    """Refuse a policy for modules that the model does not have. What ops there are only the profile tells.
+
+    Raises:
+        PolicyError: a policy that is not optional is about no module of the model.
+    """
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for policy in policies:
+        if not isinstance(policy, Policy) or policy.optional or not policy.module:
+            continue
+        if not any(fnmatchcase(name, pattern) for pattern in policy.module for name in names):
+            raise PolicyError(
+                f"{policy} is about no module of this model. Modules are: {some(names)}. Pass optional=True if it need "
+                "not be there."
+            )
+
+
 def as_policies(given: Policies, profile: Profile) -> tuple[Policy, ...]:
     """The policies among what the user gave, functions asked about every op of the profiled step.
 
     Raises:
         PolicyError: something else was given, or a function cannot be asked.
     """
-    if isinstance(given, Policy) or callable(given):
-        given = [given]
     found: list[Policy] = []
-    for item in given:
+    for item in listed(given):
         if isinstance(item, Policy):
             found.append(item)
-        elif callable(item):
-            found += from_function(item, {op.name for op in profile.tape if not op.backward})
         else:
-            raise PolicyError(
-                f"policies= holds a {type(item).__name__}; it takes autoac.Policy objects and functions "
-                "(ctx, op, *args, **kwargs) -> CheckpointPolicy."
-            )
+            found += from_function(item, {op.name for op in profile.tape if not op.backward})
     return tuple(found)
 
 

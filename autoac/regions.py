@@ -7,14 +7,16 @@ found by descending the module tree (`partitions`), or what the user names.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable
 
 import torch
 
+from autoac_solver.arguments import as_patterns, matched, outermost, some
 from autoac_solver.errors import ProfilingError
 
 RegionChoice = None | str | Iterable[str] | Callable[[str, torch.nn.Module], bool]
+
+_POSSIBLE = 'names or globs of modules ("layers.*"), several of these, or a predicate (fqn, module) -> bool'
 
 _LEAN_SHARE = 8
 
@@ -55,48 +57,27 @@ def select_modules(model: torch.nn.Module, choice: RegionChoice) -> list[str] | 
     """Names of the modules that the user chose as regions; None for no choice.
 
     Args:
-        choice: None, a name or glob (`"layers.*"`), several of these, or a predicate `(fqn, module) -> bool`.
+        choice: None, a name or glob (`"layers.*"`), several of these, or a predicate `(fqn, module) -> bool`. Of what a
+            glob finds the outermost modules are chosen.
 
     Raises:
-        ProfilingError: a name or glob matches no module, nothing is chosen, or one choice is inside another.
+        ProfilingError: a name or glob matches no module that is called, nothing is chosen, or one choice is inside
+            another.
+        ValueError: it is something else.
     """
     if choice is None:
         return None
     modules = dict(model.named_modules())
-    if callable(choice):
-        names = [name for name, module in modules.items() if choice(name, module)]
+    # A ModuleList is never called, only what is in it.
+    called = {name for name, module in modules.items() if type(module).forward is not torch.nn.Module.forward}
+    if callable(choice) and not isinstance(choice, torch.nn.Module):
+        found = {name: [name] for name, module in modules.items() if choice(name, module) and name in called}
     else:
-        names = []
-        for pattern in [choice] if isinstance(choice, str) else list(choice):
-            found = [
-                name for name in modules if name == pattern or (name and fnmatch.fnmatchcase(name, pattern))
-            ]
-            if not found:
-                raise ProfilingError(
-                    f"regions={pattern!r} matches no module. Modules of this model are: {_some(modules)}."
-                )
-            names += [name for name in found if name not in names]
-    names = [name for name in names if type(modules[name]).forward is not torch.nn.Module.forward]
-    if not names:
-        raise ProfilingError(f"regions= chooses no module that is called. Modules are: {_some(modules)}.")
-    if isinstance(choice, (str, list, tuple)):
-        names = _outermost(names)
-    for name in names:
-        for other in names:
-            if other != name and _inside(name, other):
-                raise ProfilingError(f"region {name!r} is inside region {other!r}: choose one of them.")
-    return names
-
-
-def _outermost(names: list[str]) -> list[str]:
-    """A glob's "*" crosses dots, so it also finds the modules inside those that are meant."""
-    return [name for name in names if not any(other != name and _inside(name, other) for other in names)]
-
-
-def _inside(name: str, other: str) -> bool:
-    return other == "" or name.startswith(other + ".")
-
-
-def _some(modules: dict[str, torch.nn.Module]) -> str:
-    names = [repr(name) for name in modules if name]
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+        found = matched(as_patterns(choice, _POSSIBLE), modules, "this model")
+        found = {pattern: [name for name in names if name in called] for pattern, names in found.items()}
+    idle = [pattern for pattern, names in found.items() if not names]
+    if idle or not found:
+        which = repr(idle[0]) if idle else ""
+        known = some(name for name in modules if name in called)
+        raise ProfilingError(f"regions={which} chooses no module that is called. Modules are: {known}.")
+    return outermost(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,22 +107,19 @@ def matching(profile: Profile, patterns: Sequence[str] | None) -> list[str] | No
     """Names of the modules of a recorded step that names or globs match.
 
     Raises:
-        typer.BadParameter: one of them matches none.
+        typer.BadParameter: one of them matches none, or only modules inside of others.
     """
     if patterns is None:
         return None
-    called = dict.fromkeys(call.fqn for call in profile.calls)
-    found: list[str] = []
-    for pattern in patterns:
-        names = [name for name in called if name == pattern or (name and fnmatch.fnmatchcase(name, pattern))]
-        if not names:
-            known = ", ".join(repr(name) for name in list(called)[1:7])
-            raise typer.BadParameter(
-                f"{pattern!r} matches no module of the recorded step; there are {known} and more.",
-                param_hint="'--regions'",
-            )
-        found += names
-    return found
+    from autoac_solver.arguments import matched, outermost
+    from autoac_solver.errors import ProfilingError
+
+    try:
+        return outermost(
+            matched(patterns, dict.fromkeys(call.fqn for call in profile.calls), "the profiled step")
+        )
+    except ProfilingError as error:
+        raise typer.BadParameter(str(error), param_hint="'--regions'") from error
 
 
 def document(record: PlanRecord) -> dict[str, Any]:

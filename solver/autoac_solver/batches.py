@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
+from autoac_solver.arguments import as_patterns, check_effort, several_budgets
 from autoac_solver.baselines import baselines
 from autoac_solver.choices import Choices
 from autoac_solver.curve import Lazy, Tradeoff
@@ -26,6 +27,8 @@ COLUMNS = [
 ]
 
 _LARGEST_BATCH = 2**30
+_ANY_TOTAL_BYTES = 2**40
+"""Stands in for a device's memory where only the form of a budget is checked."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +151,11 @@ class BatchTradeoff:
 
 def plan_batches(
     profiles: Mapping[int, Profile] | Callable[[int], Profile],
-    budgets: int | str | Sequence[int | str],
+    budgets: int | str | Iterable[int | str],
     batch_sizes: Sequence[int] | None = None,
     *,
     engine: str = "auto",
-    regions: str | Sequence[str] | None = None,
+    regions: str | Iterable[str] | None = None,
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
     progress: Progress | None = None,
@@ -168,12 +171,14 @@ def plan_batches(
 
     Raises:
         InfeasibleBudgetError: not even the smallest batch fits the largest budget.
-        ValueError: there is no batch size, one is not positive, or a profile has no times.
+        ValueError: an argument makes no sense, before any profile is made; or a profile has no times.
     """
     engine, reason = resolve_engine(engine)
-    wanted = [budgets] if isinstance(budgets, (int, str)) else list(budgets)
-    if not wanted:
-        raise ValueError("budgets is empty; give at least one.")
+    check_effort(time_limit_s, gap)
+    wanted = several_budgets(budgets)
+    for budget in wanted:
+        limits(budget, 0, _ANY_TOTAL_BYTES)
+    regions = None if regions is None else as_patterns(regions)
     profile_of = profiles.__getitem__ if isinstance(profiles, Mapping) else profiles
     sizes = sorted(profiles) if batch_sizes is None and isinstance(profiles, Mapping) else batch_sizes
     if sizes is not None and (not sizes or min(sizes) < 1):
@@ -197,7 +202,7 @@ class _Search:
     budgets: list[int | str]
     engine: str
     reason: str
-    regions: str | Sequence[str] | None
+    regions: list[str] | None
     time_limit_s: float
     gap: float
     tell: Progress

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from autoac_solver.arguments import (
+    as_patterns,
+    check_effort,
+    check_points,
+    matched,
+    outermost,
+    several_budgets,
+)
 from autoac_solver.baselines import baselines
 from autoac_solver.choices import Choices
 from autoac_solver.curve import Tradeoff
@@ -29,7 +37,7 @@ def plan_profile(
     *,
     engine: str = "auto",
     engine_reason: str = "",
-    regions: str | Sequence[str] | None = None,
+    regions: str | Iterable[str] | None = None,
     policies: Sequence[Policy] = (),
     headroom: int | str = 0,
     time_limit_s: float = 60.0,
@@ -41,16 +49,19 @@ def plan_profile(
     Args:
         engine: "replay", "sac", or "auto", which is "replay" here.
         engine_reason: why this engine; "" says it by itself.
-        regions: names of modules; None chooses them.
+        regions: names or globs of modules; None chooses them.
         policies: constraints and hints, see `policies`.
         budget, headroom, time_limit_s, gap, progress: as for `autoac.plan`.
 
     Raises:
         InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
         PolicyError: the policies clash, or one is about nothing; before anything is solved.
+        ProfilingError: a region is no module of the profiled step, or inside of another one.
+        ValueError: an argument makes no sense; before anything else.
     """
     start = time.perf_counter()
     engine, reason = resolve_engine(engine)
+    check_effort(time_limit_s, gap)
     budget_bytes, headroom_bytes = limits(budget, headroom, profile.device_bytes or None)
     choices = Choices(profile, region_choices(profile, regions, engine), engine, policies)
     choice, solution = choices.best(
@@ -70,32 +81,40 @@ def least_budget_bytes(profile: Profile, engine: str = "replay") -> int:
 
 def plan_budgets(
     profile: Profile,
-    budgets: Sequence[int | str] | None = None,
+    budgets: int | str | Iterable[int | str] | None = None,
     points: int = 20,
     *,
     engine: str = "auto",
-    regions: str | Sequence[str] | None = None,
+    engine_reason: str = "",
+    regions: str | Iterable[str] | None = None,
     policies: Sequence[Policy] = (),
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
     progress: Progress | None = None,
 ) -> Tradeoff:
-    """The curve over a range of budgets; its plans are records. See `autoac.tradeoff`."""
+    """The curve over a range of budgets; its plans are records.
+
+    Args:
+        engine_reason: as for `plan_profile`; all others as for `autoac.tradeoff`.
+
+    Raises:
+        InfeasibleBudgetError, PolicyError, ProfilingError, ValueError: as for `autoac.tradeoff`.
+    """
     engine, reason = resolve_engine(engine)
-    if points < 2:
-        raise ValueError(f"points is {points}; a curve takes at least 2.")
+    check_effort(time_limit_s, gap)
+    check_points(points, budgets)
+    total = profile.device_bytes or None
+    given = None if budgets is None else [limits(b, 0, total)[0] for b in several_budgets(budgets)]
     choices = Choices(profile, region_choices(profile, regions, engine), engine, policies)
     tell = progress or (lambda *_: None)
     tell("what people do by hand", 0.0)
     by_hand = baselines(profile)
-    if budgets is None:
+    if given is None:
         tell("the least feasible budget", 0.0)
         least, most = feasible_range(choices, time_limit_s)
-        budgets_bytes = [least + (most - least) * i // (points - 1) for i in range(points)]
-    else:
-        budgets_bytes = [limits(budget, 0, profile.device_bytes or None)[0] for budget in budgets]
-    found, notes = sweep(choices, budgets_bytes, time_limit_s, gap, tell)
-    return Tradeoff(profile, engine, reason, found, by_hand, notes, tuple(policies))
+        given = [least + (most - least) * i // (points - 1) for i in range(points)]
+    found, notes = sweep(choices, given, time_limit_s, gap, tell)
+    return Tradeoff(profile, engine, engine_reason or reason, found, by_hand, notes, tuple(policies))
 
 
 def resolve_engine(engine: str) -> tuple[str, str]:
@@ -125,11 +144,23 @@ def limits(budget: int | str, headroom: int | str, total: int | None) -> tuple[i
     return budget_bytes, headroom_bytes
 
 
-def region_choices(profile: Profile, names: str | Sequence[str] | None, engine: str) -> list[tuple[int, ...]]:
-    """The choices of regions to try, from coarse to fine; only one where the user named them."""
-    if names is None:
+def region_choices(
+    profile: Profile, regions: str | Iterable[str] | None, engine: str
+) -> list[tuple[int, ...]]:
+    """The choices of regions to try, from coarse to fine; only one where the user named them.
+
+    Args:
+        regions: names or globs of modules, of each of which one must be a module of the profiled step.
+        engine: as for `partitions`.
+
+    Raises:
+        ProfilingError: one finds no module, or only modules inside of others, or none was called with gradients on.
+        ValueError: they are no names.
+    """
+    if regions is None:
         return partitions(profile, engine)
-    names = [names] if isinstance(names, str) else list(names)
+    called = dict.fromkeys(call.fqn for call in profile.calls)
+    names = outermost(matched(as_patterns(regions), called, "the profiled step"))
     calls = named_calls(profile, names)
     if not calls:
         raise ProfilingError(

@@ -1,0 +1,129 @@
+"""What callers pass, checked: said before a step is run or anything is solved."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from autoac_solver.errors import ProfilingError
+
+_NAMES = 'names or globs of modules ("layers.*"), or several of these'
+_FEW_BYTES = 1000
+"""No step takes so few: a number below it that stands in for budgets was meant as something else."""
+
+
+def check_effort(time_limit_s: Any, gap: Any) -> None:
+    """Refuse what is no limit for the solver.
+
+    Raises:
+        ValueError: one of them is not a number of at least 0.
+    """
+    for name, value, meaning in (
+        ("time_limit_s", time_limit_s, "seconds for the solver, 60 for instance"),
+        ("gap", gap, "a fraction of the step's time, 1e-3 for instance"),
+    ):
+        is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_real or math.isnan(value) or value < 0:
+            raise ValueError(f"{name} is {value!r:.80}; it takes a number of at least 0: {meaning}.")
+
+
+def check_points(points: Any, budgets: Any) -> None:
+    """Refuse what is no number of budgets, and a number of them in the place of the budgets.
+
+    Raises:
+        ValueError: `points` is no int of at least 2, or `budgets` is an int that nobody can mean as bytes.
+    """
+    if not hasattr(points, "__index__") or points < 2:
+        raise ValueError(f"points is {points!r:.80}; a curve takes at least 2, an int.")
+    if hasattr(budgets, "__index__") and 0 < budgets < _FEW_BYTES:
+        raise ValueError(
+            f"budgets is {budgets!r}, one budget of so many bytes, and no step takes so few. For a curve over so many "
+            f"budgets write points={budgets!r}."
+        )
+
+
+def several_budgets(budgets: Any) -> list[Any]:
+    """One budget, or several, as a list; whether each is an amount of memory is not looked at.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = list(budgets) if isinstance(budgets, Iterable) and not isinstance(budgets, str) else [budgets]
+    if not found:
+        raise ValueError("budgets is empty; give at least one.")
+    return found
+
+
+def as_patterns(regions: Any, possible: str = _NAMES) -> list[str]:
+    """Names and globs of modules as a list.
+
+    Args:
+        possible: what is, in words.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    found: list[Any]
+    if isinstance(regions, str) or callable(regions) or not isinstance(regions, Iterable):
+        verb, found = "is", [regions]
+    else:
+        verb, found = "holds", list(regions)
+    for item in found:
+        if not isinstance(item, str):
+            raise ValueError(
+                f"regions {verb} a {type(item).__name__}; it takes {possible}. A module's name is what "
+                "model.named_modules() calls it."
+            )
+    return found
+
+
+def matched(patterns: Sequence[str], names: Iterable[str], owner: str) -> dict[str, list[str]]:
+    """For each name or glob the names of the modules that it finds.
+
+    Args:
+        names: of all modules there are.
+        owner: whose they are, in words.
+
+    Raises:
+        ProfilingError: one of them finds none.
+    """
+    names = list(names)
+    found = {}
+    for pattern in patterns:
+        found[pattern] = [n for n in names if n == pattern or (n and fnmatchcase(n, pattern))]
+        if not found[pattern]:
+            raise ProfilingError(
+                f"regions={pattern!r} matches no module. Modules of {owner} are: {some(names)}."
+            )
+    return found
+
+
+def outermost(found: Mapping[str, Sequence[str]]) -> list[str]:
+    """The modules that were found and are inside no other one: a glob's "*" crosses dots, and finds those too.
+
+    Args:
+        found: the modules by the name or glob that found them.
+
+    Raises:
+        ProfilingError: all that a name or glob found is inside of others, so it was not meant so.
+    """
+    chosen = dict.fromkeys(name for names in found.values() for name in names)
+    outer = [name for name in chosen if not any(_inside(name, other) for other in chosen)]
+    for names in found.values():
+        if not set(names) & set(outer):
+            other = next(other for other in outer if _inside(names[0], other))
+            raise ProfilingError(f"region {names[0]!r} is inside region {other!r}: choose one of them.")
+    return outer
+
+
+def some(names: Iterable[str]) -> str:
+    """The first of these names, for a message."""
+    shown = [repr(name) for name in names if name]
+    return ", ".join(shown[:12]) + (f" and {len(shown) - 12} more" if len(shown) > 12 else "")
+
+
+def _inside(name: str, other: str) -> bool:
+    return name != other and (other == "" or name.startswith(f"{other}."))

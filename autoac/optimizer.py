@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoac.measure import unique_storage_bytes
 from autoac.opinfo import tensors_in
 from autoac.untouched import tensors_of
 from autoac_solver.errors import ProfilingError
@@ -33,6 +34,16 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     own = {id(p) for p in model.parameters()}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise ProfilingError("the optimizer has no parameter of this model: pass the one that trains it.")
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, device: str) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state on one type of device; some keep counters on the CPU."""
+    return [t for entry in optimizer.state.values() for t in tensors_of(entry) if t.device.type == device]
+
+
+def is_counted(profile: Profile) -> bool:
+    """Whether a profile counts an optimizer, as `with_optimizer` adds it."""
+    return any(op.name == OPTIMIZER_STEP for op in profile.tape)
 
 
 def with_optimizer(profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Profile:
@@ -82,8 +93,7 @@ def _measure(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, int]:
             for group in optimizer.param_groups
         ]
         fake.step()
-        state = [t for entry in fake.state.values() for t in tensors_of(entry) if t.device.type == device]
-        state_bytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in state}.values())
+        state_bytes = unique_storage_bytes(state_tensors(fake, device))
         with _LiveBytes(device) as live:
             fake.step()
     return state_bytes, live.peak_bytes

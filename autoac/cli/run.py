@@ -90,11 +90,19 @@ def _plan(out: Output, target: Target, file: Path | None, budget: str | None, en
         )
 
 
+def _is_optimizer_planned(plan: Plan) -> bool:
+    from autoac.optimizer import is_counted
+
+    return is_counted(plan.record.profile)
+
+
 def _document(plan: Plan, training: Training, report: Report | None) -> dict[str, Any]:
     return {
         "model": plan.record.model,
         "engine": plan.engine,
         "optimizer": training.optimizer,
+        "optimizer_state_bytes": training.optimizer_state_bytes,
+        "is_optimizer_planned": _is_optimizer_planned(plan),
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "measured_peak_bytes": training.measured_peak_bytes,
@@ -123,6 +131,7 @@ def _rows(plan: Plan, training: Training, report: Report | None) -> list[tuple[s
         ("model", f"{plan.record.model}, engine {plan.engine}, {training.optimizer}"),
         ("peak", f"{mb(measured)} measured, {mb(predicted)} predicted ({measured / predicted - 1:+.3%})"),
         ("budget", f"{mb(plan.budget_bytes)}: {verdict}"),
+        *_unplanned_optimizer(plan, training),
         (
             "step time",
             f"{training.step_time_s:.3f} s, median of {len(training.step_times_s)}; extra time predicted "
@@ -146,6 +155,20 @@ def _rows(plan: Plan, training: Training, report: Report | None) -> list[tuple[s
                 )
             )
     return rows
+
+
+def _unplanned_optimizer(plan: Plan, training: Training) -> list[tuple[str, str]]:
+    """Why the peak is larger than planned, if the plan knows nothing of the optimizer's state."""
+    if not training.optimizer_state_bytes or _is_optimizer_planned(plan):
+        return []
+    state = f"{training.optimizer}'s state, {mb(training.optimizer_state_bytes)}"
+    return [
+        (
+            "note",
+            f"the plan was made without {state}, which is in the measured peak: plan from the factory that returns the "
+            "optimizer",
+        )
+    ]
 
 
 def _losses(losses: list[float | None]) -> str:

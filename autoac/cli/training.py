@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autoac.cli.target import Target
-from autoac.measure import measure_peak
-from autoac.optimizer import OPTIMIZER_STEP
+from autoac.measure import measure_peak, unique_storage_bytes
+from autoac.optimizer import check_optimizer, is_counted, state_tensors
 from autoac.plans import Plan
 from autoac.recorder import device_of, unwrapped
 from autoac.step import make_step
+from autoac.untouched import tensors_of
+from autoac_solver.profile import NEVER, Profile
 
 
 @dataclass(frozen=True)
@@ -26,14 +29,16 @@ class Training:
         optimizer: what trained the model, in words.
         losses: of every step; None where the user's step returns none.
         step_times_s: forward, loss and backward of the steps between the first and the last.
-        measured_peak_bytes: of the last step, what was there before it included; with the optimizer's step if the plan
-            counts that.
+        measured_peak_bytes: of the last step, what was there before it included; with the optimizer's step if the user
+            gave one or the plan counts one.
+        optimizer_state_bytes: the part of it that is the state of the optimizer that the user gave.
     """
 
     optimizer: str
     losses: list[float | None]
     step_times_s: list[float]
     measured_peak_bytes: int
+    optimizer_state_bytes: int
 
     @property
     def step_time_s(self) -> float:
@@ -49,34 +54,65 @@ def train(
     Args:
         steps: at least 3: the first warms up, the last is measured, those between are timed.
         learning_rate: of plain SGD, where the user gave no optimizer and the sample is no step of its own.
+
+    Raises:
+        ProfilingError: the optimizer is none of this model.
     """
+    if target.optimizer is not None:
+        check_optimizer(unwrapped(target.model), target.optimizer)
     device = device_of(unwrapped(target.model))
     forward_and_backward = make_step(target.model, target.sample, target.loss)
     update, name = _update(target, learning_rate)
-    is_counted = any(op.name == OPTIMIZER_STEP for op in plan.record.profile.tape)
+    with_update = target.optimizer is not None or is_counted(plan.record.profile)
 
     def whole_step() -> Any:
         loss = forward_and_backward()
-        if is_counted:
+        if with_update:
             update()
         return loss
 
     losses: list[float | None] = []
     times_s: list[float] = []
-    peak_bytes = 0
+    peak_bytes = state_bytes = 0
     with plan.applied(target.model):
         for index in range(steps):
             tell(f"step {index + 1} of {steps}", index / steps)
             target.model.zero_grad(set_to_none=True)
             if index == steps - 1:
+                state_bytes = unique_storage_bytes(_state(target, device))
+                resident_bytes = _resident_bytes(plan.record.profile, target, device)
                 measured = measure_peak(whole_step, device)
-                loss, peak_bytes = measured.result, plan.resident_bytes + measured.peak_above_start_bytes
+                loss, peak_bytes = measured.result, resident_bytes + measured.peak_above_start_bytes
             else:
                 loss, seconds = _timed(forward_and_backward, device)
                 update()
                 times_s += [seconds] if index else []
             losses.append(None if loss is None else float(loss))
-    return Training(name, losses, times_s, peak_bytes)
+    return Training(name, losses, times_s, peak_bytes, state_bytes)
+
+
+def _state(target: Target, device: torch.device) -> list[torch.Tensor]:
+    """The state of the optimizer that the user gave."""
+    return [] if target.optimizer is None else state_tensors(target.optimizer, device.type)
+
+
+def _resident_bytes(profile: Profile, target: Target, device: torch.device) -> int:
+    """What is there before a step, counted as a profile does, for model, sample and optimizer as they are now.
+
+    The constants of a loss and the like only a recorded step finds on CPU: they count as in the profile.
+    """
+    if device.type == "cuda":
+        gc.collect()  # as `measure_peak` does before it starts to count
+        return torch.cuda.memory_allocated(device)
+
+    def size(tensors: Iterable[torch.Tensor]) -> int:
+        ours = (t for t in tensors if t.layout is torch.strided and t.device.type == device.type)
+        return unique_storage_bytes(ours)
+
+    model = unwrapped(target.model)
+    found = sum(s.bytes for s in profile.storage_table if s.alloc == NEVER and s.kind == "Input")
+    inputs = max(found, size(tensors_of(target.sample)))  # the sample may be larger than the profiled one
+    return size([*model.parameters(), *model.buffers(), *_state(target, device)]) + inputs
 
 
 def _update(target: Target, learning_rate: float) -> tuple[Callable[[], Any], str]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import autoac
+from autoac.cli.target import Target
+from autoac.cli.training import train
 from autoac_solver.errors import NoPlanInTimeError
 from autoac_solver.plan_record import PlanRecord
 from autoac_solver.profile import Profile
@@ -269,6 +271,43 @@ def test_run_plans_verifies_and_trains_with_the_users_optimizer(between: int, re
     shown = done("run", model, "--budget", budget, "--verify", "--steps", 3).stdout
     assert "equal to the bit" in shown
     assert "within it" in shown
+
+
+def test_run_counts_an_optimizer_that_the_plan_does_not(
+    plan_file: Path, recorded: Path, between: int
+) -> None:
+    """Its state is there before the step, and its step is a part of it, whatever the plan was made for."""
+    model = f"{FACTORIES}:with_optimizer"
+    said = answer("run", model, "--plan", plan_file, "--steps", 3, code=1)
+    trained = sum(p.numel() * p.element_size() for p in make(blocks=4).parameters())
+    state = said["optimizer_state_bytes"]
+    assert 2 * trained <= state <= 2 * trained + 1000
+    assert said["measured_peak_bytes"] - said["predicted_peak_bytes"] == pytest.approx(state, rel=0.01)
+    assert (said["is_within_budget"], said["is_optimizer_planned"]) == (False, False)
+    shown = invoke("run", model, "--plan", plan_file, "--steps", 3).stdout
+    assert "bytes over it" in shown
+    assert "the plan was made without AdamW's state, 0.1 MB, which is in the measured peak" in shown
+
+    planned = answer("run", model, "--budget", between + 4 * trained, "--steps", 3)
+    assert planned["is_optimizer_planned"]
+    assert planned["optimizer_state_bytes"] == state
+    without = answer("run", MODEL, "--plan", plan_file, "--steps", 3)
+    assert (without["optimizer_state_bytes"], without["is_within_budget"]) == (0, True)
+
+
+def test_run_measures_a_larger_sample_as_it_is() -> None:
+    large = batch().repeat(50, 1)
+    plan = autoac.plan(make(), batch(), "1TB")
+    training = train(Target("", make(), large), plan, 3, 0.01, lambda *_: None)
+    unplanned = autoac.plan(make(), large, "1TB").record.unplanned_peak_bytes
+    assert training.measured_peak_bytes == pytest.approx(unplanned, rel=1e-3)
+
+
+def test_run_refuses_an_optimizer_of_another_model() -> None:
+    other = Target("", make(), batch(), optimizer=torch.optim.SGD(make().parameters()))
+    plan = autoac.plan(make(), batch(), "1TB")
+    with pytest.raises(autoac.ProfilingError, match="the optimizer has no parameter of this model"):
+        train(other, plan, 3, 0.01, lambda *_: None)
 
 
 def test_run_with_a_sample_that_is_a_step(tmp_path: Path) -> None:

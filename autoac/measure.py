@@ -86,14 +86,18 @@ def measure_peak(fn: Callable[[], T], device: torch.device | str = "cpu") -> Mea
         The measurement, with the result of `fn` in it.
 
     Raises:
-        ValueError: for a device whose memory cannot be measured.
+        ValueError: for a device whose memory cannot be measured, or that is not there; `fn` is not called.
     """
     device = torch.device(device)
     if device.type == "cpu":
         return _measure_cpu(fn)
-    if device.type == "cuda":
-        return _measure_cuda(fn, device)
-    raise ValueError(f"cannot measure memory on {str(device)!r}: only on 'cpu' and 'cuda'")
+    if device.type != "cuda":
+        raise ValueError(f"cannot measure memory on {str(device)!r}: only on 'cpu' and 'cuda'")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"cannot measure memory on {str(device)!r}: torch finds {torch.cuda.device_count()} CUDA devices here"
+        )
+    return _measure_cuda(fn, device)
 
 
 def unique_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -125,7 +125,12 @@ class Plan:
     # -- files -------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; the file appears whole or not at all."""
+        """Write the plan as JSON; the file appears whole or not at all.
+
+        Raises:
+            FileNotFoundError: there is no folder to write it in.
+            IsADirectoryError: there is a folder of that name.
+        """
         self.record.save(path)
 
     @classmethod
@@ -147,6 +152,7 @@ class Plan:
         Raises:
             PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
         """
+        _check_is_module(model)
         self._check(model)
         inner = unwrapped(model)
         try:
@@ -173,6 +179,7 @@ class Plan:
         Raises:
             PlanMismatchError: this plan is not on the model, or somebody has put another forward over it since.
         """
+        _check_is_module(model)
         modules = {
             name: module
             for name, module in model.named_modules()
@@ -212,6 +219,7 @@ class Plan:
     @contextlib.contextmanager
     def _taken_off(self, model: torch.nn.Module) -> Iterator[None]:
         """Context in which this plan is not on the model, if it is."""
+        _check_is_module(model)
         carried = [found.plan_id for module in model.modules() if (found := planned(module)) is not None]
         if self._id not in carried:
             yield
@@ -232,6 +240,11 @@ class Plan:
         if found == self.record.model_fingerprint:
             self._check_device(device_of(model).type)
             return
+        if inner := self._place_in(model):
+            raise PlanMismatchError(
+                f"this plan was made for {self.record.model}, which this {type(model).__name__} holds as {inner}: "
+                f"apply the plan to {inner}, or to the model before it is wrapped."
+            )
         missing = [r.fqn for r in self.regions if r.fqn not in dict(model.named_modules())]
         detail = f"; it has no module {missing[0]!r}" if missing else ""
         raise PlanMismatchError(
@@ -240,6 +253,16 @@ class Plan:
             "parameter shapes, dtypes and which parameters are frozen must be those that were profiled: plan again "
             "for the model as it is."
         )
+
+    def _place_in(self, model: torch.nn.Module) -> str:
+        """Where a module of the model is the one that this plan was made for, as code; "" if none is."""
+        for name, module in model.named_modules():
+            if type(module).__name__ != self.record.model:
+                continue  # a fingerprint takes a while
+            if model_fingerprint(module) == self.record.model_fingerprint:
+                is_path = all(part.isidentifier() for part in name.split("."))
+                return f"model.{name}" if is_path else f"model.get_submodule({name!r})"
+        return ""
 
     def _check_device(self, found: str) -> None:
         """A model on the meta device computes nothing; any other must be on the kind of device that was planned for."""
@@ -338,6 +361,11 @@ class Plan:
         with self._taken_off(model):
             self._check(model)
             return measured_memory(self, unwrapped(model), sample, loss)
+
+
+def _check_is_module(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise PlanMismatchError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
 
 
 class Tradeoff(curve.Tradeoff):

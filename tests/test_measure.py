@@ -190,6 +190,14 @@ def test_unknown_device_is_refused():
         measure_peak(lambda: None, "meta")
 
 
+def test_cuda_that_is_not_there_is_refused_before_anything_runs():
+    index = torch.cuda.device_count()
+    with pytest.raises(
+        ValueError, match=rf"cannot measure memory on 'cuda:{index}': torch finds {index} CUDA devices"
+    ):
+        measure_peak(lambda: pytest.fail("it was run"), f"cuda:{index}")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_counts_in_blocks_of_512_bytes():
     def run() -> torch.Tensor:

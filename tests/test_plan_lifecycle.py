@@ -9,8 +9,9 @@ import json
 import pickle
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import pytest
@@ -487,6 +488,59 @@ def test_applied_to_another_model(plan: Plan):
         plan, nn.Linear(3, 3), r"was made for Blocks .* this Linear is another one .* no module 'blocks\.0'"
     )
     refuses(plan, make(blocks=BLOCKS - 1), "it has no module 'blocks.2'")
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+
+@pytest.mark.parametrize(
+    ("wrap", "place"),
+    [
+        (nn.DataParallel, "model.module"),
+        (lambda model: nn.DataParallel(cast(Any, torch.compile(model))), "model.module._orig_mod"),
+        (lambda model: nn.Sequential(nn.Identity(), model), "model.get_submodule('1')"),
+        (Wrapper, "model.inner"),
+        (lambda model: nn.ModuleDict({"the model": model}), "model.get_submodule('the model')"),
+    ],
+)
+def test_applied_to_what_holds_the_model(plan: Plan, wrap: Any, place: str):
+    wrapped = wrap(make())
+    refuses(
+        plan,
+        wrapped,
+        f"made for Blocks, which this .* holds as {re.escape(place)}: apply the plan to .* wrapped",
+    )
+    inner = eval(place, {"model": wrapped})
+    plan.apply(inner)
+    assert plan.remove(wrapped) is wrapped
+    with pytest.raises(PlanMismatchError, match="plan again for the model as it is"):
+        plan.apply(wrap(make(blocks=BLOCKS + 1)))
+
+
+def test_what_is_no_model(plan: Plan):
+    anything: Any = "m"
+    acts: list[Callable[[], Any]] = [
+        lambda: plan.apply(anything),
+        lambda: plan.remove(anything),
+        lambda: plan.verify(anything, batch()),
+        lambda: plan.measure_memory(anything, batch()),
+    ]
+    for act in acts:
+        with pytest.raises(PlanMismatchError, match=r"model is a str, not a torch\.nn\.Module\."):
+            act()
+
+
+def test_saved_to_a_folder(plan: Plan, tmp_path: Path):
+    with pytest.raises(
+        IsADirectoryError, match=re.escape(f"{tmp_path} cannot be written: it is a folder. Name a")
+    ):
+        plan.save(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        plan.save(tmp_path / "nowhere" / "plan.json")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("change", ["a layer more", "frozen", "dtype", "shape"])

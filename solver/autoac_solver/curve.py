@@ -157,7 +157,12 @@ class Tradeoff:
         return axes
 
     def save(self, path: str | Path) -> None:
-        """Write the curve, its plans and their profile as JSON; the file appears whole or not at all."""
+        """Write the curve, its plans and their profile as JSON; the file appears whole or not at all.
+
+        Raises:
+            FileNotFoundError: there is no folder to write it in.
+            IsADirectoryError: there is a folder of that name.
+        """
         points = [dataclasses.asdict(point) for point in self.points]
         for point in points:
             again = point["solution"]["recomputed"]

@@ -134,7 +134,12 @@ class DeviceTable:
         return -(-size // self.block_bytes) * self.block_bytes
 
     def save(self, path: str | Path) -> None:
-        """Write the table as JSON; the file appears whole or not at all."""
+        """Write the table as JSON; the file appears whole or not at all.
+
+        Raises:
+            FileNotFoundError: there is no folder to write it in.
+            IsADirectoryError: there is a folder of that name.
+        """
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["costs"] = dataclasses.asdict(self.costs)
         data["entries"] = [dataclasses.astuple(entry) for entry in self.entries]

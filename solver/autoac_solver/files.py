@@ -30,10 +30,13 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all, also if the process is killed or the disk is full."""
+    """Write a file that appears whole or not at all, also if the process is killed or the disk is full.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError: see `check_writable`.
+    """
     path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}.")
+    check_writable(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -45,6 +48,20 @@ def write_bytes(path: str | Path, content: bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def check_writable(path: str | Path) -> None:
+    """Refuse a path at which no file can be.
+
+    Raises:
+        FileNotFoundError: there is no folder to write it in.
+        IsADirectoryError: there is a folder of that name.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} cannot be written: it is a folder. Name a file in it.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}.")
 
 
 def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:

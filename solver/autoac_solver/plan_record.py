@@ -201,7 +201,12 @@ class PlanRecord:
         return f"<p><b>{escape(str(self))}</b></p>{svg(self.plot_memory)}<p>{escape(where)}</p>{table(frame)}"
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; the file appears whole or not at all."""
+        """Write the plan as JSON; the file appears whole or not at all.
+
+        Raises:
+            FileNotFoundError: there is no folder to write it in.
+            IsADirectoryError: there is a folder of that name.
+        """
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         programs: dict[tuple[tuple[str, bool], ...], int] = {}
         data["regions"] = [

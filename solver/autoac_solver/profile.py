@@ -347,7 +347,12 @@ class Profile:
         return profile
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON; the file appears whole or not at all."""
+        """Write the profile as JSON; the file appears whole or not at all.
+
+        Raises:
+            FileNotFoundError: there is no folder to write it in.
+            IsADirectoryError: there is a folder of that name.
+        """
         write_json(path, SCHEMA, SCHEMA_VERSION, self.as_data())
 
     @classmethod

@@ -179,6 +179,18 @@ def test_a_plan_file_alone_is_enough(profile: Profile, budget: int, tmp_path: Pa
     assert [p.name for p in tmp_path.iterdir() if p.suffix == ".tmp"] == []
 
 
+def test_a_page_that_cannot_be_written_is_not_made(
+    hostile_plans: list[PlanRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "autoac_solver.page.render.render_report", lambda *_, **__: pytest.fail("it was made")
+    )
+    with pytest.raises(IsADirectoryError, match="it is a folder"):
+        write_report(hostile_plans[0], tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        write_report(hostile_plans[0], tmp_path / "nowhere" / "page.html")
+
+
 class Wrapped:
     """What a plan on the torch side is to the page: something with a record."""
 

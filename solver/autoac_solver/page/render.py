@@ -23,7 +23,7 @@ import pandas as pd
 
 from autoac_solver.curve import Tradeoff
 from autoac_solver.explanation import explain
-from autoac_solver.files import write_text
+from autoac_solver.files import check_writable, write_text
 from autoac_solver.format import format_bytes, format_seconds
 from autoac_solver.page.content import page_content
 from autoac_solver.plan_record import PlanRecord
@@ -61,7 +61,9 @@ def write_report(
     Raises:
         ValueError: the curve was made from another profile or for another engine.
         ProfileError: a plan's tables do not belong to its profile.
+        FileNotFoundError, IsADirectoryError: no file can be at this path; before the page is made.
     """
+    check_writable(path)
     write_text(path, render_report(record, curve=curve, points=points, progress=progress))
 
 

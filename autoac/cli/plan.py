@@ -89,7 +89,7 @@ def planned(
                 **options,
             ).record
     found = recorded(source)
-    options["engine"] = found.engine_for(options["engine"])
+    options |= found.engine_for(options["engine"])
     from autoac_solver.planning import plan_profile
 
     with out.progress("Planning") as tell:

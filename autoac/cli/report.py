@@ -10,15 +10,21 @@ import typer
 from autoac.cli.options import Json, PlanFile, Verbose, writable
 from autoac.cli.output import Output
 
+PAGES = (".html", ".htm")
+
+
+def _page(value: Path) -> Path | None:
+    if value.suffix not in PAGES:
+        raise typer.BadParameter(f"{value} is none of {', '.join(PAGES)}.")
+    return writable(value)
+
 
 def main(
     context: typer.Context,
     plan: PlanFile,
     output: Annotated[
         Path,
-        typer.Option(
-            "--output", "-o", callback=writable, show_default=False, help="The page to write, .html."
-        ),
+        typer.Option("--output", "-o", callback=_page, show_default=False, help="The page to write, .html."),
     ],
     points: Annotated[
         int, typer.Option(min=0, help="Budgets of the trade-off curve; 0 leaves the curve out.")

@@ -82,9 +82,11 @@ class Recorded:
     engine: str = "auto"
     policies: tuple[Policy, ...] = ()
 
-    def engine_for(self, asked: str) -> str:
-        """The engine that was asked for, or with "auto" the plan's."""
-        return self.engine if asked == "auto" else asked
+    def engine_for(self, asked: str) -> dict[str, str]:
+        """The engine that was asked for, or with "auto" the plan's, and why, as the solver takes them."""
+        if asked != "auto" or self.engine == "auto":
+            return {"engine": asked}
+        return {"engine": self.engine, "engine_reason": "as in the plan that this was made from"}
 
 
 def recorded(source: str) -> Recorded:

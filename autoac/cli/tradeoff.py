@@ -82,12 +82,12 @@ def main(
             found.profile,
             [budget_value(text) for text in budget] if budget else None,
             points,
-            engine=found.engine_for(engine),
             regions=matching(found.profile, regions),
             policies=found.policies,
             time_limit_s=time_limit,
             gap=gap,
             progress=tell,
+            **found.engine_for(engine),
         )
     data = document(curve, interrupted=ctrl_c.pressed)
     for path in files:

@@ -184,6 +184,21 @@ def test_no_plan_in_time(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
+def test_a_plan_made_from_a_plan_has_its_engine_and_says_so(
+    recorded: Path, between: int, tmp_path: Path
+) -> None:
+    first, again, curve = (tmp_path / name for name in ("first.json", "again.json", "curve.json"))
+    done("plan", recorded, "--budget", 2 * between, "--engine", "sac", "-o", first)
+    reason = "as in the plan that this was made from"
+    assert f"engine sac ({reason})" in done("plan", first, "--budget", "1GB", "-o", again).stdout
+    assert PlanRecord.load(again).engine_reason == reason
+    assert "engine replay (asked for)" in done("plan", first, "--budget", "1GB", "--engine", "replay").stdout
+    assert "(auto: eager mode)" in done("plan", recorded, "--budget", "1GB").stdout
+    done("tradeoff", first, "--budget", "1GB", "-o", curve)
+    loaded = autoac.Tradeoff.load(curve)
+    assert (loaded.engine, loaded.engine_reason) == ("sac", reason)
+
+
 # -- tradeoff ------------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +248,14 @@ def test_report_writes_a_page(plan_file: Path, tmp_path: Path) -> None:
         assert said["bytes"] == path.stat().st_size
         assert "<html" in path.read_text(encoding="utf-8").lower()
     assert invoke("report", plan_file, "-o", tmp_path / "report.html", "--points", 1).exit_code == 2
+
+
+def test_report_writes_pages_only(plan_file: Path, tmp_path: Path) -> None:
+    for name in ("report.pdf", "report", "report.html.txt"):
+        result = invoke("report", plan_file, "-o", tmp_path / name)
+        assert result.exit_code == 2
+        assert f"{name} is none of .html, .htm." in " ".join(result.stderr.split())
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- run -----------------------------------------------------------------------------------------------------------

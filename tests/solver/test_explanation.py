@@ -11,8 +11,9 @@ from autoac_solver.errors import ProfileError
 from autoac_solver.explanation import explain, explanation
 from autoac_solver.plan_record import PlanRecord
 from autoac_solver.planning import plan_profile
+from autoac_solver.policies import Policy
 from autoac_solver.profile import Profile
-from tests.solver.profiles import two_blocks
+from tests.solver.profiles import scaled, two_blocks
 
 PROFILES = Path(__file__).parents[2] / "profiles"
 
@@ -49,6 +50,18 @@ def test_two_blocks_by_hand() -> None:
     assert found.more_memory.startswith(
         "118 bytes more would buy 2 s a step: an overhead of 0.0% instead of 13.3%"
     )
+
+
+def test_more_memory_that_buys_nothing_is_not_priced() -> None:
+    """Ten samples take 3880 bytes; a wide value of 1000 is recomputed until there is room for all of it."""
+    profile, names = scaled(two_blocks(), 10), ["blocks.0", "blocks.1"]
+    record = plan_profile(profile, 2880, regions=names, gap=0)
+    assert explanation(record).more_memory == (
+        "288 bytes more would buy next to nothing; with 1 KB = 0.9766 KiB more nothing has to be recomputed."
+    )
+    must = Policy("MUST_RECOMPUTE", module="blocks.0.wide")
+    followed = plan_profile(profile, 2880, regions=names, policies=[must], gap=0)
+    assert explanation(followed).more_memory == "288 bytes more would buy next to nothing."
 
 
 def test_tables_add_up(gpt: PlanRecord) -> None:

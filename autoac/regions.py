@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from autoac.compat import is_compiled_wrapper
 from autoac_solver.arguments import as_patterns, matched, outermost, some
 from autoac_solver.errors import ProfilingError
 
@@ -35,10 +36,9 @@ def lean_modules(model: torch.nn.Module) -> set[torch.nn.Module]:
 
     def descend(module: torch.nn.Module) -> None:
         children = list(module.children())
-        has_forward = (
-            type(module).forward is not torch.nn.Module.forward
-        )  # ModuleList and the like are never called
-        if has_forward and (layers(module) <= limit or not children or _is_block(module)):
+        if isinstance(module, torch.jit.ScriptModule):
+            return  # its calls, and those of the modules in it, are TorchScript's own
+        if _is_called(module) and (layers(module) <= limit or not children or _is_block(module)):
             chosen.add(module)
             return
         for child in children:
@@ -46,6 +46,13 @@ def lean_modules(model: torch.nn.Module) -> set[torch.nn.Module]:
 
     descend(model)
     return chosen
+
+
+def _is_called(module: torch.nn.Module) -> bool:
+    """Whether calls of the module are seen; ModuleList and the like have none."""
+    # TorchScript's modules come first: some have a forward that only instances can be asked for.
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    return not scripted and type(module).forward is not torch.nn.Module.forward
 
 
 def _is_block(module: torch.nn.Module) -> bool:
@@ -64,20 +71,30 @@ def select_modules(model: torch.nn.Module, choice: RegionChoice) -> list[str] | 
         ProfilingError: a name or glob matches no module that is called, nothing is chosen, or one choice is inside
             another.
         ValueError: it is something else.
+
+    A wrapper that `torch.compile` has made of a module stands for the module.
     """
     if choice is None:
         return None
     modules = dict(model.named_modules())
     # A ModuleList is never called, only what is in it.
-    called = {name for name, module in modules.items() if type(module).forward is not torch.nn.Module.forward}
+    called = {name for name, module in modules.items() if _is_called(module)}
     if callable(choice) and not isinstance(choice, torch.nn.Module):
         found = {name: [name] for name, module in modules.items() if choice(name, module) and name in called}
     else:
         found = matched(as_patterns(choice, _POSSIBLE), modules, "this model")
-        found = {pattern: [name for name in names if name in called] for pattern, names in found.items()}
+    found = {
+        pattern: [name for name in _unwrapped(names, modules) if name in called]
+        for pattern, names in found.items()
+    }
     idle = [pattern for pattern, names in found.items() if not names]
     if idle or not found:
         which = repr(idle[0]) if idle else ""
         known = some(name for name in modules if name in called)
         raise ProfilingError(f"regions={which} chooses no module that is called. Modules are: {known}.")
     return outermost(found)
+
+
+def _unwrapped(names: Iterable[str], modules: dict[str, torch.nn.Module]) -> list[str]:
+    """The names, each once, with what `torch.compile` has wrapped in place of the wrappers."""
+    return list(dict.fromkeys(f"{n}._orig_mod" if is_compiled_wrapper(modules[n]) else n for n in names))

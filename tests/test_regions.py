@@ -10,11 +10,12 @@ from torch import nn
 
 import autoac
 from autoac.regions import lean_modules, select_modules
+from autoac_solver.errors import ProfilingError
 from autoac_solver.partitions import partitions
 from autoac_solver.planning import named_calls
 from autoac_solver.profile import Profile
 from tests import real_models
-from tests.small_models import batch, make
+from tests.small_models import batch, make, tight_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -163,3 +164,51 @@ def test_lean_modules_cover_the_model_without_nesting(name: str):
     covered = {id(p) for chosen in lean for p in chosen.parameters()}
     outside = [n for n, p in model.named_parameters() if id(p) not in covered]
     assert all(n.count(".") <= 1 for n in outside)  # parameters that the model itself or a part of it holds
+
+
+class Scripted(nn.Module):
+    """What TorchScript fuses and differentiates itself, with random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(torch.tanh(torch.sigmoid(x) * x + x))
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.linear = inner, nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(torch.sin(self.inner(x))))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_scripted_modules_are_no_regions_but_may_be_inside(how: str, engine: str):
+    x = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
+
+    def scripted() -> Any:
+        made = Scripted()
+        return torch.jit.script(made) if how == "script" else torch.jit.trace(made, x, check_trace=False)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(scripted(), Around(scripted()), Around(scripted()), Around(nn.Linear(64, 64)))
+    lean = {name for name, module in model.named_modules() if module in lean_modules(model)}
+    assert not any(name.startswith(("0", "1.inner", "2.inner")) for name in lean)
+    with pytest.raises(ProfilingError, match="chooses no module that is called"):
+        select_modules(model, ["0", "1.inner", "2.inner"])
+    for _ in range(3):  # TorchScript looks at the first steps, and then optimises
+        model(x).mean().backward()
+    model.zero_grad(set_to_none=True)
+    profile = autoac.profile(model, x)
+    plan = tight_plan(profile, engine)
+    assert "1" in {region.fqn for region in plan.regions if region.wrapped}
+    report = plan.verify(model, x)
+    assert report.ok
+    assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=1e-3)
+    assert report.measured_peak_bytes < report.unplanned_peak_bytes

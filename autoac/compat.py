@@ -65,6 +65,21 @@ def is_compiled_wrapper(model: Any) -> bool:
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
+def compiled_attribute(module: torch.nn.Module) -> str | None:
+    """The instance attribute through which this module's calls run compiled, None if they do not.
+
+    `module.compile()` sets one that the class has as None; the wrapper of `torch.compile(module)` has a `forward` of
+    its own.
+    """
+    if is_compiled_wrapper(module):
+        return "forward"
+    return "_compiled_call_impl" if module.__dict__.get("_compiled_call_impl") is not None else None
+
+
+COMPILED_NODE = "CompiledFunctionBackward"
+"""Name of the autograd node that stands for all that a graph of AOTAutograd has computed."""
+
+
 POLICIES_SEE_RESULTS = (
     "op_output" in inspect.signature(torch.utils.checkpoint.SelectiveCheckpointContext).parameters
 )

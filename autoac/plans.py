@@ -18,6 +18,7 @@ from autoac.engine.attach import attach, attach_pausing, attach_root, covered, d
 from autoac.engine.program import Program
 from autoac.memory_trace import measured_memory
 from autoac.recorder import device_of, model_fingerprint, unwrapped
+from autoac.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
 from autoac.verify import Report, verify
 from autoac_solver import curve
 from autoac_solver.errors import PlanMismatchError
@@ -148,6 +149,8 @@ class Plan:
         """Put the plan on the model, and return the model; train it as before.
 
         Regions with nothing to recompute are left untouched. Under `torch.no_grad` the model runs as without a plan.
+        Submodules that `torch.compile` has compiled run uncompiled until `remove` where the plan needs it, see
+        `uncompiled.to_uncompile`.
 
         Raises:
             PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
@@ -156,7 +159,10 @@ class Plan:
         self._check(model)
         inner = unwrapped(model)
         try:
-            programs_of = self._programs()
+            programs_of = self._programs
+            compiled = compiled_modules(inner)
+            for fqn in to_uncompile(compiled, programs_of, self.engine):
+                uncompile(compiled[fqn], self._id)
             for fqn, programs in programs_of.items():
                 attach(inner.get_submodule(fqn), programs, self.engine, self._id)
             pauses = [pause for calls in programs_of.values() for p in calls for pause in p.pauses.values()]
@@ -170,6 +176,7 @@ class Plan:
         except BaseException:
             for module in filter(planned, inner.modules()):
                 detach(module)
+            self._recompile(inner)
             raise
         return model
 
@@ -185,7 +192,7 @@ class Plan:
             for name, module in model.named_modules()
             if (carried := planned(module)) is not None and carried.plan_id == self._id
         }
-        if not modules and self._programs():
+        if not modules and self._programs:
             raise PlanMismatchError("this plan is not applied to this model, so there is nothing to remove.")
         for name, module in modules.items():
             if covered(module):
@@ -195,7 +202,14 @@ class Plan:
                 )
         for module in modules.values():
             detach(module)
+        self._recompile(model)
         return model
+
+    def _recompile(self, model: torch.nn.Module) -> None:
+        """Let the modules run compiled again that this plan has made run uncompiled."""
+        for module in model.modules():
+            if uncompiled_by(module) == self._id:
+                recompile(module)
 
     @contextlib.contextmanager
     def applied(self, model: Model) -> Iterator[Model]:
@@ -206,8 +220,12 @@ class Plan:
         finally:
             self.remove(model)
 
+    @functools.cached_property
     def _programs(self) -> dict[str, list[Program]]:
-        """The programs of each module that has anything to recompute, one for each of its calls."""
+        """The programs of each module that has anything to recompute, one for each of its calls.
+
+        They stay the same objects however often the plan is applied: torch's compiler takes another one for other code.
+        """
         programs: dict[str, list[Program]] = {}
         for region in self.regions:
             untouched = Program(region.fqn, (), wrapped=False)

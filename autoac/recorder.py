@@ -22,6 +22,7 @@ from autoac.scratch import Measured, measure_on_scratch
 from autoac.step import Loss, make_step
 from autoac.tape import Instrumented, Tape
 from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter, unsteady, waited_s
+from autoac.uncompiled import compiled_modules, uncompiled
 from autoac.untouched import tensors_of, untouched
 from autoac_solver.errors import ProfilingError
 from autoac_solver.profile import Op, Profile
@@ -93,7 +94,7 @@ def record(
         torch_version=torch.__version__,
         costs=engine_costs(device, _bytes_per_op(tables["tape"])),
         measured_step_s=elapsed,
-        notes=note,
+        notes=(*_notes_if_compiled(model, tape), *note),
         **tables,
     )
 
@@ -165,7 +166,11 @@ def record_fake(
         costs=engine_costs(device, _bytes_per_op(tables["tape"]) if measure else 0),
         measured_step_s=elapsed,
         mode="fake",
-        notes=(*_fake_notes(results.unknown, found, len(signatures), measure, as_cuda), *note),
+        notes=(
+            *_fake_notes(results.unknown, found, len(signatures), measure, as_cuda),
+            *_notes_if_compiled(model, tape),
+            *note,
+        ),
         **tables,
     )
 
@@ -184,6 +189,30 @@ def _note_if_unsteady(
     # On a GPU ops are timed by its own clock, whatever the host waits for.
     note = unsteady(times, share if device.type == "cpu" else 0.0)
     return (note,) if note else ()
+
+
+def _notes_if_compiled(model: torch.nn.Module, tape: Tape) -> list[str]:
+    """Notes on compiled modules, which are recorded uncompiled, and on other compiled code, which is hardly seen."""
+    notes = []
+    if modules := list(compiled_modules(model)):
+        notes.append(
+            f"compiled by torch.compile, but recorded uncompiled: {_some(modules)}. With a plan of engine replay that "
+            "recomputes anything they run uncompiled, and its peak holds. To have them compiled, take engine sac, or "
+            "compile them after plan.apply (regions of replay run uncompiled all the same): what compiled code takes "
+            "is not predicted then, so leave headroom, and see what plan.verify measures"
+        )
+    if running := tape.with_compiled_code():
+        notes.append(
+            f"functions compiled by torch.compile run in {_some(running)}: what they keep and take is not seen in "
+            "full, so peaks can be larger than predicted. Have them uncompiled, here and in training, or leave "
+            "headroom and see what plan.verify measures"
+        )
+    return notes
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) if name else "the model itself" for name in names[:4])
+    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _fake_tape(
@@ -251,6 +280,7 @@ def _recording(
     try:
         with (
             below or contextlib.nullcontext(),
+            uncompiled(model),
             Instrumented(model, tape, lean_modules(model)),
             torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack),
             tape,

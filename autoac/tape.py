@@ -31,10 +31,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.arguments import held_in
 from autoac.compat import (
+    COMPILED_NODE,
     current_node,
     disable_dispatch_modes,
+    disable_dynamo,
     held_once_as_argument,
     in_backward,
+    is_compiled_wrapper,
     is_dense,
     storage_key,
     storage_users,
@@ -91,6 +94,7 @@ class Tape(TorchDispatchMode):
         self.saved: list[dict[str, Any]] = []
         self.calls: list[dict[str, Any]] = []
         self.call_stack: list[int] = []
+        self.compiled_calls: set[int] = set()  # in which compiled code ran
         self.replays: weakref.WeakSet[ReplayCall] = weakref.WeakSet()
         self._view_times: list[float] = []
         self._by_key: dict[int, int] = {}
@@ -418,7 +422,10 @@ class Tape(TorchDispatchMode):
             self._poll()
             self.tick += 1
             self.saved[watched.index]["unpacked"] = self.tick
-            self._unpacked_for = _sequence(current_node()), self.saved[watched.index]["module"]
+            node, module = current_node(), self.saved[watched.index]["module"]
+            self._unpacked_for = _sequence(node), module
+            if _name(node) == COMPILED_NODE:
+                self.compiled_calls.add(module)
         with _Suspended(self):
             tensor = replay_unpack(watched.packed)
         if watched.tape is not None and storage_key(tensor) not in self._by_key:
@@ -461,6 +468,11 @@ class Tape(TorchDispatchMode):
             return "code outside of all modules"
         call = self.calls[index]
         return f"module {call['fqn'] or 'the model itself'!r} ({call['class_name']})"
+
+    def with_compiled_code(self) -> list[str]:
+        """Names of the modules in which code ran that `torch.compile` has compiled."""
+        calls = sorted(self.compiled_calls)
+        return list(dict.fromkeys("" if call == NEVER else self.calls[call]["fqn"] for call in calls))
 
     def leave(self, changes_arguments: bool) -> None:
         """A module's forward ends; `changes_arguments` as in `ModuleCall`."""
@@ -623,7 +635,7 @@ class Instrumented:
         self.modules = [
             (name, module)
             for name, module in model.named_modules()
-            if not isinstance(module, torch.jit.ScriptModule)
+            if not isinstance(module, torch.jit.ScriptModule) and not is_compiled_wrapper(module)
         ]
         self.depth = 0  # of lean modules
 
@@ -652,9 +664,9 @@ class Instrumented:
         own = module.__dict__.get("forward")
         original = own or types.MethodType(type(module).forward, module)
         of_torch = type(module).__module__.startswith("torch.nn.modules.")
-        plain = of_torch and own is None and getattr(module, "_compiled_call_impl", None) is None
+        plain = of_torch and own is None
 
-        def forward(_: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             number = self.counts[module]
             self.counts[module] += torch.is_grad_enabled()
             held = held_in((args, kwargs))
@@ -670,6 +682,10 @@ class Instrumented:
                 return original(*args, **kwargs)
             finally:
                 self.tape.leave(held_in((args, kwargs)) != held)
+
+        def forward(_: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # A compiled function calls the module: the compiler is not to trace the recording.
+            return (disable_dynamo(run) if torch.compiler.is_compiling() else run)(*args, **kwargs)
 
         return forward
 

@@ -19,6 +19,7 @@ from autoac.measure import measure_peak
 from autoac.opinfo import op_info, tensors_in
 from autoac.recorder import device_of
 from autoac.step import make_step
+from autoac.uncompiled import uncompiled
 from autoac.untouched import put_back, random_states, untouched
 from autoac_solver.format import format_bytes
 from autoac_solver.plan_record import PlanRecord
@@ -109,6 +110,14 @@ def verify(
     plan: AnyPlan, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None
 ) -> Report:
     """See `Plan.verify`."""
+    # Under replay the plan's step runs uncompiled; compiled it could differ in the last bits, plan or not.
+    with uncompiled(model) if plan.record.engine == "replay" else nullcontext():
+        return _verify(plan, model, sample, loss)
+
+
+def _verify(
+    plan: AnyPlan, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None
+) -> Report:
     step = make_step(model, sample, loss)
     fixed = sample if not callable(sample) else ()
     device = device_of(model)

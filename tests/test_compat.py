@@ -139,6 +139,25 @@ def test_is_compiled_wrapper():
     assert not compat.is_compiled_wrapper(model)
 
 
+def test_compiled_attribute():
+    model = nn.Linear(2, 2)
+    assert compat.compiled_attribute(model) is None
+    assert compat.compiled_attribute(torch.compile(model)) == "forward"  # type: ignore[arg-type]
+    assert "forward" in vars(torch.compile(model))
+    model.compile()
+    assert compat.compiled_attribute(model) == "_compiled_call_impl"
+    del model.__dict__["_compiled_call_impl"]
+    assert model._compiled_call_impl is None
+    assert compat.compiled_attribute(model) is None
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_name_of_the_node_of_compiled_code():
+    compiled = torch.compile(lambda x: x.sin().cos(), backend="aot_eager")
+    assert compiled(torch.zeros(2, requires_grad=True)).grad_fn.name() == compat.COMPILED_NODE
+    torch._dynamo.reset()
+
+
 def test_nothing_imports_the_compiler():
     """It takes seconds."""
     code = (

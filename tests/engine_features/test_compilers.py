@@ -1,5 +1,7 @@
 """Compilers and higher-order ops: compiled autograd, regional compilation, `flex_attention`, `torch.cond`."""
 
+import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -10,6 +12,10 @@ from torch import nn
 
 import autoac
 from autoac.measure import measure_peak
+from autoac.plans import Plan
+from autoac.regions import select_modules
+from autoac.uncompiled import to_uncompile
+from autoac_solver.profile import Profile
 from tests.blocks import REGIONS, X, all_but_gelu, blocks, mean_square
 from tests.exact.harness import Case, assert_exact, differences, plan_with, planned, plans, run
 from tests.features import feature
@@ -96,7 +102,7 @@ def test_memory_under_compiled_autograd(engine):
 
 @quiet
 @pytest.mark.slow
-@feature("regional compilation: a compiled module inside a region")
+@feature("regional compilation: compiled modules inside regions, which run uncompiled")
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_module_inside_a_region(engine, backend):
     class Inner(nn.Module):
@@ -125,14 +131,187 @@ def test_compiled_module_inside_a_region(engine, backend):
     case = Case(build, mean_square, ("0", "1"))
     for recomputed in (lambda region, op, nth: True, lambda region, op, nth: "tanh" not in op):
         plan = plan_with(case, engine, recomputed)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="region .* runs ops that the profiled step did not run")
-            assert not differences(run(case, plan), run(case))
+        assert not differences(run(case, plan), run(case))
+    x = torch.randn(256, 64)
+    model = build()
+    model(x).mean().backward()  # compiled before it is planned
+    model.zero_grad(set_to_none=True)
+    profile = autoac.profile(model, x)
+    plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine, regions=["0", "1"])
+    report = plan.verify(model, x)
+    assert report.ok
+    assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=1e-3)
+    torch._dynamo.reset()
+
+
+def compiled_blocks(wrapped: bool, **options: Any) -> nn.Sequential:
+    """Blocks that have been compiled, and have run."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mlp() for _ in range(4)))
+    for index, block in enumerate(model):
+        if wrapped:
+            model[index] = torch.compile(block, backend="aot_eager", **options)  # type: ignore[call-overload]
+        else:
+            block.compile(backend="aot_eager", **options)
+    model(SAMPLE).mean().backward()
+    model.zero_grad(set_to_none=True)
+    return model
+
+
+SAMPLE = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
+
+
+def compiled_plan(model: nn.Module, engine: str, capfd: pytest.CaptureFixture[str]) -> Plan:
+    capfd.readouterr()
+    profile = autoac.profile(model, SAMPLE)
+    assert capfd.readouterr() == ("", "")
+    (note,) = (note for note in profile.notes if "compiled" in note)
+    assert note.startswith(
+        "compiled by torch.compile, but recorded uncompiled: '0', '1', '2', '3'. With a plan of "
+    )
+    least = least_bytes(profile, engine)
+    plan = autoac.solve(profile, least + (profile_peak(profile) - least) // 3, engine=engine)
+    assert {region.wrapped for region in plan.regions} == {True, False}
+    return plan
+
+
+def profile_peak(profile: Profile) -> int:
+    return autoac.solve(profile, 10**12).record.unplanned_peak_bytes
+
+
+@quiet
+@feature("regional compilation: regions compiled before the plan", "replay", cell="yes, they run uncompiled")
+@pytest.mark.parametrize("wrapped", [False, True], ids=["in place", "wrapped"])
+@pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
+def test_regions_compiled_before_the_plan(wrapped, fullgraph, capfd):
+    model = compiled_blocks(wrapped, fullgraph=fullgraph)
+    before = [dict(vars(module)) for module in model.modules()]
+    plan = compiled_plan(model, "replay", capfd)
+    report = plan.verify(model, SAMPLE)
+    assert report.ok
+    assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=1e-4)
+    plan.apply(model)
+    copied = copy.deepcopy(model)
+    steps = [gradients(model)]
+    if not (
+        wrapped and fullgraph
+    ):  # the copy of a wrapper compiles anew, and breaks its graph around each region
+        steps += [gradients(copied), gradients(pickle.loads(pickle.dumps(copied)))]
+    plan.remove(copied)
+    plan.remove(model)
+    for step in (*steps, gradients(copied)):
+        assert all(map(torch.equal, step, gradients(model)))
+    model.zero_grad(set_to_none=True)
+    assert [dict(vars(module)) for module in model.modules()] == before
     torch._dynamo.reset()
 
 
 @quiet
-@feature("regional compilation: a compiled region")
+@pytest.mark.slow
+@feature(
+    "regional compilation: regions compiled before the plan", "sac", cell="yes, peak only about as predicted"
+)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["in place", "wrapped"])
+def test_regions_compiled_before_the_plan_under_sac(wrapped, capfd):
+    model = compiled_blocks(wrapped)
+    plan = compiled_plan(model, "sac", capfd)
+    report = plan.verify(model, SAMPLE)
+    assert report.equal
+    assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=0.05)
+    assert report.measured_peak_bytes < 0.9 * report.unplanned_peak_bytes
+    torch._dynamo.reset()
+
+
+@quiet
+def test_a_plan_that_is_applied_again_is_not_compiled_again():
+    """Torch stops compiling a function after eight times."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mlp() for _ in range(3)))
+    profile = autoac.profile(model, SAMPLE)
+    plan = autoac.solve(profile, least_bytes(profile, "sac"), engine="sac")
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    for block in model:
+        block.compile(backend=backend)
+    counts = []
+    for _ in range(3):
+        with plan.applied(model):
+            gradients(model)
+        counts.append(len(compiled))
+    assert counts[0] == counts[-1] > 0
+    torch._dynamo.reset()
+
+
+def test_a_wrapper_named_as_a_region_stands_for_its_module():
+    model = nn.Sequential(Mlp(), Mlp())
+    model[1] = torch.compile(model[1])  # type: ignore[call-overload]
+    assert select_modules(model, "*") == select_modules(model, ["0", "1"]) == ["0", "1._orig_mod"]
+    assert select_modules(model, "1") == ["1._orig_mod"]
+
+
+def test_what_runs_uncompiled():
+    compiled = ["0", "1.inner", "2"]
+    assert to_uncompile(compiled, [], "replay") == []
+    assert to_uncompile(compiled, ["1"], "replay") == compiled
+    assert to_uncompile(compiled, ["0", "1", "2.inner"], "sac") == ["1.inner"]
+    assert to_uncompile(["", "1.inner"], ["1"], "sac") == []
+    assert to_uncompile(["1.inner"], [""], "sac") == ["1.inner"]
+
+
+@quiet
+def test_a_module_compiled_anew_under_a_plan_stays_so(capfd):
+    model = compiled_blocks(wrapped=False)
+    plan = compiled_plan(model, "replay", capfd)
+    plan.apply(model)
+    model[0].compile(backend="eager")
+    anew = model[0]._compiled_call_impl
+    plan.remove(model)
+    assert model[0]._compiled_call_impl is anew
+    assert model[1]._compiled_call_impl is not None
+    torch._dynamo.reset()
+
+
+@quiet
+def test_a_compiled_function_is_noted_and_may_call_the_model(capfd):
+    model = nn.Sequential(Mlp(), Mlp())
+    step = torch.compile(lambda: model(SAMPLE).square().mean(), backend="aot_eager")
+    activation = torch.compile(F.gelu, backend="aot_eager")
+    step().backward()
+    model.zero_grad(set_to_none=True)
+    capfd.readouterr()
+    profile = autoac.profile(model, lambda: step().backward())
+    assert {call.fqn for call in profile.calls} >= {"0", "1"}
+    assert "ignored" not in capfd.readouterr().err
+    model[1] = Calls(activation)
+    noted = autoac.profile(model, SAMPLE).notes[0]
+    assert noted.startswith(
+        "functions compiled by torch.compile run in '1': what they keep and take is not seen"
+    )
+    torch._dynamo.reset()
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x.sin())
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Of one step."""
+    model.zero_grad(set_to_none=True)
+    model(SAMPLE).mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@quiet
+@feature("regional compilation: regions compiled after `apply`")
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_compiled_region(engine, backend):
     case = Case(blocks, mean_square, REGIONS)
@@ -147,6 +326,30 @@ def test_compiled_region(engine, backend):
     mean_square(plain).backward()
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+    torch._dynamo.reset()
+
+
+@quiet
+@pytest.mark.slow
+@feature("regional compilation: regions compiled after `apply`")
+def test_memory_of_regions_compiled_after_apply(engine):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mlp() for _ in range(4)))
+    profile = autoac.profile(model, SAMPLE)
+    plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine)
+    expected = gradients(model)
+    plan.apply(model)
+    for block in model:
+        block.compile(backend="aot_eager")
+    assert all(map(torch.equal, gradients(model), expected))
+    model.zero_grad(set_to_none=True)
+
+    def step() -> None:
+        output = model(SAMPLE)
+        output.mean().backward()
+
+    peak = plan.resident_bytes + measure_peak(step).peak_above_start_bytes
+    assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
     torch._dynamo.reset()
 
 

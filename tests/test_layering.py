@@ -21,13 +21,9 @@ ORDER = {
         plan_record explanation choices curve sweep planning batches page __init__
     """,
     "autoac": """
-<<<<<<< HEAD
         _version compat arguments opinfo measure engine policies untouched step costs fake as_cuda signatures
-        private_results timing scratch tape regions recorder optimizer verify memory_trace plans planner __init__ zoo
-=======
-        _version compat opinfo measure engine policies untouched step costs fake as_cuda signatures private_results
-        uncompiled timing scratch tape regions recorder optimizer verify memory_trace plans planner __init__ zoo
->>>>>>> 476ca01 (Compiled submodules are profiled uncompiled, and run so under plans of replay; notes name compiled code; a plan applied again is not compiled again)
+        private_results uncompiled timing scratch tape regions recorder optimizer verify memory_trace plans planner
+        __init__ zoo
         calibrate demo compare selfcheck cli __main__
     """,
 }

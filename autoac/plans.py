@@ -164,6 +164,8 @@ class Plan:
             for fqn in to_uncompile(compiled, programs_of, self.engine):
                 uncompile(compiled[fqn], self._id)
             for fqn, programs in programs_of.items():
+                for program in programs:
+                    program.warned = False  # to be said anew, of this model
                 attach(inner.get_submodule(fqn), programs, self.engine, self._id)
             pauses = [pause for calls in programs_of.values() for p in calls for pause in p.pauses.values()]
             for fqn in {pause.fqn for pause in pauses}:

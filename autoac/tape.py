@@ -681,7 +681,7 @@ class Instrumented:
                     return self._run_lean(name, original, args, kwargs)
                 return original(*args, **kwargs)
             finally:
-                self.tape.leave(held_in((args, kwargs)) != held)
+                self.tape.leave(held_in((args, kwargs)).entries != held.entries)
 
         def forward(_: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             # A compiled function calls the module: the compiler is not to trace the recording.

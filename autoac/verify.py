@@ -110,8 +110,9 @@ def verify(
     plan: AnyPlan, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None
 ) -> Report:
     """See `Plan.verify`."""
-    # Under replay the plan's step runs uncompiled; compiled it could differ in the last bits, plan or not.
-    with uncompiled(model) if plan.record.engine == "replay" else nullcontext():
+    # Where replay recomputes anything the step runs uncompiled; compiled it could differ in the last bits, plan or not.
+    replays = plan.record.engine == "replay" and any(region.wrapped for region in plan.record.regions)
+    with uncompiled(model) if replays else nullcontext():
         return _verify(plan, model, sample, loss)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import deque
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -96,3 +100,94 @@ def test_real_models_with_their_cache(make, engine: str) -> None:
     plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine)
     report = plan.verify(model, sample)
     assert report.ok, report
+
+
+@dataclasses.dataclass(slots=True)
+class State:
+    """Without a `__dict__`."""
+
+    value: torch.Tensor | None
+
+
+class Taking(nn.Module):
+    """Takes out what the last one put in: the new tensor may get the address of the old one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, held: Any) -> None:
+        if isinstance(held, State):
+            assert held.value is not None
+            held.value = self.layer(held.value).sin()
+        else:
+            before = held.pop()
+            after = self.layer(before).sin()
+            del before
+            held.append(after)
+
+
+class Handing(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(Taking(kind) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held: Any = (
+            State(x * 1) if self.kind == "slots" else {"list": list, "deque": deque}[self.kind]([x * 1])
+        )
+        for block in self.blocks:
+            block(held)
+        return (held.value if self.kind == "slots" else held.pop()).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["list", "deque", "slots"])
+def test_what_is_replaced_is_noticed_wherever_it_is_held(kind: str) -> None:
+    for _ in range(10):
+        profile = autoac.profile(Handing(kind), torch.randn(64, 32))
+        changing = {call.fqn for call in profile.calls if call.changes_arguments}
+        assert changing == {f"blocks.{i}" for i in range(4)}
+
+
+class Scaled(nn.Module):
+    """Its layers read what it changes after each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Reading() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        data: dict[str, Any] = {"x": x, "scale": 1.0}
+        for layer in self.layers:
+            data["x"] = layer(data) if self.training else x
+            data["scale"] *= 0.5
+        return data["x"].square().mean()
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, data: dict[str, Any]) -> torch.Tensor:
+        return torch.sin(torch.tanh(self.layer(data["x"])) * data["scale"])
+
+
+def test_what_others_change_until_backward_is_refused_by_sac_and_taken_by_replay() -> None:
+    model, sample = Scaled(), torch.randn(64, 32)
+    names = [f"layers.{i}" for i in range(3)]
+    profile = autoac.profile(model, sample, regions=names)
+    for engine in ("replay", "sac"):
+        plan = autoac.solve(profile, least_bytes(profile, engine, names), engine=engine, regions=names)
+        assert any(region.wrapped for region in plan.regions)
+        if engine == "replay":
+            report = plan.verify(model, sample)
+            assert report.ok, report
+        else:
+            with (
+                plan.applied(model),
+                pytest.raises(RuntimeError, match=r"'layers\.[0-2]'.* no longer holds .*engine=\"replay\""),
+            ):
+                model(sample).backward()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from autoac.arguments import held_in
 from autoac.compat import (
     POLICIES_SEE_RESULTS,
     any_autocast,
@@ -40,20 +41,28 @@ RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 def run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one call of a region under torch's checkpoint with the plan's policy."""
     function = functools.partial(forward, **kwargs)
-    if torch.compiler.is_compiling() or being_traced() or not debugging():
+    if torch.compiler.is_compiling() or being_traced():
         context_fn = functools.partial(contexts, program)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+    objects = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
+    if not debugging():
+        context_fn = functools.partial(contexts, program, objects)
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
     with hidden_from_torch() as off:
 
         def context_fn() -> tuple[Any, Any]:
             off.close()  # the region's own checkpoints are to be debugged
-            return contexts(program)
+            return contexts(program, objects)
 
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
 
 
-def contexts(program: Program) -> tuple[Any, Any]:
-    """The pair of contexts for `checkpoint(context_fn=...)`."""
+def contexts(program: Program, objects: Sequence[Any] = ()) -> tuple[Any, Any]:
+    """The pair of contexts for `checkpoint(context_fn=...)`.
+
+    Args:
+        objects: arguments of the region in which the second run must find what the first one found.
+    """
     if not POLICIES_SEE_RESULTS:
         raise RuntimeError(
             f"engine sac needs a torch whose checkpoint policies see the results of ops; {torch.__version__} does not "
@@ -66,7 +75,7 @@ def contexts(program: Program) -> tuple[Any, Any]:
     policy.watches = True
     log = OpLog(program.region) if debugging() else None
     casts = policy.cast if torch.is_autocast_cache_enabled() and any_autocast() else None
-    return (first if log is None else _Both(first, log)), _SecondRun(second, policy, casts, log)
+    return (first if log is None else _Both(first, log)), _SecondRun(second, policy, casts, log, objects)
 
 
 class _Both:
@@ -96,12 +105,27 @@ class _SecondRun:
         policy: of the first run.
         casts: storages of the weights that forward has cast itself; None where autocast keeps no casts.
         log: of the first run, None if it was not kept.
+        objects: arguments in which the second run must find what is in them now.
     """
 
-    def __init__(self, selective: Any, policy: SacPolicy, casts: set[int] | None, log: OpLog | None):
+    def __init__(
+        self,
+        selective: Any,
+        policy: SacPolicy,
+        casts: set[int] | None,
+        log: OpLog | None,
+        objects: Sequence[Any],
+    ):
         self.selective, self.policy, self.casts, self.first = selective, policy, casts, log
+        self.objects, self.held = objects, held_in(objects)
 
     def __enter__(self) -> None:
+        if self.held.lost(held_in(self.objects)):
+            raise RuntimeError(
+                self.policy.refusal(
+                    "an object that it is given no longer holds what it held in forward", _GIVEN
+                )
+            )
         parts = [self.selective]
         if changed := self.policy.changed():
             parts.append(_Refusing(changed, self.policy))
@@ -179,6 +203,10 @@ def _casts_weight(func: Any, args: Any) -> bool:
 _ORDER = (
     "its ops run in another order than the profiled ones, and selective checkpointing cannot recompute that exactly. "
     'Plan with engine="replay", which can.'
+)
+_GIVEN = (
+    "its code would run again on something else. Give it an object that nobody changes until backward is over, or "
+    'plan with engine="replay", which runs no code twice.'
 )
 _WRITTEN = (
     "between forward and backward something has changed that did not in the profiled step. "

@@ -93,12 +93,20 @@ def matched(patterns: Sequence[str], names: Iterable[str], owner: str) -> dict[s
     names = list(names)
     found = {}
     for pattern in patterns:
-        found[pattern] = [n for n in names if n == pattern or (n and fnmatchcase(n, pattern))]
+        found[pattern] = [
+            n for n in names if any(k == pattern or (k and fnmatchcase(k, pattern)) for k in known_as(n))
+        ]
         if not found[pattern]:
             raise ProfilingError(
                 f"regions={pattern!r} matches no module. Modules of {owner} are: {some(names)}."
             )
     return found
+
+
+def known_as(name: str) -> tuple[str, ...]:
+    """A module's name, and that without the wrappers that `torch.compile` has put in."""
+    plain = ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return (name, plain) if plain and plain != name else (name,)
 
 
 def outermost(found: Mapping[str, Sequence[str]]) -> list[str]:

@@ -132,6 +132,8 @@ class Choices:
                 continue
             except NoPlanInTimeError as error:
                 late = late or error
+                if time.perf_counter() > deadline:
+                    break
                 continue
             if rough and solution.bound_s >= min(s.objective_s for _, s in rough):
                 break

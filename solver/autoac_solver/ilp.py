@@ -16,6 +16,8 @@ from autoac_solver.search import WHOLE, Plan, Prepared, Progress, Search, Task, 
 from autoac_solver.simulator import Decisions
 from autoac_solver.solution import Solution
 
+_GREEDY_S = 5.0
+"""Seconds that must be left for a greedy plan, which nobody stops once it has begun."""
 _CLOSED = 1e-9
 """Share of the step below which a difference in time is a rounding error."""
 
@@ -142,9 +144,10 @@ class _LeastTime(Search):
             formulation.add_rows(reaching.positions)
             if self.best is None:
                 return result
-        faster = Greedy(self.task.simulator).plan(self._budget_bytes, self.best.recomputed)
-        assert faster is not None, "it starts within the budget"
-        self.consider(faster)
+        if self.task.left_s() > _GREEDY_S:
+            faster = Greedy(self.task.simulator).plan(self._budget_bytes, self.best.recomputed)
+            assert faster is not None, "it starts within the budget"
+            self.consider(faster)
         return "found"
 
     def _thin_out(self, decisions: np.ndarray) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from autoac_solver.arguments import known_as
 from autoac_solver.errors import PolicyError
 from autoac_solver.limits import is_number, is_size, is_text
 from autoac_solver.profile import Op, Profile
@@ -236,7 +237,7 @@ class Matcher:
     def in_module(self, patterns: tuple[str, ...], call: int) -> bool:
         """Whether a module call is one of these modules', or happened in one."""
         while call >= 0:
-            if self._any(patterns, self._profile.calls[call].fqn):
+            if self._any(patterns, *known_as(self._profile.calls[call].fqn)):
                 return True
             call = self._profile.calls[call].parent
         return False

@@ -118,6 +118,9 @@ class Task:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.began
 
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
     def in_time(self) -> bool:
         return time.monotonic() < self.deadline
 

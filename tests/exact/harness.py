@@ -85,8 +85,9 @@ def least_budget(profile: Profile, engine: str, regions: Sequence[str]) -> int:
 def plans(case: Case, engine: str, fractions: Sequence[float] = FRACTIONS) -> dict[float, Plan]:
     """A plan for each budget, given as a fraction of the way from the least feasible to the unplanned peak."""
     profile = case.profile()
-    names = select_modules(case.model(), case.regions)
-    assert names is not None
+    chosen = select_modules(case.model(), case.regions)
+    assert chosen is not None
+    names = [name for name in chosen if name in {call.fqn for call in profile.calls}]
     least = least_budget(profile, engine, names)
     ample = autoac.solve(profile, 10**12, engine=engine, regions=names).record.unplanned_peak_bytes
     assert least < ample, "the regions hold nothing at the peak: the case tests nothing"

@@ -184,9 +184,9 @@ def check_peak(spec: ModelSpec, plan: Plan, tally: Counter[str]) -> None:
         tally["above the prediction without a plan"] += 1
         return
     above = peak > plan.predicted_peak_bytes + PEAK_TOLERANCE_BYTES
-    if above and _holds_itself(spec, plan):
+    if above and peak <= plan.predicted_peak_bytes + PEAK_TOLERANCE_BYTES + _held_by_itself(spec, plan):
+        above = False
         tally["above the prediction without a plan"] += 1
-        return
     tally[f"above the prediction, {plan.engine}"] += above
     # Fewer where the step without a plan leaves a reference cycle, as torch's checkpoint does.
     assert with_plan.end_above_start_bytes <= without.end_above_start_bytes, (
@@ -195,13 +195,13 @@ def check_peak(spec: ModelSpec, plan: Plan, tally: Counter[str]) -> None:
     )
 
 
-def _holds_itself(spec: ModelSpec, plan: Plan) -> bool:
-    """Whether the step without a plan has more alive in backward than is predicted, if not at its peak: see above."""
+def _held_by_itself(spec: ModelSpec, plan: Plan) -> int:
+    """By how much the step without a plan has more alive in backward than is predicted, if not at its peak."""
     unplanned = autoac.solve(plan.record.profile, 2**40)
     predicted = unplanned.memory_timeline()
     measured = unplanned.measure_memory(build(spec), sample_of(spec), loss=loss_of)
     above = measured.to_numpy() - predicted["live_bytes"].to_numpy()
-    return bool((above[predicted["phase"] == "backward"] > PEAK_TOLERANCE_BYTES).any())
+    return max(0, int(above[predicted["phase"] == "backward"].max()))
 
 
 def measure(spec: ModelSpec, plan: Plan | None) -> Measurement[None]:

@@ -23,7 +23,7 @@ class Held:
     """What arguments held at some time.
 
     Args:
-        entries: tensors by identity, numbers and texts by value, everything else by type and size.
+        entries: tensors by identity, numbers and texts by value, everything else by type.
         tensors: the identities; they stay valid as long as these weak references are kept.
     """
 
@@ -54,9 +54,8 @@ def held_in(arguments: Any) -> Held:
             entries.append(id(tensors[-1]))  # a tensor has one such reference as long as it lives
         elif id(value) not in seen and not isinstance(value, _NO_STATE):
             seen.add(id(value))
-            inside = list(_inside(value))
-            entries.append((type(value), len(inside)))
-            stack.extend(inside)
+            entries.append(type(value))
+            stack.extend(_inside(value))
     return Held(tuple(entries), tuple(tensors))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from autoac.engine.program import find_overload
-from autoac_solver.arguments import some
+from autoac_solver.arguments import known_as, some
 from autoac_solver.errors import PolicyError
 from autoac_solver.policies import (
     DEFAULT_WEIGHT,
@@ -70,7 +70,7 @@ def check_modules(policies: Iterable[Policy | PolicyFunction], model: torch.nn.M
     Raises:
         PolicyError: a policy that is not optional is about no module of the model.
     """
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    names = [known for name, _ in model.named_modules(remove_duplicate=False) for known in known_as(name)]
     for policy in policies:
         if not isinstance(policy, Policy) or policy.optional or not policy.module:
             continue

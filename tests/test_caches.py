@@ -191,3 +191,24 @@ def test_what_others_change_until_backward_is_refused_by_sac_and_taken_by_replay
                 pytest.raises(RuntimeError, match=r"'layers\.[0-2]'.* no longer holds .*engine=\"replay\""),
             ):
                 model(sample).backward()
+
+
+def test_what_others_put_in_until_backward_does_no_harm() -> None:
+    """A layer that reads only what was there when it ran finds it again."""
+
+    class Logged(Scaled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            data: dict[str, Any] = {"x": x, "scale": 1.0}
+            made = [layer(data) for layer in self.layers]
+            data["made"] = made
+            return sum((out.square().mean() for out in made), torch.zeros(()))
+
+    model, sample = Logged(), torch.randn(64, 32)
+    names = [f"layers.{i}" for i in range(3)]
+    profile = autoac.profile(model, sample, regions=names)
+    plan = autoac.solve(profile, least_bytes(profile, "sac", names), engine="sac", regions=names)
+    assert any(region.wrapped for region in plan.regions)
+    report = plan.verify(model, sample)
+    assert report.equal, (
+        report
+    )  # the region holds the dictionary, and so what was put in: that is not predicted

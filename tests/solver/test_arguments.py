@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autoac_solver.arguments import matched
 from autoac_solver.batches import plan_batches
 from autoac_solver.choices import Choices
 from autoac_solver.errors import AutoacError, ProfilingError
@@ -132,3 +133,9 @@ def test_globs_are_matched_for_every_batch() -> None:
 def test_regions_that_are_none(entry: str, regions: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=re.escape(text)):
         ENTRIES[entry](regions=regions)
+
+
+def test_modules_in_a_wrapper_of_torch_compile_are_known_without_it() -> None:
+    names = ["", "0", "0._orig_mod", "0._orig_mod.linear"]
+    assert matched(["0.linear"], names, "it") == {"0.linear": ["0._orig_mod.linear"]}
+    assert matched(["0"], names[2:], "it") == {"0": ["0._orig_mod"]}

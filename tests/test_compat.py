@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -326,11 +327,18 @@ def test_detach_sharing_version():
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 
-def test_below_autograd():
+def test_call_below_autograd():
     weight = torch.ones(2, 2, requires_grad=True)
-    with Seen() as mode, torch.autocast("cpu", torch.bfloat16), compat.below_autograd():
-        result = torch.mm(weight, weight)
-        assert torch.is_grad_enabled()
+    found: list[Any] = []
+
+    def multiply(left: torch.Tensor, right: torch.Tensor) -> None:
+        found.append((torch.is_grad_enabled(), torch.mm(left, right)))
+
+    with Seen() as mode, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        compat.call_below_autograd(multiply, weight, weight)
+        assert not torch.is_grad_enabled()
+    [(grad, result)] = found
+    assert grad
     assert result.dtype is torch.float32
     assert not result.requires_grad
     assert mode.names == ["aten.mm.default"]
@@ -338,6 +346,37 @@ def test_below_autograd():
         after = torch.mm(weight, weight)
     assert after.dtype is torch.bfloat16
     assert after.requires_grad
+
+
+def test_call_below_autograd_that_fails():
+    def fail() -> None:
+        raise ValueError("no")
+
+    with torch.no_grad(), pytest.raises(ValueError, match="no"):
+        compat.call_below_autograd(fail)
+    assert torch.is_grad_enabled()
+    assert (torch.ones(2, requires_grad=True) * 2).requires_grad
+
+
+def test_detach_unseen():
+    held = torch.ones(2, requires_grad=True) * 2
+    parameter = nn.Parameter(torch.ones(2, 2))
+    with Seen() as mode:
+        found = [compat.detach_unseen(tensor) for tensor in (held, held.view(1, 2), parameter, parameter.t())]
+    assert "aten.detach.default" not in mode.names
+    for tensor in found:
+        assert type(tensor) is torch.Tensor
+        assert not tensor.requires_grad
+        assert tensor._base is None
+    assert compat.storage_key(found[0]) == compat.storage_key(held)
+    assert found[1].shape == (1, 2)
+    before = compat.version_of(found[0])
+    with torch.no_grad():
+        held.add_(1)
+    assert compat.version_of(found[0]) == before + 1
+    with FakeTensorMode():
+        fake = torch.ones(2, requires_grad=True) * 2
+        assert type(compat.detach_unseen(fake)) is type(fake)
 
 
 def test_some_kernels_look_whether_gradients_are_on():
@@ -349,10 +388,13 @@ def test_some_kernels_look_whether_gradients_are_on():
             result = func(*args, **(kwargs or {}))
             if str(func) == "aten.mkldnn_rnn_layer.default":
                 found.append(sum(tensor is not None for tensor in result))
-                with compat.below_autograd(), torch.no_grad():
-                    found.append(sum(tensor is not None for tensor in func(*args)))
-                with compat.below_autograd(), torch.enable_grad():
-                    found.append(sum(tensor is not None for tensor in func(*args)))
+                for grad in (False, True):
+
+                    def again(grad: bool = grad) -> None:
+                        with torch.set_grad_enabled(grad):
+                            found.append(sum(tensor is not None for tensor in func(*args)))
+
+                    compat.call_below_autograd(again)
             return result
 
     with Outputs():

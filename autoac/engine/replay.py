@@ -36,7 +36,6 @@ NOTE [ Pauses ]
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
 import weakref
@@ -48,10 +47,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.compat import (
     backward_keeps_graph,
-    below_autograd,
+    call_below_autograd,
     counted_writes,
     default_generator,
     detach_sharing_version,
+    detach_unseen,
     disable_dispatch_modes,
     in_compiled_autograd,
     put_back,
@@ -178,7 +178,7 @@ def unpack(packed: Any) -> torch.Tensor:
     tensor, version, call = packed
     if call.pending:
         call.replay(backward_keeps_graph())
-    if version_of(tensor) != version:
+    if version >= 0 and tensor._version != version:
         raise RuntimeError(_MODIFIED.format(region=call.program.region))
     return tensor
 
@@ -225,14 +225,16 @@ class ReplayCall:
                 raise RuntimeError(_LOST.format(region=self.program.region))
             self.pending = False
             run, last_use = self._schedule()
+            if not self.recording:
+                call_below_autograd(self._run, run, last_use, keep_graph)
+                return
             # A backward inside of the region's own forward replays what is recorded so far, unseen by the recording.
-            with torch.enable_grad(), below_autograd():  # noqa: SIM117 (the next one acts from its construction on)
-                with disable_dispatch_modes() if self.recording else contextlib.nullcontext():
-                    self._run(run, last_use, keep_graph)
+            with disable_dispatch_modes():
+                call_below_autograd(self._run, run, last_use, keep_graph)
 
     def _schedule(self) -> tuple[list[bool], list[list[Slot]]]:
         """Which records must run, and which slots no later record reads."""
-        wanted = {slot for slot in self.slots if any(handle() is not None for handle in slot.handles)}
+        wanted = {slot for slot in self.slots for handle in slot.handles if handle() is not None}
         read_later: set[Slot] = set()
         run = [False] * len(self.records)
         last_use: list[list[Slot]] = [[] for _ in self.records]
@@ -240,7 +242,7 @@ class ReplayCall:
             record = self.records[position]
             assert record is not None
             made = [slot for _, slot in record.outputs]
-            if not any(slot in wanted for slot in (*made, *record.written)):
+            if wanted.isdisjoint(made) and wanted.isdisjoint(record.written):
                 continue
             run[position] = True
             for slot in made:
@@ -277,7 +279,7 @@ class ReplayCall:
 
     def _run_one(self, record: Record, table: dict[Slot, torch.Tensor]) -> Any:
         for tensor, version in record.kept:
-            if version_of(tensor) != version:
+            if version >= 0 and tensor._version != version:
                 raise RuntimeError(
                     f"{record.func} in region {self.program.region!r} must be run again for backward, but one of its "
                     "inputs was modified by an in-place operation after forward. The profiled step did not do that: "
@@ -507,31 +509,34 @@ class Recording(TorchDispatchMode):
 
     def _store(self, tensor: torch.Tensor, where: Any, refs: list, kept: list) -> torch.Tensor | None:
         """What the record keeps of an argument: nothing but a reference if it will be recomputed, else the tensor."""
-        slot = self.slot_of(tensor)
-        if slot is not None and self.raw and _key(tensor) in self.raw and not slot.written:
-            del self.slots[_key(tensor)]  # an opaque kernel wrote it, see NOTE [ Never wrong ]
-            self.raw.discard(_key(tensor))
+        key = _key(tensor)
+        slot = self.slot_of(tensor, key)
+        if slot is not None and self.raw and key in self.raw and not slot.written:
+            del self.slots[key]  # an opaque kernel wrote it, see NOTE [ Never wrong ]
+            self.raw.discard(key)
             slot = None
         if slot is not None:
             refs.append((where, slot, slot.geometry_of(tensor)))
             return None
-        if tensor.layout is torch.strided:
-            self.call.held[_key(tensor)] = weakref.ref(tensor.untyped_storage())
+        if key:
+            self.call.held[key] = weakref.ref(tensor.untyped_storage())
         tensor = self.hold(tensor)
         kept.append((tensor, version_of(tensor)))
         return tensor
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor without its graph, which would make a cycle: see NOTE [ Who holds what ] 3."""
-        return detach_sharing_version(tensor) if _has_graph(tensor) else tensor
+        return _without_graph(tensor, detach_sharing_version)
 
-    def slot_of(self, tensor: torch.Tensor) -> Slot | None:
-        """The slot of the tensor's storage if that will be recomputed."""
-        slot = self.slots.get(_key(tensor))
+    def slot_of(self, tensor: torch.Tensor, key: int | None = None) -> Slot | None:
+        """The slot of the tensor's storage, whose key may be given, if that will be recomputed."""
+        if key is None:
+            key = _key(tensor)
+        slot = self.slots.get(key)
         if slot is None or slot.alive() is None:
             return None
         if self.paused and version_of(tensor) > slot.version:
-            del self.slots[_key(tensor)]  # written unseen, see NOTE [ Pauses ]
+            del self.slots[key]  # written unseen, see NOTE [ Pauses ]
             return None
         return slot
 
@@ -554,17 +559,12 @@ class Recording(TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
-        call = self.call
+        if type(tensor) is torch.nn.Parameter:  # neither recomputed nor with a graph
+            return tensor, version_of(tensor), self.call
         slot = self.slot_of(tensor)
         if slot is None or (self.raw and _key(tensor) in self.raw and not slot.written):
-            if _has_graph(tensor):
-                if _is_foreign(type(tensor)):
-                    tensor = tensor.detach()  # its own dispatch must see that, and our mode ignores it
-                else:
-                    with disable_dispatch_modes():
-                        tensor = tensor.detach()
-            return tensor, version_of(tensor), call
-        handle = Handle(call, slot, slot.geometry_of(tensor), version_of(tensor))
+            return _without_graph(tensor, _detach_unseen), version_of(tensor), self.call
+        handle = Handle(self.call, slot, slot.geometry_of(tensor), version_of(tensor))
         slot.handles.append(weakref.ref(handle))
         return handle
 
@@ -594,9 +594,19 @@ def _key(tensor: torch.Tensor) -> int:
         return 0  # sparse and the like have no storage
 
 
-def _has_graph(tensor: torch.Tensor) -> bool:
-    """Whether it holds a graph: its own, or its base's, of which it is a view made while gradients were off."""
-    return tensor.grad_fn is not None or tensor._is_view()
+def _without_graph(tensor: torch.Tensor, detach: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What may be held of a tensor: see NOTE [ Who holds what ] 3. A view holds its base, and that perhaps a graph."""
+    base = tensor._base
+    if base is None and not tensor.requires_grad:
+        return tensor
+    if type(base) is torch.nn.Parameter:  # as the weight of a linear layer: its graph ends there
+        return tensor
+    return detach(tensor)
+
+
+def _detach_unseen(tensor: torch.Tensor) -> torch.Tensor:
+    # A subclass's own dispatch must see that, and our mode ignores it.
+    return tensor.detach() if _is_foreign(type(tensor)) else detach_unseen(tensor)
 
 
 def _is_foreign(kind: type) -> bool:

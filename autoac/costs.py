@@ -170,11 +170,11 @@ def _seconds(device: torch.device, between: Callable[[], None]) -> Seconds:
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for _ in range(_ROUNDS):
         for name, run in runs.items():
-            start = _now(device)
+            start = now(device)
             loss = run().sum()
-            middle = _now(device)
+            middle = now(device)
             torch.autograd.grad(loss, tensor)
-            samples[name].append((middle - start, _now(device) - middle))
+            samples[name].append((middle - start, now(device) - middle))
     return {
         name: (_quartile(f for f, _ in both), _quartile(b for _, b in both)) for name, both in samples.items()
     }
@@ -217,9 +217,9 @@ def device_rates(device: torch.device) -> DeviceTable:
 def _least_seconds(run: Callable[[], torch.Tensor], device: torch.device) -> float:
     samples = []
     for _ in range(4):
-        start = _now(device)
+        start = now(device)
         run()
-        samples.append(_now(device) - start)
+        samples.append(now(device) - start)
     return min(samples[1:])
 
 
@@ -227,14 +227,15 @@ def _op_seconds(device: torch.device) -> float:
     op, tensor = torch.ops.aten.sin.default, torch.ones(4, device=device)
     samples = []
     for _ in range(_ROUNDS):
-        start = _now(device)
+        start = now(device)
         for _ in range(_OPS):
             op(tensor)
-        samples.append((_now(device) - start) / _OPS)
+        samples.append((now(device) - start) / _OPS)
     return _quartile(samples)
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds by the wall clock, once the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -11,13 +11,22 @@ from typing import Any
 import torch
 
 from autoac.compat import is_compiled_wrapper
+from autoac.fitting import fitted
 from autoac.measure import unique_storage_bytes
 from autoac.optimizer import check_optimizer, with_optimizer
 from autoac.plans import Plan, Tradeoff
 from autoac.policies import Policies, as_policies, check_modules, listed
-from autoac.recorder import check_model, device_bytes, device_of, free_bytes, record, record_fake, unwrapped
+from autoac.recorder import (
+    check_model,
+    device_bytes,
+    device_of,
+    free_bytes,
+    record_fake,
+    recorded_step,
+    unwrapped,
+)
 from autoac.regions import RegionChoice, select_modules
-from autoac.step import Loss
+from autoac.step import Loss, is_whole_step
 from autoac_solver.arguments import check_effort
 from autoac_solver.batches import BatchTradeoff, plan_batches
 from autoac_solver.devices import DeviceTable, find_device, on_device
@@ -46,8 +55,8 @@ def plan(
 ) -> Plan:
     """Plan what to save and what to recompute so that a training step stays within a budget.
 
-    Runs up to four steps to profile them; model, sample and random states are left as they were. `plan.apply(model)`
-    puts the plan on the model.
+    Runs up to four steps to profile them, and where ops are short some more to time them, without and with a plan;
+    model, sample and random states are left as they were. `plan.apply(model)` puts the plan on the model.
 
     Args:
         model: the model as it will be trained (mode, dtype, device).
@@ -174,7 +183,7 @@ def _recorded(
     if mode == "fake":
         return fake()
     if mode == "real":
-        return record(model, sample, loss, progress)
+        return _recorded_for_real(model, sample, loss, timed, progress)
     reason = _reason_for_fake(model, timed)
     if reason:
         try:
@@ -183,13 +192,23 @@ def _recorded(
             if timed or device_of(model).type == "meta":
                 raise
         return _noted(
-            record(model, sample, loss, progress), "mode auto: fake tensors will not do for this model"
+            _recorded_for_real(model, sample, loss, timed, progress),
+            "mode auto: fake tensors will not do for this model",
         )
     try:
-        return record(model, sample, loss, progress)
+        return _recorded_for_real(model, sample, loss, timed, progress)
     except (torch.OutOfMemoryError, MemoryError) as error:
         reason = f"the step did not fit here ({error!s:.80})"  # the error holds the step's tensors until it is handled
     return _noted(fake(), f"mode auto: {reason}")
+
+
+def _recorded_for_real(
+    model: torch.nn.Module, sample: Any, loss: Loss | None, timed: bool, progress: Progress | None
+) -> Profile:
+    profile, gives_gradients_to_its_own = recorded_step(model, sample, loss, progress)
+    if not timed or is_whole_step(sample) or not gives_gradients_to_its_own:
+        return profile
+    return fitted(profile, model, sample, loss, free_bytes(device_of(model)), progress)
 
 
 def _reason_for_fake(model: torch.nn.Module, timed: bool) -> str:

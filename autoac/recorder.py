@@ -42,10 +42,23 @@ def record(
 ) -> Profile:
     """Run up to four steps and record the last one; the model and the sample are left as they were.
 
+    Args, Raises: as for `recorded_step`.
+    """
+    return recorded_step(model, sample, loss, progress)[0]
+
+
+def recorded_step(
+    model: torch.nn.Module, sample: Any, loss: Loss | None = None, progress: Progress | None = None
+) -> tuple[Profile, bool]:
+    """Run up to four steps and record the last one; the model and the sample are left as they were.
+
     A callable sample, which is the user's own code, is called twice only.
 
     Args:
         model, sample, loss: as for `autoac.profile`.
+
+    Returns:
+        The profile, and whether the step gives gradients to nothing but the model's parameters and the sample.
 
     Raises:
         ProfilingError: the model is planned already, has no parameters that need a gradient, or the step runs no
@@ -58,7 +71,7 @@ def record(
     gradients = [
         p.grad for p in model.parameters() if p.grad is not None
     ]  # the step adds to those that are there
-    inputs = tensors_of(sample if not callable(sample) else ())
+    inputs = list(tensors_of(sample if not callable(sample) else ()))
     fixed = [*model.parameters(), *gradients, *model.buffers(), *inputs]
     with untouched(model, sample if not callable(sample) else ()):
         tell("warm-up step", 0.0)
@@ -84,9 +97,10 @@ def record(
             times = timer.times()
             note = _note_if_unsteady(times.values(), device, started, waited)
             tables = tape.finish(_names(model), meter.workspace_bytes, times)
+            its_own = {id(leaf) for leaf in (*model.parameters(), *inputs)}.issuperset(map(id, tape.leaves))
     tell("engine costs", 0.95)
     _check_recorded(tables)
-    return Profile(
+    profile = Profile(
         model=type(model).__name__,
         model_fingerprint=model_fingerprint(model),
         device=str(device),
@@ -97,6 +111,7 @@ def record(
         notes=(*_notes_if_compiled(model, tape), *note),
         **tables,
     )
+    return profile, its_own
 
 
 def record_fake(

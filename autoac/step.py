@@ -64,7 +64,7 @@ def make_step(
 
     The model's output stays alive until backward is over, as in the usual training loop.
     """
-    if callable(sample) and not isinstance(sample, (torch.Tensor, Mapping)):
+    if is_whole_step(sample):
         if loss is not None:
             raise ProfilingError("loss= goes with a sample; a callable sample computes its losses itself.")
         return _whole_step(sample)
@@ -83,6 +83,11 @@ def make_step(
         return value.detach()
 
     return step
+
+
+def is_whole_step(sample: Any) -> bool:
+    """Whether this is no input of the model, but the user's own code for a step."""
+    return callable(sample) and not isinstance(sample, (torch.Tensor, Mapping))
 
 
 def _whole_step(sample: Callable[[], Any]) -> Callable[[], torch.Tensor | None]:

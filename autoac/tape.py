@@ -262,6 +262,11 @@ class Tape(TorchDispatchMode):
         others = max(0, torch.cuda.memory_allocated(self.device) - ours)
         self.storages.append({"bytes": others, "alloc": NEVER, "free": NEVER, "backward": False})
 
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The leaves that may get a gradient in the step."""
+        return [tensor for tensor, _ in self._leaves]
+
     def _ids(self, tensors: Any) -> list[int]:
         return [index for index in map(self.storage_id, tensors) if index is not None]
 

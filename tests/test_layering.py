@@ -22,9 +22,8 @@ ORDER = {
     """,
     "autoac": """
         _version compat arguments opinfo measure engine policies untouched step costs fake as_cuda signatures
-        private_results uncompiled timing scratch tape regions recorder optimizer verify memory_trace plans planner
-        __init__ zoo
-        calibrate demo compare selfcheck cli __main__
+        private_results uncompiled timing scratch tape regions recorder optimizer verify memory_trace plans fitting
+        planner __init__ zoo calibrate demo compare selfcheck cli __main__
     """,
 }
 FOLDERS = {"autoac_solver": ROOT / "solver" / "autoac_solver", "autoac": ROOT / "autoac"}

@@ -1,0 +1,185 @@
+"""Times fitted to the model: its own steps, plain and with everything recomputed, where the ops are short.
+
+Short ops take longer under a recording than without it, and what the engine's bookkeeping takes between them depends on
+what is left in the caches. So where the bookkeeping weighs, the step is run as it will be, without a plan and with one,
+and what was measured op by op is scaled to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoac.costs import now
+from autoac.plans import Plan
+from autoac.step import Loss, make_step
+from autoac.uncompiled import uncompiled
+from autoac.untouched import put_back, tensors_of, untouched
+from autoac_solver.partitions import partitions
+from autoac_solver.plan_record import make_record
+from autoac_solver.planning import Progress
+from autoac_solver.problem import Unit
+from autoac_solver.profile import NEVER, EngineCosts, Op, Profile
+from autoac_solver.simulator import simulate
+from autoac_solver.solution import Solution
+from autoac_solver.stacking import Stacked, stacked
+
+_WEIGHS = 0.05
+"""A smaller share of the step than this is not worth running the step for, nor could it be told from noise."""
+
+_TIME_S = 2.0
+_ROUNDS = 3, 7
+
+_MOST = 4.0
+"""Scaled by more than this, either way, it is noise."""
+
+
+def fitted(
+    profile: Profile,
+    model: torch.nn.Module,
+    sample: Any,
+    loss: Loss | None,
+    free_bytes: int,
+    progress: Progress | None = None,
+) -> Profile:
+    """The profile with its ops and the bookkeeping of engine replay as they are in the model's own steps.
+
+    It stays as it is where bookkeeping hardly weighs, and where the step should not be run without need: it does not
+    fit without a plan, writes what was there before it (other than buffers), draws from a generator of its own, or is
+    one of several processes'. The model and the sample are left as they were.
+
+    Args:
+        profile: of the model's step with this sample, which is not a callable, and this loss.
+        free_bytes: what the device has left.
+        progress: called before the step is run.
+    """
+    stack = stacked(profile, partitions(profile)[0], "replay", ())
+    recomputed = _all_that_can_be(stack.built.problem.units)
+    units = stack.built.problem.units
+    again_s = sum(
+        profile.tape[op].again_s for u, chosen in enumerate(recomputed) if chosen for op in units[u].ops
+    )
+    nothing, everything = (simulate(stack.built.problem, d) for d in ([False] * len(recomputed), recomputed))
+    bookkeeping_s = everything.extra_s - again_s
+    fits = 2 * (nothing.peak_bytes - profile.resident_bytes) < free_bytes
+    if bookkeeping_s < _WEIGHS * profile.step_s or not fits or not _may_be_run_again(profile):
+        return profile
+    if progress is not None:
+        progress("steps without and with a plan", 0.97)
+    plan = _plan(profile, stack, recomputed)
+    rounds = int(_TIME_S / (2 * profile.step_s + everything.extra_s))
+    try:
+        plain_s, planned_s = _measured(model, sample, loss, plan, min(max(rounds, _ROUNDS[0]), _ROUNDS[1]))
+    except RuntimeError as error:
+        note = f"the step does not run with everything recomputed, times are those of its ops by themselves: {error}"
+        return replace(profile, notes=(*profile.notes, note))
+    ops = _within_reason(plain_s / profile.step_s)
+    replay = _within_reason((planned_s - plain_s - ops * again_s) / bookkeeping_s)
+    return replace(
+        profile,
+        tape=tuple(_scaled(op, ops) for op in profile.tape),
+        views_s=ops * profile.views_s,
+        costs=_replay_scaled(profile.costs, replay),
+    )
+
+
+def _all_that_can_be(units: Sequence[Unit]) -> tuple[bool, ...]:
+    """Every unit recomputed that can be recomputed together with the others."""
+    recomputed = [not unit.must_save for unit in units]
+    settled = False
+    while not settled:
+        settled = True
+        for index, unit in enumerate(units):
+            with_it = [*unit.requires, *((unit.same_as,) if unit.same_as >= 0 else ())]
+            if recomputed[index] and not all(recomputed[other] for other in with_it):
+                recomputed[index] = settled = False
+            elif unit.same_as >= 0 and recomputed[unit.same_as] and not recomputed[index]:
+                recomputed[unit.same_as] = settled = False
+    return tuple(recomputed)
+
+
+def _may_be_run_again(profile: Profile) -> bool:
+    """Whether nothing outside of the model is changed by running the step, as far as its ops tell."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return False  # all processes would have to run as many steps
+    kinds = {
+        profile.storage_table[storage].kind
+        for op in profile.tape
+        for storage in op.writes
+        if profile.storage_table[storage].alloc == NEVER
+    }
+    own_generator = any(op.random_bytes and op.side_effect for op in profile.tape)
+    return kinds <= {"Buffer", "Gradient"} and not own_generator
+
+
+def _plan(profile: Profile, stack: Stacked, recomputed: tuple[bool, ...]) -> Plan:
+    timeline = simulate(stack.built.problem, recomputed)
+    solution = Solution(recomputed, "feasible", timeline.peak_bytes, timeline.extra_s, 0.0, 0.0, "", 0, 0.0)
+    return Plan(make_record(profile, stack, solution, timeline.peak_bytes, 0, "to time it"))
+
+
+def _measured(
+    model: torch.nn.Module, sample: Any, loss: Loss | None, plan: Plan, rounds: int
+) -> tuple[float, float]:
+    """Seconds of a step without the plan, and of one with it, from steps that take turns."""
+    device = next(model.parameters()).device
+    leaves = [t for t in (*model.parameters(), *tensors_of(sample)) if t.is_leaf]
+    step = make_step(model, sample, loss)
+
+    def timed() -> float:
+        for leaf in leaves:
+            leaf.grad = None
+        start = now(device)
+        step()
+        return now(device) - start
+
+    plain: list[float] = []
+    planned: list[float] = []
+    with untouched(model, sample), _kept(list(model.buffers())), uncompiled(model):
+        for _ in range(1 + rounds):
+            plain.append(timed())
+            with plan.applied(model):
+                planned.append(timed())
+    extra_s = statistics.median(
+        with_it - without for without, with_it in zip(plain[1:], planned[1:], strict=True)
+    )
+    plain_s = statistics.median(plain[1:])
+    return plain_s, plain_s + extra_s
+
+
+@contextlib.contextmanager
+def _kept(buffers: list[torch.Tensor]) -> Iterator[None]:
+    """Context after which the buffers have the values that they had before."""
+    copies = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            put_back(
+                functools.partial(buffer.copy_, copy) for buffer, copy in zip(buffers, copies, strict=True)
+            )
+
+
+def _within_reason(factor: float) -> float:
+    return min(max(factor, 1 / _MOST), _MOST)
+
+
+def _scaled(op: Op, factor: float) -> Op:
+    return replace(op, time_s=factor * op.time_s, spread_s=factor * op.spread_s, rerun_s=factor * op.rerun_s)
+
+
+def _replay_scaled(costs: EngineCosts, factor: float) -> EngineCosts:
+    return replace(
+        costs,
+        replay_op=factor * costs.replay_op,
+        replay_record=factor * costs.replay_record,
+        replay_saved=factor * costs.replay_saved,
+        replay_call=factor * costs.replay_call,
+        replay_pause=factor * costs.replay_pause,
+    )

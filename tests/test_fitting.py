@@ -1,0 +1,206 @@
+"""Times are fitted to the model's own steps where ops are short, and only where running the step leaves no trace."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoac
+from autoac import fitting, planner
+from autoac.fitting import fitted
+from autoac.recorder import recorded_step
+from autoac_solver.problem import Unit
+from autoac_solver.profile import EngineCosts, Profile
+from tests.small_models import batch, make
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MUCH = 2**40
+REPLAY = ("replay_op", "replay_record", "replay_saved", "replay_call", "replay_pause")
+COSTS = EngineCosts(*(k * 1e-5 for k in range(1, 9)))
+
+
+def recorded(model: nn.Module, sample: Any, loss: Any = None) -> Profile:
+    """With given times: an op of the step takes 10 us, the engine's bookkeeping as in `COSTS`."""
+    profile = recorded_step(model, sample, loss)[0]
+    tape = tuple(replace(op, time_s=1e-5, rerun_s=2e-5, spread_s=1e-6) for op in profile.tape)
+    return replace(profile, tape=tape, views_s=1e-5, costs=COSTS)
+
+
+def measuring(monkeypatch: pytest.MonkeyPatch, plain_s: float, planned_s: float) -> list[Any]:
+    """Let steps take as long as given; the plans that they would have been run with."""
+    plans: list[Any] = []
+
+    def measured(model: Any, sample: Any, loss: Any, plan: Any, rounds: int) -> tuple[float, float]:
+        plans.append(plan)
+        return plain_s, planned_s
+
+    monkeypatch.setattr(fitting, "_measured", measured)
+    return plans
+
+
+def test_what_is_predicted_of_the_measured_steps_is_what_they_took(monkeypatch: pytest.MonkeyPatch):
+    profile = recorded(make(), batch())
+    plain_s, planned_s = 0.6 * profile.step_s, 2.5 * profile.step_s
+    plans = measuring(monkeypatch, plain_s, planned_s)
+    found = fitted(profile, make(), batch(), None, MUCH)
+    [plan] = plans
+    assert found.step_s == pytest.approx(plain_s)
+    for op, before in zip(found.tape, profile.tape, strict=True):
+        assert (op.time_s, op.rerun_s, op.spread_s) == pytest.approx((6e-6, 1.2e-5, 6e-7))
+        assert replace(op, time_s=1e-5, rerun_s=2e-5, spread_s=1e-6) == before
+    factors = {name: cost / asdict(COSTS)[name] for name, cost in asdict(found.costs).items()}
+    assert len({round(factors[name], 9) for name in REPLAY}) == 1
+    assert all(factors[name] == 1.0 for name in factors if name not in REPLAY)
+    # Of the plan that was measured, solved anew with the new times.
+    decisions = tuple(plan.decisions["decision"] == "recompute")
+    assert any(decisions)
+    again = autoac.solve(found, budget=plan.predicted_peak_bytes, regions=[r.fqn for r in plan.regions])
+    assert again.predicted_overhead <= (planned_s - plain_s) / plain_s * (1 + 1e-9)
+    stack = fitting.stacked(found, fitting.partitions(found)[0], "replay", ())
+    everything = fitting._all_that_can_be(stack.built.problem.units)
+    assert fitting.simulate(stack.built.problem, everything).extra_s == pytest.approx(planned_s - plain_s)
+
+
+@pytest.mark.parametrize(("plain", "factor"), [(100.0, 4.0), (0.001, 0.25)])
+def test_noise_does_not_scale_without_limit(monkeypatch: pytest.MonkeyPatch, plain: float, factor: float):
+    profile = recorded(make(), batch())
+    measuring(monkeypatch, plain * profile.step_s, plain * profile.step_s)
+    found = fitted(profile, make(), batch(), None, MUCH)
+    assert found.step_s == pytest.approx(factor * profile.step_s)
+    assert found.costs.replay_op == pytest.approx(0.25 * COSTS.replay_op)
+
+
+def test_long_ops_are_not_run_again(monkeypatch: pytest.MonkeyPatch):
+    profile = recorded(make(), batch())
+    long = replace(profile, tape=tuple(replace(op, time_s=1.0, rerun_s=1.0) for op in profile.tape))
+    plans = measuring(monkeypatch, 1.0, 2.0)
+    assert fitted(long, make(), batch(), None, MUCH) is long
+    assert not plans
+
+
+def test_a_step_that_does_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch):
+    profile = recorded(make(), batch())
+    plans = measuring(monkeypatch, 1.0, 2.0)
+    needed = autoac.solve(profile, MUCH).predicted_peak_bytes - profile.resident_bytes
+    assert fitted(profile, make(), batch(), None, 2 * needed) is profile
+    assert not plans
+    assert fitted(profile, make(), batch(), None, 2 * needed + 1) is not profile
+
+
+class Writing(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layers = make()
+        self.what = what
+        self.generator = torch.Generator()
+        self.scale = nn.Parameter(torch.ones(16), requires_grad=False)
+        self.seen = torch.zeros(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.what == "parameter":
+            self.scale.add_(0.1)
+        if self.what == "attribute":
+            self.seen.add_(1)
+        if self.what == "sample":
+            x.mul_(1.0)
+        if self.what == "generator":
+            x = x + torch.randn(x.shape, generator=self.generator)
+        return self.layers(x * self.scale)
+
+
+@pytest.mark.parametrize("what", ["parameter", "attribute", "sample", "generator"])
+def test_a_step_that_changes_what_is_not_put_back_is_not_run(monkeypatch: pytest.MonkeyPatch, what: str):
+    plans = measuring(monkeypatch, 1.0, 2.0)
+    profile = recorded(Writing(what), batch())
+    assert fitted(profile, Writing(what), batch(), None, MUCH) is profile
+    assert not plans
+    assert fitted(recorded(Writing(""), batch()), Writing(""), batch(), None, MUCH) is not profile
+    assert plans
+
+
+def test_one_of_several_processes_does_not_run_more_steps_than_the_others(monkeypatch: pytest.MonkeyPatch):
+    plans = measuring(monkeypatch, 1.0, 2.0)
+    profile = recorded(make(), batch())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert fitted(profile, make(), batch(), None, MUCH) is profile
+    assert not plans
+
+
+def test_gradients_of_others_are_theirs(monkeypatch: pytest.MonkeyPatch):
+    """A loss with weights of its own: these would keep the gradients of the steps that are timed."""
+    plans = measuring(monkeypatch, 1.0, 2.0)
+    monkeypatch.setattr(
+        planner, "recorded_step", lambda *a: (recorded(a[0], a[1], a[2]), recorded_step(*a)[1])
+    )
+    critic = nn.Linear(16, 1)
+    autoac.profile(make(), batch(), loss=lambda y: critic(y).mean())
+    assert critic.weight.grad is None
+    assert not plans
+    autoac.profile(make(), batch(), loss=lambda y: y.square().mean())
+    assert plans
+
+
+def test_the_step_is_measured_without_a_trace():
+    torch.manual_seed(3)
+    model, x = make(), batch().requires_grad_()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    gradient, state = model.head.weight.grad, torch.get_rng_state()
+    profile = recorded(model, x)
+    found = fitted(profile, model, x, None, MUCH)
+    assert found.costs != profile.costs
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.head.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(gradient))
+    assert model.blocks[0].up.weight.grad is None
+    assert x.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+    autoac.solve(found, MUCH).apply(model)  # no plan is on it
+
+
+class Fickle(nn.Module):
+    """Writes, once it has been profiled, to what its blocks were given: without a plan nobody minds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.ReLU(), nn.Linear(16, 16)) for _ in range(3))
+        self.writes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            z = x + 1
+            x = block(z)
+            if self.writes:
+                z.mul_(0.5)
+        return x
+
+
+def test_a_step_that_fails_under_a_plan_is_noted():
+    model = Fickle()
+    profile = recorded(model, batch())
+    model.writes = True
+    found = fitted(profile, model, batch(), None, MUCH)
+    assert "the step does not run with everything recomputed" in found.notes[-1]
+    assert replace(found, notes=profile.notes) == profile
+
+
+def test_all_that_can_be_recomputed_together():
+    def unit(**rules: Any) -> Unit:
+        return Unit(region=0, time_s=1.0, **rules)
+
+    units = [
+        unit(must_save=True),
+        unit(requires=(0,)),
+        unit(),
+        unit(same_as=1),
+        unit(requires=(2,)),
+        unit(same_as=2),
+    ]
+    assert fitting._all_that_can_be(units) == (False, False, True, False, True, True)
+    assert fitting._all_that_can_be([unit(same_as=1), unit(must_save=True)]) == (False, False)
+    assert fitting._all_that_can_be([unit(must_save=True), unit(same_as=0)]) == (False, False)

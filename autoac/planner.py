@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -322,7 +322,7 @@ def tradeoff(
 def batch_tradeoff(
     make: Callable[[int], tuple[Any, ...]] | Mapping[int, Profile],
     budgets: int | str | Iterable[int | str],
-    batch_sizes: Sequence[int] | None = None,
+    batch_sizes: Iterable[int] | None = None,
     *,
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
     mode: str = "fake",

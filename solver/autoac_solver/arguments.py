@@ -57,6 +57,35 @@ def several_budgets(budgets: Any) -> list[Any]:
     return found
 
 
+def check_batch_sizes(sizes: Any, profiles: Any) -> list[int]:
+    """The batch sizes, in order, each once.
+
+    Args:
+        profiles: those that are given, by batch size; anything else for what makes them.
+
+    Raises:
+        ValueError: they are not several ints of at least 1, or there is no profile of one of them.
+    """
+    if not isinstance(sizes, Iterable) or isinstance(sizes, (str, Mapping)):
+        hint = f" For this one write batch_sizes=[{sizes!r}]." if hasattr(sizes, "__index__") else ""
+        raise ValueError(
+            f"batch_sizes is {sizes!r:.80}; it takes several ints, [8, 16, 32] for instance.{hint}"
+        )
+    found = list(sizes)
+    for size in found:
+        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
+            raise ValueError(f"batch_sizes holds {size!r:.80}; a batch size is an int of at least 1.")
+    if not found:
+        raise ValueError("batch_sizes is empty; give at least one.")
+    missing = sorted(set(found).difference(profiles)) if isinstance(profiles, Mapping) else []
+    if missing:
+        raise ValueError(
+            f"batch_sizes holds {', '.join(map(str, missing))}, of which no profile was given; there are profiles of "
+            f"{', '.join(map(str, sorted(profiles)))}."
+        )
+    return sorted(set(found))
+
+
 def as_patterns(regions: Any, possible: str = _NAMES) -> list[str]:
     """Names and globs of modules as a list.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from autoac_solver.arguments import as_patterns, check_effort, several_budgets
+from autoac_solver.arguments import as_patterns, check_batch_sizes, check_effort, several_budgets
 from autoac_solver.baselines import baselines
 from autoac_solver.choices import Choices
 from autoac_solver.curve import Lazy, Tradeoff
@@ -152,7 +152,7 @@ class BatchTradeoff:
 def plan_batches(
     profiles: Mapping[int, Profile] | Callable[[int], Profile],
     budgets: int | str | Iterable[int | str],
-    batch_sizes: Sequence[int] | None = None,
+    batch_sizes: Iterable[int] | None = None,
     *,
     engine: str = "auto",
     regions: str | Iterable[str] | None = None,
@@ -180,16 +180,16 @@ def plan_batches(
         limits(budget, 0, _ANY_TOTAL_BYTES)
     regions = None if regions is None else as_patterns(regions)
     profile_of = profiles.__getitem__ if isinstance(profiles, Mapping) else profiles
-    sizes = sorted(profiles) if batch_sizes is None and isinstance(profiles, Mapping) else batch_sizes
-    if sizes is not None and (not sizes or min(sizes) < 1):
-        raise ValueError(f"batch_sizes is {list(sizes)}; give at least one, all of them positive.")
+    if batch_sizes is None and isinstance(profiles, Mapping):
+        batch_sizes = list(profiles)
+    sizes = None if batch_sizes is None else check_batch_sizes(batch_sizes, profiles)
     search = _Search(
         profile_of, wanted, engine, reason, regions, time_limit_s, gap, progress or (lambda *_: None)
     )
     if sizes is None:
         search.find_largest()
     else:
-        for index, batch in enumerate(sorted(set(sizes))):
+        for index, batch in enumerate(sizes):
             search.fits(batch, index / len(sizes))
     return search.result()
 

@@ -89,6 +89,36 @@ def test_batches_are_not_profiled_for_what_cannot_be(arguments: dict[str, Any], 
         plan_batches(not_profiled, batch_sizes=[1], **arguments)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        (4, r"batch_sizes is 4; it takes several ints, .* write batch_sizes=\[4\]."),
+        ("8", "batch_sizes is '8'; it takes several ints"),
+        ({4: 1}, "batch_sizes is {4: 1}; it takes several ints"),
+        ([], "batch_sizes is empty; give at least one."),
+        ([4, 0], "batch_sizes holds 0; a batch size is an int of at least 1."),
+        ([4, 2.5], "batch_sizes holds 2.5; a batch size is an int"),
+        ([True], "batch_sizes holds True; a batch size is an int"),
+    ],
+)
+def test_what_are_no_batch_sizes(sizes: Any, text: str) -> None:
+    for profiles in (not_profiled, {4: two_blocks()}):
+        with pytest.raises(ValueError, match=text):
+            plan_batches(profiles, "1GB", batch_sizes=sizes)
+
+
+def test_batch_sizes_without_a_profile() -> None:
+    text = "batch_sizes holds 2, 16, of which no profile was given; there are profiles of 4, 8."
+    with pytest.raises(ValueError, match=text):
+        plan_batches({8: two_blocks(), 4: two_blocks()}, "1GB", batch_sizes=[16, 4, 2])
+
+
+def test_batch_sizes_of_all_kinds() -> None:
+    profiles = {4: two_blocks(), 8: two_blocks()}
+    for sizes in ((8, 4, 8), {4, 8}, range(4, 9, 4), np.array([4, 8]), None):
+        assert list(plan_batches(profiles, "1GB", batch_sizes=sizes).curves) == [4, 8]
+
+
 # -- regions -----------------------------------------------------------------------------------------------------------
 
 

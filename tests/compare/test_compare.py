@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from autoac import planner
 from autoac.compare import quiet
 from autoac.compare.results import Results
 from autoac.measure import unique_storage_bytes
@@ -110,6 +111,7 @@ def test_a_wrong_plan_is_told_and_fails(monkeypatch: pytest.MonkeyPatch) -> None
         return model
 
     monkeypatch.setattr(Plan, "apply", apply)
+    monkeypatch.setattr(planner, "fitted", lambda profile, *_: profile)  # it would run a step with a plan
     result = invoke("compare", f"{FACTORIES}:small", "--rounds", 1, "--budget", "200KB")
     assert result.exit_code == 1
     assert "DIFFER" in result.stdout

@@ -21,6 +21,7 @@ from autoac.plans import Plan
 from autoac.step import Loss, make_step
 from autoac.uncompiled import uncompiled
 from autoac.untouched import put_back, tensors_of, untouched
+from autoac_solver.errors import PlanMismatchError
 from autoac_solver.partitions import partitions
 from autoac_solver.plan_record import make_record
 from autoac_solver.planning import Progress
@@ -76,7 +77,10 @@ def fitted(
     rounds = int(_TIME_S / (2 * profile.step_s + everything.extra_s))
     try:
         plain_s, planned_s = _measured(model, sample, loss, plan, min(max(rounds, _ROUNDS[0]), _ROUNDS[1]))
-    except RuntimeError as error:
+    except (
+        RuntimeError,
+        PlanMismatchError,
+    ) as error:  # a step that is not like the others, or changes the model
         note = f"the step does not run with everything recomputed, times are those of its ops by themselves: {error}"
         return replace(profile, notes=(*profile.notes, note))
     ops = _within_reason(plain_s / profile.step_s)

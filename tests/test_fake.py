@@ -280,7 +280,7 @@ def test_auto_falls_back_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch):
     def out_of_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr("autoac.planner.record", out_of_memory)
+    monkeypatch.setattr("autoac.planner.recorded_step", out_of_memory)
     profile = autoac.profile(nn.Linear(8, 8), torch.randn(4, 8))
     assert profile.mode == "fake"
     assert "did not fit here (no more)" in profile.notes[-1]

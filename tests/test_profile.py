@@ -23,7 +23,7 @@ from autoac.opinfo import op_info, tensors_in
 from autoac.step import default_loss
 from autoac.timing import OpTime
 from autoac_solver.errors import BudgetFormatError, ProfileError, ProfilingError
-from autoac_solver.profile import NEVER, Profile
+from autoac_solver.profile import NEVER, EngineCosts, Profile
 from tests.small_models import BATCH, WIDTH, assert_same, batch, make, step, tight_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -408,7 +408,9 @@ def test_budgets(profile: Profile):
 
 def without_times(profile: Profile) -> Profile:
     tape = tuple(dataclasses.replace(op, time_s=0.0, spread_s=0.0, rerun_s=0.0) for op in profile.tape)
-    return dataclasses.replace(profile, tape=tape, views_s=0.0, measured_step_s=0.0, notes=())
+    return dataclasses.replace(
+        profile, tape=tape, costs=EngineCosts(), views_s=0.0, measured_step_s=0.0, notes=()
+    )
 
 
 def test_two_profiles_are_the_same_but_for_times(profile: Profile):

@@ -130,9 +130,10 @@ def profile(
 ) -> Profile:
     """Record one training step: time and bytes of every op, and what autograd saves.
 
-    The step is run with everything recomputed, so a model that does not fit without checkpointing can be
-    profiled; where its ops are short and it fits, also as it is, for its time (see `fitting`). On fake tensors nothing of it is allocated: for a model that does not fit at all, or is on the meta
-    device. Afterwards model, sample and random states are as they were, also if it fails.
+    The step is run with everything recomputed, so a model that does not fit without checkpointing can be profiled;
+    where its ops are short and it fits, also as it is, for its time (see `fitting`). On fake tensors nothing of it is
+    allocated: for a model that does not fit at all, or is on the meta device. Afterwards model, sample and random
+    states are as they were, also if it fails.
 
     Args:
         model, sample, loss, optimizer, progress: as for `plan`.

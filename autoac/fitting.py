@@ -69,18 +69,17 @@ def fitted(
     nothing, everything = (simulate(stack.built.problem, d) for d in ([False] * len(recomputed), recomputed))
     bookkeeping_s = everything.extra_s - again_s
     fits = 2 * (nothing.peak_bytes - profile.resident_bytes) < free_bytes
-    if bookkeeping_s < _WEIGHS * profile.step_s or not fits or not _may_be_run_again(profile):
+    if bookkeeping_s <= _WEIGHS * profile.step_s or not fits or not _may_be_run_again(profile):
         return profile
     if progress is not None:
         progress("steps without and with a plan", 0.97)
     plan = _plan(profile, stack, recomputed)
     rounds = int(_TIME_S / (2 * profile.step_s + everything.extra_s))
+    rounds = min(max(rounds, _ROUNDS[0]), _ROUNDS[1])
     try:
-        plain_s, planned_s = _measured(model, sample, loss, plan, min(max(rounds, _ROUNDS[0]), _ROUNDS[1]))
-    except (
-        RuntimeError,
-        PlanMismatchError,
-    ) as error:  # a step that is not like the others, or changes the model
+        plain_s, planned_s = _measured(model, sample, loss, plan, rounds)
+    except (RuntimeError, PlanMismatchError) as error:
+        # It is not like the recorded one, or changes the model: that is no reason to have no profile.
         note = f"the step does not run with everything recomputed, times are those of its ops by themselves: {error}"
         return replace(profile, notes=(*profile.notes, note))
     ops = _within_reason(plain_s / profile.step_s)

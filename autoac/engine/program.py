@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -31,6 +32,9 @@ class Program:
     In step with the profile, an op's decision is read off its position. Data-dependent control flow may bring ops in
     another order; from there on, decisions are looked up by (overload, n-th call in the region), as torch's selective
     checkpointing matches its saved entries.
+
+    `unnamed` is the same object for all programs with the same decisions: torch's compiler guards on it, and compiles
+    regions that are alike once.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Program:
         self.wrapped = wrapped
         self.pauses = {pause.start: pause for pause in pauses}
         self.warned = False
+        self.unnamed = _unnamed(self.names) if region else self
         self._steps: tuple[Step, ...] | None = None
         self._by_call: dict[tuple[Any, int], bool] | None = None
 
@@ -83,6 +88,16 @@ class Program:
     def counts_before(self, position: int) -> Counter[Any]:
         """How often each overload occurs before this position."""
         return Counter(step[0] for step in self.steps[:position])
+
+
+_UNNAMED: WeakValueDictionary[tuple[tuple[str, bool], ...], Program] = WeakValueDictionary()
+
+
+def _unnamed(names: tuple[tuple[str, bool], ...]) -> Program:
+    found = _UNNAMED.get(names)
+    if found is None:
+        found = _UNNAMED[names] = Program("", names)
+    return found
 
 
 def find_overload(name: str) -> Any:

@@ -42,7 +42,7 @@ def run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kw
     """Run one call of a region under torch's checkpoint with the plan's policy."""
     function = functools.partial(forward, **kwargs)
     if torch.compiler.is_compiling() or being_traced():
-        context_fn = functools.partial(contexts, program)
+        context_fn = functools.partial(contexts, program.unnamed)
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
     objects = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
     if not debugging():

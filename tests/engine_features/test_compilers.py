@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import autoac
 from autoac.measure import measure_peak
@@ -327,6 +328,28 @@ def test_compiled_region(engine, backend):
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     torch._dynamo.reset()
+
+
+@quiet
+def test_regions_that_are_alike_are_compiled_once_under_sac():
+    """Otherwise the ninth would reach the compiler's limit, and all from there on would run uncompiled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mlp() for _ in range(24)))
+    profile = autoac.profile(model, SAMPLE)
+    least, most = least_bytes(profile, "sac"), autoac.solve(profile, 2**40, engine="sac").predicted_peak_bytes
+    plan = autoac.solve(profile, (least + most) // 2, engine="sac")
+    wrapped = [region.steps for region in plan.regions if region.wrapped]
+    assert len(wrapped) > torch._dynamo.config.recompile_limit
+    expected = gradients(model)
+    plan.apply(model)
+    backend = CompileCounterWithBackend("aot_eager")
+    for block in model:
+        block.compile(backend=backend)
+    assert all(map(torch.equal, gradients(model), expected))
+    found = backend.frame_count
+    torch._dynamo.reset()
+    # One for those that are not wrapped; and one more where the input needs no gradient.
+    assert found <= len(set(wrapped)) + 2
 
 
 @quiet

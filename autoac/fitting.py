@@ -10,18 +10,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from autoac.costs import now
 from autoac.plans import Plan
+from autoac.recorder import device_of
 from autoac.step import Loss, make_step
 from autoac.uncompiled import uncompiled
 from autoac.untouched import put_back, tensors_of, untouched
-from autoac_solver.errors import PlanMismatchError
 from autoac_solver.partitions import partitions
 from autoac_solver.plan_record import make_record
 from autoac_solver.planning import Progress
@@ -31,14 +33,15 @@ from autoac_solver.simulator import simulate
 from autoac_solver.solution import Solution
 from autoac_solver.stacking import Stacked, stacked
 
-_WEIGHS = 0.05
+_WEIGHS = 0.1
 """A smaller share of the step than this is not worth running the step for, nor could it be told from noise."""
 
 _TIME_S = 2.0
-_ROUNDS = 3, 7
+_MOST_S = 10.0
+_ROUNDS = 3, 15
 
 _MOST = 4.0
-"""Scaled by more than this, either way, it is noise."""
+"""A larger factor than this, either way, is noise."""
 
 
 def fitted(
@@ -52,8 +55,8 @@ def fitted(
     """The profile with its ops and the bookkeeping of engine replay as they are in the model's own steps.
 
     It stays as it is where bookkeeping hardly weighs, and where the step should not be run without need: it does not
-    fit without a plan, writes what was there before it (other than buffers), draws from a generator of its own, or is
-    one of several processes'. The model and the sample are left as they were.
+    fit without a plan, takes too long, may leave a trace, or is one of several processes'. The model and the sample are
+    left as they were.
 
     Args:
         profile: of the model's step with this sample, which is not a callable, and this loss.
@@ -68,22 +71,23 @@ def fitted(
     )
     nothing, everything = (simulate(stack.built.problem, d) for d in ([False] * len(recomputed), recomputed))
     bookkeeping_s = everything.extra_s - again_s
-    fits = 2 * (nothing.peak_bytes - profile.resident_bytes) < free_bytes
-    if bookkeeping_s <= _WEIGHS * profile.step_s or not fits or not _may_be_run_again(profile):
+    round_s = 2 * profile.step_s + everything.extra_s
+    fits = 2 * (nothing.peak_bytes - profile.resident_bytes) < free_bytes and _ROUNDS[0] * round_s < _MOST_S
+    weighs = bookkeeping_s > _WEIGHS * profile.step_s
+    if not (weighs and fits and _changes_only_buffers(profile) and _can_be_put_back(model)):
         return profile
     if progress is not None:
         progress("steps without and with a plan", 0.97)
     plan = _plan(profile, stack, recomputed)
-    rounds = int(_TIME_S / (2 * profile.step_s + everything.extra_s))
-    rounds = min(max(rounds, _ROUNDS[0]), _ROUNDS[1])
+    rounds = min(max(int(_TIME_S / round_s), _ROUNDS[0]), _ROUNDS[1])
     try:
         plain_s, planned_s = _measured(model, sample, loss, plan, rounds)
-    except (RuntimeError, PlanMismatchError) as error:
-        # It is not like the recorded one, or changes the model: that is no reason to have no profile.
-        note = f"the step does not run with everything recomputed, times are those of its ops by themselves: {error}"
+    except Exception as error:
+        # It is not like the recorded ones, or counts how often it runs: that is no reason to have no profile.
+        note = f"the step could not be timed as a whole, times are those of its ops by themselves: {error!r:.300}"
         return replace(profile, notes=(*profile.notes, note))
-    ops = _within_reason(plain_s / profile.step_s)
-    replay = _within_reason((planned_s - plain_s - ops * again_s) / bookkeeping_s)
+    ops = _unless_noise(plain_s / profile.step_s)
+    replay = _unless_noise((planned_s - plain_s - ops * again_s) / bookkeeping_s)
     return replace(
         profile,
         tape=tuple(_scaled(op, ops) for op in profile.tape),
@@ -107,18 +111,30 @@ def _all_that_can_be(units: Sequence[Unit]) -> tuple[bool, ...]:
     return tuple(recomputed)
 
 
-def _may_be_run_again(profile: Profile) -> bool:
-    """Whether nothing outside of the model is changed by running the step, as far as its ops tell."""
+def _changes_only_buffers(profile: Profile) -> bool:
+    """Whether the step changes, of what was there before it, nothing but buffers, as far as its ops tell."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False  # all processes would have to run as many steps
-    kinds = {
-        profile.storage_table[storage].kind
-        for op in profile.tape
-        for storage in op.writes
-        if profile.storage_table[storage].alloc == NEVER
-    }
+    before = {index: s.kind for index, s in enumerate(profile.storage_table) if s.alloc == NEVER}
+    if "Gradient" in before.values():
+        return False  # the step adds to them, and may read them
+    # Statistics are read, as far as the op tells, and so are the weights beside them.
+    kinds = {before[s] for op in profile.tape for s in op.writes if s in before}
+    beside = {before[s] for op in profile.tape if op.side_effect for s in op.reads if s in before}
     own_generator = any(op.random_bytes and op.side_effect for op in profile.tape)
-    return kinds <= {"Buffer", "Gradient"} and not own_generator
+    return kinds <= {"Buffer"} and beside <= {"Buffer", "Parameter"} and not own_generator
+
+
+def _can_be_put_back(model: torch.nn.Module) -> bool:
+    """Whether the buffers are all that there is of their storages, and may be written."""
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        return False  # the step would initialise them
+    return all(
+        buffer.layout is torch.strided
+        and buffer.untyped_storage().nbytes() == buffer.nbytes
+        and not buffer.is_inference()
+        for buffer in model.buffers()
+    )
 
 
 def _plan(profile: Profile, stack: Stacked, recomputed: tuple[bool, ...]) -> Plan:
@@ -130,47 +146,65 @@ def _plan(profile: Profile, stack: Stacked, recomputed: tuple[bool, ...]) -> Pla
 def _measured(
     model: torch.nn.Module, sample: Any, loss: Loss | None, plan: Plan, rounds: int
 ) -> tuple[float, float]:
-    """Seconds of a step without the plan, and of one with it, from steps that take turns."""
-    device = next(model.parameters()).device
+    """Seconds of a step without the plan, and of one with it, from steps that take turns.
+
+    Raises:
+        RuntimeError: a step runs other ops than the recorded one did.
+    """
+    device = device_of(model)
     leaves = [t for t in (*model.parameters(), *tensors_of(sample)) if t.is_leaf]
     step = make_step(model, sample, loss)
 
     def timed() -> float:
         for leaf in leaves:
             leaf.grad = None
-        start = now(device)
-        step()
-        return now(device) - start
+        with untouched(model, sample):  # the random numbers of the recorded step, and with them its ops
+            start = now(device)
+            step()
+            return now(device) - start
 
     plain: list[float] = []
     planned: list[float] = []
-    with untouched(model, sample), _kept(list(model.buffers())), uncompiled(model):
+    with untouched(model, sample), _kept(model), uncompiled(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # training will say it, to whom it concerns
         for _ in range(1 + rounds):
             plain.append(timed())
             with plan.applied(model):
                 planned.append(timed())
-    extra_s = statistics.median(
-        with_it - without for without, with_it in zip(plain[1:], planned[1:], strict=True)
-    )
-    plain_s = statistics.median(plain[1:])
-    return plain_s, plain_s + extra_s
+            if plan.is_not_followed:
+                raise RuntimeError("its steps run other ops than the recorded one did")
+    pairs = list(zip(plain, planned, strict=True))[1:]
+    plain_s = statistics.median(without for without, _ in pairs)
+    return plain_s, plain_s + statistics.median(with_it - without for without, with_it in pairs)
 
 
 @contextlib.contextmanager
-def _kept(buffers: list[torch.Tensor]) -> Iterator[None]:
-    """Context after which the buffers have the values that they had before."""
-    copies = [buffer.detach().clone() for buffer in buffers]
+def _kept(model: torch.nn.Module) -> Iterator[None]:
+    """Context after which parameters and buffers have the values that they had before."""
+    copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    datas = [(parameter, parameter.data) for parameter in model.parameters()]
+
+    def restore(buffer: torch.Tensor, copy: torch.Tensor) -> None:
+        if not torch.equal(buffer, copy):
+            buffer.data.copy_(copy)  # uncounted: a graph that holds it finds what it held
+
+    def restore_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
+        if parameter.data_ptr() != data.data_ptr():
+            parameter.data = data
+
     try:
         yield
     finally:
-        with torch.no_grad():
-            put_back(
-                functools.partial(buffer.copy_, copy) for buffer, copy in zip(buffers, copies, strict=True)
-            )
+        put_back(
+            [
+                *(functools.partial(restore, *pair) for pair in copies),
+                *(functools.partial(restore_data, *pair) for pair in datas),
+            ]
+        )
 
 
-def _within_reason(factor: float) -> float:
-    return min(max(factor, 1 / _MOST), _MOST)
+def _unless_noise(factor: float) -> float:
+    return factor if 1 / _MOST <= factor <= _MOST else 1.0
 
 
 def _scaled(op: Op, factor: float) -> Op:

@@ -236,6 +236,11 @@ class Plan:
             calls[region.call] = Program(region.name, region.steps, region.wrapped, pauses)
         return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
 
+    @property
+    def is_not_followed(self) -> bool:
+        """Whether a region has run ops that the profiled step did not run, since the plan was last applied (replay)."""
+        return any(program.warned for programs in self._programs.values() for program in programs)
+
     @contextlib.contextmanager
     def _taken_off(self, model: torch.nn.Module) -> Iterator[None]:
         """Context in which this plan is not on the model, if it is."""

@@ -43,6 +43,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.compat import (
@@ -559,8 +560,6 @@ class Recording(TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
-        if type(tensor) is torch.nn.Parameter:  # neither recomputed nor with a graph
-            return tensor, version_of(tensor), self.call
         slot = self.slot_of(tensor)
         if slot is None or (self.raw and _key(tensor) in self.raw and not slot.written):
             return _without_graph(tensor, _detach_unseen), version_of(tensor), self.call
@@ -597,11 +596,18 @@ def _key(tensor: torch.Tensor) -> int:
 def _without_graph(tensor: torch.Tensor, detach: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """What may be held of a tensor: see NOTE [ Who holds what ] 3. A view holds its base, and that perhaps a graph."""
     base = tensor._base
-    if base is None and not tensor.requires_grad:
-        return tensor
-    if type(base) is torch.nn.Parameter:  # as the weight of a linear layer: its graph ends there
+    whole = tensor if base is None else base
+    if whole.is_leaf and (base is None or _ends_at(base, tensor)):
         return tensor
     return detach(tensor)
+
+
+def _ends_at(base: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a view's graph leads to a parameter and no further, as that of a linear layer's transposed weight does.
+
+    A function of somebody's own may hold the view that it made.
+    """
+    return type(base) is torch.nn.Parameter and not isinstance(view.grad_fn, BackwardCFunction)
 
 
 def _detach_unseen(tensor: torch.Tensor) -> torch.Tensor:

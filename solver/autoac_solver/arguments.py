@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -66,24 +67,28 @@ def check_batch_sizes(sizes: Any, profiles: Any) -> list[int]:
     Raises:
         ValueError: they are not several ints of at least 1, or there is no profile of one of them.
     """
-    if not isinstance(sizes, Iterable) or isinstance(sizes, (str, Mapping)):
+    try:
+        given = None if isinstance(sizes, (str, Mapping)) else list(sizes)
+    except TypeError:
+        given = None
+    if given is None:
         hint = f" For this one write batch_sizes=[{sizes!r}]." if hasattr(sizes, "__index__") else ""
         raise ValueError(
             f"batch_sizes is {sizes!r:.80}; it takes several ints, [8, 16, 32] for instance.{hint}"
         )
-    found = list(sizes)
-    for size in found:
+    for size in given:
         if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
             raise ValueError(f"batch_sizes holds {size!r:.80}; a batch size is an int of at least 1.")
+    found = sorted({operator.index(size) for size in given})
     if not found:
         raise ValueError("batch_sizes is empty; give at least one.")
-    missing = sorted(set(found).difference(profiles)) if isinstance(profiles, Mapping) else []
-    if missing:
+    is_whole = isinstance(profiles, Mapping) and not hasattr(profiles, "__missing__")
+    if missing := [size for size in found if is_whole and size not in profiles]:
         raise ValueError(
             f"batch_sizes holds {', '.join(map(str, missing))}, of which no profile was given; there are profiles of "
             f"{', '.join(map(str, sorted(profiles)))}."
         )
-    return sorted(set(found))
+    return found
 
 
 def as_patterns(regions: Any, possible: str = _NAMES) -> list[str]:

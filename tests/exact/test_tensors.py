@@ -251,3 +251,57 @@ class Functions(nn.Module):
 def test_custom_functions(engine):
     made = assert_exact(two_of(Functions), engine)
     assert any(decisions(made[0.0], "aten.sigmoid.default"))
+
+
+class Transposed(torch.autograd.Function):
+    """Saves the view of its input that it returns, and with it itself: the engine must not hold its graph."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        view = weight.t()
+        ctx.save_for_backward(view)
+        return view
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (grad,), (view,) = grads, ctx.saved_tensors
+        return grad.t() + 0 * view.t()
+
+
+class OwnLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-0.1, 0.1, 64 * 64).reshape(64, 64))
+
+    def forward(self, x):
+        return torch.relu(torch.sigmoid(x) @ Transposed.apply(self.weight)) + x @ self.weight.t()
+
+
+@feature("custom `autograd.Function`")
+def test_a_function_that_saves_the_view_of_a_weight_that_it_returns(engine):
+    made = assert_exact(two_of(OwnLinear), engine)
+    assert any(decisions(made[0.0], "aten.sigmoid.default"))
+
+
+class OwnParameter(nn.Module):
+    """Makes a parameter of what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        scale = nn.Parameter(torch.tanh(self.linear(x)).detach() * 2, requires_grad=False)
+        return torch.tanh(scale * self.linear(x))
+
+
+def test_a_parameter_that_is_made_in_a_region_is_recomputed(engine):
+    case = Case(lambda: nn.Sequential(*(OwnParameter() for _ in range(4))), mean_of, regions=tuple("0123"))
+    made = assert_exact(case, engine)
+    for plan in made.values():
+        report = plan.verify(case.model(), torch.linspace(-1, 1, 256 * 64).reshape(256, 64))
+        assert report.within_budget, report
+
+
+def mean_of(model):
+    return model(torch.linspace(-1, 1, 256 * 64).reshape(256, 64)).mean()

@@ -99,6 +99,7 @@ def test_batches_are_not_profiled_for_what_cannot_be(arguments: dict[str, Any], 
         ([4, 0], "batch_sizes holds 0; a batch size is an int of at least 1."),
         ([4, 2.5], "batch_sizes holds 2.5; a batch size is an int"),
         ([True], "batch_sizes holds True; a batch size is an int"),
+        (np.array(4), r"batch_sizes is array\(4\); it takes several ints"),
     ],
 )
 def test_what_are_no_batch_sizes(sizes: Any, text: str) -> None:
@@ -117,6 +118,12 @@ def test_batch_sizes_of_all_kinds() -> None:
     profiles = {4: two_blocks(), 8: two_blocks()}
     for sizes in ((8, 4, 8), {4, 8}, range(4, 9, 4), np.array([4, 8]), None):
         assert list(plan_batches(profiles, "1GB", batch_sizes=sizes).curves) == [4, 8]
+
+    class Made(dict[int, Any]):
+        def __missing__(self, batch: int) -> Any:
+            return profiles[4]
+
+    assert list(plan_batches(Made(), "1GB", batch_sizes=[4, 8]).curves) == [4, 8]
 
 
 # -- regions -----------------------------------------------------------------------------------------------------------

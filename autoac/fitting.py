@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from autoac.costs import now
 from autoac.plans import Plan
@@ -127,8 +126,6 @@ def _changes_only_buffers(profile: Profile) -> bool:
 
 def _can_be_put_back(model: torch.nn.Module) -> bool:
     """Whether the buffers are all that there is of their storages, and may be written."""
-    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        return False  # the step would initialise them
     return all(
         buffer.layout is torch.strided
         and buffer.untyped_storage().nbytes() == buffer.nbytes

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from autoac.as_cuda import CudaOps
 from autoac.compat import is_compiled_wrapper, storage_key
@@ -362,8 +363,10 @@ def check_model(model: torch.nn.Module) -> None:
         raise ProfilingError(
             "this model has a plan applied: call plan.remove(model) before profiling it again."
         )
-    if any(isinstance(p, torch.nn.parameter.UninitializedParameter) for p in model.parameters()):
-        raise ProfilingError("this model has lazy parameters that are not initialised: run it once first.")
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        raise ProfilingError(
+            "this model has lazy parameters or buffers that are not initialised: run it once first."
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise ProfilingError(
             "no parameter of this model requires grad, so a training step has nothing to do."

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parameter import is_lazy
 
 import autoac
 from autoac import fitting, planner
@@ -141,15 +140,6 @@ def test_gradients_that_are_there_are_not_added_to(monkeypatch: pytest.MonkeyPat
     profile = recorded(model, batch())
     assert fitted(profile, model, batch(), None, MUCH) is profile
     assert not plans
-
-
-def test_a_model_that_its_first_step_initialises(monkeypatch: pytest.MonkeyPatch):
-    plans = measuring(monkeypatch, 1.0, 2.0)
-    model = nn.Sequential(make(), nn.LazyBatchNorm1d(affine=False))
-    profile = recorded(model, batch())
-    assert fitted(profile, model, batch(), None, MUCH) is profile
-    assert not plans
-    assert is_lazy(model[1].running_mean)
 
 
 def test_one_of_several_processes_does_not_run_more_steps_than_the_others(monkeypatch: pytest.MonkeyPatch):

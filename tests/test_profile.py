@@ -324,7 +324,13 @@ MODEL_OF_STEP = make()
     [
         (mean_square, batch(), {}, "model is a function, not a torch.nn.Module"),
         (frozen(), batch(), {}, "no parameter of this model requires grad"),
-        (nn.LazyLinear(3), batch(), {}, "lazy parameters that are not initialised: run it once first"),
+        (nn.LazyLinear(3), batch(), {}, "lazy parameters or buffers that are not initialised: run it once first"),
+        (
+            nn.Sequential(make(), nn.LazyBatchNorm1d(affine=False)),
+            batch(),
+            {},
+            "lazy parameters or buffers that are not initialised",
+        ),
         (make(), [batch()], {}, "sample is a list; it must be a tensor, a tuple"),
         (make(), 3, {}, "sample is a int; it must be a tensor, a tuple"),
         (half_frozen_output(), batch(), {}, "no floating tensor that needs a gradient"),

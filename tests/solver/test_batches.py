@@ -85,7 +85,7 @@ def test_nothing_fits_and_bad_arguments() -> None:
     with pytest.raises(InfeasibleBudgetError) as caught:
         plan_batches(profile_of, 1179, regions=REGIONS)
     assert caught.value.minimum_bytes == 1180
-    with pytest.raises(ValueError, match="positive"):
+    with pytest.raises(ValueError, match="a batch size is an int of at least 1"):
         plan_batches(profile_of, 2000, [0, 1])
     with pytest.raises(ValueError, match="budgets is empty"):
         plan_batches(profile_of, [])

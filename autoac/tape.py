@@ -53,10 +53,9 @@ from autoac.private_results import PRIVATE_RESULTS
 from autoac.signatures import Signature, flops_of
 from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter
 from autoac.untouched import put_back, tensors_of
-from autoac_solver.profile import NEVER, ModuleCall, Op, Saved, Storage
+from autoac_solver.profile import NEVER, SCALAR_BYTES, ModuleCall, Op, Saved, Storage
 
 _CUDA_BLOCK_BYTES = 512
-_SCALAR_BYTES = 8
 _TELL_EVERY = 50
 
 # Out of place under a dispatch mode only; source: `areAnyTensorSubclassLike` in torch's FunctionsManual.cpp.
@@ -199,7 +198,7 @@ class Tape(TorchDispatchMode):
         if saves and self.device.type == "cpu" and torch.is_grad_enabled():
             numbers = sum(not isinstance(a, torch.Tensor) for a in args[:2])
             if numbers and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args[:2]):
-                row = {"bytes": _SCALAR_BYTES, "alloc": self.tick, "free": NEVER, "backward": False}
+                row = {"bytes": SCALAR_BYTES, "alloc": self.tick, "free": NEVER, "backward": False}
                 self.storages.append(row)
 
     def _random_bytes(self, info: OpInfo, args: Any, kwargs: Any) -> int:

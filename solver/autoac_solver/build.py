@@ -26,7 +26,7 @@ import numpy as np
 
 from autoac_solver.pauses import possible_pauses
 from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, SharedCost, Unit
-from autoac_solver.profile import NEVER, ModuleCall, Profile
+from autoac_solver.profile import NEVER, SCALAR_BYTES, ModuleCall, Profile
 
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of a CPU generator's state; `torch.utils.checkpoint` stashes one for each region."""
@@ -166,6 +166,13 @@ class _Builder:
             self._add_units(region)
         self._place_windows()
         self.keepers = self._keepers() if self.reruns_code else {}
+        made = {storage for op in profile.tape for storage in op.creates}
+        self.made_by_no_op = [
+            index
+            for index, storage in enumerate(profile.storage_table)
+            if storage.alloc != NEVER and index not in made
+        ]
+        self.state_keepers = self._state_keepers()
 
     # -- regions and units -------------------------------------------------------------------------------------
 
@@ -516,7 +523,7 @@ class _Builder:
         start, end, own_end = self._life(storage, saves)
         holders = [
             Holder(self._position(taker.last_release), Condition(wrapped=taker.index))
-            for taker in inputs
+            for taker in [*inputs, *self.state_keepers.get(storage, ())]
             if taker is not region
         ]
         decided = unit >= 0 and region is not None and not self.units[unit].must_save
@@ -567,6 +574,26 @@ class _Builder:
                     found.setdefault(index, []).append(region)
         return found
 
+    def _state_keepers(self) -> dict[int, list[_Region]]:
+        """For random states of the user's own checkpoints: the regions that keep what such a checkpoint has saved.
+
+        It stashes the state first and saves its inputs next, and one graph holds both.
+        """
+        found: dict[int, list[_Region]] = {}
+        for index, keepers in self.keepers.items():
+            tick = self.profile.saved[index].tick
+            last_op = self._last_tick_before(tick)
+            for storage in self.made_by_no_op:
+                record = self.profile.storage_table[storage]
+                if last_op < record.alloc < tick and record.bytes != SCALAR_BYTES:
+                    found[storage] = keepers
+        return found
+
+    def _last_tick_before(self, tick: int) -> int:
+        """Of the ops."""
+        index = bisect_left(self.ticks, tick)
+        return self.ticks[index - 1] if index else NEVER
+
     def _ops_behind(self, region: _Region) -> set[int]:
         """The ops that the region's inputs were made by, from all that these read."""
         wanted = set(self.profile.calls[region.call].inputs)
@@ -580,9 +607,11 @@ class _Builder:
 
     def _rerun_free(self, region: _Region, free: int) -> int:
         """Where the second run of the region's code lets go of what the first let go of at tick `free`."""
-        if free > region.end:
-            return region.window_end
-        past = [position for op, position in region.rerun.items() if self.ticks[op] < free]
+        return region.window_end if free > region.end else self._rerun_at(region, free)
+
+    def _rerun_at(self, region: _Region, tick: int) -> int:
+        """The position after those at which the region's ops before this tick run again."""
+        past = [position for op, position in region.rerun.items() if self.ticks[op] < tick]
         return max(past, default=region.first_position - 1) + 1
 
     def _op_instances(self) -> list[Instance]:
@@ -613,24 +642,26 @@ class _Builder:
                     Instance(CPU_RANDOM_STATE_BYTES, region.first_position, region.window_end, exists)
                 )
         if self.reruns_code:
-            instances += self._second_scalars()
+            instances += self._made_again_by_no_op()
         return instances
 
-    def _second_scalars(self) -> list[Instance]:
-        """Numbers that autograd saved as tensors, which no op makes: the region's second run saves them again."""
-        made = {storage for op in self.profile.tape for storage in op.creates}
-        scalars = [
-            storage
-            for index, storage in enumerate(self.profile.storage_table)
-            if storage.alloc != NEVER and index not in made
-        ]
-        instances = []
-        for region in self.regions:
-            size = sum(scalar.bytes for scalar in scalars if region.owns(scalar.alloc))
-            if size:
-                end = self._position(region.last_release)
-                instances.append(Instance(size, region.first_position, end, Condition(wrapped=region.index)))
-        return instances
+    def _made_again_by_no_op(self) -> Iterator[Instance]:
+        """What a region's second run makes and no op does: numbers that autograd saves, the user's own random states.
+
+        A state is held by the graph of the user's checkpoint, which dies with the second run.
+        """
+        for storage in self.made_by_no_op:
+            record = self.profile.storage_table[storage]
+            for region in self.regions:
+                if not region.owns(record.alloc) or record.alloc > region.last_save or not region.rerun:
+                    continue
+                # What is made after the last op is counted with it: early stop may end the run just then.
+                start = min(self._rerun_at(region, record.alloc), region.window_end - 1)
+                end = self._rerun_free(region, record.free)
+                if record.bytes == SCALAR_BYTES:
+                    end = self._position(region.last_release)
+                if start < end:
+                    yield Instance(record.bytes, start, end, Condition(wrapped=region.index))
 
 
 def _instance(

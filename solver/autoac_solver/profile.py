@@ -31,6 +31,9 @@ SCHEMA_VERSION = (
 
 NEVER = -1
 
+SCALAR_BYTES = 8
+"""Size of a number that autograd saves as a tensor of its own, which no op makes."""
+
 TIMES_FROM = ("measured", "table", "interpolated", "estimated")
 """An op's time was measured when the profile was made; looked up in a device's cost table, which holds measurements;
 interpolated between entries of such a table; or estimated from a device's rates."""

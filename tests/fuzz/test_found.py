@@ -44,6 +44,33 @@ def test_graph_of_a_result_that_is_thrown_away_sac():
     assert not tally["above the prediction, sac"]
 
 
+def test_random_state_of_a_checkpoint_whose_result_is_thrown_away_sac():
+    """The user's own checkpoint, last in a region: the next region keeps its graph, and so the state it has stashed.
+
+    Backward's second run of the region ends at that checkpoint, once it has stashed a state again.
+    """
+    inner = StageSpec(
+        (Step("layer", "inplace_mlp", 0, 3), Step("layer", "convolution", 0, 2), Step("again", "", 0, 3)),
+        (0, 1, 0),
+    )
+    checkpointed = (
+        Step("layer", "checkpointed", 0, 3),
+        Step("unary", "no_grad", 2, 0),
+        Step("unary", "sort", 0, 1),
+        Step("block", "", 0, 1, inner=inner),
+        Step("in place binary", "row_", 0, 3),
+        Step("again", "", 3, 1),
+    )
+    cell = (Step("layer", "cell", 0, 0), Step("unary", "softmax", 3, 2), Step("again", "", 3, 0))
+    stages = (
+        StageSpec(cell, (3,)),
+        StageSpec((Step("binary", "linear", 1, 1),), (0,)),
+        StageSpec(checkpointed, (1, 0)),
+    )
+    spec = ModelSpec(stages, (2, 0, 2, 0, 1), False, 2, names_given=True, seed=580)
+    assert not tally_of(spec, "sac")["above the prediction, sac"]
+
+
 def test_random_numbers_drawn_in_place_sac():
     """After the last tensor that autograd saves: spared by early stop, but not of another mind than the other draws."""
     steps = (

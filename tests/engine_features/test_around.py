@@ -1,6 +1,11 @@
 """What surrounds a region: saved-tensor hooks, autocast, devices, random numbers, kinds of tensors, compilers."""
 
 import gc
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from tests.blocks import REGIONS, X, blocks, mean_square
+from tests.engine_features.second_device import step_on
 from tests.exact.harness import (
     Case,
     assert_exact,
@@ -20,6 +26,9 @@ from tests.exact.harness import (
     run,
 )
 from tests.features import feature
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 # -- saved-tensor hooks ------------------------------------------------------------------------------------------------
 
@@ -122,44 +131,46 @@ def test_device_context(engine):
     assert differences(run(outside), run(case))  # so the context matters
 
 
-class Draws(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.generator = nn.Linear(64, 64), None
-
-    def forward(self, x):
-        noise = torch.rand_like(x) + torch.randn(64) * torch.bernoulli(torch.full((64,), 0.5))
-        return torch.sin(torch.tanh(F.dropout(self.linear(x), 0.3) * noise))
-
-
 @feature("random state (CPU) put back for recomputation, and left as it was")
 def test_random_numbers(engine):
-    """Backward draws between the regions' recomputations, too."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(Draws(), nn.Tanh(), Draws())
-
-    def forward(model: Any) -> torch.Tensor:
-        x = model[1](model[0](X))
-        x.register_hook(lambda g: g * torch.rand(64))
-        return model[2](x).square().mean()
-
-    assert_exact(Case(build, forward, ("0", "2")), engine)
+    assert_exact(step_on("cpu"), engine)
 
 
-@feature("random state (CUDA) put back for recomputation")
+@feature("random state (CUDA) put back for recomputation, and left as it was")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_random_numbers_of_cuda(engine):
-    case = Case(
-        lambda: nn.Sequential(Draws(), Draws()).cuda(),
-        lambda m: m(X.cuda()).square().mean(),
-        regions=("0", "1"),
-    )
-    torch.cuda.manual_seed(7)
-    state = torch.cuda.get_rng_state()
-    expected = run(case)
-    torch.cuda.set_rng_state(state)
+    case = step_on("cuda")
+    expected, state = run(case), torch.cuda.get_rng_state()
     assert not differences(run(case, plans(case, engine, [0.0])[0.0]), expected)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.fixture(scope="session")
+def device_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library of the second device, compiled."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    root, library = Path(torch.__file__).parent, tmp_path_factory.mktemp("device") / "device.so"
+    include = [f"-I{root / 'include' / part}" for part in ("", "torch/csrc/api/include")]
+    link = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
+    source = str(HERE / "second_device.cpp")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O0", "-std=c++20", *include, source, "-o", str(library), *link],
+        check=True,
+    )
+    return library
+
+
+@feature("random state (another device: one in host memory) put back for recomputation, and left as it was")
+def test_random_numbers_of_another_device(engine, device_library):
+    command = [sys.executable, "-W", "error", "-m", "tests.engine_features.second_device"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "solver")))}
+    done = subprocess.run(
+        [*command, str(device_library), engine], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert not done.returncode, done.stderr
+    assert "3 plans that recompute" in done.stdout
 
 
 # -- arguments and tensors ---------------------------------------------------------------------------------------------

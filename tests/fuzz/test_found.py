@@ -49,15 +49,12 @@ def test_random_state_of_a_checkpoint_whose_result_is_thrown_away_sac():
 
     Backward's second run of the region ends at that checkpoint, once it has stashed a state again.
     """
-    inner = StageSpec(
-        (Step("layer", "inplace_mlp", 0, 3), Step("layer", "convolution", 0, 2), Step("again", "", 0, 3)),
-        (0, 1, 0),
-    )
     checkpointed = (
         Step("layer", "checkpointed", 0, 3),
         Step("unary", "no_grad", 2, 0),
         Step("unary", "sort", 0, 1),
-        Step("block", "", 0, 1, inner=inner),
+        Step("binary", "attention", 0, 2),
+        Step("block", "", 0, 1, inner=StageSpec((Step("layer", "convolution", 0, 2),), (0,))),
         Step("in place binary", "row_", 0, 3),
         Step("again", "", 3, 1),
     )

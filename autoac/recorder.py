@@ -109,7 +109,7 @@ def recorded_step(
         torch_version=torch.__version__,
         costs=engine_costs(device, _bytes_per_op(tables["tape"])),
         measured_step_s=elapsed,
-        notes=(*_notes_if_compiled(model, tape), *note),
+        notes=(*_notes_if_compiled(model, tape), *note, *_note_on_device(device)),
         **tables,
     )
     return profile, its_own
@@ -205,6 +205,17 @@ def _note_if_unsteady(
     # On a GPU ops are timed by its own clock, whatever the host waits for.
     note = unsteady(times, share if device.type == "cpu" else 0.0)
     return (note,) if note else ()
+
+
+def _note_on_device(device: torch.device) -> tuple[str, ...]:
+    """A note on a device of another kind than those whose clock and memory we read."""
+    if device.type in ("cpu", "cuda"):
+        return ()
+    return (
+        f"recorded on {device}: autoac reads the clocks and the memory of CPU and CUDA devices only. Here times are "
+        "the host's, which an op that runs on after its launch has not, and bytes are those of the tensors; plans are "
+        "exact all the same, their overhead is a guess, and plan.verify cannot measure their peak",
+    )
 
 
 def _notes_if_compiled(model: torch.nn.Module, tape: Tape) -> list[str]:

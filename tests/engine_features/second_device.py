@@ -1,7 +1,8 @@
 """A device that is not the CPU, with random numbers of its own, where there is no GPU; run in a process of its own.
 
 `python -m tests.engine_features.second_device LIBRARY ENGINE`: plans are made on CPU, carried over to the device, and
-held against a step there without a plan. The device computes in host memory; `second_device.cpp` is its library.
+held against a step there without a plan. Last, what a profile of that device notes. The device computes in host memory;
+`second_device.cpp` is its library.
 """
 
 import dataclasses
@@ -86,6 +87,7 @@ def main(library: str, engine: str) -> None:
         on_device = Plan(dataclasses.replace(plan.record, device=f"{NAME}:0"))
         assert not differences(left_behind(on_device), expected)
     print(sum(map(recomputes, made.values())), "plans that recompute")
+    print(*(note for note in case.profile().notes if str(case.model()[0].linear.weight.device) in note))
 
 
 if __name__ == "__main__":

@@ -579,14 +579,12 @@ class _Builder:
 
         It stashes the state first and saves its inputs next, and one graph holds both.
         """
-        found: dict[int, list[_Region]] = {}
+        table, found = self.profile.storage_table, {}
+        states = [storage for storage in self.made_by_no_op if table[storage].bytes != SCALAR_BYTES]
         for index, keepers in self.keepers.items():
             tick = self.profile.saved[index].tick
             last_op = self._last_tick_before(tick)
-            for storage in self.made_by_no_op:
-                record = self.profile.storage_table[storage]
-                if last_op < record.alloc < tick and record.bytes != SCALAR_BYTES:
-                    found[storage] = keepers
+            found |= {state: keepers for state in states if last_op < table[state].alloc < tick}
         return found
 
     def _last_tick_before(self, tick: int) -> int:
@@ -650,18 +648,24 @@ class _Builder:
 
         A state is held by the graph of the user's checkpoint, which dies with the second run.
         """
-        for storage in self.made_by_no_op:
-            record = self.profile.storage_table[storage]
-            for region in self.regions:
-                if not region.owns(record.alloc) or record.alloc > region.last_save or not region.rerun:
-                    continue
+        table = self.profile.storage_table
+        for region in self.regions:
+            again = [
+                table[storage]
+                for storage in self.made_by_no_op
+                if region.owns(table[storage].alloc) and table[storage].alloc <= region.last_save
+            ]
+            exists = Condition(wrapped=region.index)
+            scalars = sum(record.bytes for record in again if record.bytes == SCALAR_BYTES)
+            if scalars:
+                end = self._position(region.last_release)
+                yield Instance(scalars, region.first_position, end, exists)
+            for record in again if region.rerun else ():
                 # What is made after the last op is counted with it: early stop may end the run just then.
                 start = min(self._rerun_at(region, record.alloc), region.window_end - 1)
                 end = self._rerun_free(region, record.free)
-                if record.bytes == SCALAR_BYTES:
-                    end = self._position(region.last_release)
-                if start < end:
-                    yield Instance(record.bytes, start, end, Condition(wrapped=region.index))
+                if record.bytes != SCALAR_BYTES and start < end:
+                    yield Instance(record.bytes, start, end, exists)
 
 
 def _instance(

@@ -22,7 +22,7 @@ from autoac.plans import Plan
 from autoac.recorder import device_of
 from autoac.step import Loss, make_step
 from autoac.uncompiled import uncompiled
-from autoac.untouched import put_back, tensors_of, untouched
+from autoac.untouched import Seen, put_back, tensors_of, untouched
 from autoac_solver.partitions import partitions
 from autoac_solver.plan_record import make_record
 from autoac_solver.planning import Progress
@@ -178,10 +178,11 @@ def _measured(
 @contextlib.contextmanager
 def _kept(model: torch.nn.Module) -> Iterator[None]:
     """Context after which parameters and buffers have the values that they had before."""
-    copies = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    copies = [(buffer, Seen.of(buffer), buffer.detach().clone()) for buffer in model.buffers()]
     datas = [(parameter, parameter.data) for parameter in model.parameters()]
 
-    def restore(buffer: torch.Tensor, copy: torch.Tensor) -> None:
+    def restore(buffer: torch.Tensor, seen: Seen, copy: torch.Tensor) -> None:
+        seen.put_back()
         if not torch.equal(buffer, copy):
             buffer.data.copy_(copy)  # uncounted: a graph that holds it finds what it held
 

@@ -38,6 +38,7 @@ _COLLECTIVE_NAMESPACES = {
     "c10d_functional",
     "symm_mem",
 }
+_RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 _NOT_REPLAYABLE = {"aten::set_", "aten::_cudnn_rnn", "aten::_batch_norm_with_update"}
 
 
@@ -49,6 +50,8 @@ class OpInfo:
         name: such as "aten.mm.default".
         ignored: it makes and changes no storage (views, metadata, reads by the host): not an op of the tape.
         reshapes: it changes in place how its first argument sees its storage (`unsqueeze_`).
+        resizes: it may change the shape of what it writes, and the size of its storage: `resize_`, ops with `out=`,
+            and whatever else writes an argument without being the in-place form of an op (observers do).
         tensors: positions of arguments that are a tensor (or None).
         lists: positions of arguments that are a list of tensors.
         keywords: names of keyword-only arguments that are tensors or lists of them.
@@ -65,6 +68,7 @@ class OpInfo:
     name: str
     ignored: bool = False
     reshapes: bool = False
+    resizes: bool = False
     tensors: tuple[int, ...] = ()
     lists: tuple[int, ...] = ()
     keywords: tuple[str, ...] = ()
@@ -134,7 +138,7 @@ def _read(func: Any) -> OpInfo:
         if argument.alias_info is not None and argument.alias_info.is_write:
             writes.append(where)
     makes_tensors = any("Tensor" in str(result.type) for result in schema.returns)
-    metadata_only = torch.Tag.inplace_view in func.tags and schema.name not in ("aten::resize_", "aten::set_")
+    metadata_only = torch.Tag.inplace_view in func.tags and schema.name not in _RESIZES
     ignored = (
         (func.is_view and not writes)
         or schema.name in _UNDECLARED_VIEWS
@@ -145,6 +149,7 @@ def _read(func: Any) -> OpInfo:
         name=str(func),
         ignored=ignored,
         reshapes=metadata_only,
+        resizes=bool(writes) and (schema.name in _RESIZES or torch.Tag.inplace not in func.tags),
         tensors=tuple(tensors),
         lists=tuple(lists),
         keywords=tuple(keywords),

@@ -7,7 +7,9 @@ NOTE [ The recorded step ]
   2. So a storage's `free` is when Python and the rest of the step let go of it; what autograd saved is recorded on
      its own, with the ticks of its first unpack and its release. From these `autoac_solver.build` derives the memory
      of any choice of regions and decisions.
-  3. A storage that was there before the step is copied before it is first written, and put back at the end.
+  3. A storage that was there before the step is copied before it is first written, and put back at the end. So is the
+     shape of a tensor on it that an op changes in place. A storage that is resized where no op is seen is left at its
+     new size: who does that by hand, as FSDP does, frees what it can make again.
   4. Under a dispatch mode, autograd does some things out of place that it would do in place (`isTensorSubclassLike`
      is true for every tensor then): it sums gradients, and scatters them into zeros. They are recorded as what they
      are without a mode, see `_in_place_without_a_mode`.
@@ -15,6 +17,7 @@ NOTE [ The recorded step ]
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -23,7 +26,7 @@ import time
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +55,7 @@ from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_ten
 from autoac.private_results import PRIVATE_RESULTS
 from autoac.signatures import Signature, flops_of
 from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter
-from autoac.untouched import put_back, tensors_of
+from autoac.untouched import Seen, put_back, tensors_of
 from autoac_solver.profile import NEVER, SCALAR_BYTES, ModuleCall, Op, Saved, Storage
 
 _CUDA_BLOCK_BYTES = 512
@@ -101,6 +104,9 @@ class Tape(TorchDispatchMode):
         self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # storage -> aliases that a holder has
         self._again: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._copies: dict[int, torch.Tensor] = {}  # resident storages as they were
+        self._seen: list[
+            Seen
+        ] = []  # how tensors were that were there, and that an op has reshaped or resized
         self._leaves: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with their gradients as they were
         self._generators: dict[torch.Generator, torch.Tensor] = {}  # with their states as they were
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
@@ -129,9 +135,10 @@ class Tape(TorchDispatchMode):
             self._ids(
                 tensors_in((*args, *kwargs.values()))
             )  # what is seen here first was there before the step
-            start = time.perf_counter()
-            result = func(*args, **kwargs)
-            self._view_times.append(time.perf_counter() - start)
+            with self._shapes_watched(args[:1] if info.reshapes else ()):
+                start = time.perf_counter()
+                result = func(*args, **kwargs)
+                self._view_times.append(time.perf_counter() - start)
             self._register_new(tensors_in(result))  # a higher-order op makes storages, too
             return result
         return self._op(func, info, args, kwargs)
@@ -150,7 +157,8 @@ class Tape(TorchDispatchMode):
         random_bytes = self._random_bytes(info, args, kwargs)
         in_place = self._in_place_without_a_mode(info, args)
         beside_bytes = self._beside_without_a_mode(info, args)
-        result, signature = self.meter.run(func, info, args, kwargs)
+        with self._shapes_watched(written if info.resizes else ()):
+            result, signature = self.meter.run(func, info, args, kwargs)
         if in_place:
             self._stand_in(result, for_tensor=args[0])
             writes = reads[:1]
@@ -356,18 +364,34 @@ class Tape(TorchDispatchMode):
             if self.storages[index]["alloc"] == NEVER and index not in self._copies and not is_fake(tensor):
                 self._copies[index] = _whole(tensor.untyped_storage()).clone()
 
+    @contextlib.contextmanager
+    def _shapes_watched(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Context of an op that may change the shape of these, and with it the size of their storages."""
+        before = [
+            Seen.of(tensor)
+            for tensor in tensors
+            if (index := self.storage_id(tensor)) is not None
+            and self.storages[index]["alloc"] == NEVER
+            and not is_fake(tensor)
+        ]
+        try:
+            yield
+        finally:
+            self._seen += [seen for seen in before if seen.changed()]
+
     def restore(self) -> None:
-        """Put back what the step has changed of what was there before: storages, gradients of leaves, generators."""
+        """Put back what the step has changed of what was there before: tensors, gradients of leaves, generators."""
 
         def write(index: int, copy: torch.Tensor) -> None:
             storage = self._refs[index]()
-            if storage is not None:
+            if storage is not None and storage.nbytes() == copy.nbytes:  # see NOTE [ The recorded step ] 3
                 with torch.no_grad():
                     _whole(storage).copy_(copy)
 
         try:
             put_back(
                 [
+                    *(seen.put_back for seen in reversed(self._seen)),
                     *(functools.partial(write, index, copy) for index, copy in self._copies.items()),
                     *(
                         functools.partial(setattr, tensor, "grad", gradient)
@@ -378,7 +402,14 @@ class Tape(TorchDispatchMode):
             )
         finally:
             # Callbacks in them hold the tape: it would wait for the garbage collector with all that it holds.
-            for table in (self._copies, self._leaves, self._refs, self._again, self._aliases):
+            for table in (
+                self._copies,
+                self._seen,
+                self._leaves,
+                self._refs,
+                self._again,
+                self._aliases,
+            ):
                 table.clear()
 
     # -- what autograd and the engine hold ---------------------------------------------------------------------

@@ -8,9 +8,13 @@ import operator
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from autoac.compat import storage_key
+from autoac.engine.geometry import Geometry, geometry_of
 
 
 @contextlib.contextmanager
@@ -43,6 +47,39 @@ def untouched(
                 *(functools.partial(set_state, state) for set_state, state in states),
             ]
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How a tensor saw which storage, and the storage's size: what `resize_` or an op's `out=` may change."""
+
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    n_bytes: int
+    geometry: Geometry
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Seen:
+        """As it is now."""
+        storage = tensor.untyped_storage()
+        return cls(tensor, storage, storage.nbytes(), geometry_of(tensor))
+
+    def changed(self) -> bool:
+        """Whether it is otherwise now."""
+        return self.storage.nbytes() != self.n_bytes or self._moved()
+
+    def put_back(self) -> None:
+        """Let the tensor be as it was; what is in the storage is another matter."""
+        if self.storage.nbytes() != self.n_bytes:
+            self.storage.resize_(self.n_bytes)
+        if self._moved():
+            shape, stride, offset, *_ = self.geometry
+            with torch.no_grad():
+                self.tensor.set_(self.storage, offset, shape, stride)
+
+    def _moved(self) -> bool:
+        there = storage_key(self.tensor) == self.storage._cdata
+        return not there or geometry_of(self.tensor) != self.geometry
 
 
 def put_back(actions: Iterable[Callable[[], Any]]) -> None:

@@ -272,3 +272,73 @@ def test_the_samples_containers(kind: Callable[..., Any]):
     autoac.profile(TakesApart(), given)
     assert list(batch) == ["inner", "offset"]
     assert len(batch["inner"]) == 1
+
+
+class Observer(nn.Module):
+    """Sizes its buffers once it knows how wide its input is, as those of quantisation-aware training do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.low: torch.Tensor
+        self.register_buffer("low", torch.tensor([]))
+        self.high: torch.Tensor
+        self.register_buffer("high", torch.full((2, 3), 7.0))
+        self.row: torch.Tensor
+        self.register_buffer("row", torch.arange(8.0))
+        self.observe = torch.ao.quantization.FusedMovingAvgObsFakeQuantize(
+            torch.ao.quantization.MovingAveragePerChannelMinMaxObserver, qscheme=torch.per_channel_symmetric
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.low.resize_(8).copy_(x.amin(0))
+            self.high.fill_(1.0)
+            torch.amax(x, 0, out=self.high)
+            self.row.unsqueeze_(0)
+        return self.linear(self.observe(x)) + self.row
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("fails", [False, True])
+def test_buffers_that_the_step_resizes(fails: bool):
+    """They are the same objects of the same shapes and values, on storages of the same size."""
+    model, x = nn.Sequential(Observer(), Observer(), nn.Identity()), torch.randn(16, 8)
+
+    def seen() -> list[Any]:
+        return [
+            (name, id(b), b.shape, b.stride(), b.storage_offset(), b.untyped_storage().nbytes(), b.tolist())
+            for name, b in model.named_buffers()
+        ]
+
+    def refuse(*_: Any) -> None:
+        raise LookupError("on purpose")
+
+    before = seen()
+    if fails:
+        handle = model[2].register_forward_pre_hook(refuse)
+        with pytest.raises(LookupError, match="on purpose"):
+            autoac.profile(model, x)
+        assert seen() == before
+        handle.remove()
+    autoac.profile(model, x)
+    assert seen() == before
+    model(x)
+    assert len([a for a, b in zip(before, seen(), strict=True) if a[2] != b[2]]) >= 6, "nothing was resized"
+
+
+def test_storages_that_are_resized_where_no_op_sees_it():
+    """As FSDP frees what it has gathered: that is left to who does it."""
+
+    model, x, gathered = nn.Linear(8, 8), torch.randn(4, 8), torch.ones(8)
+    gathered.untyped_storage().resize_(0)
+
+    def step() -> None:
+        gathered.untyped_storage().resize_(32)
+        scale = gathered.fill_(2.0).clone()
+        gathered.untyped_storage().resize_(0)
+        model(x * scale).sum().backward()
+
+    autoac.profile(model, step)
+    assert gathered.untyped_storage().nbytes() == 0
+    step()

@@ -154,6 +154,7 @@ class Tape(TorchDispatchMode):
             reads = [s for s in reads if s not in self._ids(written)]
         for tensor in written:
             self._before_write(tensor)
+        sizes = self._sizes(written) if info.resizes else {}
         random_bytes = self._random_bytes(info, args, kwargs)
         in_place = self._in_place_without_a_mode(info, args)
         beside_bytes = self._beside_without_a_mode(info, args)
@@ -166,6 +167,10 @@ class Tape(TorchDispatchMode):
         self._saved_scalar(info, args)
         if not len(self.ops) % _TELL_EVERY:
             self.on_op(len(self.ops))
+        resized = False
+        for index, n_bytes in self._sizes(written if sizes else ()).items():
+            resized |= n_bytes != sizes.get(index)
+            self.storages[index]["bytes"] = max(self.storages[index]["bytes"], n_bytes)
         strided = [tensor for tensor in tensors_in(result) if tensor.layout is torch.strided]
         made = [tensor for tensor in strided if self._by_key.get(storage_key(tensor)) in creates]
         self.ops.append(
@@ -180,7 +185,9 @@ class Tape(TorchDispatchMode):
                 "writes": tuple(dict.fromkeys(writes)),
                 "creates": tuple(creates),
                 "random_bytes": random_bytes,
-                "replayable": info.replayable and not any(_is_subclass(kind) for kind in map(type, args)),
+                "replayable": info.replayable
+                and not resized
+                and not any(_is_subclass(kind) for kind in map(type, args)),
                 "side_effect": statistics or info.generator(args, kwargs) is not None,
                 "uninitialised": info.uninitialised,
                 "dtype": signature.dtype,
@@ -268,6 +275,15 @@ class Tape(TorchDispatchMode):
         ours = sum(_allocated(size, self.device) for size in sizes.values())
         others = max(0, torch.cuda.memory_allocated(self.device) - ours)
         self.storages.append({"bytes": others, "alloc": NEVER, "free": NEVER, "backward": False})
+
+    def _sizes(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Bytes of the storages of these, by index."""
+        on_device = [tensor for tensor in tensors if tensor.device.type == self.device.type]
+        return {
+            index: _allocated(tensor.untyped_storage().nbytes(), self.device)
+            for tensor in on_device
+            if (index := self.storage_id(tensor)) is not None
+        }
 
     @property
     def leaves(self) -> list[torch.Tensor]:

@@ -25,7 +25,9 @@ NOTE [ Never wrong, whatever the decisions ]
   them to any op. An in-place op on a recomputed storage is always recorded. An in-place op on a kept storage never
   is; if a record holds that storage, the record gets a copy first. A tensor that a record or autograd holds and that
   was written where we cannot see it (outside of the region) is found by its version, as autograd does, and is an
-  error. A storage that is read before any visible op has written it was written by an opaque kernel: it is kept.
+  error. A storage that is read before any visible op has written it was written by an opaque kernel: it is kept. So is
+  one from where an op has changed its size (`resize_`, `out=` into an empty tensor): views could not be made of it
+  before that op has run again, and not every kernel resizes what it is given.
 
 NOTE [ Pauses ]
   Most of what the engine costs in forward is that Python sees each op. While one of torch's own layers runs of which
@@ -466,6 +468,8 @@ class Recording(TorchDispatchMode):
                 slot = self.slot_of(target)
                 if slot is not None:
                     slot.is_written(target)
+        alive = [slot.alive() for slot in written] if info.resizes else []
+        sizes = [(storage, storage.nbytes()) for storage in alive if storage is not None]
         refs: list[tuple[Any, Slot, Geometry | None]] = []
         kept: list[tuple[torch.Tensor, int]] = []
         stored = list(args)
@@ -497,6 +501,10 @@ class Recording(TorchDispatchMode):
                 kwargs[name] = [
                     None if t is None else self._store(t, (name, j), refs, kept) for j, t in enumerate(value)
                 ]
+        if any(storage.nbytes() != n_bytes for storage, n_bytes in sizes):
+            for storage, _ in sizes:  # see NOTE [ Never wrong ]
+                self.slots.pop(storage._cdata, None)
+            return result
         record = Record(func, tuple(stored), kwargs, refs, kept, rng, written)
         outputs = []
         for index, tensor in enumerate((result,) if isinstance(result, torch.Tensor) else tensors_in(result)):

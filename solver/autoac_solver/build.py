@@ -188,6 +188,8 @@ class _Builder:
             first = bisect_left(saved_ticks, (record.start, -1))
             last = bisect_left(saved_ticks, (record.end, -1))
             region = _Region(profile, call, ops, [i for _, i in saved_ticks[first:last]])
+            if self.engine == "sac" and self._changes_what_would_be_saved(ops):
+                continue
             if self.reruns_code and any(NEVER < profile.saved[i].unpacked < record.end for i in region.saved):
                 continue  # selective checkpointing refuses a backward inside of the region's forward
             if record.grad and ops and region.begin_backward != NEVER and not self._loses_input(region):
@@ -203,6 +205,24 @@ class _Builder:
         return self.reruns_code and any(
             self._written_after(storage, record.start, region.begin_backward) for storage in record.inputs
         )
+
+    def _changes_what_would_be_saved(self, ops: range) -> bool:
+        """Whether an op changes the size of a tensor that one of these ops has made (`resize_`, `out=`).
+
+        It is recorded as one that cannot run again. What selective checkpointing saves of the tensor when it is made
+        keeps the size that it had then.
+        """
+        tape, made = self.profile.tape, set[int]()
+        for op in ops:
+            record = tape[op]
+            made.update(record.creates)
+            if (
+                not record.replayable
+                and record.name.startswith("aten.")
+                and not made.isdisjoint(record.writes)
+            ):
+                return True
+        return False
 
     def _owners(self) -> dict[int, _Region]:
         owners = {}

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.exact.harness import Case, assert_exact, decisions
+from tests.exact.harness import Case, assert_exact, assert_plan_exact, decisions, plan_with
 from tests.features import feature
 
 X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
@@ -305,3 +305,53 @@ def test_a_parameter_that_is_made_in_a_region_is_recomputed(engine):
 
 def mean_of(model):
     return model(torch.linspace(-1, 1, 256 * 64).reshape(256, 64)).mean()
+
+
+# -- sizes that change -------------------------------------------------------------------------------------------------
+
+
+class Resizes(nn.Module):
+    """Gives a tensor its size, and its storage, after it was made."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.wide, self.narrow = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        h = torch.tanh(self.wide(x))
+        with torch.no_grad():
+            if self.how == "out":
+                z = torch.sigmoid(h, out=torch.empty(0))
+            elif self.how == "out, named":
+                z = torch.empty(0)
+                torch.cat([h, h], out=z)
+                z = z[:256]
+            else:
+                z = torch.zeros(3)
+                z = z.resize_(h.shape).copy_(h) if self.how == "resize_" else z.resize_as_(h).copy_(h)
+        return x + self.narrow(h * z)
+
+
+@pytest.mark.parametrize("how", ["out", "out, named", "resize_", "resize_as_"])
+def test_tensors_that_change_their_size(engine, how):
+    """Kept from there on by engine replay; sac leaves such modules alone, and what they are beside is planned."""
+
+    def block():
+        return nn.Sequential(Resizes(how), nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)))
+
+    case = Case(
+        build=lambda: nn.Sequential(block(), block()),
+        forward=mean_of,
+        regions=("0.0", "0.1", "1.0", "1.1"),
+    )
+    for plan in assert_exact(case, engine).values():
+        report = plan.verify(case.model(), torch.linspace(-1, 1, 256 * 64).reshape(256, 64))
+        assert report.measured_peak_bytes == report.predicted_peak_bytes, report
+
+
+@pytest.mark.parametrize("how", ["out", "resize_"])
+def test_a_tensor_that_changes_its_size_where_the_plan_has_it_recomputed(how):
+    """Decisions that fit another step: engine replay keeps the tensor all the same."""
+    case = two_of(lambda: Resizes(how), torch.linspace(-1, 1, 256 * 64).reshape(256, 64))
+    assert_plan_exact(case, plan_with(case, "replay", lambda *_: True))

@@ -59,6 +59,7 @@ from autoac.untouched import Seen, put_back, tensors_of
 from autoac_solver.profile import NEVER, SCALAR_BYTES, ModuleCall, Op, Saved, Storage
 
 _CUDA_BLOCK_BYTES = 512
+_LIFT = torch.ops.aten.lift_fresh.default
 _TELL_EVERY = 50
 
 # Out of place under a dispatch mode only; source: `areAnyTensorSubclassLike` in torch's FunctionsManual.cpp.
@@ -132,9 +133,12 @@ class Tape(TorchDispatchMode):
         if info.ignored:
             for call in self.call_stack:
                 self.calls[call]["views"] += 1
-            self._ids(
-                tensors_in((*args, *kwargs.values()))
-            )  # what is seen here first was there before the step
+            if func is _LIFT and args[0].untyped_storage().resizable():
+                self.tick += (
+                    1  # what `torch.tensor` has just made; not numpy's memory, which is not torch's to resize
+                )
+            else:  # what is seen here first was there before the step
+                self._ids(tensors_in((*args, *kwargs.values())))
             with self._shapes_watched(args[:1] if info.reshapes else ()):
                 start = time.perf_counter()
                 result = func(*args, **kwargs)

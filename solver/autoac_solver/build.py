@@ -167,12 +167,14 @@ class _Builder:
         self._place_windows()
         self.keepers = self._keepers() if self.reruns_code else {}
         made = {storage for op in profile.tape for storage in op.creates}
-        self.made_by_no_op = [
-            index
+        self.read = {storage for op in profile.tape for storage in op.reads}
+        self.made_by_no_op = {
+            index: storage
             for index, storage in enumerate(profile.storage_table)
             if storage.alloc != NEVER and index not in made
-        ]
+        }
         self.state_keepers = self._state_keepers()
+        self._often_recomputed = [self._largest_unit(region) for region in self.regions]
 
     # -- regions and units -------------------------------------------------------------------------------------
 
@@ -553,6 +555,11 @@ class _Builder:
                 when = Condition(kept=unit if own else -1, wrapped=keeper.index)
                 holders.append(Holder(self._position(keeper.last_release), when))
         if unit < 0 or region is None:
+            maker = self._maker_without_op(storage)
+            if maker is not None:
+                end, own_end = self._life_without_op(storage, maker, saves)
+                holders.append(Holder(own_end, Condition(kept=self._often_recomputed[maker.index])))
+                holders += self._watched_until_rerun(maker, reads)
             return [_instance(record.bytes, start, end, ALWAYS, holders, storage)]
         made = [region.rerun[op] for op in self.units[unit].ops if op in region.rerun]
         if own_end != NEVER:
@@ -600,12 +607,24 @@ class _Builder:
         It stashes the state first and saves its inputs next, and one graph holds both.
         """
         table, found = self.profile.storage_table, {}
-        states = [storage for storage in self.made_by_no_op if table[storage].bytes != SCALAR_BYTES]
+        states = [
+            storage
+            for storage in self.made_by_no_op
+            if table[storage].bytes != SCALAR_BYTES and storage not in self.read
+        ]
         for index, keepers in self.keepers.items():
             tick = self.profile.saved[index].tick
             last_op = self._last_tick_before(tick)
             found |= {state: keepers for state in states if last_op < table[state].alloc < tick}
         return found
+
+    def _largest_unit(self, region: _Region) -> int:
+        """The unit of most bytes that may be recomputed, -1 if none may: a region is hardly wrapped without it."""
+        sizes: dict[int, int] = {}
+        for storage, unit in self.unit_of_storage.items():
+            if self.units[unit].region == region.index and not self.units[unit].must_save:
+                sizes[unit] = sizes.get(unit, 0) + self.profile.storage_table[storage].bytes
+        return max(sizes, key=lambda unit: sizes[unit], default=-1)
 
     def _last_tick_before(self, tick: int) -> int:
         """Of the ops."""
@@ -663,27 +682,63 @@ class _Builder:
             instances += self._made_again_by_no_op()
         return instances
 
-    def _made_again_by_no_op(self) -> Iterator[Instance]:
-        """What a region's second run makes and no op does: numbers that autograd saves, the user's own random states.
+    def _maker_without_op(self, storage: int) -> _Region | None:
+        """The region whose code makes this storage without an op (`torch.tensor`), and again in its second run."""
+        if storage not in self.made_by_no_op or storage not in self.read:
+            return None
+        tick = self.profile.storage_table[storage].alloc
+        makers = (region for region in self.regions if region.owns(tick))
+        return next((region for region in makers if self._often_recomputed[region.index] >= 0), None)
 
-        A state is held by the graph of the user's checkpoint, which dies with the second run.
+    def _watched_until_rerun(self, maker: _Region, reads: Iterable[int]) -> Iterator[Holder]:
+        """The engine's own hold: it compares what recomputed ops have read with what is there at the second run."""
+        for op in reads if self.engine == "sac" else ():
+            unit = self.unit_of_op[op]
+            if self.units[unit].region == maker.index and not self.units[unit].must_save:
+                spared = self._spared(maker, op)
+                when = Condition(wrapped=maker.index) if spared else Condition(recomputed=unit)
+                yield Holder(maker.first_position, when)
+
+    def _life_without_op(self, storage: int, maker: _Region, saves: Iterable[int]) -> tuple[int, int]:
+        """Ends of what a region's first run has made by no op: for others, and for what its own autograd has saved.
+
+        The latter holds where the region is not wrapped. That cannot be said, but that one of its units is kept.
+        """
+        saved = [self.profile.saved[index] for index in saves]
+        free = self.profile.storage_table[storage].free
+        own = max((s.released for s in saved if maker.owns(s.tick)), default=free)
+        others = max((s.released for s in saved if not maker.owns(s.tick)), default=free)
+        return self._position(max(free, others)), self._position(own)
+
+    def _made_again_by_no_op(self) -> Iterator[Instance]:
+        """What a region's second run makes and no op does.
+
+        That are numbers that autograd saves, tensors of Python's numbers, and the user's own random states. A state is
+        held by the graph of the user's checkpoint, which dies with the second run.
         """
         table = self.profile.storage_table
+        released: dict[
+            int, int
+        ] = {}  # storage -> when autograd lets go of what its own region has saved of it
+        for region in self.regions:
+            for saved in (self.profile.saved[index] for index in region.saved):
+                if region.owns(table[saved.storage].alloc):
+                    released[saved.storage] = max(released.get(saved.storage, NEVER), saved.released)
         for region in self.regions:
             again = [
-                table[storage]
+                (table[storage], released.get(storage, NEVER))
                 for storage in self.made_by_no_op
                 if region.owns(table[storage].alloc) and table[storage].alloc <= region.last_save
             ]
             exists = Condition(wrapped=region.index)
-            scalars = sum(record.bytes for record in again if record.bytes == SCALAR_BYTES)
+            scalars = sum(record.bytes for record, _ in again if record.bytes == SCALAR_BYTES)
             if scalars:
                 end = self._position(region.last_release)
                 yield Instance(scalars, region.first_position, end, exists)
-            for record in again if region.rerun else ():
+            for record, own in again if region.rerun else ():
                 # What is made after the last op is counted with it: early stop may end the run just then.
                 start = min(self._rerun_at(region, record.alloc), region.window_end - 1)
-                end = self._rerun_free(region, record.free)
+                end = max(self._rerun_free(region, record.free), self._position(own))
                 if record.bytes != SCALAR_BYTES and start < end:
                     yield Instance(record.bytes, start, end, exists)
 

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.exact.harness import Case, assert_exact, assert_plan_exact, decisions, plan_with
+import autoac
+from tests.exact.harness import Case, assert_exact, assert_plan_exact, decisions, least_budget, plan_with
 from tests.features import feature
 
 X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
@@ -355,3 +356,42 @@ def test_a_tensor_that_changes_its_size_where_the_plan_has_it_recomputed(how):
     """Decisions that fit another step: engine replay keeps the tensor all the same."""
     case = two_of(lambda: Resizes(how), torch.linspace(-1, 1, 256 * 64).reshape(256, 64))
     assert_plan_exact(case, plan_with(case, "replay", lambda *_: True))
+
+
+# -- tensors that no op makes ------------------------------------------------------------------------------------------
+
+
+class FromNumbers(nn.Module):
+    """Makes tensors of Python's numbers, which no op does."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.wide, self.narrow = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        if self.where == "at the start":
+            return x + self.narrow(torch.tanh(self.wide(x * torch.tensor(NUMBERS).view(256, 64))))
+        y = self.narrow(torch.tanh(self.wide(x)))
+        if self.where == "as an index":
+            return x + y[list(range(255, -1, -1))]
+        return x + y * torch.tensor(NUMBERS).view(256, 64)
+
+
+NUMBERS = [float(i % 7) for i in range(256 * 64)]
+
+
+@pytest.mark.parametrize("where", ["at the start", "at the end", "as an index"])
+def test_tensors_of_pythons_numbers(engine, where):
+    """They count as what the step makes, and under sac as what the second run makes again."""
+    names = tuple("0123")
+    case = Case(lambda: nn.Sequential(*(FromNumbers(where) for _ in names)), mean_of, regions=names)
+    assert_exact(case, engine)
+    x = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
+    real, fake = (autoac.profile(case.model(), x, mode=mode, regions=names) for mode in ("real", "fake"))
+    least = least_budget(real, engine, names)
+    most = autoac.solve(real, 10**12, engine=engine, regions=names).predicted_peak_bytes
+    assert least < most == autoac.solve(fake, 10**12, engine=engine, regions=names).predicted_peak_bytes
+    for budget in (least, (least + most) // 2, most):
+        report = autoac.solve(real, budget, engine=engine, regions=names).verify(case.model(), x)
+        assert report.measured_peak_bytes == report.predicted_peak_bytes, report

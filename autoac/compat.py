@@ -329,3 +329,13 @@ def sac_tools() -> types.SimpleNamespace:
         module = importlib.import_module(f"torch.distributed._tools.{file}")
         found |= {name: getattr(module, name) for name in names}
     return types.SimpleNamespace(**found)
+
+
+def behind_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor behind those that `torch.func.vmap`, `jvp` and the like hand to the function they transform.
+
+    Those have no storage of their own that could be asked for; dispatch modes and saved-tensor hooks see the plain one.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

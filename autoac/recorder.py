@@ -32,6 +32,8 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
 
 
+_NO_HOOKS = "don't yet support saved tensor hooks"
+"""In the error of torch.func where hooks are active; it has no type of its own."""
 _TIMED_STEPS = 2
 """Steps that are timed before the recorded one: in a single step most ops of a backward are run only once."""
 _TIMING_S = 10.0
@@ -327,6 +329,12 @@ def _failures_located(tape: Tape) -> Iterator[None]:
     except ProfilingError:
         raise
     except Exception as error:
+        if isinstance(error, RuntimeError) and _NO_HOOKS in str(error):
+            raise ProfilingError(
+                "the model takes gradients by torch.func (grad, vjp, jacrev, hessian), inside of which torch "
+                "allows no hooks on saved tensors; autoac needs these, to record a step as well as to run its plans. "
+                "Use torch.autograd.grad(..., create_graph=True) there. The model is as it was."
+            ) from error
         op, module = tape.failed_at or ("", "")
         where = f" at {op}, in {module}," if op else ""
         error.add_note(

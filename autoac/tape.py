@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoac.arguments import held_in
 from autoac.compat import (
     COMPILED_NODE,
+    behind_transforms,
     current_node,
     disable_dispatch_modes,
     disable_dynamo,
@@ -498,6 +499,7 @@ class Tape(TorchDispatchMode):
     def enter(self, fqn: str, call: int, module: torch.nn.Module, inputs: Any, plain: bool) -> None:
         """A module's forward begins; `plain` as in `ModuleCall`."""
         self._poll()
+        given = [(tensor, behind_transforms(tensor)) for tensor in tensors_of(inputs)]
         self.tick += 1
         self.calls.append(
             {
@@ -508,10 +510,11 @@ class Tape(TorchDispatchMode):
                 "grad": torch.is_grad_enabled(),
                 "start": self.tick,
                 "end": NEVER,
-                "inputs": tuple(dict.fromkeys(self._ids(tensors_of(inputs)))),
+                "inputs": tuple(dict.fromkeys(self._ids(behind for _, behind in given))),
                 "views": 0,
                 "plain": plain,
-                "changes_arguments": False,
+                # What vmap and the like have wrapped is dead at a second run.
+                "changes_arguments": any(tensor is not behind for tensor, behind in given),
             }
         )
         self.call_stack.append(len(self.calls) - 1)
@@ -535,7 +538,7 @@ class Tape(TorchDispatchMode):
         self.tick += 1
         call = self.calls[self.call_stack.pop()]
         call["end"] = self.tick
-        call["changes_arguments"] = changes_arguments
+        call["changes_arguments"] |= changes_arguments
 
     # -- the record --------------------------------------------------------------------------------------------
 

@@ -646,3 +646,17 @@ def test_torchs_planner_is_where_it_was_and_takes_what_it_took():
     estimator = tools.RuntimeEstimator()
     estimator("operator-level-cost-model")  # what chooses the estimate that is replaced here
     assert callable(estimator._estimate)
+
+
+def test_the_tensor_behind_a_transform():
+    x, seen = torch.randn(3, 4), []
+
+    def look(t: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.behind_transforms(t))
+        return t.sum()
+
+    torch.func.vmap(look)(x)
+    torch.func.vmap(torch.func.vmap(look))(x)
+    torch.func.jvp(look, (x,), (x,))
+    assert [compat.storage_key(t) for t in seen] == [compat.storage_key(x)] * 3
+    assert compat.behind_transforms(x) is x

@@ -625,3 +625,18 @@ def test_waiting_for_a_processor_is_counted():
     for hog in hogs:
         hog.join()
     assert grew
+
+
+def test_gradients_by_torch_func_are_refused_in_words():
+    """Inside of torch.func.grad torch allows no hooks on saved tensors."""
+
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.func.grad(lambda t: self.linear(t).square().sum())(x)
+
+    with pytest.raises(ProfilingError, match=r"no hooks on saved tensors.*Use torch\.autograd\.grad"):
+        autoac.profile(Slope(), torch.randn(3, 4))

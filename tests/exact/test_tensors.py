@@ -395,3 +395,30 @@ def test_tensors_of_pythons_numbers(engine, where):
     for budget in (least, (least + most) // 2, most):
         report = autoac.solve(real, budget, engine=engine, regions=names).verify(case.model(), x)
         assert report.measured_peak_bytes == report.predicted_peak_bytes, report
+
+
+# -- transforms of functions -------------------------------------------------------------------------------------------
+
+
+class Transforms(nn.Module):
+    """Calls its submodules inside of torch.func's transforms, where they are given wrapped tensors."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.wide, self.narrow, self.kind = nn.Linear(64, 128), nn.Linear(128, 64), kind
+
+    def forward(self, x):
+        if self.kind == "vmap":
+            return x + torch.func.vmap(self.inner)(x)
+        return x + sum(torch.func.jvp(self.inner, (x,), (torch.ones_like(x),)))
+
+    def inner(self, t):
+        return self.narrow(torch.tanh(self.wide(t)))
+
+
+@pytest.mark.parametrize("kind", ["vmap", "jvp"])
+def test_transforms_of_functions(engine, kind):
+    names = ("0", "1", "2")
+    assert_exact(
+        Case(lambda: nn.Sequential(*(Transforms(kind) for _ in names)), mean_of, regions=names), engine
+    )

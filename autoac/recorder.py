@@ -111,7 +111,7 @@ def recorded_step(
         torch_version=torch.__version__,
         costs=engine_costs(device, _bytes_per_op(tables["tape"])),
         measured_step_s=elapsed,
-        notes=(*_notes_if_compiled(model, tape), *note, *_note_on_device(device)),
+        notes=(*_notes_if_compiled(model, tape), *_notes_if_uncounted(tape), *note, *_note_on_device(device)),
         **tables,
     )
     return profile, its_own
@@ -187,6 +187,7 @@ def record_fake(
         notes=(
             *_fake_notes(results.unknown, found, len(signatures), measure, as_cuda),
             *_notes_if_compiled(model, tape),
+            *_notes_if_uncounted(tape),
             *note,
         ),
         **tables,
@@ -237,6 +238,17 @@ def _notes_if_compiled(model: torch.nn.Module, tape: Tape) -> list[str]:
             "headroom and see what plan.verify measures"
         )
     return notes
+
+
+def _notes_if_uncounted(tape: Tape) -> list[str]:
+    """A note on tensors whose storages are not those of a strided tensor: sparse, jagged, those of oneDNN."""
+    modules, layouts = tape.with_uncounted()
+    if not modules:
+        return []
+    return [
+        f"tensors of layout {', '.join(layouts)} in {_some(modules)}: their memory is not counted, so peaks can be "
+        "larger than predicted. Leave headroom and see what plan.verify measures"
+    ]
 
 
 def _some(names: list[str]) -> str:

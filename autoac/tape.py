@@ -99,6 +99,7 @@ class Tape(TorchDispatchMode):
         self.calls: list[dict[str, Any]] = []
         self.call_stack: list[int] = []
         self.compiled_calls: set[int] = set()  # in which compiled code ran
+        self.uncounted: dict[int, set[str]] = {}  # call -> layouts of tensors whose memory is not counted
         self.replays: weakref.WeakSet[ReplayCall] = weakref.WeakSet()
         self._view_times: list[float] = []
         self._by_key: dict[int, int] = {}
@@ -318,7 +319,9 @@ class Tape(TorchDispatchMode):
     def _register_new(self, tensors: Any, tick: int | None = None) -> list[int]:
         created = []
         for tensor in tensors:
-            if tensor.layout is torch.strided and storage_key(tensor) not in self._by_key:
+            if tensor.layout is not torch.strided:
+                self._uncounted(tensor)
+            elif storage_key(tensor) not in self._by_key:
                 created.append(self._register(tensor, self.tick if tick is None else tick))
         return created
 
@@ -459,6 +462,7 @@ class Tape(TorchDispatchMode):
         """Record that autograd saved this tensor, and when it lets go of it."""
         index = self.storage_id(tensor)
         if index is None:
+            self._uncounted(tensor)
             return _Watched(None, NEVER, packed)
         self.tick += 1
         self.saved.append(
@@ -531,6 +535,16 @@ class Tape(TorchDispatchMode):
         """Names of the modules in which code ran that `torch.compile` has compiled."""
         calls = sorted(self.compiled_calls)
         return list(dict.fromkeys("" if call == NEVER else self.calls[call]["fqn"] for call in calls))
+
+    def _uncounted(self, tensor: torch.Tensor) -> None:
+        if not is_fake(tensor):
+            layout = str(tensor.layout).removeprefix("torch.")
+            self.uncounted.setdefault(self._module(), set()).add(layout)
+
+    def with_uncounted(self) -> tuple[list[str], list[str]]:
+        """Names of the modules whose tensors are not all counted, and the layouts of those that are not."""
+        fqns = ["" if call == NEVER else self.calls[call]["fqn"] for call in sorted(self.uncounted)]
+        return list(dict.fromkeys(fqns)), sorted(set[str]().union(*self.uncounted.values()))
 
     def leave(self, changes_arguments: bool) -> None:
         """A module's forward ends; `changes_arguments` as in `ModuleCall`."""

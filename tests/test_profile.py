@@ -640,3 +640,23 @@ def test_gradients_by_torch_func_are_refused_in_words():
 
     with pytest.raises(ProfilingError, match=r"no hooks on saved tensors.*Use torch\.autograd\.grad"):
         autoac.profile(Slope(), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("layout", ["sparse_coo", "jagged"])
+def test_tensors_that_are_not_counted_are_noted(layout: str):
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x)
+            return h if layout == "jagged" else h * h.detach().relu().to_sparse().to_dense()
+
+    x = torch.randn(6, 4)
+    if layout == "jagged":
+        x = torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
+    loss = (lambda o: o.values().mean()) if layout == "jagged" else mean_square
+    (note,) = [note for note in autoac.profile(Masked(), x, loss=loss).notes if "not counted" in note]
+    assert f"tensors of layout {layout} in" in note
+    assert "plan.verify" in note

@@ -71,7 +71,8 @@ def is_compiled_wrapper(model: Any) -> bool:
     dynamo = sys.modules.get(
         "torch._dynamo"
     )  # not imported: nothing can have been compiled, and importing it is slow
-    return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+    wrapper = getattr(dynamo, "OptimizedModule", None)  # not there yet while another thread imports it
+    return wrapper is not None and isinstance(model, wrapper)
 
 
 def compiled_attribute(module: torch.nn.Module) -> str | None:

@@ -21,6 +21,7 @@ NOTE [ What the profiler does not say ]
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -136,10 +137,15 @@ def _measure_cuda(fn: Callable[[], T], device: torch.device) -> Measurement[T]:
     )
 
 
+ONE_AT_A_TIME = threading.RLock()
+"""Held where torch's profiler runs: there is one in a process, and two threads that use it at once break it."""
+
+
 def _measure_cpu(fn: Callable[[], T]) -> Measurement[T]:
     gc.collect()
     # No accumulation, shapes or stacks: they cost time and say nothing about memory.
     with (
+        ONE_AT_A_TIME,
         _deaths_of_present_storages() as deaths,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as prof,
     ):

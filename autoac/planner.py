@@ -12,7 +12,7 @@ import torch
 
 from autoac.compat import is_compiled_wrapper
 from autoac.fitting import fitted
-from autoac.measure import unique_storage_bytes
+from autoac.measure import ONE_AT_A_TIME, unique_storage_bytes
 from autoac.optimizer import check_optimizer, with_optimizer
 from autoac.plans import Plan, Tradeoff
 from autoac.policies import Policies, as_policies, check_modules, listed
@@ -133,7 +133,7 @@ def profile(
     The step is run with everything recomputed, so a model that does not fit without checkpointing can be profiled;
     where its ops are short and it fits, also as it is, for its time (see `fitting`). On fake tensors nothing of it is
     allocated: for a model that does not fit at all, or is on the meta device. Afterwards model, sample and random
-    states are as they were, also if it fails.
+    states are as they were, also if it fails. Threads that profile at once take turns.
 
     Args:
         model, sample, loss, optimizer, progress: as for `plan`.
@@ -155,7 +155,8 @@ def profile(
     select_modules(model, regions)
     if optimizer is not None:
         check_optimizer(model, optimizer)
-    recorded = _recorded(model, sample, loss, mode, table, progress)
+    with ONE_AT_A_TIME:
+        recorded = _recorded(model, sample, loss, mode, table, progress)
     if not model.training:
         recorded = _noted(
             recorded, "the model was in eval mode: call model.train() first if it will be trained so"

@@ -6,14 +6,13 @@ What a policy is and how policies stack: `autoac_solver.policies`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from autoac.engine.program import find_overload
-from autoac_solver.arguments import known_as, some
+from autoac_solver.arguments import is_meant, known_as, some
 from autoac_solver.errors import PolicyError
 from autoac_solver.policies import (
     DEFAULT_WEIGHT,
@@ -74,7 +73,7 @@ def check_modules(policies: Iterable[Policy | PolicyFunction], model: torch.nn.M
     for policy in policies:
         if not isinstance(policy, Policy) or policy.optional or not policy.module:
             continue
-        if not any(fnmatchcase(name, pattern) for pattern in policy.module for name in names):
+        if not any(is_meant(name, pattern) for pattern in policy.module for name in names):
             raise PolicyError(
                 f"{policy} is about no module of this model. Modules are: {some(names)}. Pass optional=True if it need "
                 "not be there."

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.compat import current_node
-from autoac.measure import measure_peak
+from autoac.measure import ONE_AT_A_TIME, measure_peak
 from autoac.opinfo import op_info, tensors_in
 from autoac.recorder import device_of
 from autoac.step import make_step
@@ -48,7 +48,8 @@ class Report:
 
     Args:
         equal: loss, gradients, buffers and random states are equal to the bit.
-        first_difference: what differs first, "" if nothing does.
+        first_difference: what differs first, "" if nothing does; where two steps without the plan differ as well, it
+            says so, and nothing can be told of the plan.
         predicted_peak_bytes, measured_peak_bytes: of the planned step, resident bytes included.
         unplanned_peak_bytes: measured without the plan.
         profiled_peak_bytes: predicted without the plan, for the step that was profiled.
@@ -112,7 +113,7 @@ def verify(
     """See `Plan.verify`."""
     # Where replay recomputes anything the step runs uncompiled; compiled it could differ in the last bits, plan or not.
     replays = plan.record.engine == "replay" and any(region.wrapped for region in plan.record.regions)
-    with uncompiled(model) if replays else nullcontext():
+    with ONE_AT_A_TIME, uncompiled(model) if replays else nullcontext():
         return _verify(plan, model, sample, loss)
 
 
@@ -135,7 +136,11 @@ def _verify(
     without, with_plan = run(False, measure=True), run(True, measure=True)
     difference = without.first_difference(with_plan)
     if difference:
-        difference = _first_op(model, step, fixed, plan) or difference
+        by_itself = without.first_difference(run(False))
+        if by_itself:
+            difference = f"{by_itself}, which differs between two steps without a plan, too"
+        else:
+            difference = _first_op(model, step, fixed, plan) or difference
     times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(_TIMED_ROUNDS):
         for planned in (False, True):

@@ -6,6 +6,7 @@ import functools
 import inspect
 import io
 import json
+import os
 import pickle
 import re
 import threading
@@ -690,6 +691,31 @@ def test_two_forwards_before_backward_have_their_own_decisions(engine: str, regi
         assert regions_run == wrapped_names(plan)
 
 
+def test_a_first_backward_that_leaves_no_gradients(engine: str, regions_run: list[str]):
+    """As in sharpness-aware training: the second call finds no gradients either, and is no new step."""
+    model = make()
+
+    def sharpness_aware() -> None:
+        model.zero_grad(set_to_none=True)
+        trained = [*model.parameters()]
+        gradients = torch.autograd.grad(model(batch()).square().mean(), trained)
+        with torch.no_grad():
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.add_(gradient, alpha=0.05)
+        model(batch()).square().mean().backward()
+        with torch.no_grad():
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.sub_(gradient, alpha=0.05)
+
+    plan = tight_plan(autoac.profile(model, sharpness_aware), engine, NAMES)
+    plan.apply(model)
+    for _ in range(2):
+        regions_run.clear()
+        sharpness_aware()
+        assert regions_run == wrapped_names(plan)
+    assert len(regions_run) > len(NAMES)
+
+
 def test_a_copy_of_a_model_called_several_times_is_planned(engine: str, regions_run: list[str]):
     model = make()
     plan = tight_plan(autoac.profile(model, lambda: accumulate(model)), engine, NAMES)
@@ -948,12 +974,21 @@ def test_verify_of_a_plan_that_is_applied():
     plan.remove(model)
 
 
+def test_verify_of_a_step_that_differs_from_itself():
+    model = make()
+    model.register_forward_pre_hook(lambda _, args: (args[0] + int.from_bytes(os.urandom(4)),))
+    plan = tight_plan(autoac.profile(model, batch()), "replay", NAMES)
+    report = plan.verify(model, batch())
+    assert report.first_difference == "the loss, which differs between two steps without a plan, too"
+    assert not report.equal
+
+
 def test_verify_names_what_differs(monkeypatch: pytest.MonkeyPatch):
     plan = plan_for("replay")
     run = attach_file.ENGINES["replay"]
 
-    def wrong(program: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-        result = run(program, forward, args, kwargs)
+    def wrong(*args: Any) -> Any:
+        result = run(*args)
         result.register_hook(lambda gradient: gradient * 1.0000002)
         return result
 

@@ -20,9 +20,18 @@ from autoac.compat import disable_dynamo
 from autoac.engine import replay, sac
 from autoac.engine.program import Program
 
-Runner = Callable[[Program, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Runner = Callable[[Program, Callable[..., Any], tuple[Any, ...], dict[str, Any], torch.nn.Module], Any]
 
-ENGINES: dict[str, Runner] = {"replay": replay.run, "sac": sac.run}
+
+def _replay(
+    program: Program, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], _: Any
+) -> Any:
+    return replay.run(
+        program, original, args, kwargs
+    )  # runs no code twice, so the module is no concern of it
+
+
+ENGINES: dict[str, Runner] = {"replay": _replay, "sac": sac.run}
 
 _replay_eagerly = disable_dynamo(replay.run)
 """Replay needs the ops of eager mode: under `torch.compile` its regions are left out of the graph."""
@@ -77,7 +86,7 @@ def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     if region.engine == "replay" and torch.compiler.is_compiling():
         return _replay_eagerly(program, original, args, kwargs)
-    return ENGINES[region.engine](program, original, args, kwargs)
+    return ENGINES[region.engine](program, original, args, kwargs, module)
 
 
 def attach(module: torch.nn.Module, programs: Sequence[Program], engine: str, plan_id: str) -> None:
@@ -105,7 +114,8 @@ class Root:
 
     Args:
         offsets: for each module that is called several times, its calls in the step before each call of the root.
-        fresh: how many calls of the root come before the step's first backward.
+        fresh: how many calls of the root come before the first gradient, which a backward may leave to
+            `torch.autograd.grad`.
         forward: the root's own instance attribute `forward` if it had one, else None.
         plan_id: tells which plan it belongs to.
     """
@@ -127,8 +137,8 @@ class Root:
         """Which of the step's calls of the root this one is, in this thread."""
         count = len(next(iter(self.offsets.values())))
         index = getattr(self.calls, "index", 0) % count
-        others = index >= self.fresh or self.fresh == 1  # a call that finds no gradients cannot be this one
-        if index and others and all(p.grad is None for p in module.parameters()):
+        # A later call finds gradients, or it is none.
+        if index and index >= self.fresh and all(p.grad is None for p in module.parameters()):
             index = 0
         self.calls.index = index + 1
         return index

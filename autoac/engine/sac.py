@@ -32,36 +32,50 @@ from autoac.compat import (
 )
 from autoac.engine.debug import OpLog, compared, debugging, hidden_from_torch
 from autoac.engine.program import Program
+from autoac.engine.state import ModuleState
 from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_tensors
 
 SAVE = CheckpointPolicy.MUST_SAVE
 RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one call of a region under torch's checkpoint with the plan's policy."""
+def run(
+    program: Program,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    module: torch.nn.Module | None = None,
+) -> Any:
+    """Run one call of a region under torch's checkpoint with the plan's policy.
+
+    Args:
+        module: whose `forward` it is; what the second run finds in it is what the first one found.
+    """
     function = functools.partial(forward, **kwargs)
     if torch.compiler.is_compiling() or being_traced():
         context_fn = functools.partial(contexts, program.unnamed)
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
     objects = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
     if not debugging():
-        context_fn = functools.partial(contexts, program, objects)
+        context_fn = functools.partial(contexts, program, objects, module)
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
     with hidden_from_torch() as off:
 
         def context_fn() -> tuple[Any, Any]:
             off.close()  # the region's own checkpoints are to be debugged
-            return contexts(program, objects)
+            return contexts(program, objects, module)
 
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
 
 
-def contexts(program: Program, objects: Sequence[Any] = ()) -> tuple[Any, Any]:
+def contexts(
+    program: Program, objects: Sequence[Any] = (), module: torch.nn.Module | None = None
+) -> tuple[Any, Any]:
     """The pair of contexts for `checkpoint(context_fn=...)`.
 
     Args:
         objects: arguments of the region in which the second run must find what the first one found.
+        module: as for `run`.
     """
     if not POLICIES_SEE_RESULTS:
         raise RuntimeError(
@@ -75,7 +89,9 @@ def contexts(program: Program, objects: Sequence[Any] = ()) -> tuple[Any, Any]:
     policy.watches = True
     log = OpLog(program.region) if debugging() else None
     casts = policy.cast if torch.is_autocast_cache_enabled() and any_autocast() else None
-    return (first if log is None else _Both(first, log)), _SecondRun(second, policy, casts, log, objects)
+    state = None if module is None else ModuleState(module)
+    parts = [first, *((log,) if log else ()), *((_Settling(state, policy),) if state else ())]
+    return _Both(*parts), _SecondRun(second, policy, casts, log, objects, state)
 
 
 class _Both:
@@ -93,6 +109,20 @@ class _Both:
             context.__exit__(*exception)
 
 
+class _Settling:
+    """At the end of the first run: what of the module's state its ops have read."""
+
+    def __init__(self, state: ModuleState, policy: SacPolicy):
+        self.state, self.policy = state, policy
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        read = self.policy.read_by_any
+        self.state.settle(lambda tensor: tensor.layout is torch.strided and storage_key(tensor) in read)
+
+
 class _SecondRun:
     """The second run's context: torch's, errors that name the region, and care where autocast keeps casts of weights.
 
@@ -106,6 +136,7 @@ class _SecondRun:
         casts: storages of the weights that forward has cast itself; None where autocast keeps no casts.
         log: of the first run, None if it was not kept.
         objects: arguments in which the second run must find what is in them now.
+        state: of the region's module, None if it is not known.
     """
 
     def __init__(
@@ -115,8 +146,10 @@ class _SecondRun:
         casts: set[int] | None,
         log: OpLog | None,
         objects: Sequence[Any],
+        state: ModuleState | None,
     ):
         self.selective, self.policy, self.casts, self.first = selective, policy, casts, log
+        self.state = state
         self.objects, self.held = objects, held_in(objects)
 
     def __enter__(self) -> None:
@@ -126,7 +159,7 @@ class _SecondRun:
                     "an object that it is given no longer holds what it held in forward", _GIVEN
                 )
             )
-        parts = [self.selective]
+        parts = [self.selective] if self.state is None else [self.state, self.selective]
         if changed := self.policy.changed():
             parts.append(_Refusing(changed, self.policy))
         self.second = OpLog(self.policy.program.region) if self.first is not None else None
@@ -259,9 +292,13 @@ class SacPolicy:
         self.watches = False  # whether to remember what recomputed ops read; not where a compiler traces
         self.inputs: list[_Input] = []
         self.aliases: dict[tuple[int, int], torch.Tensor] = {}  # by storage and version
+        self.read_by_any: set[int] = set()  # storages: autograd may save an argument of a saved op, too
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)
+        if self.watches:
+            given = tensors_in([*args, *kwargs.values()])
+            self.read_by_any.update(storage_key(t) for t in given if t.layout is torch.strided)
         if _casts_weight(func, args):
             self.cast.add(storage_key(args[0]))
         if info.ignored:

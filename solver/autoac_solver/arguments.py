@@ -128,13 +128,18 @@ def matched(patterns: Sequence[str], names: Iterable[str], owner: str) -> dict[s
     found = {}
     for pattern in patterns:
         found[pattern] = [
-            n for n in names if any(k == pattern or (k and fnmatchcase(k, pattern)) for k in known_as(n))
+            n for n in names if any(k == pattern or (k and is_meant(k, pattern)) for k in known_as(n))
         ]
         if not found[pattern]:
             raise ProfilingError(
                 f"regions={pattern!r} matches no module. Modules of {owner} are: {some(names)}."
             )
     return found
+
+
+def is_meant(name: str, pattern: str) -> bool:
+    """Whether a name or glob is about the thing of this name, which may have brackets in it itself."""
+    return name == pattern or fnmatchcase(name, pattern)
 
 
 def known_as(name: str) -> tuple[str, ...]:

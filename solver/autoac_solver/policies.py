@@ -16,10 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
-from autoac_solver.arguments import known_as
+from autoac_solver.arguments import is_meant, known_as
 from autoac_solver.errors import PolicyError
 from autoac_solver.limits import is_number, is_size, is_text
 from autoac_solver.profile import Op, Profile
@@ -246,5 +245,5 @@ class Matcher:
         """Whether a pattern fits one of the names of a thing."""
         key = patterns, names
         if key not in self._fits:
-            self._fits[key] = any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
+            self._fits[key] = any(is_meant(name, pattern) for pattern in patterns for name in names)
         return self._fits[key]

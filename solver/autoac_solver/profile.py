@@ -275,7 +275,8 @@ class Profile:
 
         Returns:
             For each module how often it was called, with gradients on, before each call of the model, and how many
-            calls of the model there are before the first backward. None if a module was also called from elsewhere.
+            calls of the model there are before the first gradient that is there at the step's end: a backward before it
+            leaves none. None if a module was also called from elsewhere.
         """
         roots = [call for call in self.calls if call.fqn == "" and call.grad]
         offsets = {}
@@ -284,8 +285,9 @@ class Profile:
             if any(not any(root.start < start < root.end for root in roots) for start in starts):
                 return None
             offsets[name] = tuple(sum(start < root.start for start in starts) for root in roots)
-        first_backward = min((op.tick for op in self.tape if op.backward), default=self.end)
-        return offsets, sum(root.start < first_backward for root in roots)
+        gradients = (storage.alloc for storage in self.storage_table if storage.kind == "Gradient")
+        first = min((alloc for alloc in gradients if alloc != NEVER), default=self.end)
+        return offsets, sum(root.start < first for root in roots)
 
     @property
     def saved_by_class(self) -> pd.DataFrame:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -123,14 +124,18 @@ def test_early_stop_off_runs_what_it_spares_under_sac():
 
 
 class Flips(nn.Module):
-    """Does something else in every second call: what no second run can repeat."""
+    """Does something else in every second call: what no second run can repeat.
+
+    It counts in an object of its own: the module's attributes are put back for a second run.
+    """
 
     def __init__(self, other: Any = torch.sigmoid):
         super().__init__()
-        self.act, self.linear, self.calls, self.other = Act(self), nn.Linear(64, 64), 0, other
+        self.act, self.linear, self.other = Act(self), nn.Linear(64, 64), other
+        self.made = SimpleNamespace(calls=0)
 
     def forward(self, x):
-        self.calls += 1
+        self.made.calls += 1
         return torch.sin(self.act(torch.tanh(self.linear(x))))
 
 
@@ -141,7 +146,7 @@ class Act(nn.Module):
         self.__dict__["owner"] = owner  # not as a child
 
     def forward(self, x):
-        return torch.cos(x[:64]) if self.owner.calls % 2 else self.owner.other(x[:64])
+        return torch.cos(x[:64]) if self.owner.made.calls % 2 else self.owner.other(x[:64])
 
 
 def sliced(x):
@@ -155,7 +160,7 @@ def added(x):
 def flipping(other: Any = torch.sigmoid) -> Case:
     def profiled(model: Any) -> torch.Tensor:
         for flips in model:
-            flips.calls = 0  # the step is run twice to profile it
+            flips.made.calls = 0  # the step is run twice to profile it
         return mean_square(model)
 
     return Case(lambda: nn.Sequential(Flips(other), Flips(other)), mean_square, ("0", "1"), profiled=profiled)
@@ -260,7 +265,7 @@ def test_debugging_reaches_the_users_own_checkpoints_inside():
 
     def profiled(model):
         for outer in model:
-            outer.inner.calls = 0
+            outer.inner.made.calls = 0
         return mean_square(model)
 
     case = Case(build, mean_square, ("0", "1"), profiled=profiled)
@@ -372,10 +377,11 @@ class TwoWays(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.left, self.right, self.calls = nn.Linear(64, 64), nn.Linear(64, 64), 0
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.made = SimpleNamespace(calls=0)
 
     def forward(self, x):
-        self.calls += 1
+        self.made.calls += 1
         return torch.sin(torch.tanh(self.left(x))), torch.sin(torch.tanh(self.right(x)))
 
 
@@ -399,7 +405,7 @@ def test_backward_in_parts(engine):
     assert_exact(case, engine)
     model = planned(case, plan_with(case, engine, all_again))
     backward(model(X))
-    assert [ways.calls for ways in model.ways] == ([1, 1] if engine == "replay" else [2, 2])
+    assert [ways.made.calls for ways in model.ways] == ([1, 1] if engine == "replay" else [2, 2])
 
 
 @feature("backward in parts without a group", "replay")

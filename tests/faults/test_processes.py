@@ -40,6 +40,32 @@ def start_python(code: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+THREADS = """
+import threading, torch, autoac
+from torch import nn
+def work():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+    sample = torch.randn(256, 32)
+    plan = autoac.plan(model, sample, "1GB")
+    budget = (plan.record.unplanned_peak_bytes + plan.resident_bytes) // 2
+    report = autoac.plan(model, sample, budget).verify(model, sample)
+    print(report.ok, report.measured_peak_bytes == report.predicted_peak_bytes, flush=True)
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def test_threads_that_plan_and_verify_at_once():
+    """torch's profiler, by which memory is measured, breaks the process if two use it."""
+    process = start_python(THREADS)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert out.split() == ["True"] * 6, err
+
+
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------
 
 CURVE = """

@@ -17,7 +17,7 @@ from autoac.measure import Timeline, measure_peak
 from autoac.recorder import device_of
 from autoac.step import make_step
 from autoac.untouched import untouched
-from autoac.verify import Kept
+from autoac.verify import Kept, KeptOptimizers
 from autoac_solver.errors import ProfilingError
 from autoac_solver.plan_record import PlanRecord
 
@@ -49,9 +49,15 @@ def measured_memory(
         )
     step = make_step(model, sample, loss)
     fixed = sample if not callable(sample) else ()
+    optimizers = KeptOptimizers()
 
     def run() -> Timeline:
-        with untouched(model, fixed, plan.gradient_at_start), Kept(model), plan.applied(model):
+        with (
+            untouched(model, fixed, plan.gradient_at_start),
+            Kept(model),
+            optimizers,
+            plan.applied(model),
+        ):
             timeline = measure_peak(step, device).timeline
         assert timeline is not None
         return timeline

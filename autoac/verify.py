@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import statistics
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.compat import current_node
@@ -122,12 +124,13 @@ def _verify(
 ) -> Report:
     step = make_step(model, sample, loss)
     fixed = sample if not callable(sample) else ()
-    device = device_of(model)
+    device, optimizers = device_of(model), KeptOptimizers()
 
     def run(planned: bool, measure: bool = False) -> _Outcome:
         with (
             untouched(model, fixed, plan.gradient_at_start),
             Kept(model),
+            optimizers,
             plan.applied(model) if planned else nullcontext(),
         ):
             return _run(model, step, device, measure)
@@ -140,7 +143,7 @@ def _verify(
         if by_itself:
             difference = f"{by_itself}, which differs between two steps without a plan, too"
         else:
-            difference = _first_op(model, step, fixed, plan) or difference
+            difference = _first_op(model, step, fixed, plan, optimizers) or difference
     times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(_TIMED_ROUNDS):
         for planned in (False, True):
@@ -174,6 +177,54 @@ class Kept:
                     tensor.copy_(copy)
 
         put_back(functools.partial(write, *pair) for pair in zip(self.tensors, self.copies, strict=True))
+
+
+class KeptOptimizers:
+    """Context that puts back what a callable step does to its optimizers: their states, their groups' options.
+
+    An optimizer is known from its first step on, in this context or in one before. A learning rate's scheduler is not.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[tuple[torch.optim.Optimizer, dict[Any, Any], list[Any]]] = []
+
+    def __enter__(self) -> None:
+        self._hook = register_optimizer_step_pre_hook(self._look)
+
+    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if all(known is not optimizer for known, _, _ in self._known):
+            rows = {parameter: (row, _copies(row)) for parameter, row in optimizer.state.items()}
+            groups = [(group, _copies(group)) for group in optimizer.param_groups]
+            self._known.append((optimizer, rows, groups))
+
+    def __exit__(self, *_: Any) -> None:
+        self._hook.remove()
+        put_back(functools.partial(self._restore, *known) for known in self._known)
+
+    @staticmethod
+    def _restore(optimizer: torch.optim.Optimizer, rows: dict[Any, Any], groups: list[Any]) -> None:
+        optimizer.state.clear()
+        for parameter, (row, copies) in rows.items():
+            _put(row, copies)
+            optimizer.state[parameter] = row
+        for group, copies in groups:
+            _put(group, copies)
+
+
+def _copies(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What is there, and a copy of it; a group's parameters are the model's, and kept elsewhere."""
+    return {name: (v, v if name == "params" else copy.deepcopy(v)) for name, v in values.items()}
+
+
+def _put(values: dict[str, Any], copies: dict[str, tuple[Any, Any]]) -> None:
+    values.clear()
+    for name, (value, kept) in copies.items():
+        if isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                value.copy_(kept)
+            values[name] = value
+        else:
+            values[name] = value if name == "params" else copy.deepcopy(kept)
 
 
 @dataclass
@@ -254,12 +305,20 @@ def _digest(tensor: torch.Tensor) -> bytes:
     return hashlib.sha256(dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
 
 
-def _first_op(model: torch.nn.Module, step: Callable[[], Any], fixed: Any, plan: AnyPlan) -> str:
+def _first_op(
+    model: torch.nn.Module, step: Callable[[], Any], fixed: Any, plan: AnyPlan, optimizers: KeptOptimizers
+) -> str:
     """The first op of backward whose result differs, "" if none can be told."""
     traces = []
     for planned in (False, True):
         context = plan.applied(model) if planned else nullcontext()
-        with untouched(model, fixed, plan.gradient_at_start), Kept(model), context, _Trace() as trace:
+        with (
+            untouched(model, fixed, plan.gradient_at_start),
+            Kept(model),
+            optimizers,
+            context,
+            _Trace() as trace,
+        ):
             step()
         traces.append(trace.rows)
     plain, planned_rows = traces

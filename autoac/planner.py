@@ -61,7 +61,8 @@ def plan(
     Args:
         model: the model as it will be trained (mode, dtype, device).
         sample: a tensor, a tuple (positional arguments), a mapping (keyword arguments), or a callable without
-            arguments that runs one whole step (forward, loss, backward).
+            arguments that runs one whole step (forward, loss, backward); it is run twice, and what it changes besides
+            tensors (the schedule of a learning rate, say) stays so.
         budget: limit for the peak of the whole step on the device: bytes, "20GB" (10^9), "20GiB" (2^30), or "80%" of
             the device's memory.
         loss: from the model's output to a scalar; left out, the output's `.loss`, or the output if scalar, else the

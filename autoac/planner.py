@@ -134,7 +134,8 @@ def profile(
     The step is run with everything recomputed, so a model that does not fit without checkpointing can be profiled;
     where its ops are short and it fits, also as it is, for its time (see `fitting`). On fake tensors nothing of it is
     allocated: for a model that does not fit at all, or is on the meta device. Afterwards model, sample and random
-    states are as they were, also if it fails. Threads that profile at once take turns.
+    states are as they were, also if it fails. Threads that profile at once take turns, so the step of one must not
+    wait for another's.
 
     Args:
         model, sample, loss, optimizer, progress: as for `plan`.

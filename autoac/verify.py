@@ -22,7 +22,7 @@ from autoac.opinfo import op_info, tensors_in
 from autoac.recorder import device_of
 from autoac.step import make_step
 from autoac.uncompiled import uncompiled
-from autoac.untouched import put_back, random_states, untouched
+from autoac.untouched import Seen, put_back, random_states, untouched
 from autoac_solver.format import format_bytes
 from autoac_solver.plan_record import PlanRecord
 
@@ -168,6 +168,7 @@ class Kept:
         self.tensors = [*model.parameters(), *model.buffers()]
 
     def __enter__(self) -> None:
+        self.seen = [Seen.of(t) for t in self.tensors if t.layout is torch.strided]
         self.copies = [t.detach().clone() for t in self.tensors]
 
     def __exit__(self, *_: Any) -> None:
@@ -176,7 +177,13 @@ class Kept:
                 if not torch.equal(tensor, copy):
                     tensor.copy_(copy)
 
-        put_back(functools.partial(write, *pair) for pair in zip(self.tensors, self.copies, strict=True))
+        pairs = zip(self.tensors, self.copies, strict=True)
+        put_back(
+            [
+                *(seen.put_back for seen in self.seen),
+                *(functools.partial(write, *pair) for pair in pairs),
+            ]
+        )
 
 
 class KeptOptimizers:

@@ -8,6 +8,7 @@ once more on what really runs, since data-dependent control flow may bring ops i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import Counter
@@ -90,8 +91,10 @@ def contexts(
     log = OpLog(program.region) if debugging() else None
     casts = policy.cast if torch.is_autocast_cache_enabled() and any_autocast() else None
     state = None if module is None else ModuleState(module)
-    parts = [first, *((log,) if log else ()), *((_Settling(state, policy),) if state else ())]
-    return _Both(*parts), _SecondRun(second, policy, casts, log, objects, state)
+    policy.state = state
+    return (first if log is None else _Both(first, log)), _SecondRun(
+        second, policy, casts, log, objects, state
+    )
 
 
 class _Both:
@@ -107,20 +110,6 @@ class _Both:
     def __exit__(self, *exception: Any) -> None:
         for context in reversed(self.contexts):
             context.__exit__(*exception)
-
-
-class _Settling:
-    """At the end of the first run: what of the module's state its ops have read."""
-
-    def __init__(self, state: ModuleState, policy: SacPolicy):
-        self.state, self.policy = state, policy
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        read = self.policy.read_by_any
-        self.state.settle(lambda tensor: tensor.layout is torch.strided and storage_key(tensor) in read)
 
 
 class _SecondRun:
@@ -159,7 +148,13 @@ class _SecondRun:
                     "an object that it is given no longer holds what it held in forward", _GIVEN
                 )
             )
-        parts = [self.selective] if self.state is None else [self.state, self.selective]
+        if self.state is not None and (name := self.state.lost()):
+            raise RuntimeError(
+                self.policy.refusal(
+                    f"what its modules hold in {name!r} has changed since forward read it", _GIVEN
+                )
+            )
+        parts = [self.selective]
         if changed := self.policy.changed():
             parts.append(_Refusing(changed, self.policy))
         self.second = OpLog(self.policy.program.region) if self.first is not None else None
@@ -168,11 +163,15 @@ class _SecondRun:
         if self.casts is not None:
             torch.clear_autocast_cache()
             parts.append(_AdditionalCasts(self.casts))
-        self.parts = _Both(*parts)
-        self.parts.__enter__()
+        with contextlib.ExitStack() as entered:
+            if self.state is not None:
+                entered.enter_context(self.state)
+            for part in parts:
+                entered.enter_context(part)
+            self.entered = entered.pop_all()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self.parts.__exit__(kind, error, traceback)
+        self.entered.__exit__(kind, error, traceback)
         if self.casts is not None:
             torch.clear_autocast_cache()
         if self.first is not None and self.second is not None:
@@ -292,13 +291,15 @@ class SacPolicy:
         self.watches = False  # whether to remember what recomputed ops read; not where a compiler traces
         self.inputs: list[_Input] = []
         self.aliases: dict[tuple[int, int], torch.Tensor] = {}  # by storage and version
-        self.read_by_any: set[int] = set()  # storages: autograd may save an argument of a saved op, too
+        self.state: ModuleState | None = None  # of the region's module, where that is known
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)
-        if self.watches:
-            given = tensors_in([*args, *kwargs.values()])
-            self.read_by_any.update(storage_key(t) for t in given if t.layout is torch.strided)
+        if self.state is not None and self.state.unread:
+            # Whatever is decided: autograd may save an argument of a saved op, too.
+            for tensor in tensors_in([*args, *kwargs.values()]):
+                if tensor.layout is torch.strided:
+                    self.state.is_read(storage_key(tensor))
         if _casts_weight(func, args):
             self.cast.add(storage_key(args[0]))
         if info.ignored:

@@ -32,6 +32,9 @@ Table = dict[str, Any]
 Place = tuple[Table, str]
 """A module's attributes, buffers or parameters, and a name in them."""
 
+Read = tuple[Place, weakref.ref[torch.Tensor], torch.Tensor, bool]
+"""Where a tensor was that was read, itself, what is held of it, and whether it had a graph."""
+
 
 class ModuleState:
     """What the modules hold before the first run: make it then. As a context it surrounds the second run.
@@ -43,9 +46,7 @@ class ModuleState:
     def __init__(self, root: torch.nn.Module):
         self.root = root
         self.numbers: list[tuple[Place, Any]] = []
-        self.tensors: list[
-            tuple[Place, weakref.ref[torch.Tensor], torch.Tensor]
-        ] = []  # that were read; had it a graph?
+        self.tensors: list[Read] = []
         self.containers: list[tuple[Place, list[int]]] = []  # of which a tensor was read
         self.unread: dict[int, list[tuple[Place, Any, weakref.ref[torch.Tensor]]]] = {}  # by storage
         for table in _tables(root, parameters=True):

@@ -45,14 +45,16 @@ def start_python(code: str, *arguments: object) -> subprocess.Popen[str]:
 THREADS = """
 import threading, torch, autoac
 from torch import nn
-def work():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
-    sample = torch.randn(256, 32)
+def block():
+    return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+def work(model, sample):
     plan = autoac.plan(model, sample, "1GB")
     budget = (plan.record.unplanned_peak_bytes + plan.resident_bytes) // 2
     report = autoac.plan(model, sample, budget).verify(model, sample)
     print(report.ok, report.measured_peak_bytes == report.predicted_peak_bytes, flush=True)
-threads = [threading.Thread(target=work) for _ in range(3)]
+# Made here, and alive to the end: what is made or dies in one thread is measured in another.
+given = [(nn.Sequential(*(block() for _ in range(4))), torch.randn(256, 32)) for _ in range(3)]
+threads = [threading.Thread(target=work, args=pair) for pair in given]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 """

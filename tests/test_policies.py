@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import autoac
 from autoac.plans import Plan
-from autoac.policies import SAVE_TOP_K, as_policies, from_function, never_recompute
+from autoac.policies import SAVE_TOP_K, as_policies, check_modules, from_function, never_recompute
 from autoac_solver.profile import Profile
 from tests.exact.harness import Case, assert_plan_exact
 from tests.small_models import WIDTH, Blocks, assert_same, batch, least_bytes, make, step, tight_plan
@@ -147,6 +147,16 @@ def test_over_a_range_of_budgets(profile: Profile, engine: str):
 def test_planned_in_one_call():
     plan = autoac.plan(make(), batch(), "1GB", policies=autoac.policies.never_recompute("blocks.2"))
     assert plan.record.policies[0].values > 0
+
+
+def test_a_module_whose_name_has_brackets_in_it(engine: str):
+    """It is meant by its name, though that is a glob for another one."""
+    model = nn.ModuleDict({"a[0]": make()})
+    profile = autoac.profile(model, lambda: model["a[0]"](batch()).square().mean().backward())
+    policy = Policy("MUST_SAVE", op="aten.relu", module="a[0]")
+    plan = autoac.solve(profile, 10**12, engine=engine, policies=policy)
+    assert plan.record.policies[0].values > 0
+    check_modules([policy], model)
 
 
 # -- side effects ------------------------------------------------------------------------------------------------------

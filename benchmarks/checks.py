@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autoac.compare.results import ModelResult, Row
 
+FULL = "full, each block"
 POINTS = 0.02
 """How far a predicted overhead may be from the measured one."""
 STEP, AGAIN = 0.15, 0.10
@@ -75,7 +76,7 @@ def _never_slower(model: ModelResult) -> Check:
 def _against_full(model: ModelResult) -> Check:
     ours = model.ours[0]
     text = "at the least budget not slower than full checkpointing of each block, beyond noise"
-    full = next((row for row in model.rows if row.name == "full, each block"), None)
+    full = next((row for row in model.rows if row.name == FULL), None)
     if full is None or full.error:
         return Check(text, False, "full checkpointing did not run")
     difference = model.overhead(ours) - model.overhead(full)

@@ -13,10 +13,10 @@ def render(results: Results) -> str:
         "# Step time at a memory budget",
         f"Conditions: {conditions}.",
         "MB is 10^6 bytes. A peak is that of the whole step, parameters included, by the allocator's own account. "
-        "Overhead is extra step time over that without checkpointing: the median over rounds of a sample over its "
-        "round's median (in brackets: of the least samples). Predicted is time by the wall clock. In each round "
-        "all configurations of a model take turns in random order. The best other strategy is the fastest one whose "
-        "measured peak fits the budget and whose gradients are right.",
+        "Overhead is extra step time over that without checkpointing: the median of the samples, each over how slow "
+        "the machine was by the samples just before and after (in brackets: of the least samples as they are). "
+        "Predicted is time by the wall clock. In each round the configurations of a model take turns in random order. "
+        "The best other strategy is the fastest one whose measured peak fits the budget and whose gradients are right.",
     ]
     return "\n\n".join([*parts, *map(_model, results.models)]) + "\n"
 

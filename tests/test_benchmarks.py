@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from autoac.compare.ours import budgets_between
 from autoac.compare.results import ModelResult, Results, Row
 from benchmarks import checks, models, op_cost, report
-from benchmarks.compare import measure_model
+from benchmarks.compare import in_the_running, measure_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -29,7 +31,15 @@ def row(name: str, kind: str, seconds: list[float], peak: int, **others) -> Row:
         "error": "",
         **others,
     }
-    return Row(name=name, kind=kind, seconds=seconds, wall_s=seconds, peak_bytes=peak, **fields)
+    return Row(name=name, kind=kind, seconds=seconds, wall_s=seconds, turns=[], peak_bytes=peak, **fields)
+
+
+def in_turns(rows: list[Row]) -> list[Row]:
+    """The rows with turns, one round after the other."""
+    return [
+        dataclasses.replace(row, turns=[number + len(rows) * r for r in range(len(row.seconds))])
+        for number, row in enumerate(rows)
+    ]
 
 
 def ours(number: int, budget: int, seconds: float, predicted: float) -> Row:
@@ -61,7 +71,7 @@ def by_hand() -> ModelResult:
     ]
     budgets = [400, 600, 800, 1000]
     again = [0.22, 0.085, 0.031, 0.0]
-    return ModelResult("by hand", "By hand", "replay", budgets, 100, 1.0, 1.0, 1.1, rows, again)
+    return ModelResult("by hand", "By hand", "replay", budgets, 100, 1.0, 1.0, 1.1, in_turns(rows), again)
 
 
 def test_best_other_is_the_fastest_that_fits_with_right_gradients(by_hand: ModelResult):
@@ -71,19 +81,55 @@ def test_best_other_is_the_fastest_that_fits_with_right_gradients(by_hand: Model
 
 def test_overhead_and_noise(by_hand: ModelResult):
     overheads = {row.name: by_hand.overhead(row) for row in by_hand.rows if not row.error}
-    assert overheads["full, each block"] == pytest.approx(0.25)
-    assert overheads["none"] == overheads["none again"] == by_hand.difference_of_none == 0
-    assert 0 <= by_hand.noise < 0.1
+    assert overheads["full, each block"] == pytest.approx(0.25, abs=0.02)
+    assert overheads["none"] == pytest.approx(-overheads["none again"], abs=1e-6)
+    assert 0 <= by_hand.difference_of_none <= by_hand.noise < 0.1
     assert by_hand.rank_correlation == pytest.approx(1)
+
+
+def test_drift_of_the_machine_is_told_from_the_configurations():
+    """The machine is up to three times as slow as at its best, in waves of some rounds."""
+    costs = {"none": 1.0, "none again": 1.0, "a": 1.1, "b": 1.3, "c": 1.6}
+    order, turns = random.Random(0), {name: [] for name in costs}
+    for turn in range(30 * len(costs)):
+        if turn % len(costs) == 0:
+            names = order.sample(list(costs), len(costs))
+        turns[names[turn % len(costs)]].append(turn)
+    rows = [
+        dataclasses.replace(
+            row(name, "none" if "none" in name else "other", [], 1),
+            turns=turns[name],
+            seconds=[cost * (2 + math.sin(turn / 6)) for turn in turns[name]],
+            wall_s=[2 * cost * (2 + math.sin(turn / 6)) for turn in turns[name]],
+        )
+        for name, cost in costs.items()
+    ]
+    result = ModelResult("by hand", "By hand", "replay", [], 100, 1.0, 1.0, 1.1, rows)
+    for measured in rows:
+        assert result.overhead(measured) == pytest.approx(costs[measured.name] - 1, abs=0.01)
+        assert result.wall_overhead(measured) == pytest.approx(costs[measured.name] - 1, abs=0.01)
+    assert result.noise < 0.02
+
+
+def test_only_what_may_be_the_best_gets_more_samples(by_hand: ModelResult):
+    slow = row("slow", "other", [1.9, 1.9], 500)
+    near = row("near", "other", [1.26, 1.26], 550)
+    rows = in_turns([*by_hand.rows, slow, near])
+    names = in_the_running(dataclasses.replace(by_hand, rows=rows))
+    assert {"near", "policy", "full, each block", "none", "none again"} <= names
+    assert not names & {"slow", "wrong"}
+    assert {ours.name for ours in by_hand.ours} <= names
 
 
 def test_checks_pass_and_fail(by_hand: ModelResult):
     assert [check.passed for check in checks.checks(by_hand)] == [True] * 7
-    slow = dataclasses.replace(by_hand, rows=[*by_hand.rows[:-2], ours(3, 800, 1.3, 0.03), by_hand.rows[-1]])
+    slow = dataclasses.replace(
+        by_hand, rows=in_turns([*by_hand.rows[:-2], ours(3, 800, 1.3, 0.03), by_hand.rows[-1]])
+    )
     assert [check.passed for check in checks.checks(slow)] == [True, False, True, False, False, True, True]
     unlike = dataclasses.replace(by_hand, predicted_step_s=1.2, predicted_again=[0.24, 0.085, 0.031, 0.0])
     assert [check.passed for check in checks.checks(unlike)] == [*[True] * 5, False, False]
-    failed = dataclasses.replace(by_hand.rows[-1], seconds=[], wall_s=[], error="RuntimeError: no")
+    failed = dataclasses.replace(by_hand.rows[-1], seconds=[], wall_s=[], turns=[], error="RuntimeError: no")
     failing = dataclasses.replace(by_hand, rows=[*by_hand.rows[:-1], failed])
     assert [check.passed for check in checks.checks(failing)] == [False]
     assert "RuntimeError: no" in report.render(Results({"torch": "1"}, [failing]))
@@ -147,7 +193,7 @@ def test_blocks_are_found():
 @pytest.mark.slow
 def test_compare_writes_its_files(tmp_path: Path):
     done = run_module(
-        "compare", "--model=gpt", "--size=tiny", "--rounds=1", "--budgets=2", f"--out={tmp_path}"
+        "compare", "--model=gpt", "--size=tiny", "--rounds=1", "--more=1", "--budgets=2", f"--out={tmp_path}"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.json", "compare.md", "gpt.svg"]
     assert (tmp_path / "compare.md").read_text() == done.stdout.removesuffix("\n")

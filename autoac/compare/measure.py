@@ -39,6 +39,7 @@ class Configuration:
         buffers_equal: the same of the buffers after one step (running statistics).
         seconds: one sample a round: CPU time on CPU, event time on CUDA.
         wall_s: the same samples by the clock on the wall.
+        turns: when each was taken, counted over all configurations.
         error: why there is nothing measured, "" if there is.
     """
 
@@ -48,6 +49,7 @@ class Configuration:
     buffers_equal: bool = False
     seconds: list[float] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
     error: str = ""
 
 
@@ -112,6 +114,8 @@ class Bench:
         self.step = workload.step()
         self.costumes: dict[str, Costume] = {}
         self.reference: _Outcome | None = None
+        self.order = random.Random(SEED)
+        self.turns = 0
 
     def examine(self, strategy: Strategy) -> Configuration:
         """Peak and gradients of a strategy; the first that runs is what the others' gradients are compared with.
@@ -149,16 +153,15 @@ class Bench:
         )
 
     def time(self, configurations: Sequence[Configuration], rounds: int, tell: Tell) -> None:
-        """Time one step of each configuration a round, in another order every round."""
+        """Time one step of each configuration a round, in another order every round; samples are added."""
         able = [c for c in configurations if not c.error]
-        order = random.Random(SEED)
         gc.collect()
         gc.freeze()  # what is here stays; collecting before each step is cheap then
         start = time.perf_counter()
         try:
             with self._kept():
                 for done in range(rounds):
-                    order.shuffle(able)
+                    self.order.shuffle(able)
                     for configuration in able:
                         self._time(configuration)
                     left_s = (time.perf_counter() - start) / (done + 1) * (rounds - done - 1)
@@ -172,6 +175,8 @@ class Bench:
             seconds, wall_s = self.clock(self.step)
         configuration.seconds.append(seconds)
         configuration.wall_s.append(wall_s)
+        configuration.turns.append(self.turns)
+        self.turns += 1
         self._forget()
 
     def _prepare(self) -> None:

@@ -1,17 +1,16 @@
 """What a comparison found, as records and as JSON, and what follows from them.
 
 Overhead is a configuration's step time over that of no checkpointing, less one (where no checkpointing does not run,
-over that of the first that does). A machine's speed drifts by more than
-what is to be told apart (clocks, neighbours), so every sample is first divided by the median of its round; a
-configuration's step time is the median of these over the rounds. The least of the plain samples stands beside it in the
-table: it is what one lucky sample says.
+over that of the first that does). A machine's speed changes from second to second by more than what is to be told
+apart (clocks, neighbours), so every sample is first divided by how slow the machine was: what the samples just before
+and just after took, each in units of its own configuration's. A configuration's step time is the median of these. The
+least of the plain samples stands beside it in the table: it is what one lucky sample says.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,9 @@ import pandas as pd
 from autoac.compare.measure import Configuration
 from autoac_solver.files import read_json, write_json
 
-SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 2
+SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 3
+PASSES = 4
+"""How often samples and typical samples are told from each other; they stand still after three."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Row:
     buffers_equal: bool
     seconds: list[float]
     wall_s: list[float]
+    turns: list[int]
     error: str
 
     @classmethod
@@ -54,6 +56,7 @@ class Row:
             buffers_equal=configuration.buffers_equal,
             seconds=configuration.seconds,
             wall_s=configuration.wall_s,
+            turns=configuration.turns,
             error=configuration.error,
         )
 
@@ -110,18 +113,14 @@ class ModelResult:
         return self.of_kind("ours")
 
     @cached_property
-    def rounds(self) -> list[float]:
-        """How long the median configuration took in each round, seconds."""
-        return _levels(row.seconds for row in self.rows if not row.error)
+    def steady(self) -> dict[str, list[float]]:
+        """The samples of each configuration without the machine's drift, by name; of no unit, to be compared."""
+        return _without_drift({row.name: (row.turns, row.seconds) for row in self.rows if not row.error})
 
     @cached_property
-    def wall_rounds(self) -> list[float]:
+    def wall_steady(self) -> dict[str, list[float]]:
         """The same by the clock on the wall."""
-        return _levels(row.wall_s for row in self.rows if not row.error)
-
-    def relative(self, row: Row) -> list[float]:
-        """A configuration's samples in units of their rounds."""
-        return _in_units(row.seconds, self.rounds)
+        return _without_drift({row.name: (row.turns, row.wall_s) for row in self.rows if not row.error})
 
     @cached_property
     def base(self) -> list[Row]:
@@ -131,19 +130,18 @@ class ModelResult:
 
     def overhead(self, row: Row) -> float:
         """Extra step time over that of `base`."""
-        base = statistics.fmean(statistics.median(self.relative(none)) for none in self.base)
-        return statistics.median(self.relative(row)) / base - 1
+        return self._over_base(row, self.steady)
 
     def wall_overhead(self, row: Row) -> float:
         """The same by the clock on the wall, which is what a plan predicts.
 
         On CPU the engine's bookkeeping keeps one thread busy: CPU time counts it once, and an op once for each thread.
         """
-        base, own = (
-            statistics.fmean(statistics.median(_in_units(r.wall_s, self.wall_rounds)) for r in rows)
-            for rows in (self.base, [row])
-        )
-        return own / base - 1
+        return self._over_base(row, self.wall_steady)
+
+    def _over_base(self, row: Row, steady: dict[str, list[float]]) -> float:
+        base = statistics.fmean(statistics.median(steady[none.name]) for none in self.base)
+        return statistics.median(steady[row.name]) / base - 1
 
     def least_overhead(self, row: Row) -> float:
         """The same of the least plain samples."""
@@ -169,19 +167,21 @@ class ModelResult:
     @property
     def difference_of_none(self) -> float:
         """How far no checkpointing measured twice is apart (A/A), as a fraction."""
-        medians = [statistics.median(self.relative(row)) for row in self.of_kind("none") if not row.error]
+        medians = [statistics.median(self.steady[row.name]) for row in self.of_kind("none") if not row.error]
         return abs(medians[0] / medians[1] - 1) if len(medians) == 2 else 0.0
 
     @property
     def noise(self) -> float:
         """What two configurations that are the same differ by in 95 of 100 cases, as a fraction.
 
-        Two hands of one sample a round are dealt 2000 times from the relative samples of all configurations, each
-        divided by the median of its own. Not less than A/A itself, which is only one case.
+        Two hands of as many samples as no checkpointing has are dealt 2000 times from the samples without drift of all
+        configurations that have as many, each divided by the median of its own. Not less than A/A itself, which is
+        only one case.
         """
-        samples = [self.relative(row) for row in self.rows if not row.error]
+        rounds = len(self.steady[self.base[0].name])
+        samples = [own for own in self.steady.values() if len(own) == rounds]
         pool = [sample / statistics.median(own) for own in samples for sample in own]
-        rounds = min(len(self.rounds), len(pool) // 2)
+        rounds = min(rounds, len(pool) // 2)
         shuffled = random.Random(0)
         differences = []
         for _ in range(2000):
@@ -197,13 +197,26 @@ class ModelResult:
         return float(predicted.rank().corr(measured.rank()))
 
 
-def _levels(samples: Iterable[list[float]]) -> list[float]:
-    """The median of each round."""
-    return [statistics.median(in_round) for in_round in zip(*samples, strict=True)]
+def _without_drift(samples: dict[str, tuple[list[int], list[float]]]) -> dict[str, list[float]]:
+    """Samples over the slowness of the machine while they were taken.
 
+    What a sample is over its configuration's typical one tells how slow the machine was; of the two samples next to it
+    in time the mean of that is taken. What is typical is the median of the samples without drift, and so on.
 
-def _in_units(samples: list[float], levels: list[float]) -> list[float]:
-    return [sample / level for sample, level in zip(samples, levels, strict=True)]
+    Args:
+        samples: by configuration: the turns in which they were taken, seconds.
+    """
+    taken = sorted((turn, name, s) for name, own in samples.items() for turn, s in zip(*own, strict=True))
+    typical = {name: statistics.median(seconds) for name, (_, seconds) in samples.items()}
+    steady: dict[str, list[float]] = {}
+    for _ in range(PASSES):
+        slowness = [s / typical[name] for _, name, s in taken]
+        steady = {name: [] for name in samples}
+        for index, (_, name, s) in enumerate(taken):
+            beside = slowness[max(index - 1, 0) : index] + slowness[index + 1 : index + 2] or [1.0]
+            steady[name].append(s / statistics.fmean(beside))
+        typical = {name: statistics.median(own) for name, own in steady.items()}
+    return steady
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoac.costs import device_rates
 from autoac.measure import unique_storage_bytes
 from autoac.opinfo import tensors_in
+from autoac.recorder import free_bytes
+from autoac.scratch import workspaces_on_scratch
+from autoac.signatures import Signature, flops_of
 from autoac.untouched import tensors_of
 from autoac_solver.errors import ProfilingError
 from autoac_solver.profile import NEVER, Op, Profile, Storage
@@ -46,24 +51,34 @@ def is_counted(profile: Profile) -> bool:
     return any(op.name == OPTIMIZER_STEP for op in profile.tape)
 
 
-def with_optimizer(profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Profile:
+def with_optimizer(
+    profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Optimizer, measure: bool = True
+) -> Profile:
     """The profile of the step with this optimizer's `step()` at its end.
 
     The state counts as resident, for it is there in every step but the first. A copy of the optimizer takes two steps
-    on fake tensors, so neither the optimizer nor the parameters are touched, and nothing is allocated.
+    on fake tensors, so neither the optimizer nor the parameters are touched, and nothing of them is allocated. Where
+    it looks at a value (a norm, to scale by it), 1 stands for that.
+
+    Args:
+        measure: run its matrix products and the ops that convert types once by themselves, for their workspace.
 
     Raises:
         ProfilingError: the optimizer has no parameter of this model, or cannot be run on fake tensors.
     """
     check_optimizer(model, optimizer)
-    device = torch.device(profile.device).type
+    device = torch.device(profile.device)
     try:
-        state_bytes, step_bytes = _measure(optimizer, device)
+        state_bytes, live = _fake_steps(optimizer, device.type)
     except Exception as error:
         raise ProfilingError(
             f"{type(optimizer).__name__} cannot be run on fake tensors, so its memory is not known ({error!r:.200}). "
             "Leave optimizer= out and set headroom= to its state and the temporaries of its step."
         ) from error
+    step_bytes = live.peak_with(_workspaces(live, device)) if measure and live.calls else live.peak_bytes
+    note = f"includes {type(optimizer).__name__}.step(), whose time is not counted"
+    if live.looked_at_values:
+        note += "; it looks at values, for which 1 stood"
     state = Storage(state_bytes, NEVER, profile.end, "Optstate", type(optimizer).__name__)
     step = Op(OPTIMIZER_STEP, profile.end, NEVER, False, 0.0, (), (), (), workspace_bytes=step_bytes)
     at_end = profile.end + 1
@@ -72,7 +87,7 @@ def with_optimizer(profile: Profile, model: torch.nn.Module, optimizer: torch.op
         end=at_end,
         tape=(*profile.tape, step),
         storage_table=(*(_survive(s, profile.end, at_end) for s in profile.storage_table), state),
-        notes=(*profile.notes, f"includes {type(optimizer).__name__}.step(), whose time is not counted"),
+        notes=(*profile.notes, note),
     )
 
 
@@ -80,8 +95,8 @@ def _survive(storage: Storage, end: int, new_end: int) -> Storage:
     return replace(storage, free=new_end) if storage.free == end else storage
 
 
-def _measure(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, int]:
-    """Bytes of the state, and the most bytes that a step takes on top of everything that stays."""
+def _fake_steps(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, _LiveBytes]:
+    """Bytes of the state, and what a step takes on top of everything that stays."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = copy.copy(optimizer)
         fake.state = defaultdict(dict)
@@ -92,11 +107,18 @@ def _measure(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, int]:
             }
             for group in optimizer.param_groups
         ]
-        fake.step()
+        with _LiveBytes(device):
+            fake.step()
         state_bytes = unique_storage_bytes(state_tensors(fake, device))
         with _LiveBytes(device) as live:
             fake.step()
-    return state_bytes, live.peak_bytes
+    return state_bytes, live
+
+
+def _workspaces(live: _LiveBytes, device: torch.device) -> dict[Signature, int]:
+    rates = device_rates(device)
+    estimate_s = {call: rates.roofline_s(call.dtype, *work) for call, (_, *work) in live.calls.items()}
+    return workspaces_on_scratch(live.calls, estimate_s.__getitem__, device, free_bytes(device) // 4)
 
 
 def _fake_parameters(parameters: list[torch.Tensor], device: str) -> list[torch.Tensor]:
@@ -112,27 +134,58 @@ def _fake_parameters(parameters: list[torch.Tensor], device: str) -> list[torch.
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that ops make, above those at the start."""
+    """Counts the bytes of the storages that ops make, above those at the start.
+
+    Args:
+        calls: ops that may take workspace: the most bytes that are alive around one (before or after), its
+            floating-point operations and the bytes it moves.
+        looked_at_values: whether the step asked for a tensor's value.
+    """
 
     def __init__(self, device: str):
         super().__init__()
         self.device = device
         self.live_bytes = self.peak_bytes = 0
+        self.calls: dict[Signature, tuple[int, int, int]] = {}
+        self.looked_at_values = False
         self._known: dict[int, Any] = {}
+
+    def peak_with(self, workspace_bytes: dict[Signature, int]) -> int:
+        """The peak if these ops take so much inside."""
+        return max([self.peak_bytes, *(self.calls[op][0] + size for op, size in workspace_bytes.items())])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in (*tensors_in(args), *tensors_in(list(kwargs.values()))):
+        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        for tensor in given:
             if tensor.untyped_storage()._cdata not in self._known:
                 self._watch(tensor.untyped_storage(), 0)
-        result = func(*args, **kwargs)
-        for tensor in tensors_in(result):
+        before = self.live_bytes
+        try:
+            result = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            self.looked_at_values = True
+            return 1.0 if args[0].is_floating_point() else 1
+        for tensor in self._made(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._known and tensor.device.type == self.device:
-                self.live_bytes += storage.nbytes()
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-                self._watch(storage, storage.nbytes())
+            self.live_bytes += storage.nbytes()
+            self._watch(storage, storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        flops = flops_of(func, args, kwargs, result)
+        if flops or len({tensor.dtype for tensor in given if tensor.dim()}) > 1:
+            self._note(Signature.of(func, args, kwargs), max(before, self.live_bytes), flops)
         return result
+
+    def _made(self, result: Any) -> Iterator[torch.Tensor]:
+        for tensor in tensors_in(result):
+            if tensor.untyped_storage()._cdata not in self._known and tensor.device.type == self.device:
+                yield tensor
+
+    def _note(self, call: Signature, around: int, flops: int) -> None:
+        known = self.calls.get(call, (0, 0, 0))[0]
+        self.calls[call] = max(known, around), flops, call.moved_bytes(())
 
     def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
         key = storage._cdata

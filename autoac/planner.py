@@ -164,7 +164,7 @@ def profile(
             recorded, "the model was in eval mode: call model.train() first if it will be trained so"
         )
     if optimizer is not None:
-        recorded = with_optimizer(recorded, model, optimizer)
+        recorded = with_optimizer(recorded, model, optimizer, measure=table is None)
     return recorded if table is None else on_device(recorded, table)
 
 

@@ -66,6 +66,18 @@ def measure_on_scratch(
     return found
 
 
+def workspaces_on_scratch(
+    signatures: Iterable[Signature],
+    estimate_s: Callable[[Signature], float],
+    device: torch.device,
+    most_bytes: int,
+) -> dict[Signature, int]:
+    """The same without times and gradients: bytes by signature, of those that could be run."""
+    chosen = _affordable(signatures, estimate_s, device, most_bytes)
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        return _workspaces(chosen, Measured(), device, lambda _: None)
+
+
 def _workspaces(
     chosen: list[Signature], found: Measured, device: torch.device, tell: Callable[[float], None]
 ) -> dict[Signature, int]:

@@ -90,11 +90,9 @@ def test_overhead_and_noise(by_hand: ModelResult):
 def test_drift_of_the_machine_is_told_from_the_configurations():
     """The machine is up to three times as slow as at its best, in waves of some rounds."""
     costs = {"none": 1.0, "none again": 1.0, "a": 1.1, "b": 1.3, "c": 1.6}
-    order, turns = random.Random(0), {name: [] for name in costs}
-    for turn in range(30 * len(costs)):
-        if turn % len(costs) == 0:
-            names = order.sample(list(costs), len(costs))
-        turns[names[turn % len(costs)]].append(turn)
+    order = random.Random(0)
+    taken = [name for _ in range(30) for name in order.sample(list(costs), len(costs))]
+    turns = {name: [turn for turn, other in enumerate(taken) if other == name] for name in costs}
     rows = [
         dataclasses.replace(
             row(name, "none" if "none" in name else "other", [], 1),

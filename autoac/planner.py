@@ -159,12 +159,12 @@ def profile(
         check_optimizer(model, optimizer)
     with ONE_AT_A_TIME:
         recorded = _recorded(model, sample, loss, mode, table, progress)
+        if optimizer is not None:
+            recorded = with_optimizer(recorded, model, optimizer, measure=table is None)
     if not model.training:
         recorded = _noted(
             recorded, "the model was in eval mode: call model.train() first if it will be trained so"
         )
-    if optimizer is not None:
-        recorded = with_optimizer(recorded, model, optimizer, measure=table is None)
     return recorded if table is None else on_device(recorded, table)
 
 

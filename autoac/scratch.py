@@ -72,7 +72,10 @@ def workspaces_on_scratch(
     device: torch.device,
     most_bytes: int,
 ) -> dict[Signature, int]:
-    """The same without times and gradients: bytes by signature, of those that could be run."""
+    """Run each distinct op once on scratch memory, without gradients: its workspace, bytes, by signature.
+
+    Ops that are left out, or refuse scratch values, are not among them. Arguments as for `measure_on_scratch`.
+    """
     chosen = _affordable(signatures, estimate_s, device, most_bytes)
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         return _workspaces(chosen, Measured(), device, lambda _: None)

@@ -121,10 +121,11 @@ def in_the_running(result: ModelResult) -> set[str]:
     """
     others = [row for row in result.of_kind("other") if row.counts]
     names = {row.name for row in result.rows if row.kind != "other" or row.name == FULL}
+    noise = result.noise
     for budget in result.budgets:
         best = result.best_other(budget)
         if best is not None and best.kind == "other":
-            limit = result.overhead(best) + result.noise
+            limit = result.overhead(best) + noise
             names |= {r.name for r in others if r.peak_bytes <= budget and result.overhead(r) <= limit}
     return names
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,33 @@ def test_results_are_read_back_as_written(by_hand: ModelResult, tmp_path: Path):
     results = Results({"torch": "1"}, [by_hand])
     results.save(tmp_path / "compare.json")
     assert Results.load(tmp_path / "compare.json") == results
+
+
+def test_the_readme_says_what_was_measured():
+    text = (ROOT / "README.md").read_text().replace(" %", "%")
+    found = Results.load(ROOT / "benchmarks" / "results" / "compare.json").models
+
+    def both(model: ModelResult, row: Row) -> list[float]:
+        return [0.0, 0.0] if row.kind == "none" else [model.overhead(row), model.wall_overhead(row)]
+
+    for model in found:
+        pairs = [(both(model, other), both(model, ours)) for ours, other in checks.contested(model)]
+        (other, ours), (other_wall, ours_wall) = (
+            [statistics.fmean(overheads[clock] for overheads in side) for side in zip(*pairs, strict=True)]
+            for clock in (0, 1)
+        )
+        assert f"| {other:.1%} / {other_wall:.1%} | {ours:.1%} / {ours_wall:.1%} |" in text
+        assert f"{ours / other:.2f}" in text
+        assert f"{ours_wall / other_wall:.2f}" in text
+    gpt = found[0]
+    for row in gpt.ours:
+        cells = f"| {gpt.overhead(row):.1%} / {gpt.wall_overhead(row):.1%} | {row.predicted_overhead:.1%} |"
+        best = gpt.best_other(row.budget_bytes)
+        if best is not None and best.kind == "other":
+            cells = f"| {gpt.overhead(best):.1%} / {gpt.wall_overhead(best):.1%} {cells}"
+        assert f"| {row.budget_bytes / 1e6:.0f} " in text
+        assert cells in text
+    assert f"differ by up to {max(model.noise for model in found) * 100:.1f} points" in text
 
 
 def test_budgets_include_both_ends():

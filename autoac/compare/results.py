@@ -21,8 +21,8 @@ from autoac.compare.measure import Configuration
 from autoac_solver.files import read_json, write_json
 
 SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 3
-PASSES = 4
-"""How often samples and typical samples are told from each other; they stand still after three."""
+PASSES = 20
+"""How often typical samples and the machine's slowness are told from each other; overheads stand still long before."""
 
 
 @dataclass(frozen=True)

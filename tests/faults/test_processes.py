@@ -60,6 +60,29 @@ for thread in threads: thread.join()
 """
 
 
+OPTIMIZERS_IN_THREADS = """
+import threading, torch, autoac
+from torch import nn
+given = [(nn.Linear(64, 256, bias=False), torch.randn(4, 64)) for _ in range(3)]
+def work(model, sample):
+    for _ in range(3):
+        optimizer = torch.optim.Muon(model.parameters())
+        print(autoac.profile(model, sample, optimizer=optimizer).tape[-1].workspace_bytes, flush=True)
+threads = [threading.Thread(target=work, args=pair) for pair in given]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def test_threads_that_profile_with_optimizers_at_once():
+    """The workspace of an optimizer's matrix products is measured by the same profiler."""
+    process = start_python(OPTIMIZERS_IN_THREADS)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert len(out.split()) == 9, err
+    assert len(set(out.split())) == 1, out
+
+
 def test_threads_that_plan_and_verify_at_once():
     """torch's profiler, by which memory is measured, breaks the process if two use it."""
     process = start_python(THREADS)

@@ -12,6 +12,7 @@ from autoac._version import __version__
 
 if TYPE_CHECKING:
     from autoac import measure, policies
+    from autoac.engine.losses import cross_entropy
     from autoac.planner import batch_tradeoff, plan, profile, solve, tradeoff
     from autoac.plans import Plan, Tradeoff
     from autoac_solver.batches import BatchTradeoff
@@ -35,6 +36,7 @@ _HOMES = {
     "solve": "autoac.planner",
     "tradeoff": "autoac.planner",
     "batch_tradeoff": "autoac.planner",
+    "cross_entropy": "autoac.engine.losses",
     "BatchTradeoff": "autoac_solver.batches",
     "Plan": "autoac.plans",
     "Profile": "autoac_solver.profile",
@@ -70,6 +72,7 @@ __all__ = [
     "Tradeoff",
     "__version__",
     "batch_tradeoff",
+    "cross_entropy",
     "measure",
     "plan",
     "policies",

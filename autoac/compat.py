@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 import torch._prims_common
 import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
 
 TRIED_VERSIONS = ("2.13.0",)
 
@@ -181,6 +182,29 @@ def call_below_autograd(function: Callable[..., None], *args: Any) -> None:
 def checkpoint_debug_enabled() -> bool | None:
     """What `torch.utils.checkpoint.set_checkpoint_debug_enabled` is set to; None if it is not."""
     return torch.utils.checkpoint._checkpoint_debug_enabled
+
+
+def is_fake_type(kind: type) -> bool:
+    """Whether tensors of this type have no data."""
+    return issubclass(kind, FakeTensor)
+
+
+def function_modes() -> int:
+    """How many torch function modes are on in this thread; that of a default device is one."""
+    return torch._C._len_torch_function_stack()
+
+
+def in_function_transform() -> bool:
+    """Whether `torch.func` transforms what runs here (grad, vmap, jvp, ...), or forward-mode derivatives are taken."""
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_CROSS_ENTROPY = torch.nn.functional.cross_entropy
+_PATCHED = inspect.getsourcefile(_CROSS_ENTROPY) != torch.nn.functional.__file__
+
+torchs_cross_entropy = None if _PATCHED else _CROSS_ENTROPY
+"""`torch.nn.functional.cross_entropy`; None if a library had put its own there when this was imported."""
 
 
 def being_traced() -> bool:

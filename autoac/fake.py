@@ -212,11 +212,6 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def is_fake_type(kind: type) -> bool:
-    """Whether tensors of this type have no data."""
-    return issubclass(kind, FakeTensor)
-
-
 @contextlib.contextmanager
 def explained(failed_at: Callable[[], tuple[str, str] | None]) -> Iterator[None]:
     """Turn what fake tensors cannot do into an error that names the op and the module.

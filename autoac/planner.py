@@ -85,7 +85,7 @@ def plan(
         ProfilingError: the step could not be recorded, or a region is no module of the model, or inside of another.
         ValueError: an argument makes no sense; before anything runs.
     """
-    compiled = is_compiled_wrapper(model) or getattr(model, "_compiled_call_impl", None) is not None
+    given, compiled = model, _runs_compiled(model)
     model = unwrapped(model)
     check_model(model)
     _, reason = resolve_engine(engine)
@@ -98,7 +98,7 @@ def plan(
     if engine == "auto":
         engine = "sac" if compiled else "replay"
         reason = "auto: the model is compiled" if compiled else "auto: eager mode"
-    recorded = profile(model, sample, loss=loss, optimizer=optimizer, progress=progress)
+    recorded = profile(given, sample, loss=loss, optimizer=optimizer, progress=progress)
     if names is not None:  # a glob may find modules that this step does not call
         called = {call.fqn for call in recorded.calls}
         names = [name for name in names if name in called] or names
@@ -152,13 +152,14 @@ def profile(
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}; possible are {', '.join(map(repr, MODES))}.")
     table = None if device is None else find_device(device)
+    lean_losses = not _runs_compiled(model)  # the compiler makes a loss of its own
     model = unwrapped(model)
     check_model(model)
     select_modules(model, regions)
     if optimizer is not None:
         check_optimizer(model, optimizer)
     with ONE_AT_A_TIME:
-        recorded = _recorded(model, sample, loss, mode, table, progress)
+        recorded = _recorded(model, sample, loss, mode, table, lean_losses, progress)
         if optimizer is not None:
             recorded = with_optimizer(recorded, model, optimizer, measure=table is None)
     if not model.training:
@@ -174,20 +175,23 @@ def _recorded(
     loss: Loss | None,
     mode: str,
     table: DeviceTable | None,
+    lean_losses: bool,
     progress: Progress | None,
 ) -> Profile:
     """The profile on this device, for real or on fake tensors.
 
     Args:
         table: of another device whose times are wanted in place of this one's.
+        lean_losses: as for `Instrumented`.
     """
     timed = table is None
     as_cuda = table is not None and table.kind == "cuda" and device_of(model).type != "cuda"
-    fake = functools.partial(record_fake, model, sample, loss, progress, timed, as_cuda)
+    fake = functools.partial(record_fake, model, sample, loss, progress, timed, as_cuda, lean_losses)
+    real = functools.partial(_recorded_for_real, model, sample, loss, timed, lean_losses, progress)
     if mode == "fake":
         return fake()
     if mode == "real":
-        return _recorded_for_real(model, sample, loss, timed, progress)
+        return real()
     reason = _reason_for_fake(model, timed)
     if reason:
         try:
@@ -195,24 +199,31 @@ def _recorded(
         except ProfilingError:
             if timed or device_of(model).type == "meta":
                 raise
-        return _noted(
-            _recorded_for_real(model, sample, loss, timed, progress),
-            "mode auto: fake tensors will not do for this model",
-        )
+        return _noted(real(), "mode auto: fake tensors will not do for this model")
     try:
-        return _recorded_for_real(model, sample, loss, timed, progress)
+        return real()
     except (torch.OutOfMemoryError, MemoryError) as error:
         reason = f"the step did not fit here ({error!s:.80})"  # the error holds the step's tensors until it is handled
     return _noted(fake(), f"mode auto: {reason}")
 
 
 def _recorded_for_real(
-    model: torch.nn.Module, sample: Any, loss: Loss | None, timed: bool, progress: Progress | None
+    model: torch.nn.Module,
+    sample: Any,
+    loss: Loss | None,
+    timed: bool,
+    lean_losses: bool,
+    progress: Progress | None,
 ) -> Profile:
-    profile, gives_gradients_to_its_own = recorded_step(model, sample, loss, progress)
+    profile, gives_gradients_to_its_own = recorded_step(model, sample, loss, progress, lean_losses)
     if not timed or is_whole_step(sample) or not gives_gradients_to_its_own:
         return profile
     return fitted(profile, model, sample, loss, free_bytes(device_of(model)), progress)
+
+
+def _runs_compiled(model: torch.nn.Module) -> bool:
+    """Whether calls of the model as a whole run compiled."""
+    return is_compiled_wrapper(model) or getattr(model, "_compiled_call_impl", None) is not None
 
 
 def _reason_for_fake(model: torch.nn.Module, timed: bool) -> str:

@@ -14,7 +14,15 @@ import pandas as pd
 import torch
 
 from autoac.engine import sac
-from autoac.engine.attach import attach, attach_pausing, attach_root, covered, detach, planned
+from autoac.engine.attach import (
+    attach,
+    attach_losses,
+    attach_pausing,
+    attach_root,
+    covered,
+    detach,
+    planned,
+)
 from autoac.engine.program import Program
 from autoac.memory_trace import measured_memory
 from autoac.recorder import device_of, model_fingerprint, unwrapped
@@ -163,6 +171,7 @@ class Plan:
             compiled = compiled_modules(inner)
             for fqn in to_uncompile(compiled, programs_of, self.engine):
                 uncompile(compiled[fqn], self._id)
+            attach_losses(inner, self._losses, self._id)
             for fqn, programs in programs_of.items():
                 for program in programs:
                     program.warned = False  # to be said anew, of this model
@@ -194,7 +203,7 @@ class Plan:
             for name, module in model.named_modules()
             if (carried := planned(module)) is not None and carried.plan_id == self._id
         }
-        if not modules and self._programs:
+        if not modules and (self._programs or self._losses):
             raise PlanMismatchError("this plan is not applied to this model, so there is nothing to remove.")
         for name, module in modules.items():
             if covered(module):
@@ -235,6 +244,11 @@ class Plan:
             pauses = self.record.pauses(region) if region.wrapped else ()
             calls[region.call] = Program(region.name, region.steps, region.wrapped, pauses)
         return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
+
+    @functools.cached_property
+    def _losses(self) -> dict[str, str | None]:
+        """As for `attach_losses`."""
+        return self.record.profile.lean_losses()
 
     @property
     def is_not_followed(self) -> bool:

@@ -51,7 +51,11 @@ def record(
 
 
 def recorded_step(
-    model: torch.nn.Module, sample: Any, loss: Loss | None = None, progress: Progress | None = None
+    model: torch.nn.Module,
+    sample: Any,
+    loss: Loss | None = None,
+    progress: Progress | None = None,
+    lean_losses: bool = True,
 ) -> tuple[Profile, bool]:
     """Run up to four steps and record the last one; the model and the sample are left as they were.
 
@@ -59,6 +63,7 @@ def recorded_step(
 
     Args:
         model, sample, loss: as for `autoac.profile`.
+        lean_losses: whether the model's cross entropy is the lean one, as where a plan is on it.
 
     Returns:
         The profile, and whether the step gives gradients to nothing but the model's parameters and the sample.
@@ -81,21 +86,21 @@ def recorded_step(
         meter = WorkspaceMeter(device)
         warm_up = Tape(device, meter)
         with meter.measuring():
-            _run(model, step, warm_up, fixed)
+            _run(model, step, warm_up, fixed, lean_losses)
         timer = OpTimer(device)
         expected = max(1, len(warm_up.ops))
         started, waited = time.perf_counter(), waited_s()
         for _ in range(0 if callable(sample) else _TIMED_STEPS):
             timed = Tape(device, timer)
             timed.on_op = lambda done: tell("timed step", 0.3 + 0.3 * min(1.0, done / expected))
-            _run(model, step, timed, fixed)
+            _run(model, step, timed, fixed, lean_losses)
             if time.perf_counter() - started > _TIMING_S:
                 break
         tape = Tape(device, timer)
         tape.on_op = lambda done: tell("recorded step", 0.6 + 0.3 * min(1.0, done / expected))
         tape.note_others(fixed)
         start = time.perf_counter()
-        with _recording(model, step, tape, fixed):
+        with _recording(model, step, tape, fixed, lean_losses):
             elapsed = time.perf_counter() - start
             times = timer.times()
             note = _note_if_unsteady(times.values(), device, started, waited)
@@ -124,6 +129,7 @@ def record_fake(
     progress: Progress | None = None,
     measure: bool = True,
     as_cuda: bool = False,
+    lean_losses: bool = True,
 ) -> Profile:
     """Record a step on fake tensors: nothing of the model is allocated, and it is left as it was.
 
@@ -134,6 +140,7 @@ def record_fake(
         measure: run each distinct op that can be afforded on scratch memory, for its time and workspace. What cannot
             be is estimated from this device's rates, as is everything without `measure`.
         as_cuda: record the ops that CUDA takes, see `as_cuda`. They cannot be run here, so `measure` must be off.
+        lean_losses: as for `recorded_step`.
 
     Raises:
         ProfilingError: the step depends on values, or an op has no fake implementation; it names op and module.
@@ -150,10 +157,10 @@ def record_fake(
         fake = fake_model(model, sample, device)
         step = make_step(model, fake.sample, loss)
         # Twice, for the first sets up what is set up once, such as tables of positions.
-        _fake_tape(model, step, fake, results, device, as_cuda)
+        _fake_tape(model, step, fake, results, device, as_cuda, lean_losses)
         tell("recording on fake tensors", 0.1)
         start = time.perf_counter()
-        tape, tables = _fake_tape(model, step, fake, results, device, as_cuda)
+        tape, tables = _fake_tape(model, step, fake, results, device, as_cuda, lean_losses)
         elapsed = time.perf_counter() - start
     _check_recorded(tables)
     signatures = {str(row["signature"]): row for row in tape.ops}
@@ -263,6 +270,7 @@ def _fake_tape(
     results: PrivateResults,
     device: torch.device,
     as_cuda: bool,
+    lean_losses: bool,
 ) -> tuple[Tape, dict[str, Any]]:
     for parameter, gradient in fake.gradients:
         parameter.grad = gradient
@@ -270,7 +278,7 @@ def _fake_tape(
     with (
         explained(lambda: tape.failed_at),
         CudaOps() if as_cuda else contextlib.nullcontext(),
-        _recording(model, step, tape, fake.tensors, fake.active(results)),
+        _recording(model, step, tape, fake.tensors, lean_losses, fake.active(results)),
     ):
         return tape, tape.finish(_names(model), {}, {})
 
@@ -308,12 +316,14 @@ def _recording(
     step: Callable[[], Any],
     tape: Tape,
     fixed: list[torch.Tensor],
+    lean_losses: bool,
     below: contextlib.AbstractContextManager[None] | None = None,
 ) -> Iterator[None]:
     """Run the step under the tape; within the context everything is as the step has left it.
 
     Args:
         fixed: tensors that are there before the step.
+        lean_losses: as for `Instrumented`.
         below: a context for the step that the tape is to be above of.
     """
     for tensor in fixed:
@@ -322,7 +332,7 @@ def _recording(
         with (
             below or contextlib.nullcontext(),
             uncompiled(model),
-            Instrumented(model, tape, lean_modules(model)),
+            Instrumented(model, tape, lean_modules(model), lean_losses),
             torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack),
             tape,
             _failures_located(tape),
@@ -356,8 +366,14 @@ def _failures_located(tape: Tape) -> Iterator[None]:
         raise
 
 
-def _run(model: torch.nn.Module, step: Callable[[], Any], tape: Tape, fixed: list[torch.Tensor]) -> None:
-    with _recording(model, step, tape, fixed):
+def _run(
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    tape: Tape,
+    fixed: list[torch.Tensor],
+    lean_losses: bool,
+) -> None:
+    with _recording(model, step, tape, fixed, lean_losses):
         tape.finish({}, {}, {})
 
 

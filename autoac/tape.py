@@ -43,15 +43,18 @@ from autoac.compat import (
     in_backward,
     is_compiled_wrapper,
     is_dense,
+    is_fake_type,
     storage_key,
     storage_users,
     top_saved_tensors_hooks,
+    torchs_cross_entropy,
     version_of,
 )
+from autoac.engine.losses import LeanLosses
 from autoac.engine.program import Program
 from autoac.engine.replay import Record, Recording, ReplayCall
 from autoac.engine.replay import unpack as replay_unpack
-from autoac.fake import is_fake, is_fake_type
+from autoac.fake import is_fake
 from autoac.opinfo import OpInfo, op_info, read_tensors, tensors_in, written_tensors
 from autoac.private_results import PRIVATE_RESULTS
 from autoac.signatures import Signature, flops_of
@@ -698,11 +701,13 @@ class Instrumented:
 
     Args:
         lean: the modules to run with everything recomputed.
+        lean_losses: whether the model's cross entropy is the lean one, as in a planned model.
     """
 
-    def __init__(self, model: torch.nn.Module, tape: Tape, lean: set[torch.nn.Module]):
+    def __init__(self, model: torch.nn.Module, tape: Tape, lean: set[torch.nn.Module], lean_losses: bool):
         self.tape = tape
         self.lean = lean
+        self.lean_losses = lean_losses and torchs_cross_entropy is not None
         self.counts: Counter[torch.nn.Module] = Counter()
         self.modules = [
             (name, module)
@@ -710,6 +715,8 @@ class Instrumented:
             if not isinstance(module, torch.jit.ScriptModule) and not is_compiled_wrapper(module)
         ]
         self.depth = 0  # of lean modules
+        self.losses = LeanLosses(lambda: top_saved_tensors_hooks() == self.hooks)
+        self.hooks: Any = None  # where the running module's own code begins
 
     def __enter__(self) -> None:
         self.get_rng_state = torch.get_rng_state
@@ -751,7 +758,7 @@ class Instrumented:
                     and self._hooks_are_ours()
                 ):
                     return self._run_lean(name, original, args, kwargs)
-                return original(*args, **kwargs)
+                return self._run(original, args, kwargs)
             finally:
                 self.tape.leave(held_in((args, kwargs)).entries != held.entries)
 
@@ -768,12 +775,22 @@ class Instrumented:
         """
         return top_saved_tensors_hooks() == (self.tape.pack, self.tape.unpack)
 
+    def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The module's own forward, with lean losses in its own code as in a planned model, see `attach`."""
+        outer, self.hooks = self.hooks, top_saved_tensors_hooks()
+        outermost = len(self.tape.call_stack) == 1 and torch.is_grad_enabled() and self.lean_losses
+        try:
+            with self.losses if outermost else contextlib.nullcontext():
+                return original(*args, **kwargs)
+        finally:
+            self.hooks = outer
+
     def _run_lean(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         recording = LeanRecording(self.tape, name)
         self.depth += 1
         try:
             with torch.autograd.graph.saved_tensors_hooks(recording.pack, self.tape.unpack), recording:
-                result = original(*args, **kwargs)
+                result = self._run(original, args, kwargs)
         finally:
             self.depth -= 1
         recording.finish()

@@ -23,6 +23,7 @@ from autoac.recorder import device_of
 from autoac.step import make_step
 from autoac.uncompiled import uncompiled
 from autoac.untouched import Seen, put_back, random_states, untouched
+from autoac_solver.baselines import checkpointed
 from autoac_solver.format import format_bytes
 from autoac_solver.plan_record import PlanRecord
 
@@ -154,7 +155,7 @@ def _verify(
         predicted_peak_bytes=plan.predicted_peak_bytes,
         measured_peak_bytes=plan.resident_bytes + with_plan.peak_bytes,
         unplanned_peak_bytes=plan.resident_bytes + without.peak_bytes,
-        profiled_peak_bytes=plan.record.unplanned_peak_bytes,
+        profiled_peak_bytes=checkpointed(plan.record.profile, ()).peak_bytes,
         budget_bytes=plan.budget_bytes,
         time_ratio=statistics.median(times[True]) / statistics.median(times[False]),
         predicted_overhead=plan.predicted_overhead,
@@ -289,20 +290,29 @@ def _run(model: torch.nn.Module, step: Callable[[], Any], device: torch.device, 
 
 
 class _Trace(TorchDispatchMode):
-    """Records what ops of backward compute, by a checksum of their results."""
+    """Records what ops of backward compute, by a checksum of their results.
+
+    `rows` has the words for each op, and what it is to be compared by: in a planned model the node of a cross entropy
+    has another name, and writes its result in place.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: list[tuple[str, tuple[bytes, ...]]] = []
+        self.rows: list[tuple[str, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         info = op_info(func)
         node = current_node()
         if not info.ignored and node is not None:
-            self.rows.append((f"{info.name} in {node.name()}", tuple(_digest(t) for t in tensors_in(result))))
+            self.rows.append(
+                (
+                    f"{info.name} in {node.name()}",
+                    (info.name.rpartition(".")[0], *map(_digest, tensors_in(result))),
+                )
+            )
         return result
 
 
@@ -329,8 +339,8 @@ def _first_op(
             step()
         traces.append(trace.rows)
     plain, planned_rows = traces
-    remaining = iter(planned_rows)  # with replayed ops among them, so plain's must be a subsequence
-    for row in plain:
-        if row not in remaining:
-            return f"backward op {row[0]}"
+    remaining = iter([key for _, key in planned_rows])  # with replayed ops, so plain's must be a subsequence
+    for words, key in plain:
+        if key not in remaining:
+            return f"backward op {words}"
     return ""

@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac import compat
@@ -660,3 +661,91 @@ def test_the_tensor_behind_a_transform():
     torch.func.jvp(look, (x,), (x,))
     assert [compat.storage_key(t) for t in seen] == [compat.storage_key(x)] * 3
     assert compat.behind_transforms(x) is x
+
+
+# -- torch's cross entropy ---------------------------------------------------------------------------------------------
+
+
+class SeenFunctions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_function_modes_see_cross_entropy_as_a_whole():
+    logits, classes = torch.randn(3, 4), torch.tensor([1, 2, 3])
+    assert compat.torchs_cross_entropy is F.cross_entropy
+    before = compat.function_modes()
+    with SeenFunctions() as mode:
+        assert compat.function_modes() == before + 1
+        F.cross_entropy(logits, classes)
+        nn.CrossEntropyLoss()(logits, classes)
+    assert compat.function_modes() == before
+    assert mode.seen == [F.cross_entropy] * 2
+
+
+def test_function_modes_are_called_with_what_stands_in_cross_entropys_place(monkeypatch):
+    original = F.cross_entropy
+    patched = lambda *args, **kwargs: original(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(F, "cross_entropy", patched)
+    logits, classes = torch.randn(3, 4), torch.tensor([1, 2, 3])
+    with SeenFunctions() as mode:
+        original(logits, classes)
+    assert mode.seen == [patched]
+
+
+def test_another_cross_entropy_in_torchs_place_is_noticed():
+    program = """
+import torch.nn.functional as F
+original = F.cross_entropy
+F.cross_entropy = lambda *args, **kwargs: original(*args, **kwargs)
+from autoac import compat
+print(compat.torchs_cross_entropy)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
+
+
+def test_cross_entropy_runs_the_ops_of_the_lean_one():
+    for shape, kind in (((3, 4), "nll_loss"), ((2, 4, 3, 5), "nll_loss2d")):
+        logits, classes = (
+            torch.randn(shape, requires_grad=True),
+            torch.zeros(shape[:1] + shape[2:], dtype=torch.long),
+        )
+        with Seen() as seen:
+            F.cross_entropy(logits, classes).backward()
+        assert [name for name in seen.names if "softmax" in name or "nll" in name] == [
+            "aten._log_softmax.default",
+            f"aten.{kind}_forward.default",
+            f"aten.{kind}_backward.default",
+            "aten._log_softmax_backward_data.default",
+        ]
+
+
+def test_function_transforms_are_noticed():
+    found: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        found.append(compat.in_function_transform())
+        return x.sum()
+
+    x = torch.ones(3)
+    look(x)
+    torch.func.grad(look)(x)
+    torch.func.vmap(look)(x)
+    torch.func.jvp(look, (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        look(x)
+    look(x)
+    assert found == [False, True, True, True, True, False]
+
+
+def test_fake_tensors_are_told_by_their_type():
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    assert compat.is_fake_type(type(fake))
+    assert not compat.is_fake_type(torch.Tensor)

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from autoac.compat import disable_dynamo
+from autoac.compat import disable_dynamo, top_saved_tensors_hooks
 from autoac.engine import replay, sac
+from autoac.engine.losses import Window, open_window
 from autoac.engine.program import Program
 
 Runner = Callable[[Program, Callable[..., Any], tuple[Any, ...], dict[str, Any], torch.nn.Module], Any]
@@ -37,6 +38,7 @@ _replay_eagerly = disable_dynamo(replay.run)
 """Replay needs the ops of eager mode: under `torch.compile` its regions are left out of the graph."""
 
 _KEY = "_autoac_region"
+_LOSS_KEY = "_autoac_loss"
 
 
 class PlannedRegion:
@@ -95,12 +97,15 @@ def attach(module: torch.nn.Module, programs: Sequence[Program], engine: str, pl
 
 
 def _put(
-    module: torch.nn.Module, function: Callable[..., Any], carried: PlannedRegion | Root | Pausing
+    module: torch.nn.Module,
+    function: Callable[..., Any],
+    carried: PlannedRegion | Root | Pausing | LossSide,
+    key: str = _KEY,
 ) -> None:
     bound = functools.partial(function, module)
     # For `inspect.signature`: transformers' Trainer asks a model's forward which columns of the data it takes.
     bound.__wrapped__ = carried.forward or types.MethodType(type(module).forward, module)  # type: ignore[attr-defined]
-    module.__dict__[_KEY] = carried
+    module.__dict__[key] = carried
     module.__dict__["forward"] = bound
 
 
@@ -196,24 +201,85 @@ def attach_pausing(module: torch.nn.Module, fqn: str, plan_id: str) -> None:
         _put(module, pausing_forward, Pausing(fqn, plan_id))
 
 
+class LossSide:
+    """What a module carries in whose own code a loss is computed, or after which that is done.
+
+    It is below whatever else the module carries, so that it is part of a region's second run.
+
+    Args:
+        computes: whether the loss is computed in this module's own code.
+        at_once: computed before any submodule has run; see `Window`.
+        opens: whether a loss is computed next after this module, in the code that calls it.
+        forward: the instance's own attribute `forward` if it had one, else None.
+        plan_id: tells which plan it belongs to.
+    """
+
+    def __init__(self, computes: bool, at_once: bool, opens: bool, forward: Any, plan_id: str):
+        self.computes = computes
+        self.at_once = at_once
+        self.opens = opens
+        self.forward = forward
+        self.plan_id = plan_id
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossSide:
+        return LossSide(
+            self.computes, self.at_once, self.opens, copy.deepcopy(self.forward, memo), self.plan_id
+        )
+
+
+def loss_side_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that carries a `LossSide`."""
+    side: LossSide = module.__dict__[_LOSS_KEY]
+    original = side.forward or functools.partial(type(module).forward, module)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return original(*args, **kwargs)
+    if side.computes:
+        hooks = top_saved_tensors_hooks()
+        with Window(lambda: top_saved_tensors_hooks() == hooks, side.at_once):
+            result = original(*args, **kwargs)
+    else:
+        result = original(*args, **kwargs)
+    if side.opens:
+        open_window()
+    return result
+
+
+def attach_losses(model: torch.nn.Module, losses: Mapping[str, str | None], plan_id: str) -> None:
+    """Let a model's cross entropies be lean; before anything else of the plan is attached.
+
+    Args:
+        losses: names of the modules in whose own code a cross entropy is computed, and of the submodule that has run
+            last before it, None for none.
+    """
+    opening = {after for after in losses.values() if after is not None}
+    for fqn in losses.keys() | opening:
+        module = model.get_submodule(fqn)
+        at_once = losses.get(fqn, "") is None
+        side = LossSide(fqn in losses, at_once, fqn in opening, module.__dict__.get("forward"), plan_id)
+        _put(module, loss_side_forward, side, _LOSS_KEY)
+
+
 def detach(module: torch.nn.Module) -> None:
     """Take the plan off one module, exactly as it was before; the module must not be `covered`."""
-    carried: PlannedRegion | Root | Pausing = module.__dict__[_KEY]
-    if carried.forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = carried.forward
-    del module.__dict__[
-        _KEY
-    ]  # last: until then, the plan's forward needs it, and `detach` can be called again
+    for key in (_KEY, _LOSS_KEY):
+        carried: PlannedRegion | Root | Pausing | LossSide | None = module.__dict__.get(key)
+        if carried is None:
+            continue
+        if carried.forward is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = carried.forward
+        # Last: until then, the plan's forward needs it, and `detach` can be called again.
+        del module.__dict__[key]
 
 
 def covered(module: torch.nn.Module) -> bool:
     """Whether somebody has given a planned module another `forward`, which perhaps calls the plan's."""
+    ours = forward, root_forward, pausing_forward, loss_side_forward
     own = module.__dict__.get("forward")
-    return own is not None and getattr(own, "func", None) not in (forward, root_forward, pausing_forward)
+    return own is not None and getattr(own, "func", None) not in ours
 
 
-def planned(module: torch.nn.Module) -> PlannedRegion | Root | Pausing | None:
+def planned(module: torch.nn.Module) -> PlannedRegion | Root | Pausing | LossSide | None:
     """What the module carries, None if no plan is on it."""
-    return module.__dict__.get(_KEY)
+    return module.__dict__.get(_KEY) or module.__dict__.get(_LOSS_KEY)

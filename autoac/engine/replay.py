@@ -602,10 +602,14 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _without_graph(tensor: torch.Tensor, detach: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What may be held of a tensor: see NOTE [ Who holds what ] 3. A view holds its base, and that perhaps a graph."""
+    """What may be held of a tensor: see NOTE [ Who holds what ] 3. A view holds its base, and that perhaps a graph.
+
+    Where gradients are off, as in the forward of a custom `autograd.Function`, what has no graph yet may be returned
+    from there, and gets the function's node.
+    """
     base = tensor._base
     whole = tensor if base is None else base
-    if whole.is_leaf and (base is None or _ends_at(base, tensor)):
+    if whole.is_leaf and torch.is_grad_enabled() and (base is None or _ends_at(base, tensor)):
         return tensor
     return detach(tensor)
 

@@ -43,7 +43,7 @@ def checkpointed(profile: Profile, calls: Sequence[int]) -> Timeline:
     Args:
         calls: none inside another.
     """
-    problem = build(profile, calls, "checkpoint").problem
+    problem = build(profile.with_torchs_losses(), calls, "checkpoint").problem
     return Simulator(problem).simulate([True] * len(problem.units))
 
 

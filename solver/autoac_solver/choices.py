@@ -9,7 +9,7 @@ from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError, Polic
 from autoac_solver.ilp import solve
 from autoac_solver.policies import Policy
 from autoac_solver.profile import Profile
-from autoac_solver.report import about_caches, describe_position, holders_at, suggestions
+from autoac_solver.report import about_caches, about_torchs_loss, describe_position, holders_at, suggestions
 from autoac_solver.search import Prepared
 from autoac_solver.solution import Solution
 from autoac_solver.stacking import stacked
@@ -169,8 +169,8 @@ class Choices:
         error.where = describe_position(profile, built, error.peak_position)
         error.holders = holders_at(profile, built, error.recomputed, error.peak_position)[:10]
         error.suggestions = suggestions(error.holders, finer_regions=len(self) == 1)
-        if about := about_caches(profile, self.engine):
-            error.suggestions = (about, *error.suggestions)
+        abouts = about_caches(profile, self.engine), about_torchs_loss(profile, error.where)
+        error.suggestions = (*filter(None, abouts), *error.suggestions)
         error.policies = tuple(str(policy) for policy in self.policies if policy.is_must)
         if error.policies:
             error.minimum_without_policies_bytes = self._least_without_policies(time_limit_s)

@@ -15,7 +15,7 @@ from autoac_solver.html import escape, table
 from autoac_solver.ilp import solve
 from autoac_solver.plan_record import PlanRecord
 from autoac_solver.profile import Profile
-from autoac_solver.report import about_caches
+from autoac_solver.report import about_caches, about_torchs_loss
 
 _MOST_LINES = 8
 _TIME_LIMIT_S = 10.0
@@ -118,9 +118,21 @@ def _summary(record: PlanRecord) -> tuple[str, ...]:
         f"({record.solver}, {record.solve_s:.1f} s)",
         f"  regions         {len(record.regions)}, of which {untouched} are left untouched (nothing to recompute)",
         *_policies(record),
+        *_losses(record),
         *_about_caches(record),
         *(f"  note            {note}" for note in record.profile.notes),
     )
+
+
+def _losses(record: PlanRecord) -> list[str]:
+    """The cross entropies that the plan makes lean, and those that it could not."""
+    lines = [
+        f"  loss            the cross entropy of {repr(fqn) if fqn else 'the model itself'} goes backward in place, "
+        "with torch's bits"
+        for fqn in record.profile.lean_losses()
+    ]
+    about = about_torchs_loss(record.profile, record.peak_where)
+    return [*lines, *([f"  note            {about}"] if about else [])]
 
 
 def _about_caches(record: PlanRecord) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,10 @@ NEVER = -1
 
 SCALAR_BYTES = 8
 """Size of a number that autograd saves as a tensor of its own, which no op makes."""
+
+_LOG_SOFTMAX = "aten._log_softmax.default"
+_LOG_SOFTMAX_BACKWARD = "aten._log_softmax_backward_data."
+_NLL_LOSS_BACKWARD = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 
 TIMES_FROM = ("measured", "table", "interpolated", "estimated")
 """An op's time was measured when the profile was made; looked up in a device's cost table, which holds measurements;
@@ -288,6 +292,46 @@ class Profile:
         gradients = (storage.alloc for storage in self.storage_table if storage.kind == "Gradient")
         first = min((alloc for alloc in gradients if alloc != NEVER), default=self.end)
         return offsets, sum(root.start < first for root in roots)
+
+    def lean_losses(self) -> dict[str, str | None]:
+        """Where the step computes cross entropies whose gradient is written over the one that comes in.
+
+        Returns:
+            Names of the modules that compute them in code of their own, and of the submodule that has run last before
+            the first one, None for none. Code outside of all modules is left out.
+        """
+        made = {storage: op for op in self.tape for storage in op.creates if op.name == _LOG_SOFTMAX}
+        found: dict[str, str | None] = {}
+        for backward in self.tape:
+            if backward.name != _LOG_SOFTMAX_BACKWARD + "out":
+                continue
+            for op in (made[storage] for storage in backward.reads if storage in made):
+                if op.module == NEVER:
+                    continue
+                before = [c for c in self.calls if c.parent == op.module and c.end < op.tick]
+                found.setdefault(self.calls[op.module].fqn, before[-1].fqn if before else None)
+        return found
+
+    def with_torchs_losses(self) -> Profile:
+        """The step as it is without a plan: torch's cross entropy has its result beside the gradient that comes in."""
+        tape = tuple(
+            replace(op, workspace_bytes=op.workspace_bytes + self._bytes(op.writes))
+            if op.name == _LOG_SOFTMAX_BACKWARD + "out"
+            else op
+            for op in self.tape
+        )
+        return replace(self, tape=tape)
+
+    @property
+    def torchs_loss_bytes(self) -> int:
+        """What the largest cross entropy that is torch's, not the lean one, takes more than that would; 0 for none."""
+        of_classes = {s for op in self.tape if op.name in _NLL_LOSS_BACKWARD for s in op.reads}
+        torchs = [op for op in self.tape if op.name == _LOG_SOFTMAX_BACKWARD + "default"]
+        sizes = (self._bytes(op.creates) for op in torchs if of_classes.intersection(op.reads))
+        return max(sizes, default=0)
+
+    def _bytes(self, storages: Sequence[int]) -> int:
+        return sum(self.storage_table[storage].bytes for storage in storages)
 
     @property
     def saved_by_class(self) -> pd.DataFrame:

@@ -138,6 +138,21 @@ def about_caches(profile: Profile, engine: str) -> str:
     return f"{change}, which holds what it got to the end of the step: turn that off (use_cache=False)"
 
 
+def about_torchs_loss(profile: Profile, where: str) -> str:
+    """What to do about a peak at the backward of a cross entropy that no plan can reach; "" if it is elsewhere.
+
+    Args:
+        where: of the peak, from `describe_position`.
+    """
+    less = profile.torchs_loss_bytes
+    if not less or not where.startswith("aten._log_softmax_backward_data.default"):
+        return ""
+    return (
+        "the peak is the backward of a cross entropy that is computed outside of the model's forward: "
+        f"autoac.cross_entropy in place of torch's takes {format_bytes(less)} less there, with the same bits"
+    )
+
+
 def suggestions(holders: Sequence[tuple[str, str, int]], finer_regions: bool) -> tuple[str, ...]:
     """What would lower the peak, judged by what holds it.
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import autoac
-from autoac.compat import top_saved_tensors_hooks
+from autoac.compat import function_modes, top_saved_tensors_hooks
 from autoac.engine.replay import Handle, Record, Recording, ReplayCall, Slot
 from autoac.engine.sac import SacPolicy
 from autoac.plans import Plan
@@ -256,7 +256,8 @@ def nothing_leaks() -> Iterator[None]:
 
 
 def assert_nothing_active() -> None:
-    """No dispatch mode and no saved-tensor hooks are left on their stacks, and gradients are on."""
+    """No mode and no saved-tensor hooks are left on their stacks, and gradients are on."""
     assert torch._C._len_torch_dispatch_stack() == 0
+    assert function_modes() == 0
     assert top_saved_tensors_hooks() is None
     assert torch.is_grad_enabled()

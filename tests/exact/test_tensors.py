@@ -422,3 +422,37 @@ def test_transforms_of_functions(engine, kind):
     assert_exact(
         Case(lambda: nn.Sequential(*(Transforms(kind) for _ in names)), mean_of, regions=names), engine
     )
+
+
+class Stretched(torch.autograd.Function):
+    """Reads, in forward, what it returns and saves: an op's argument that only then gets the function's graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        stretched = x * 3
+        squashed = torch.tanh(stretched)
+        ctx.save_for_backward(stretched)
+        ctx.set_materialize_grads(False)
+        return squashed, stretched
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (stretched,) = ctx.saved_tensors
+        return grads[0] * 3 / torch.cosh(stretched).square()
+
+
+class Stretches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + Stretched.apply(self.linear(x))[0] * torch.sigmoid(x)
+
+
+@feature("custom `autograd.Function`")
+@pytest.mark.parametrize("recomputed", ["aten.tanh.default", "aten.mul.Tensor"])
+def test_a_function_whose_result_is_read_inside_of_it(engine, recomputed):
+    case = two_of(Stretches)
+    assert_exact(case, engine)
+    assert_plan_exact(case, plan_with(case, engine, lambda region, name, nth: name == recomputed))

@@ -1,0 +1,230 @@
+"""Cross entropy whose backward needs one buffer of the logits' size less than torch's, equal to the bit.
+
+The peak of a step often lies at its loss. Going backward through cross entropy, torch holds the log-probabilities, the
+gradient that comes in for them, and the result, each as large as the logits. That gradient is made there and used
+nowhere else, so the result can be written over it: the same kernels, in place.
+
+A planned model's forward takes it in place of torch's: a torch function mode stands by from where the last submodule
+ends, so nothing else of the model runs under it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from autoac.compat import (
+    being_traced,
+    disable_dispatch_modes,
+    function_modes,
+    in_function_transform,
+    is_fake_type,
+    torchs_cross_entropy,
+)
+
+_ATEN = torch.ops.aten
+_TORCHS = torchs_cross_entropy or F.cross_entropy
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_CLASSES = 1  # the dimension of the classes
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy` that takes less memory: the same loss and gradients to the bit.
+
+    Its backward writes the result over the gradient of the log-probabilities, which torch's keeps beside it: one buffer
+    of the logits' size less. A planned model takes it by itself where its forward calls torch's; it is public for
+    losses that are computed outside of the model. What it has no lean form for is left to torch's: targets that are
+    probabilities, label smoothing, logits of other than 2 or 4 dimensions, devices other than CPU and CUDA.
+
+    Args, Raises: as for `torch.nn.functional.cross_entropy`.
+
+    Returns:
+        The loss: a scalar, or of the target's shape with reduction "none".
+    """
+    lean = (
+        size_average is None
+        and reduce is None
+        and label_smoothing == 0.0
+        and reduction in _REDUCTIONS
+        and _is_lean(input, target, weight)
+    )
+    if not lean:
+        return _TORCHS(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    if input.dtype in _LOW_PRECISION and torch.is_autocast_enabled(input.device.type):
+        # What autocast does to the arguments of torch's.
+        input = input.float()
+        weight = weight.float() if weight is not None and weight.dtype in _LOW_PRECISION else weight
+    return _CrossEntropy.apply(input, target, weight, _REDUCTIONS[reduction], ignore_index)[0]  # type: ignore[index]
+
+
+def _is_lean(logits: Any, target: Any, weight: Any) -> bool:
+    """Whether these are arguments that the lean form is for, and are fine; torch's says what is wrong with others."""
+    if not all(map(_is_plain, (logits, target, *((weight,) if weight is not None else ())))):
+        return False
+    return (
+        torch.is_grad_enabled()
+        and logits.requires_grad
+        and logits.is_floating_point()
+        and logits.dim() in (2, 4)
+        and logits.numel() > 0
+        and target.dtype == torch.int64
+        and target.shape == (logits.shape[0], *logits.shape[2:])
+        and target.device == logits.device
+        and (weight is None or not weight.requires_grad)
+        and not torch.compiler.is_compiling()
+        and not being_traced()
+        and not in_function_transform()
+        and logits.device.type in ("cpu", "cuda")
+        and (is_fake_type(type(logits)) or _same_in_place(logits.device.type, logits.dtype))
+    )
+
+
+def _is_plain(tensor: Any) -> bool:
+    kind = type(tensor)
+    return (
+        kind in (torch.Tensor, torch.nn.Parameter) or is_fake_type(kind)
+    ) and tensor.layout is torch.strided
+
+
+@functools.cache
+def _same_in_place(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether this device's kernel gives the same bits when it writes over what it reads, tried once for each type."""
+    # There are kernels for few classes, for many, and for classes that do not lie side by side.
+    shapes = (7, 33), (3, 4099), (2, 5, 3, 7), (2, 1031, 2, 3)
+    with disable_dispatch_modes(), torch.no_grad():
+        return all(_same_for(torch.Size(shape), torch.device(device_type), dtype) for shape in shapes)
+
+
+def _same_for(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> bool:
+    values = torch.arange(shape.numel(), dtype=torch.float32).view(shape)
+    output = values.sin().mul(3).log_softmax(_CLASSES).to(device, dtype)
+    gradient = values.add(0.5).cos().to(device, dtype)
+    beside = _ATEN._log_softmax_backward_data.default(gradient, output, _CLASSES, dtype)
+    return torch.equal(_over(gradient, output), beside)
+
+
+def _over(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """The gradient of the logits, written over that of the log-probabilities."""
+    return _ATEN._log_softmax_backward_data.out(gradient, output, _CLASSES, output.dtype, out=gradient)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Source: `cross_entropy_loss` in ATen's LossNLL.cpp, whose ops these are.
+
+    The log-probabilities are an output so that a second derivative can go through them; nobody else gets them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        reduction: int,
+        ignore_index: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probabilities = _ATEN._log_softmax.default(logits, _CLASSES, False)
+        forward = _ATEN.nll_loss_forward if logits.dim() == 2 else _ATEN.nll_loss2d_forward
+        loss, total_weight = forward.default(log_probabilities, target, weight, reduction, ignore_index)
+        ctx.save_for_backward(log_probabilities, target, weight, total_weight)
+        ctx.set_materialize_grads(False)
+        ctx.options = reduction, ignore_index
+        return loss, log_probabilities
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss_gradient, gradient = gradients
+        log_probabilities, target, weight, total_weight = ctx.saved_tensors
+        if loss_gradient is not None:
+            backward = _ATEN.nll_loss_backward if target.dim() == 1 else _ATEN.nll_loss2d_backward
+            of_loss = backward.default(
+                loss_gradient, log_probabilities, target, weight, *ctx.options, total_weight
+            )
+            gradient = of_loss if gradient is None else gradient + of_loss
+        if gradient is None:
+            return None, None, None, None, None
+        if loss_gradient is not None and not torch.is_grad_enabled():
+            # Made right here, so nobody else has it, and no graph of a second derivative needs it.
+            result = _over(gradient, log_probabilities)
+        else:
+            dtype = log_probabilities.dtype
+            result = _ATEN._log_softmax_backward_data.default(gradient, log_probabilities, _CLASSES, dtype)
+        return result, None, None, None, None
+
+
+class LeanLosses(TorchFunctionMode):
+    """Mode in which torch's cross entropy is ours.
+
+    Args:
+        here: whether it may be, asked at each call. Inside of a user's own checkpoint it may not: its second run would
+            be without this mode, and must save what the first one has saved.
+    """
+
+    def __init__(self, here: Callable[[], bool]):
+        super().__init__()
+        self.here = here
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.cross_entropy:
+            # What torch's names so is what has been put in its place, if anything has: that has run already.
+            func = cross_entropy if self.here() else _TORCHS
+        return func(*args, **(kwargs or {}))
+
+
+class Window:
+    """Context of one call of a module: `LeanLosses` for the rest of it, once it is opened.
+
+    Args:
+        here: as for `LeanLosses`.
+        at_once: to open it where it begins; else the submodule does that after which the loss is computed.
+    """
+
+    def __init__(self, here: Callable[[], bool], at_once: bool):
+        self.mode = LeanLosses(here)
+        self.at_once = at_once
+        self.is_open = False
+
+    def __enter__(self) -> Window:
+        self.outer = getattr(_running, "window", None)
+        _running.window = self
+        self.below = function_modes()
+        if self.at_once:
+            self.open()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _running.window = self.outer
+        if self.is_open:
+            self.mode.__exit__(*exception)
+
+    def open(self) -> None:
+        """From here on, unless code in between has a mode of its own on, which would be taken off in our place."""
+        if not self.is_open and function_modes() == self.below and torchs_cross_entropy is not None:
+            self.is_open = True
+            self.mode.__enter__()
+
+
+_running = threading.local()
+
+
+def open_window() -> None:
+    """Open the innermost window of this thread, if there is one."""
+    window = getattr(_running, "window", None)
+    if window is not None:
+        window.open()

@@ -112,7 +112,7 @@ def _same_in_place(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def _same_for(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> bool:
-    values = torch.arange(shape.numel(), dtype=torch.float32).view(shape)
+    values = torch.arange(shape.numel(), dtype=torch.float32, device="cpu").view(shape)
     output = values.sin().mul(3).log_softmax(_CLASSES).to(device, dtype)
     gradient = values.add(0.5).cos().to(device, dtype)
     beside = _ATEN._log_softmax_backward_data.default(gradient, output, _CLASSES, dtype)

@@ -511,3 +511,12 @@ def test_explain_names_the_loss_and_what_to_do_outside_of_the_model():
         autoac.plan(outside, X, 1, loss=lambda logits: autoac.cross_entropy(logits, EXPECTED))
     assert not [s for s in error.value.suggestions if "autoac.cross_entropy" in s]
     assert error.value.minimum_bytes < torchs
+
+
+def test_the_kernels_are_tried_whatever_the_default_device_is():
+    logits, classes = arguments((6, 9), torch.float32)
+    losses._same_in_place.cache_clear()
+    with torch.device("meta"):
+        loss = autoac.cross_entropy(logits.requires_grad_(), classes)
+    assert loss.grad_fn is not None
+    assert loss.grad_fn.name() == LEAN

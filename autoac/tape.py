@@ -715,8 +715,7 @@ class Instrumented:
             if not isinstance(module, torch.jit.ScriptModule) and not is_compiled_wrapper(module)
         ]
         self.depth = 0  # of lean modules
-        self.losses = LeanLosses(lambda: top_saved_tensors_hooks() == self.hooks)
-        self.hooks: Any = None  # where the running module's own code begins
+        self.losses = LeanLosses()
 
     def __enter__(self) -> None:
         self.get_rng_state = torch.get_rng_state
@@ -777,13 +776,13 @@ class Instrumented:
 
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The module's own forward, with lean losses in its own code as in a planned model, see `attach`."""
-        outer, self.hooks = self.hooks, top_saved_tensors_hooks()
+        outer, self.losses.hooks = self.losses.hooks, top_saved_tensors_hooks()
         outermost = len(self.tape.call_stack) == 1 and torch.is_grad_enabled() and self.lean_losses
         try:
             with self.losses if outermost else contextlib.nullcontext():
                 return original(*args, **kwargs)
         finally:
-            self.hooks = outer
+            self.losses.hooks = outer
 
     def _run_lean(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         recording = LeanRecording(self.tape, name)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autoac.compat import disable_dynamo, top_saved_tensors_hooks
+from autoac.compat import disable_dynamo
 from autoac.engine import replay, sac
 from autoac.engine.losses import Window, open_window
 from autoac.engine.program import Program
@@ -234,8 +234,7 @@ def loss_side_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return original(*args, **kwargs)
     if side.computes:
-        hooks = top_saved_tensors_hooks()
-        with Window(lambda: top_saved_tensors_hooks() == hooks, side.at_once):
+        with Window(side.at_once):
             result = original(*args, **kwargs)
     else:
         result = original(*args, **kwargs)

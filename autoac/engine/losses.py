@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from autoac.compat import (
     function_modes,
     in_function_transform,
     is_fake_type,
+    top_saved_tensors_hooks,
     torchs_cross_entropy,
 )
 
@@ -171,19 +171,18 @@ class _CrossEntropy(torch.autograd.Function):
 class LeanLosses(TorchFunctionMode):
     """Mode in which torch's cross entropy is ours.
 
-    Args:
-        here: whether it may be, asked at each call. Inside of a user's own checkpoint it may not: its second run would
-            be without this mode, and must save what the first one has saved.
+    But not where there are other saved-tensor hooks than `hooks`, those where the module's own code begins. Inside of a
+    user's own checkpoint, say: its second run would be without this mode, and must save what the first one has saved.
     """
 
-    def __init__(self, here: Callable[[], bool]):
+    def __init__(self) -> None:
         super().__init__()
-        self.here = here
+        self.hooks = top_saved_tensors_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.cross_entropy:
             # What torch's names so is what has been put in its place, if anything has: that has run already.
-            func = cross_entropy if self.here() else _TORCHS
+            func = cross_entropy if top_saved_tensors_hooks() == self.hooks else _TORCHS
         return func(*args, **(kwargs or {}))
 
 
@@ -191,12 +190,11 @@ class Window:
     """Context of one call of a module: `LeanLosses` for the rest of it, once it is opened.
 
     Args:
-        here: as for `LeanLosses`.
         at_once: to open it where it begins; else the submodule does that after which the loss is computed.
     """
 
-    def __init__(self, here: Callable[[], bool], at_once: bool):
-        self.mode = LeanLosses(here)
+    def __init__(self, at_once: bool):
+        self.mode = LeanLosses()
         self.at_once = at_once
         self.is_open = False
 

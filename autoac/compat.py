@@ -189,15 +189,42 @@ def is_fake_type(kind: type) -> bool:
     return issubclass(kind, FakeTensor)
 
 
-def function_modes() -> int:
-    """How many torch function modes are on in this thread; that of a default device is one."""
-    return torch._C._len_torch_function_stack()
+def function_modes() -> list[Any]:
+    """The torch function modes that are on in this thread, the topmost last."""
+    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
+
+
+def is_device_mode(mode: Any) -> bool:
+    """Whether a torch function mode is that of a default device, which leaves alone what makes no tensor."""
+    return type(mode) is torch.utils._device.DeviceContext
+
+
+put_function_mode_on = torch._C._push_on_torch_function_stack
+"""Put a torch function mode on the stack, as the topmost."""
+
+
+def take_function_mode_off(mode: Any) -> None:
+    """Take a torch function mode off the stack, wherever it is on it; nothing if somebody else has taken it off."""
+    above = []
+    while function_modes():
+        top = torch._C._pop_torch_function_stack()
+        if top is mode:
+            break
+        above.append(top)
+    for other in reversed(above):
+        put_function_mode_on(other)
 
 
 def in_function_transform() -> bool:
     """Whether `torch.func` transforms what runs here (grad, vmap, jvp, ...), or forward-mode derivatives are taken."""
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     return forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for several, as in `torch.func.vmap` or a gradient with `is_grads_batched`."""
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 _CROSS_ENTROPY = torch.nn.functional.cross_entropy
@@ -210,6 +237,11 @@ torchs_cross_entropy = None if _PATCHED else _CROSS_ENTROPY
 def being_traced() -> bool:
     """Whether ops are being written down by a proxy mode (`make_fx`, AOTAutograd), not run."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def being_scripted() -> bool:
+    """Whether `torch.jit.trace` is writing ops down."""
+    return torch._C._get_tracing_state() is not None
 
 
 def any_autocast() -> bool:

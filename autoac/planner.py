@@ -182,7 +182,7 @@ def _recorded(
 
     Args:
         table: of another device whose times are wanted in place of this one's.
-        lean_losses: as for `Instrumented`.
+        lean_losses: as for `recorded_step`.
     """
     timed = table is None
     as_cuda = table is not None and table.kind == "cuda" and device_of(model).type != "cuda"

@@ -246,7 +246,7 @@ class Plan:
         return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
 
     @functools.cached_property
-    def _losses(self) -> dict[str, str | None]:
+    def _losses(self) -> dict[str, tuple[str | None, ...]]:
         """As for `attach_losses`."""
         return self.record.profile.lean_losses()
 

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,16 @@ from autoac.scratch import Measured, measure_on_scratch
 from autoac.step import Loss, make_step
 from autoac.tape import Instrumented, Tape
 from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter, unsteady, waited_s
-from autoac.uncompiled import compiled_modules, uncompiled
+from autoac.uncompiled import compiled_modules, is_inside, uncompiled
 from autoac.untouched import tensors_of, untouched
 from autoac_solver.errors import ProfilingError
-from autoac_solver.profile import Op, Profile
+from autoac_solver.profile import Op, Profile, losses_in_modules
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
 
+
+Losses = Mapping[str, Collection[str | None]]
 
 _NO_HOOKS = "don't yet support saved tensor hooks"
 """In the error of torch.func where hooks are active; it has no type of its own."""
@@ -86,21 +88,22 @@ def recorded_step(
         meter = WorkspaceMeter(device)
         warm_up = Tape(device, meter)
         with meter.measuring():
-            _run(model, step, warm_up, fixed, lean_losses)
+            tables = _run(model, step, warm_up, fixed, None if lean_losses else {})
+        losses = _losses(model, tables) if lean_losses else {}
         timer = OpTimer(device)
         expected = max(1, len(warm_up.ops))
         started, waited = time.perf_counter(), waited_s()
         for _ in range(0 if callable(sample) else _TIMED_STEPS):
             timed = Tape(device, timer)
             timed.on_op = lambda done: tell("timed step", 0.3 + 0.3 * min(1.0, done / expected))
-            _run(model, step, timed, fixed, lean_losses)
+            _run(model, step, timed, fixed, losses)
             if time.perf_counter() - started > _TIMING_S:
                 break
         tape = Tape(device, timer)
         tape.on_op = lambda done: tell("recorded step", 0.6 + 0.3 * min(1.0, done / expected))
         tape.note_others(fixed)
         start = time.perf_counter()
-        with _recording(model, step, tape, fixed, lean_losses):
+        with _recording(model, step, tape, fixed, losses):
             elapsed = time.perf_counter() - start
             times = timer.times()
             note = _note_if_unsteady(times.values(), device, started, waited)
@@ -157,10 +160,11 @@ def record_fake(
         fake = fake_model(model, sample, device)
         step = make_step(model, fake.sample, loss)
         # Twice, for the first sets up what is set up once, such as tables of positions.
-        _fake_tape(model, step, fake, results, device, as_cuda, lean_losses)
+        _, tables = _fake_tape(model, step, fake, results, device, as_cuda, None if lean_losses else {})
         tell("recording on fake tensors", 0.1)
         start = time.perf_counter()
-        tape, tables = _fake_tape(model, step, fake, results, device, as_cuda, lean_losses)
+        losses = _losses(model, tables) if lean_losses else {}
+        tape, tables = _fake_tape(model, step, fake, results, device, as_cuda, losses)
         elapsed = time.perf_counter() - start
     _check_recorded(tables)
     signatures = {str(row["signature"]): row for row in tape.ops}
@@ -270,7 +274,7 @@ def _fake_tape(
     results: PrivateResults,
     device: torch.device,
     as_cuda: bool,
-    lean_losses: bool,
+    losses: Losses | None,
 ) -> tuple[Tape, dict[str, Any]]:
     for parameter, gradient in fake.gradients:
         parameter.grad = gradient
@@ -278,7 +282,7 @@ def _fake_tape(
     with (
         explained(lambda: tape.failed_at),
         CudaOps() if as_cuda else contextlib.nullcontext(),
-        _recording(model, step, tape, fake.tensors, lean_losses, fake.active(results)),
+        _recording(model, step, tape, fake.tensors, losses, fake.active(results)),
     ):
         return tape, tape.finish(_names(model), {}, {})
 
@@ -316,14 +320,14 @@ def _recording(
     step: Callable[[], Any],
     tape: Tape,
     fixed: list[torch.Tensor],
-    lean_losses: bool,
+    losses: Losses | None,
     below: contextlib.AbstractContextManager[None] | None = None,
 ) -> Iterator[None]:
     """Run the step under the tape; within the context everything is as the step has left it.
 
     Args:
         fixed: tensors that are there before the step.
-        lean_losses: as for `Instrumented`.
+        losses: as for `Instrumented`.
         below: a context for the step that the tape is to be above of.
     """
     for tensor in fixed:
@@ -332,7 +336,7 @@ def _recording(
         with (
             below or contextlib.nullcontext(),
             uncompiled(model),
-            Instrumented(model, tape, lean_modules(model), lean_losses),
+            Instrumented(model, tape, lean_modules(model), losses),
             torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack),
             tape,
             _failures_located(tape),
@@ -371,10 +375,22 @@ def _run(
     step: Callable[[], Any],
     tape: Tape,
     fixed: list[torch.Tensor],
-    lean_losses: bool,
-) -> None:
-    with _recording(model, step, tape, fixed, lean_losses):
-        tape.finish({}, {}, {})
+    losses: Losses | None,
+) -> dict[str, Any]:
+    with _recording(model, step, tape, fixed, losses):
+        return tape.finish({}, {}, {})
+
+
+def _losses(model: torch.nn.Module, tables: dict[str, Any]) -> Losses:
+    """Which modules compute losses, as for `Instrumented`, but for what runs compiled: it has the compiler's loss."""
+    compiled = list(compiled_modules(model))
+
+    def runs_compiled(fqn: str | None) -> bool:
+        return fqn is not None and any(is_inside(fqn, name) for name in compiled)
+
+    found = losses_in_modules(tables["tape"], tables["calls"], lean=False)
+    kept = {fqn: [name for name in names if not runs_compiled(name)] for fqn, names in found.items()}
+    return {fqn: names for fqn, names in kept.items() if names and not runs_compiled(fqn)}
 
 
 def _check_recorded(tables: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ import time
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,10 +47,9 @@ from autoac.compat import (
     storage_key,
     storage_users,
     top_saved_tensors_hooks,
-    torchs_cross_entropy,
     version_of,
 )
-from autoac.engine.losses import LeanLosses
+from autoac.engine.losses import EVERYWHERE, run_with_losses, sides
 from autoac.engine.program import Program
 from autoac.engine.replay import Record, Recording, ReplayCall
 from autoac.engine.replay import unpack as replay_unpack
@@ -701,13 +700,19 @@ class Instrumented:
 
     Args:
         lean: the modules to run with everything recomputed.
-        lean_losses: whether the model's cross entropy is the lean one, as in a planned model.
+        losses: which modules compute losses that are to be lean, as for `sides`; None for all that there are.
     """
 
-    def __init__(self, model: torch.nn.Module, tape: Tape, lean: set[torch.nn.Module], lean_losses: bool):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tape: Tape,
+        lean: set[torch.nn.Module],
+        losses: Mapping[str, Collection[str | None]] | None,
+    ):
         self.tape = tape
         self.lean = lean
-        self.lean_losses = lean_losses and torchs_cross_entropy is not None
+        self.sides = None if losses is None else sides(losses)
         self.counts: Counter[torch.nn.Module] = Counter()
         self.modules = [
             (name, module)
@@ -715,7 +720,6 @@ class Instrumented:
             if not isinstance(module, torch.jit.ScriptModule) and not is_compiled_wrapper(module)
         ]
         self.depth = 0  # of lean modules
-        self.losses = LeanLosses()
 
     def __enter__(self) -> None:
         self.get_rng_state = torch.get_rng_state
@@ -757,7 +761,7 @@ class Instrumented:
                     and self._hooks_are_ours()
                 ):
                     return self._run_lean(name, original, args, kwargs)
-                return self._run(original, args, kwargs)
+                return self._run(name, original, args, kwargs)
             finally:
                 self.tape.leave(held_in((args, kwargs)).entries != held.entries)
 
@@ -774,22 +778,17 @@ class Instrumented:
         """
         return top_saved_tensors_hooks() == (self.tape.pack, self.tape.unpack)
 
-    def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The module's own forward, with lean losses in its own code as in a planned model, see `attach`."""
-        outer, self.losses.hooks = self.losses.hooks, top_saved_tensors_hooks()
-        outermost = len(self.tape.call_stack) == 1 and torch.is_grad_enabled() and self.lean_losses
-        try:
-            with self.losses if outermost else contextlib.nullcontext():
-                return original(*args, **kwargs)
-        finally:
-            self.losses.hooks = outer
+    def _run(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The module's own forward, with its losses as in a planned model."""
+        side = EVERYWHERE if self.sides is None else self.sides.get(name)
+        return original(*args, **kwargs) if side is None else run_with_losses(side, original, args, kwargs)
 
     def _run_lean(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         recording = LeanRecording(self.tape, name)
         self.depth += 1
         try:
             with torch.autograd.graph.saved_tensors_hooks(recording.pack, self.tape.unpack), recording:
-                result = self._run(original, args, kwargs)
+                result = self._run(name, original, args, kwargs)
         finally:
             self.depth -= 1
         recording.finish()

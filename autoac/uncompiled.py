@@ -52,11 +52,12 @@ def to_uncompile(compiled: Iterable[str], regions: Iterable[str], engine: str) -
     compiled, regions = list(compiled), list(regions)
     if engine == "replay":
         return compiled if regions else []
-    eager = [region for region in regions if not any(_holds(name, region) for name in compiled)]
-    return [name for name in compiled if any(_holds(region, name) for region in eager)]
+    eager = [region for region in regions if not any(is_inside(region, name) for name in compiled)]
+    return [name for name in compiled if any(is_inside(name, region) for region in eager)]
 
 
-def _holds(outer: str, name: str) -> bool:
+def is_inside(name: str, outer: str) -> bool:
+    """Whether a module's name is another one's or that of a module in it."""
     return not outer or name == outer or name.startswith(outer + ".")
 
 

@@ -679,12 +679,14 @@ class SeenFunctions(TorchFunctionMode):
 def test_function_modes_see_cross_entropy_as_a_whole():
     logits, classes = torch.randn(3, 4), torch.tensor([1, 2, 3])
     assert compat.torchs_cross_entropy is F.cross_entropy
-    before = compat.function_modes()
-    with SeenFunctions() as mode:
-        assert compat.function_modes() == before + 1
+    assert compat.function_modes() == []
+    with torch.device("cpu"), SeenFunctions() as mode:
+        modes = compat.function_modes()
+        assert [compat.is_device_mode(mode) for mode in modes] == [True, False]
+        assert modes[1] is mode
         F.cross_entropy(logits, classes)
         nn.CrossEntropyLoss()(logits, classes)
-    assert compat.function_modes() == before
+    assert compat.function_modes() == []
     assert mode.seen == [F.cross_entropy] * 2
 
 
@@ -749,3 +751,48 @@ def test_fake_tensors_are_told_by_their_type():
         fake = torch.ones(3)
     assert compat.is_fake_type(type(fake))
     assert not compat.is_fake_type(torch.Tensor)
+
+
+def test_a_function_mode_is_taken_off_wherever_it_is():
+    first, second, third = (SeenFunctions() for _ in range(3))
+    for mode in (first, second, third):
+        compat.put_function_mode_on(mode)
+    compat.take_function_mode_off(second)
+    assert compat.function_modes() == [first, third]
+    compat.take_function_mode_off(second)
+    assert compat.function_modes() == [first, third]
+    compat.take_function_mode_off(third)
+    compat.take_function_mode_off(first)
+    assert compat.function_modes() == []
+
+
+def test_batched_gradients_are_noticed():
+    found: list[bool] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+            found.append(compat.is_transformed(gradients[0]))
+            return gradients[0] * 2
+
+    x = torch.ones(3, requires_grad=True)
+    torch.autograd.grad(Look.apply(x), x, torch.eye(3), is_grads_batched=True)
+    torch.autograd.grad(Look.apply(x), x, torch.ones(3))
+    torch.func.vmap(lambda t: found.append(compat.is_transformed(t)) or t)(torch.ones(2, 3))
+    assert found == [True, False, True]
+
+
+def test_scripting_is_noticed():
+    found: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        found.append(compat.being_scripted())
+        return x + 1
+
+    look(torch.ones(2))
+    torch.jit.trace(look, torch.ones(2), check_trace=False)
+    assert found == [False, True]

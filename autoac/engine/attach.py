@@ -11,14 +11,14 @@ import copy
 import functools
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autoac.compat import disable_dynamo
 from autoac.engine import replay, sac
-from autoac.engine.losses import Window, open_window
+from autoac.engine.losses import Side, run_with_losses, sides
 from autoac.engine.program import Program
 
 Runner = Callable[[Program, Callable[..., Any], tuple[Any, ...], dict[str, Any], torch.nn.Module], Any]
@@ -207,55 +207,38 @@ class LossSide:
     It is below whatever else the module carries, so that it is part of a region's second run.
 
     Args:
-        computes: whether the loss is computed in this module's own code.
-        at_once: computed before any submodule has run; see `Window`.
-        opens: whether a loss is computed next after this module, in the code that calls it.
+        side: what it has to do with losses.
         forward: the instance's own attribute `forward` if it had one, else None.
         plan_id: tells which plan it belongs to.
     """
 
-    def __init__(self, computes: bool, at_once: bool, opens: bool, forward: Any, plan_id: str):
-        self.computes = computes
-        self.at_once = at_once
-        self.opens = opens
+    def __init__(self, side: Side, forward: Any, plan_id: str):
+        self.side = side
         self.forward = forward
         self.plan_id = plan_id
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossSide:
-        return LossSide(
-            self.computes, self.at_once, self.opens, copy.deepcopy(self.forward, memo), self.plan_id
-        )
+        return LossSide(self.side, copy.deepcopy(self.forward, memo), self.plan_id)
 
 
 def loss_side_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module that carries a `LossSide`."""
-    side: LossSide = module.__dict__[_LOSS_KEY]
-    original = side.forward or functools.partial(type(module).forward, module)
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    carried: LossSide = module.__dict__[_LOSS_KEY]
+    original = carried.forward or functools.partial(type(module).forward, module)
+    if torch.compiler.is_compiling():
         return original(*args, **kwargs)
-    if side.computes:
-        with Window(side.at_once):
-            result = original(*args, **kwargs)
-    else:
-        result = original(*args, **kwargs)
-    if side.opens:
-        open_window()
-    return result
+    return run_with_losses(carried.side, original, args, kwargs)
 
 
-def attach_losses(model: torch.nn.Module, losses: Mapping[str, str | None], plan_id: str) -> None:
+def attach_losses(model: torch.nn.Module, losses: Mapping[str, Collection[str | None]], plan_id: str) -> None:
     """Let a model's cross entropies be lean; before anything else of the plan is attached.
 
     Args:
-        losses: names of the modules in whose own code a cross entropy is computed, and of the submodule that has run
-            last before it, None for none.
+        losses: as for `sides`.
     """
-    opening = {after for after in losses.values() if after is not None}
-    for fqn in losses.keys() | opening:
+    for fqn, side in sides(losses).items():
         module = model.get_submodule(fqn)
-        at_once = losses.get(fqn, "") is None
-        side = LossSide(fqn in losses, at_once, fqn in opening, module.__dict__.get("forward"), plan_id)
-        _put(module, loss_side_forward, side, _LOSS_KEY)
+        _put(module, loss_side_forward, LossSide(side, module.__dict__.get("forward"), plan_id), _LOSS_KEY)
 
 
 def detach(module: torch.nn.Module) -> None:

@@ -4,14 +4,17 @@ The peak of a step often lies at its loss. Going backward through cross entropy,
 gradient that comes in for them, and the result, each as large as the logits. That gradient is made there and used
 nowhere else, so the result can be written over it: the same kernels, in place.
 
-A planned model's forward takes it in place of torch's: a torch function mode stands by from where the last submodule
-ends, so nothing else of the model runs under it.
+A planned model's forward takes it in place of torch's: a torch function mode is on from where the last submodule before
+the loss ends, so little else of the model runs under it. While a step is recorded it is on just there, too, so that the
+record is what a planned step does.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +22,16 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autoac.compat import (
+    being_scripted,
     being_traced,
     disable_dispatch_modes,
     function_modes,
     in_function_transform,
+    is_device_mode,
     is_fake_type,
+    is_transformed,
+    put_function_mode_on,
+    take_function_mode_off,
     top_saved_tensors_hooks,
     torchs_cross_entropy,
 )
@@ -32,7 +40,6 @@ _ATEN = torch.ops.aten
 _TORCHS = torchs_cross_entropy or F.cross_entropy
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _CLASSES = 1  # the dimension of the classes
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def cross_entropy(
@@ -61,20 +68,27 @@ def cross_entropy(
         size_average is None
         and reduce is None
         and label_smoothing == 0.0
+        and isinstance(reduction, str)
         and reduction in _REDUCTIONS
+        and type(ignore_index) is int
         and _is_lean(input, target, weight)
     )
     if not lean:
         return _TORCHS(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    if input.dtype in _LOW_PRECISION and torch.is_autocast_enabled(input.device.type):
+    if torch.is_autocast_enabled(input.device.type):
         # What autocast does to the arguments of torch's.
-        input = input.float()
-        weight = weight.float() if weight is not None and weight.dtype in _LOW_PRECISION else weight
+        input, weight = _in_float32(input), None if weight is None else _in_float32(weight)
     return _CrossEntropy.apply(input, target, weight, _REDUCTIONS[reduction], ignore_index)[0]  # type: ignore[index]
+
+
+def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _is_lean(logits: Any, target: Any, weight: Any) -> bool:
     """Whether these are arguments that the lean form is for, and are fine; torch's says what is wrong with others."""
+    if torch.compiler.is_compiling() or being_traced() or being_scripted() or in_function_transform():
+        return False
     if not all(map(_is_plain, (logits, target, *((weight,) if weight is not None else ())))):
         return False
     return (
@@ -87,9 +101,6 @@ def _is_lean(logits: Any, target: Any, weight: Any) -> bool:
         and target.shape == (logits.shape[0], *logits.shape[2:])
         and target.device == logits.device
         and (weight is None or not weight.requires_grad)
-        and not torch.compiler.is_compiling()
-        and not being_traced()
-        and not in_function_transform()
         and logits.device.type in ("cpu", "cuda")
         and (is_fake_type(type(logits)) or _same_in_place(logits.device.type, logits.dtype))
     )
@@ -159,7 +170,7 @@ class _CrossEntropy(torch.autograd.Function):
             gradient = of_loss if gradient is None else gradient + of_loss
         if gradient is None:
             return None, None, None, None, None
-        if loss_gradient is not None and not torch.is_grad_enabled():
+        if loss_gradient is not None and not torch.is_grad_enabled() and not is_transformed(gradient):
             # Made right here, so nobody else has it, and no graph of a second derivative needs it.
             result = _over(gradient, log_probabilities)
         else:
@@ -180,13 +191,57 @@ class LeanLosses(TorchFunctionMode):
         self.hooks = top_saved_tensors_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.cross_entropy:
+        if not torch.compiler.is_compiling() and func is F.cross_entropy:
             # What torch's names so is what has been put in its place, if anything has: that has run already.
             func = cross_entropy if top_saved_tensors_hooks() == self.hooks else _TORCHS
         return func(*args, **(kwargs or {}))
 
 
-class Window:
+@dataclass(frozen=True)
+class Side:
+    """What a module has to do with losses that are to be lean.
+
+    Args:
+        computes: a loss is computed in this module's own code.
+        at_once: perhaps before any submodule has run.
+        opens: a loss may be computed next after this module, in the code that calls it.
+    """
+
+    computes: bool
+    at_once: bool
+    opens: bool
+
+
+EVERYWHERE = Side(computes=True, at_once=True, opens=False)
+
+
+def sides(losses: Mapping[str, Collection[str | None]]) -> dict[str, Side]:
+    """Each module's side, by name, for those that have any.
+
+    Args:
+        losses: names of the modules in whose own code losses are computed, and of the submodules that run last before
+            the first loss of each of their calls, None for none.
+    """
+    opening = {name for names in losses.values() for name in names if name is not None}
+    return {
+        fqn: Side(fqn in losses, None in losses.get(fqn, ()), fqn in opening)
+        for fqn in losses.keys() | opening
+    }
+
+
+def run_with_losses(side: Side, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a module's forward, with its losses lean."""
+    if side.computes and torch.is_grad_enabled():
+        with _Window(side.at_once):
+            result = original(*args, **kwargs)
+    else:
+        result = original(*args, **kwargs)
+    if side.opens and (window := getattr(_running, "window", None)) is not None:
+        window.open()
+    return result
+
+
+class _Window:
     """Context of one call of a module: `LeanLosses` for the rest of it, once it is opened.
 
     Args:
@@ -198,31 +253,26 @@ class Window:
         self.at_once = at_once
         self.is_open = False
 
-    def __enter__(self) -> Window:
+    def __enter__(self) -> None:
         self.outer = getattr(_running, "window", None)
         _running.window = self
         self.below = function_modes()
         if self.at_once:
             self.open()
-        return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *_: Any) -> None:
         _running.window = self.outer
         if self.is_open:
-            self.mode.__exit__(*exception)
+            take_function_mode_off(self.mode)
 
     def open(self) -> None:
-        """From here on, unless code in between has a mode of its own on, which would be taken off in our place."""
-        if not self.is_open and function_modes() == self.below and torchs_cross_entropy is not None:
+        """From here on, unless some mode is to see torch's loss, or code in between will take off the topmost mode."""
+        if self.is_open or torchs_cross_entropy is None:
+            return
+        modes = function_modes()
+        if modes == self.below and all(type(mode) is LeanLosses or is_device_mode(mode) for mode in modes):
             self.is_open = True
-            self.mode.__enter__()
+            put_function_mode_on(self.mode)
 
 
 _running = threading.local()
-
-
-def open_window() -> None:
-    """Open the innermost window of this thread, if there is one."""
-    window = getattr(_running, "window", None)
-    if window is not None:
-        window.open()

@@ -35,7 +35,8 @@ SCALAR_BYTES = 8
 """Size of a number that autograd saves as a tensor of its own, which no op makes."""
 
 _LOG_SOFTMAX = "aten._log_softmax.default"
-_LOG_SOFTMAX_BACKWARD = "aten._log_softmax_backward_data."
+_TORCHS_BACKWARD = "aten._log_softmax_backward_data.default"
+_LEAN_BACKWARD = "aten._log_softmax_backward_data.out"
 _NLL_LOSS_BACKWARD = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 
 TIMES_FROM = ("measured", "table", "interpolated", "estimated")
@@ -293,30 +294,24 @@ class Profile:
         first = min((alloc for alloc in gradients if alloc != NEVER), default=self.end)
         return offsets, sum(root.start < first for root in roots)
 
-    def lean_losses(self) -> dict[str, str | None]:
-        """Where the step computes cross entropies whose gradient is written over the one that comes in.
+    def lean_losses(self) -> dict[str, tuple[str | None, ...]]:
+        """Where modules compute cross entropies whose gradient is written over the one that comes in.
 
-        Returns:
-            Names of the modules that compute them in code of their own, and of the submodule that has run last before
-            the first one, None for none. Code outside of all modules is left out.
+        See `losses_in_modules`.
         """
-        made = {storage: op for op in self.tape for storage in op.creates if op.name == _LOG_SOFTMAX}
-        found: dict[str, str | None] = {}
-        for backward in self.tape:
-            if backward.name != _LOG_SOFTMAX_BACKWARD + "out":
-                continue
-            for op in (made[storage] for storage in backward.reads if storage in made):
-                if op.module == NEVER:
-                    continue
-                before = [c for c in self.calls if c.parent == op.module and c.end < op.tick]
-                found.setdefault(self.calls[op.module].fqn, before[-1].fqn if before else None)
-        return found
+        return losses_in_modules(self.tape, self.calls, lean=True)
 
     def with_torchs_losses(self) -> Profile:
-        """The step as it is without a plan: torch's cross entropy has its result beside the gradient that comes in."""
+        """The step as it is without a plan: torch's cross entropy has its result beside the gradient that comes in.
+
+        Outside of all modules no plan makes it lean, and so it is as it was recorded.
+        """
+        in_modules = {
+            s for op in self.tape if op.name == _LOG_SOFTMAX and op.module != NEVER for s in op.creates
+        }
         tape = tuple(
             replace(op, workspace_bytes=op.workspace_bytes + self._bytes(op.writes))
-            if op.name == _LOG_SOFTMAX_BACKWARD + "out"
+            if op.name == _LEAN_BACKWARD and in_modules.intersection(op.reads)
             else op
             for op in self.tape
         )
@@ -324,11 +319,15 @@ class Profile:
 
     @property
     def torchs_loss_bytes(self) -> int:
-        """What the largest cross entropy that is torch's, not the lean one, takes more than that would; 0 for none."""
-        of_classes = {s for op in self.tape if op.name in _NLL_LOSS_BACKWARD for s in op.reads}
-        torchs = [op for op in self.tape if op.name == _LOG_SOFTMAX_BACKWARD + "default"]
-        sizes = (self._bytes(op.creates) for op in torchs if of_classes.intersection(op.reads))
-        return max(sizes, default=0)
+        """What the largest of torch's cross entropies outside of all modules takes more than the lean one; 0: none."""
+        outside = {
+            s for op in self.tape if op.name == _LOG_SOFTMAX and op.module == NEVER for s in op.creates
+        }
+        of_classes = {s for op in self.tape if op.name in _NLL_LOSS_BACKWARD for s in op.reads} & outside
+        backward = [
+            op for op in self.tape if op.name == _TORCHS_BACKWARD and of_classes.intersection(op.reads)
+        ]
+        return max((self._bytes(op.creates) for op in backward), default=0)
 
     def _bytes(self, storages: Sequence[int]) -> int:
         return sum(self.storage_table[storage].bytes for storage in storages)
@@ -416,6 +415,34 @@ class Profile:
             return cls.from_data(data)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ProfileError(f"{path} is not a valid profile: {error!r}. Record it again.") from error
+
+
+def losses_in_modules(
+    tape: Sequence[Op], calls: Sequence[ModuleCall], lean: bool
+) -> dict[str, tuple[str | None, ...]]:
+    """Where modules compute cross entropies in code of their own.
+
+    Args:
+        tape, calls: of a step.
+        lean: only those whose gradient is written over the one that comes in.
+
+    Returns:
+        Names of the modules, and of the submodules that run last before the first such loss of each of their calls,
+        None for none.
+    """
+    made = {
+        storage: op for op in tape for storage in op.creates if op.name == _LOG_SOFTMAX and op.module != NEVER
+    }
+    backward = (_LEAN_BACKWARD,) if lean else (_LEAN_BACKWARD, _TORCHS_BACKWARD)
+    computed = {made[s].tick: made[s] for op in tape if op.name in backward for s in op.reads if s in made}
+    first: dict[int, Op] = {}
+    for tick in sorted(computed):
+        first.setdefault(computed[tick].module, computed[tick])
+    found: dict[str, dict[str | None, None]] = {}
+    for index, op in first.items():
+        before = [call.fqn for call in calls if call.parent == index and call.end < op.tick]
+        found.setdefault(calls[index].fqn, {})[before[-1] if before else None] = None
+    return {fqn: tuple(names) for fqn, names in found.items()}
 
 
 _TABLES: dict[str, type] = {"tape": Op, "storage_table": Storage, "saved": Saved, "calls": ModuleCall}

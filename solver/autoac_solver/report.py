@@ -148,8 +148,8 @@ def about_torchs_loss(profile: Profile, where: str) -> str:
     if not less or not where.startswith("aten._log_softmax_backward_data.default"):
         return ""
     return (
-        "the peak is the backward of a cross entropy that is computed outside of the model's forward: "
-        f"autoac.cross_entropy in place of torch's takes {format_bytes(less)} less there, with the same bits"
+        "the peak is the backward of a loss that is computed outside of the model's forward: if it is torch's "
+        f"cross_entropy, autoac.cross_entropy in its place takes {format_bytes(less)} less there, with the same bits"
     )
 
 

@@ -258,6 +258,6 @@ def nothing_leaks() -> Iterator[None]:
 def assert_nothing_active() -> None:
     """No mode and no saved-tensor hooks are left on their stacks, and gradients are on."""
     assert torch._C._len_torch_dispatch_stack() == 0
-    assert function_modes() == 0
+    assert function_modes() == []
     assert top_saved_tensors_hooks() is None
     assert torch.is_grad_enabled()

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+
+from autoac.engine.losses import LeavesLosses
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_MOST_WIDTH = 256
 
 
-class CudaOps(TorchFunctionMode):
+class CudaOps(LeavesLosses):
     """Mode in which functions run the ops that they would run on CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

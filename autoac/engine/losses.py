@@ -179,7 +179,11 @@ class _CrossEntropy(torch.autograd.Function):
         return result, None, None, None, None
 
 
-class LeanLosses(TorchFunctionMode):
+class LeavesLosses(TorchFunctionMode):
+    """A mode of our own that does not mind whether cross entropy is torch's."""
+
+
+class LeanLosses(LeavesLosses):
     """Mode in which torch's cross entropy is ours.
 
     But not where there are other saved-tensor hooks than `hooks`, those where the module's own code begins. Inside of a
@@ -270,7 +274,9 @@ class _Window:
         if self.is_open or torchs_cross_entropy is None:
             return
         modes = function_modes()
-        if modes == self.below and all(type(mode) is LeanLosses or is_device_mode(mode) for mode in modes):
+        if modes == self.below and all(
+            isinstance(mode, LeavesLosses) or is_device_mode(mode) for mode in modes
+        ):
             self.is_open = True
             put_function_mode_on(self.mode)
 

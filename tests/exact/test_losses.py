@@ -600,6 +600,7 @@ def test_fake_profile_has_the_same_losses():
     real, fake = (autoac.profile(model, SAMPLE, mode=mode) for mode in ("real", "fake"))
     assert fake.lean_losses() == real.lean_losses() == PLACES["root"]
     assert fake.op_fingerprint == real.op_fingerprint
+    assert autoac.profile(model, SAMPLE, device="h200").lean_losses() == PLACES["root"]
 
 
 def test_a_compiled_model_has_the_compilers_loss():

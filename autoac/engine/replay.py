@@ -534,7 +534,13 @@ class Recording(TorchDispatchMode):
         return tensor
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor without its graph, which would make a cycle: see NOTE [ Who holds what ] 3."""
+        """The tensor without its graph, which would make a cycle: see NOTE [ Who holds what ] 3.
+
+        In the forward of a custom `autograd.Function`, where gradients are off, what has no graph yet gets one if it is
+        returned.
+        """
+        if not torch.is_grad_enabled():
+            return detach_sharing_version(tensor)
         return _without_graph(tensor, detach_sharing_version)
 
     def slot_of(self, tensor: torch.Tensor, key: int | None = None) -> Slot | None:
@@ -602,14 +608,10 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _without_graph(tensor: torch.Tensor, detach: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What may be held of a tensor: see NOTE [ Who holds what ] 3. A view holds its base, and that perhaps a graph.
-
-    Where gradients are off, as in the forward of a custom `autograd.Function`, what has no graph yet may be returned
-    from there, and gets the function's node.
-    """
+    """What may be held of a tensor: see NOTE [ Who holds what ] 3. A view holds its base, and that perhaps a graph."""
     base = tensor._base
     whole = tensor if base is None else base
-    if whole.is_leaf and torch.is_grad_enabled() and (base is None or _ends_at(base, tensor)):
+    if whole.is_leaf and (base is None or _ends_at(base, tensor)):
         return tensor
     return detach(tensor)
 

@@ -239,7 +239,7 @@ def being_traced() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def being_scripted() -> bool:
+def being_jit_traced() -> bool:
     """Whether `torch.jit.trace` is writing ops down."""
     return torch._C._get_tracing_state() is not None
 

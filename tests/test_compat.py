@@ -786,11 +786,11 @@ def test_batched_gradients_are_noticed():
     assert found == [True, False, True]
 
 
-def test_scripting_is_noticed():
+def test_jit_tracing_is_noticed():
     found: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        found.append(compat.being_scripted())
+        found.append(compat.being_jit_traced())
         return x + 1
 
     look(torch.ones(2))

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autoac.compat import (
-    being_scripted,
+    being_jit_traced,
     being_traced,
     disable_dispatch_modes,
     function_modes,
@@ -87,7 +87,7 @@ def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_lean(logits: Any, target: Any, weight: Any) -> bool:
     """Whether these are arguments that the lean form is for, and are fine; torch's says what is wrong with others."""
-    if torch.compiler.is_compiling() or being_traced() or being_scripted() or in_function_transform():
+    if torch.compiler.is_compiling() or being_traced() or being_jit_traced() or in_function_transform():
         return False
     if not all(map(_is_plain, (logits, target, *((weight,) if weight is not None else ())))):
         return False

@@ -304,7 +304,8 @@ class Profile:
     def with_torchs_losses(self) -> Profile:
         """The step as it is without a plan: torch's cross entropy has its result beside the gradient that comes in.
 
-        Outside of all modules no plan makes it lean, and so it is as it was recorded.
+        Outside of all modules no plan makes it lean, and so it is as it was recorded. In a module one that was lean
+        without a plan, too, cannot be told, and counts as torch's.
         """
         in_modules = {
             s for op in self.tape if op.name == _LOG_SOFTMAX and op.module != NEVER for s in op.creates

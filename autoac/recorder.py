@@ -22,7 +22,7 @@ from autoac.regions import lean_modules
 from autoac.scratch import Measured, measure_on_scratch
 from autoac.step import Loss, make_step
 from autoac.tape import Instrumented, Tape
-from autoac.timing import OpTime, OpTimer, SignatureMeter, WorkspaceMeter, unsteady, waited_s
+from autoac.timing import Disturbance, OpTime, OpTimer, SignatureMeter, WorkspaceMeter, unsteady
 from autoac.uncompiled import compiled_modules, is_inside, uncompiled
 from autoac.untouched import tensors_of, untouched
 from autoac_solver.errors import ProfilingError
@@ -92,7 +92,7 @@ def recorded_step(
         losses = _losses(model, tables) if lean_losses else {}
         timer = OpTimer(device)
         expected = max(1, len(warm_up.ops))
-        started, waited = time.perf_counter(), waited_s()
+        started, disturbance = time.perf_counter(), Disturbance()
         for _ in range(0 if callable(sample) else _TIMED_STEPS):
             timed = Tape(device, timer)
             timed.on_op = lambda done: tell("timed step", 0.3 + 0.3 * min(1.0, done / expected))
@@ -106,7 +106,7 @@ def recorded_step(
         with _recording(model, step, tape, fixed, losses):
             elapsed = time.perf_counter() - start
             times = timer.times()
-            note = _note_if_unsteady(times.values(), device, started, waited)
+            note = _note_if_unsteady(times.values(), device, disturbance)
             tables = tape.finish(_names(model), meter.workspace_bytes, times)
             its_own = {id(leaf) for leaf in (*model.parameters(), *inputs)}.issuperset(map(id, tape.leaves))
     tell("engine costs", 0.95)
@@ -169,7 +169,7 @@ def record_fake(
     _check_recorded(tables)
     signatures = {str(row["signature"]): row for row in tape.ops}
     found = Measured()
-    started, waited = time.perf_counter(), waited_s()
+    disturbance = Disturbance()
     if measure:
         found = measure_on_scratch(
             [row["signature"] for row in tape.ops],
@@ -178,7 +178,7 @@ def record_fake(
             most_bytes,
             lambda share: tell("timing distinct ops on scratch memory", 0.2 + 0.7 * share),
         )
-    note = _note_if_unsteady(found.times.values(), device, started, waited)
+    note = _note_if_unsteady(found.times.values(), device, disturbance)
     tell("engine costs", 0.95)
     times = {
         row["signature"]: found.times.get(row["signature"]) or OpTime.estimated(rates.roofline_s(*_work(row)))
@@ -212,12 +212,12 @@ def _bytes_per_op(tape: Sequence[Op]) -> int:
 
 
 def _note_if_unsteady(
-    times: Iterable[OpTime], device: torch.device, started: float, waited: float
+    times: Iterable[OpTime], device: torch.device, disturbance: Disturbance
 ) -> tuple[str, ...]:
-    """A note if the times that were measured since then should not be relied on."""
-    share = (waited_s() - waited) / max(time.perf_counter() - started, 1e-9) / torch.get_num_threads()
+    """A note if times that were measured under this should not be relied on."""
     # On a GPU ops are timed by its own clock, whatever the host waits for.
-    note = unsteady(times, share if device.type == "cpu" else 0.0)
+    shares = (disturbance.waited_share, disturbance.stolen_share) if device.type == "cpu" else (0.0, 0.0)
+    note = unsteady(times, *shares)
     return (note,) if note else ()
 
 

@@ -6,6 +6,7 @@ Both are measured by signature (overload, shapes, strides, dtypes, scalars), so 
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from autoac_solver.profile import UNSTEADY
 
 _BATCHES, _LAUNCHES = 3, 4
 _MOST_WAITING = 0.1
+_MOST_STOLEN = 0.1
 _MOST_SPREAD = 0.5
 """On a quiet machine 0.01 and 0.1 (of small models 0.2); beside one busy program on two cores 0.3 and up to 3."""
 _ENOUGH = 2
@@ -262,12 +264,50 @@ def waited_s() -> float:
     return waited_ns * 1e-9
 
 
-def unsteady(times: Iterable[OpTime], waited_share: float) -> str:
+def stolen_s() -> float:
+    """CPU seconds, of all processors, that a virtual machine's host has given to others, 0 where nobody counts it.
+
+    Source: "steal" of Linux's `/proc/stat`.
+    """
+    try:
+        total = Path("/proc/stat").read_text().partition("\n")[0].split()
+    except OSError:
+        return 0.0
+    return int(total[8]) * _tick_s() if len(total) > 8 else 0.0
+
+
+def _tick_s() -> float:
+    """What `stolen_s` is counted in."""
+    return 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Disturbance:
+    """What has kept this process from running since this was made."""
+
+    def __init__(self) -> None:
+        self._started, self._waited_s, self._stolen_s = time.perf_counter(), waited_s(), stolen_s()
+
+    def _elapsed_s(self) -> float:
+        return max(time.perf_counter() - self._started, 1e-9)
+
+    @property
+    def waited_share(self) -> float:
+        """See `waited_s`, for each of torch's threads, as a share of the time."""
+        return (waited_s() - self._waited_s) / self._elapsed_s() / torch.get_num_threads()
+
+    @property
+    def stolen_share(self) -> float:
+        """See `stolen_s`, as a share of all processors' time; but for one tick, which may have begun before."""
+        stolen = max(0.0, stolen_s() - self._stolen_s - _tick_s())
+        return stolen / self._elapsed_s() / (os.cpu_count() or 1)
+
+
+def unsteady(times: Iterable[OpTime], waited_share: float, stolen_share: float) -> str:
     """Why these times should not be relied on, "" if they may.
 
     Args:
         times: of the distinct ops.
-        waited_share: see `waited_s`, for each thread, as a share of the time it took.
+        waited_share, stolen_share: see `Disturbance`.
     """
     known = list(times)
     total_s = sum(op.time_s for op in known)
@@ -275,6 +315,8 @@ def unsteady(times: Iterable[OpTime], waited_share: float) -> str:
     reasons = []
     if waited_share > _MOST_WAITING:
         reasons.append(f"its threads waited for a processor for {waited_share:.0%} of the time")
+    if stolen_share > _MOST_STOLEN:
+        reasons.append(f"the machine's host gave {stolen_share:.0%} of the processors' time to others")
     if differ > _MOST_SPREAD:
         reasons.append(f"runs of the same op differ by {differ:.0%} (between their quartiles)")
     if not reasons or not known:

@@ -111,7 +111,8 @@ def measure_model(
     )
     names = in_the_running(result)
     bench.time([c for c in configurations if c.strategy.name in names], more, _tell("timing the best"))
-    return dataclasses.replace(result, rows=[Row.of(configuration) for configuration in configurations])
+    rows = [Row.of(configuration) for configuration in configurations]
+    return dataclasses.replace(result, rows=rows, taken_again=bench.taken_again)
 
 
 def in_the_running(result: ModelResult) -> set[str]:

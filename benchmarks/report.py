@@ -27,6 +27,7 @@ def _model(model: ModelResult) -> str:
         f"two equal configurations differ by at most {model.noise:.1%} in 95 of 100 cases. "
         f"Profiling took {model.profile_s:.1f} s, planning for all budgets {model.solve_s:.1f} s."
     )
+    caption = f"{caption} {model.about_taken_again}".rstrip()
     verdicts = "\n".join(f"- {check}" for check in checks(model))
     return "\n\n".join([f"## {model.title}", _budgets(model), caption, verdicts, _strategies(model)])
 

@@ -88,6 +88,12 @@ def test_overhead_and_noise(by_hand: ModelResult):
     assert by_hand.rank_correlation == pytest.approx(1)
 
 
+def test_samples_that_were_taken_again_are_reported(by_hand: ModelResult):
+    assert "taken again" not in report.render(Results({}, [by_hand]))
+    again = dataclasses.replace(by_hand, taken_again=7)
+    assert "7 samples were taken again, as the machine's host" in report.render(Results({}, [again]))
+
+
 def test_drift_of_the_machine_is_told_from_the_configurations():
     """The machine is up to three times as slow as at its best, in waves of some rounds."""
     costs = {"none": 1.0, "none again": 1.0, "a": 1.1, "b": 1.3, "c": 1.6}

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoac
-from autoac import recorder, timing
+from autoac import timing
 from autoac.measure import measure_peak, unique_storage_bytes
 from autoac.opinfo import op_info, tensors_in
 from autoac.step import default_loss
@@ -585,24 +585,51 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path):
         Profile.load(tmp_path / "nowhere.json")
 
 
-def test_times_that_others_disturbed_are_noted(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("counter", "said"), [("waited_s", "waited for a processor"), ("stolen_s", "processors' time to others")]
+)
+def test_times_that_others_disturbed_are_noted(monkeypatch: pytest.MonkeyPatch, counter: str, said: str):
     clock = itertools.count(step=1000)
-    monkeypatch.setattr(recorder, "waited_s", lambda: float(next(clock)))
+    monkeypatch.setattr(timing, counter, lambda: float(next(clock)))
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     x = torch.randn(4, 8)
     for mode in ("real", "fake"):
         profile = autoac.profile(model, x, mode=mode)
-        assert any("waited for a processor" in note for note in profile.notes)
+        assert any(said in note for note in profile.notes)
         assert "note            times are unsteady" in autoac.solve(profile, "1GB").explain()
         assert "notes: " in repr(profile)
 
 
 def test_what_counts_as_unsteady():
     steady, wide = OpTime(1.0, 0.1, 1.0), OpTime(1.0, 2.0, 1.0)
-    assert not timing.unsteady([steady] * 9, 0.1)
-    assert "differ by 105%" in timing.unsteady([steady, wide], 0.1)
-    assert "for 60% of the time" in timing.unsteady([steady], 0.6)
-    assert not timing.unsteady([], 0.0)
+    assert not timing.unsteady([steady] * 9, 0.1, 0.1)
+    assert "differ by 105%" in timing.unsteady([steady, wide], 0.1, 0.0)
+    assert "for 60% of the time" in timing.unsteady([steady], 0.6, 0.0)
+    assert "gave 40% of the processors' time" in timing.unsteady([steady], 0.0, 0.4)
+    assert not timing.unsteady([], 0.0, 0.0)
+
+
+def test_stolen_time_is_read_where_the_system_tells(monkeypatch: pytest.MonkeyPatch):
+    assert 0.0 <= timing.stolen_s() <= timing.stolen_s()
+    ticks = iter(["cpu  1 2 3 4 5 6 7 800 0 0\ncpu0 1\n", "cpu 1 2 3 4\n"])
+    monkeypatch.setattr(Path, "read_text", lambda self: next(ticks))
+    assert timing.stolen_s() == 800 / os.sysconf("SC_CLK_TCK")
+    assert timing.stolen_s() == 0.0  # a system that does not count it
+
+    def missing(self: Path) -> str:
+        raise FileNotFoundError(self)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert timing.stolen_s() == 0.0
+
+
+def test_one_tick_of_stolen_time_may_have_begun_before(monkeypatch: pytest.MonkeyPatch):
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    stolen = iter([5.0, 5.0 + tick, 5.0 + 3 * tick])
+    monkeypatch.setattr(timing, "stolen_s", lambda: next(stolen))
+    disturbance = timing.Disturbance()
+    assert disturbance.stolen_share == 0.0
+    assert disturbance.stolen_share > 0.0
 
 
 @pytest.mark.skipif(

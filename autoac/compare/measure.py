@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoac.compare.quiet import MOST_STOLEN
 from autoac.compare.strategies import Strategy
 from autoac.compare.workload import Workload
 from autoac.measure import measure_peak
+from autoac.timing import Disturbance
 from autoac.untouched import tensors_of, untouched
 from autoac.verify import same
 
 SEED = 1
+_ATTEMPTS = 4
 
 Tell = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
@@ -116,6 +119,7 @@ class Bench:
         self.reference: _Outcome | None = None
         self.order = random.Random(SEED)
         self.turns = 0
+        self.taken_again = 0
 
     def examine(self, strategy: Strategy) -> Configuration:
         """Peak and gradients of a strategy; the first that runs is what the others' gradients are compared with.
@@ -153,7 +157,11 @@ class Bench:
         )
 
     def time(self, configurations: Sequence[Configuration], rounds: int, tell: Tell) -> None:
-        """Time one step of each configuration a round, in another order every round; samples are added."""
+        """Time one step of each configuration a round, in another order every round; samples are added.
+
+        A sample is taken again, a few times, where the host of a virtual machine has given CPU time of it to others;
+        `taken_again` counts that. The one of which it took the least counts.
+        """
         able = [c for c in configurations if not c.error]
         gc.collect()
         gc.freeze()  # what is here stays; collecting before each step is cheap then
@@ -170,9 +178,15 @@ class Bench:
             gc.unfreeze()
 
     def _time(self, configuration: Configuration) -> None:
+        attempts: list[tuple[float, float, float]] = []
         with self.costumes[configuration.strategy.name].worn():
-            self._prepare()
-            seconds, wall_s = self.clock(self.step)
+            while len(attempts) < _ATTEMPTS and (not attempts or attempts[-1][0] > MOST_STOLEN):
+                self._prepare()
+                disturbance = Disturbance()
+                seconds, wall_s = self.clock(self.step)
+                attempts.append((disturbance.stolen_share, seconds, wall_s))
+        self.taken_again += len(attempts) - 1
+        _, seconds, wall_s = min(attempts, key=lambda attempt: attempt[0])
         configuration.seconds.append(seconds)
         configuration.wall_s.append(wall_s)
         configuration.turns.append(self.turns)

@@ -17,6 +17,9 @@ SETTINGS = {
     "PYTHONHASHSEED": "0",
 }
 
+MOST_STOLEN = 0.02
+"""A sample is thrown away if the host of a virtual machine gave a larger share of its CPU time to others."""
+
 
 def restart_if_needed(others: Mapping[str, str] | None = None) -> None:
     """Start this process again with `SETTINGS` and others, unless it has them. Call it before anything is done."""

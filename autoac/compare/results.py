@@ -18,6 +18,7 @@ from pathlib import Path
 import pandas as pd
 
 from autoac.compare.measure import Configuration
+from autoac.compare.quiet import MOST_STOLEN
 from autoac_solver.files import read_json, write_json
 
 SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 3
@@ -90,6 +91,7 @@ class ModelResult:
         predicted_step_s: what the profile says of a step with nothing recomputed.
         predicted_again: overheads that plans for the same budgets predict from a second profile; empty if none was
             taken.
+        taken_again: samples that were thrown away, see `Bench.time`.
     """
 
     name: str
@@ -102,6 +104,7 @@ class ModelResult:
     predicted_step_s: float
     rows: list[Row]
     predicted_again: list[float] = field(default_factory=list)
+    taken_again: int = 0
 
     def of_kind(self, kind: str) -> list[Row]:
         """The rows of one kind: "none", "other" or "ours"."""
@@ -188,6 +191,16 @@ class ModelResult:
             hands = shuffled.sample(pool, 2 * rounds)
             differences.append(abs(statistics.median(hands[:rounds]) / statistics.median(hands[rounds:]) - 1))
         return max(sorted(differences)[int(0.95 * len(differences))], self.difference_of_none)
+
+    @property
+    def about_taken_again(self) -> str:
+        """A sentence on the samples that were thrown away, "" if there are none."""
+        if not self.taken_again:
+            return ""
+        return (
+            f"{self.taken_again} samples were taken again, as the machine's host had given more than {MOST_STOLEN:.0%} "
+            "of their CPU time to others."
+        )
 
     @property
     def rank_correlation(self) -> float:

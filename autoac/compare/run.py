@@ -94,6 +94,7 @@ def compare(
         solve_s=solve_s,
         predicted_step_s=profile.step_s,
         rows=[Row.of(configuration) for configuration in found],
+        taken_again=bench.taken_again,
     )
 
 

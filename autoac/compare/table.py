@@ -83,6 +83,7 @@ def _notes(result: ModelResult, conditions: Mapping[str, str], blocks: Sequence[
             f"extra: step time over that of {base!r}, median of the rounds. Two equal strategies differ by up to "
             f"{result.noise:.1%} in 95 of 100 cases: smaller differences mean nothing."
         )
+        lines += filter(None, [result.about_taken_again])
     if blocks:
         lines.append(f"blocks: {blocks[0]} ... {blocks[-1]} ({len(blocks)})")
     lines.append("; ".join(f"{name} {value}" for name, value in conditions.items()))

@@ -179,3 +179,44 @@ def test_a_step_of_the_users_own() -> None:
     assert all(row.gradients_equal and not row.error for row in rows)
     assert rows[2].peak_bytes < rows[0].peak_bytes
     assert all(map(torch.equal, model.parameters(), weights))
+
+
+class StolenTime:
+    """The clock of a machine whose host takes seconds away in some steps.
+
+    Args:
+        seconds: what it takes from each step, in order; nothing from later ones.
+    """
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds = seconds
+        self.steps = 0
+
+    def clock(self, step) -> tuple[float, float]:
+        step()
+        self.steps += 1
+        return float(self.steps), 10.0
+
+    def stolen_s(self) -> float:
+        return sum(self.seconds[: self.steps])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kept", "again"),
+    [
+        ([], 1.0, 0),
+        ([0.001], 1.0, 0),
+        ([50.0, 50.0, 0.001], 3.0, 2),
+        ([5000.0, 20.0, 9000.0, 5000.0, 5000.0], 2.0, 3),  # it gives up, and takes the least disturbed
+    ],
+)
+def test_samples_that_the_host_has_disturbed_are_taken_again(monkeypatch, seconds, kept, again) -> None:
+    stolen = StolenTime(seconds)
+    monkeypatch.setattr("autoac.timing.stolen_s", stolen.stolen_s)
+    measured = bench(workload())
+    measured.clock = stolen.clock
+    configuration = measured.examine(Strategy("none", "none", lambda model: None))
+    measured.time([configuration], 1, lambda *_: None)
+    assert configuration.seconds == [kept]
+    assert configuration.wall_s == [10.0]
+    assert measured.taken_again == again

@@ -298,8 +298,10 @@ class Disturbance:
     @property
     def stolen_share(self) -> float:
         """See `stolen_s`, as a share of all processors' time; but for one tick, which may have begun before."""
-        stolen = max(0.0, stolen_s() - self._stolen_s - _tick_s())
-        return stolen / self._elapsed_s() / (os.cpu_count() or 1)
+        stolen = stolen_s() - self._stolen_s
+        if not stolen:  # or nobody counts it, and there is no tick to ask for
+            return 0.0
+        return max(0.0, stolen - _tick_s()) / self._elapsed_s() / (os.cpu_count() or 1)
 
 
 def unsteady(times: Iterable[OpTime], waited_share: float, stolen_share: float) -> str:

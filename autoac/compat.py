@@ -115,6 +115,25 @@ def storage_users(key: int) -> int:
     return torch._C._storage_Use_Count(key) - 1  # asking takes a reference of its own
 
 
+def has_its_storage_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor stands on this one's storage, and nobody but torch has the storage's Python object.
+
+    So that the memory would be free once this tensor dies. All who share a storage hold it: views, what autograd has
+    saved, arrays of numpy, tensors of other libraries. The counts are compared with those of a tensor of our own.
+    """
+    return _storage_holders(tensor) == _storage_holders(torch.empty(1))
+
+
+def _storage_holders(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+def saved_tensors_hooks_allowed() -> bool:
+    """Whether saved-tensor hooks may be used here (`torch.autograd.graph.disable_saved_tensors_hooks`)."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
 def held_once_as_argument(tensor: torch.Tensor) -> bool:
     """Whether an argument of `__torch_dispatch__` has one owner only, which is not Python, and so has its storage.
 

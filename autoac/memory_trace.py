@@ -23,6 +23,8 @@ from autoac_solver.plan_record import PlanRecord
 
 _LOOK_AHEAD = 200
 """Within how many ops of the run an expected one has to come; some (views, composites) are not in the plan."""
+_LOOK_AHEAD_CHUNKED = 2000
+"""The same where a loss, which is few ops of the plan, is computed over chunks of rows."""
 _FEW = 3
 """If this many that are expected later come first, the op that was to come before them ran under another name."""
 _MOST_MISSING = 0.05
@@ -68,7 +70,8 @@ def measured_memory(
     built, recomputed = record.rebuilt()
     runs = built.runs(record.profile, recomputed)
     names = np.array(record.timeline_columns["op"], dtype=object)
-    starts = _starts([_as_run(name) for name in names[runs]], timeline)
+    reach = _LOOK_AHEAD_CHUNKED if record.chunked_losses else _LOOK_AHEAD
+    starts = _starts([_as_run(name) for name in names[runs]], timeline, reach)
     before, highest = _between(starts, timeline)
     # Where nothing runs, as at the replay of what is kept, memory is what the next op finds.
     next_op = np.minimum(np.cumsum(runs) - runs, len(starts) - 1)
@@ -81,8 +84,11 @@ def _as_run(name: str) -> str:
     return "::".join(name.split(".")[:2])
 
 
-def _starts(expected: Sequence[str], timeline: Timeline) -> np.ndarray:
+def _starts(expected: Sequence[str], timeline: Timeline, reach: int) -> np.ndarray:
     """When each expected op began, seconds; where one is missing, when the next one did.
+
+    Args:
+        reach: within how many ops of the run an expected one has to come.
 
     Raises:
         ProfilingError: too many are missing.
@@ -105,7 +111,7 @@ def _starts(expected: Sequence[str], timeline: Timeline) -> np.ndarray:
         return index + _FEW < len(expected)
 
     for index in range(len(expected)):
-        place = place_of(index, next_op, next_op + _LOOK_AHEAD)
+        place = place_of(index, next_op, next_op + reach)
         if place < 0 or follow(index, next_op, place):  # before another one of this name
             # An in-place op's range holds the copy that autograd makes of its target, which the tape sees first.
             inside = next_op >= 2 and place_of(index, next_op - 2, next_op - 1) >= 0

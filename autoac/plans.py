@@ -31,6 +31,7 @@ from autoac.verify import Report, verify
 from autoac_solver import curve
 from autoac_solver.errors import PlanMismatchError
 from autoac_solver.explanation import Explanation, explain, explanation
+from autoac_solver.losses import lean_losses
 from autoac_solver.plan_record import PlanRecord, RegionPlan
 from autoac_solver.profile import NEVER
 
@@ -50,7 +51,7 @@ class Plan:
     def _id(self) -> str:
         """Tells on a model whose decisions it carries; a plan that was saved and loaded is the same plan."""
         decisions = [(region.fqn, region.call, region.wrapped, region.steps) for region in self.regions]
-        content = repr((self.record.model_fingerprint, self.engine, decisions))
+        content = repr((self.record.model_fingerprint, self.engine, decisions, self.record.chunked_losses))
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     # -- what it says ------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class Plan:
             compiled = compiled_modules(inner)
             for fqn in to_uncompile(compiled, programs_of, self.engine):
                 uncompile(compiled[fqn], self._id)
-            attach_losses(inner, self._losses, self._id)
+            attach_losses(inner, self._losses, self.record.chunked_losses, self._id)
             for fqn, programs in programs_of.items():
                 for program in programs:
                     program.warned = False  # to be said anew, of this model
@@ -248,7 +249,7 @@ class Plan:
     @functools.cached_property
     def _losses(self) -> dict[str, tuple[str | None, ...]]:
         """As for `attach_losses`."""
-        return self.record.profile.lean_losses()
+        return lean_losses(self.record.profile)
 
     @property
     def is_not_followed(self) -> bool:

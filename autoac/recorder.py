@@ -26,7 +26,8 @@ from autoac.timing import Disturbance, OpTime, OpTimer, SignatureMeter, Workspac
 from autoac.uncompiled import compiled_modules, is_inside, uncompiled
 from autoac.untouched import tensors_of, untouched
 from autoac_solver.errors import ProfilingError
-from autoac_solver.profile import Op, Profile, losses_in_modules
+from autoac_solver.losses import losses_in_modules
+from autoac_solver.profile import Op, Profile
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ORDER = {
     "autoac_solver": """
-        format errors units arguments limits files html pictures profile policies problem conditions memory pauses build
-        stacking partitions simulator baselines greedy solution devices backends formulation search ilp report
-        plan_record explanation choices curve sweep planning batches page __init__
+        format errors units arguments limits files html pictures profile losses policies problem conditions memory
+        pauses build stacking partitions simulator baselines greedy solution devices backends formulation search ilp
+        report plan_record explanation choices curve sweep planning batches page __init__
     """,
     "autoac": """
         _version compat arguments opinfo measure engine policies untouched step costs fake as_cuda signatures

@@ -230,13 +230,15 @@ def loss_side_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any
     return run_with_losses(carried.side, original, args, kwargs)
 
 
-def attach_losses(model: torch.nn.Module, losses: Mapping[str, Collection[str | None]], plan_id: str) -> None:
+def attach_losses(
+    model: torch.nn.Module, losses: Mapping[str, Collection[str | None]], chunked: bool, plan_id: str
+) -> None:
     """Let a model's cross entropies be lean; before anything else of the plan is attached.
 
     Args:
-        losses: as for `sides`.
+        losses, chunked: as for `sides`.
     """
-    for fqn, side in sides(losses).items():
+    for fqn, side in sides(losses, chunked).items():
         module = model.get_submodule(fqn)
         _put(module, loss_side_forward, LossSide(side, module.__dict__.get("forward"), plan_id), _LOSS_KEY)
 

@@ -35,6 +35,7 @@ from autoac.compat import (
     top_saved_tensors_hooks,
     torchs_cross_entropy,
 )
+from autoac.engine.chunked import can_be_chunked, chunked_cross_entropy
 
 _ATEN = torch.ops.aten
 _TORCHS = torchs_cross_entropy or F.cross_entropy
@@ -64,6 +65,24 @@ def cross_entropy(
     Returns:
         The loss: a scalar, or of the target's shape with reduction "none".
     """
+    return _cross_entropy(
+        input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing, chunked=False
+    )
+
+
+def _cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    chunked: bool,
+) -> torch.Tensor:
+    """As `cross_entropy`; over chunks of rows where that is wanted and possible."""
     lean = (
         size_average is None
         and reduce is None
@@ -78,6 +97,8 @@ def cross_entropy(
     if torch.is_autocast_enabled(input.device.type):
         # What autocast does to the arguments of torch's.
         input, weight = _in_float32(input), None if weight is None else _in_float32(weight)
+    if chunked and can_be_chunked(input, weight):
+        return chunked_cross_entropy(input, target, _REDUCTIONS[reduction], ignore_index)
     return _CrossEntropy.apply(input, target, weight, _REDUCTIONS[reduction], ignore_index)[0]  # type: ignore[index]
 
 
@@ -184,20 +205,21 @@ class LeavesLosses(TorchFunctionMode):
 
 
 class LeanLosses(LeavesLosses):
-    """Mode in which torch's cross entropy is ours.
+    """Mode in which torch's cross entropy is ours, over chunks of rows if `chunked`.
 
     But not where there are other saved-tensor hooks than `hooks`, those where the module's own code begins. Inside of a
     user's own checkpoint, say: its second run would be without this mode, and must save what the first one has saved.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunked: bool) -> None:
         super().__init__()
         self.hooks = top_saved_tensors_hooks()
+        self.ours = functools.partial(_cross_entropy, chunked=chunked)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_compiling() and func is F.cross_entropy:
             # What torch's names so is what has been put in its place, if anything has: that has run already.
-            func = cross_entropy if top_saved_tensors_hooks() == self.hooks else _TORCHS
+            func = self.ours if top_saved_tensors_hooks() == self.hooks else _TORCHS
         return func(*args, **(kwargs or {}))
 
 
@@ -209,26 +231,29 @@ class Side:
         computes: a loss is computed in this module's own code.
         at_once: perhaps before any submodule has run.
         opens: a loss may be computed next after this module, in the code that calls it.
+        chunked: its losses are computed over chunks of rows.
     """
 
     computes: bool
     at_once: bool
     opens: bool
+    chunked: bool = False
 
 
 EVERYWHERE = Side(computes=True, at_once=True, opens=False)
 
 
-def sides(losses: Mapping[str, Collection[str | None]]) -> dict[str, Side]:
+def sides(losses: Mapping[str, Collection[str | None]], chunked: bool = False) -> dict[str, Side]:
     """Each module's side, by name, for those that have any.
 
     Args:
         losses: names of the modules in whose own code losses are computed, and of the submodules that run last before
             the first loss of each of their calls, None for none.
+        chunked: the losses are computed over chunks of rows.
     """
     opening = {name for names in losses.values() for name in names if name is not None}
     return {
-        fqn: Side(fqn in losses, None in losses.get(fqn, ()), fqn in opening)
+        fqn: Side(fqn in losses, None in losses.get(fqn, ()), fqn in opening, chunked)
         for fqn in losses.keys() | opening
     }
 
@@ -236,7 +261,7 @@ def sides(losses: Mapping[str, Collection[str | None]]) -> dict[str, Side]:
 def run_with_losses(side: Side, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run a module's forward, with its losses lean."""
     if side.computes and torch.is_grad_enabled():
-        with _Window(side.at_once):
+        with _Window(side):
             result = original(*args, **kwargs)
     else:
         result = original(*args, **kwargs)
@@ -249,12 +274,12 @@ class _Window:
     """Context of one call of a module: `LeanLosses` for the rest of it, once it is opened.
 
     Args:
-        at_once: to open it where it begins; else the submodule does that after which the loss is computed.
+        side: of the module. It opens the window where it begins, or the submodule does after which it has a loss.
     """
 
-    def __init__(self, at_once: bool):
-        self.mode = LeanLosses()
-        self.at_once = at_once
+    def __init__(self, side: Side):
+        self.mode = LeanLosses(side.chunked)
+        self.at_once = side.at_once
         self.is_open = False
 
     def __enter__(self) -> None:

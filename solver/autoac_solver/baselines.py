@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from autoac_solver.build import build
+from autoac_solver.losses import with_torchs_losses
 from autoac_solver.partitions import named_calls, partitions
 from autoac_solver.profile import Profile
 from autoac_solver.simulator import Simulator, Timeline
@@ -43,7 +44,7 @@ def checkpointed(profile: Profile, calls: Sequence[int]) -> Timeline:
     Args:
         calls: none inside another.
     """
-    problem = build(profile.with_torchs_losses(), calls, "checkpoint").problem
+    problem = build(with_torchs_losses(profile), calls, "checkpoint").problem
     return Simulator(problem).simulate([True] * len(problem.units))
 
 

@@ -11,6 +11,7 @@ Sac engine. The region's Python code runs again, so a replayed copy, and a saved
 it, live as long as Python and autograd want. A wrapped region keeps its inputs and one random state until its last
 release, and what is not recomputed is saved whether somebody needs it or not. With its inputs it keeps the graph behind
 them: what autograd has saved there for a result that is thrown away lives as long as they do.
+Plans of both engines may also recompute the log-probabilities of cross entropies, outside of regions: see `losses`.
 Plain checkpointing, as people use it by hand, is the sac engine without a policy: everything in a region is recomputed,
 side effects too, and nothing is looked up for each op. It is not planned for, but compared with.
 """
@@ -18,12 +19,13 @@ side effects too, and nothing is looked up for each op. It is not planned for, b
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autoac_solver.losses import ChunkableLoss, chunkable_losses
 from autoac_solver.pauses import possible_pauses
 from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, SharedCost, Unit
 from autoac_solver.profile import NEVER, SCALAR_BYTES, ModuleCall, Profile
@@ -59,6 +61,7 @@ class Built:
         regions, problem: see there.
         unit_storages: for each unit, the storages that it is about.
         reasons: for each unit that must be saved by its nature, why.
+        loss: the unit of the log-probabilities of all cross entropies that may be chunked, -1 for none.
     """
 
     engine: str
@@ -66,6 +69,7 @@ class Built:
     problem: Problem
     unit_storages: tuple[tuple[int, ...], ...] = field(repr=False, default=())
     reasons: dict[int, str] = field(repr=False, default_factory=dict)
+    loss: int = -1
 
     def steps(
         self, profile: Profile, region: int, recomputed: Sequence[bool]
@@ -164,6 +168,7 @@ class _Builder:
         self.units: list[Unit] = []
         for region in self.regions:
             self._add_units(region)
+        self.loss_unit = len(self.units) if self.losses else -1
         self._place_windows()
         self.keepers = self._keepers() if self.reruns_code else {}
         made = {storage for op in profile.tape for storage in op.creates}
@@ -197,6 +202,7 @@ class _Builder:
             if record.grad and ops and region.begin_backward != NEVER and not self._loses_input(region):
                 found.append(region)
         found.sort(key=lambda region: region.start)
+        self.losses, found = self._losses(found)
         for index, region in enumerate(found):
             region.index = index
         return found
@@ -390,11 +396,64 @@ class _Builder:
         """First position at or after this tick: what dies at a tick is not alive there."""
         return bisect_left(self.position_ticks, tick)
 
+    # -- losses ------------------------------------------------------------------------------------------------
+
+    def _losses(self, regions: list[_Region]) -> tuple[tuple[ChunkableLoss, ...], list[_Region]]:
+        """The cross entropies that may be chunked, and the regions then: without those that are just such a loss."""
+        losses = () if self.engine == "checkpoint" else chunkable_losses(self.profile)
+        ops = {op for loss in losses for op in (loss.log_softmax, loss.loss)}
+        others = [region for region in regions if not ops.issuperset(region.ops)]
+        if losses and all(self._may_be_chunked(loss, others) for loss in losses):
+            return losses, others
+        return (), regions
+
+    def _may_be_chunked(self, loss: ChunkableLoss, regions: list[_Region]) -> bool:
+        """Whether the loss is outside of the regions, and none of them has a hand in its logits."""
+        tape, logits = self.profile.tape, loss.logits
+        inside = any(loss.log_softmax in region.ops for region in regions)
+        held = any(logits in self.profile.calls[region.call].inputs for region in regions) or any(
+            logits in tape[op].reads and logits not in tape[op].writes
+            for region in regions
+            for op in region.ops
+        )
+        # What a region's ops make and do not recompute, selective checkpointing keeps whether it is needed or not.
+        cached = self.reruns_code and any(
+            logits in tape[op].creates for region in regions for op in region.ops
+        )
+        return not inside and not (loss.alone and (held or cached))
+
+    def _with_chunked_losses(self, instance: Instance, saved_of: Mapping[int, list[int]]) -> Instance:
+        """What a chunked loss changes in a storage's life."""
+        for loss in self.losses:
+            gone = (loss.log_probabilities, loss.gradient) if loss.alone else (loss.log_probabilities,)
+            if instance.storage in gone:
+                return replace(instance, exists=Condition(kept=self.loss_unit))
+            if instance.storage == loss.logits and instance.exists == ALWAYS:
+                # The gradient is in them from there on, if it is written over them.
+                last = loss.gradient if loss.alone else loss.log_probabilities
+                _, end, _ = self._life(last, saved_of.get(last, []))
+                if end > instance.end:
+                    held = Holder(end, Condition(recomputed=self.loss_unit))
+                    return replace(instance, holders=(*instance.holders, held))
+        return instance
+
+    def _loss_instances(self) -> Iterator[Instance]:
+        """What chunked losses hold besides."""
+        when = Condition(recomputed=self.loss_unit)
+        for loss in self.losses:
+            for op, extra in (
+                (loss.log_softmax, loss.forward_bytes),
+                (loss.loss, loss.loss_bytes),
+                (loss.backward, loss.backward_bytes),
+            ):
+                yield Instance(extra, self.forward_position[op], self.forward_position[op] + 1, when)
+
     # -- instances ---------------------------------------------------------------------------------------------
 
     def built(self) -> Built:
         """The problem, with what its units stand for."""
-        instances = [*self._storage_instances(), *self._op_instances()]
+        instances = [*self._storage_instances(), *self._op_instances(), *self._loss_instances()]
+        units = list(self.units)
         costs = self.profile.costs
         wraps: list[RegionCost] = []
         shared: list[SharedCost] = []
@@ -411,11 +470,16 @@ class _Builder:
                 wrap_s += paused_s
                 shared += units_s
             wraps.append(RegionCost(wrap_s, self.profile.module_name(region.call)))
+        if self.losses:
+            ops = tuple(loss.log_softmax for loss in self.losses)
+            time_s = sum(self.profile.tape[op].again_s for op in ops)
+            units.append(Unit(len(wraps), time_s, not self.pinned.isdisjoint(ops), ops=ops))
+            wraps.append(RegionCost(0.0, "loss"))
         problem = Problem(
             n_positions=len(self.position_op),
             resident_bytes=self.profile.resident_bytes,
             step_s=self.profile.step_s,
-            units=tuple(self.units),
+            units=tuple(units),
             regions=tuple(wraps),
             instances=tuple(instances),
             position_op=tuple(self.position_op),
@@ -425,12 +489,15 @@ class _Builder:
         storages: list[list[int]] = [[] for _ in self.units]
         for storage, unit in self.unit_of_storage.items():
             storages[unit].append(storage)
+        if self.losses:
+            storages.append([loss.log_probabilities for loss in self.losses])
         return Built(
             self.engine,
             tuple(self._region_tape(region) for region in self.regions),
             problem,
             tuple(tuple(sorted(group)) for group in storages),
             self.reasons,
+            self.loss_unit,
         )
 
     def _pauses(self, region: _Region) -> tuple[float, list[SharedCost]]:
@@ -484,7 +551,7 @@ class _Builder:
                 continue
             saves = saved_of.get(index, [])
             instances += add(index, saves, reads_of.get(index, []), inputs_of.get(index, []))
-        return instances
+        return [self._with_chunked_losses(instance, saved_of) for instance in instances]
 
     def _life(self, storage: int, saves: list[int]) -> tuple[int, int, int]:
         """Start, end whatever is decided, and the end of what its own region's autograd wants (-1: nothing)."""

@@ -27,7 +27,7 @@ from autoac_solver.solution import Solution
 from autoac_solver.stacking import Stacked, stacked
 
 SCHEMA = "autoac.tradeoff"
-SCHEMA_VERSION = 3  # 3: the profile's fourth version
+SCHEMA_VERSION = 4  # 3: the profile's fourth version; 4: losses over chunks of rows
 
 COLUMNS = [
     *("budget_bytes", "peak_bytes", "extra_s", "overhead", "bound", "status", "regions"),

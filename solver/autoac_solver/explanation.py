@@ -13,6 +13,7 @@ from autoac_solver.errors import NoPlanInTimeError
 from autoac_solver.format import format_bytes, format_seconds
 from autoac_solver.html import escape, table
 from autoac_solver.ilp import solve
+from autoac_solver.losses import lean_losses
 from autoac_solver.plan_record import PlanRecord
 from autoac_solver.profile import Profile
 from autoac_solver.report import about_caches, about_torchs_loss
@@ -126,10 +127,10 @@ def _summary(record: PlanRecord) -> tuple[str, ...]:
 
 def _losses(record: PlanRecord) -> list[str]:
     """The cross entropies that the plan makes lean, and those that it could not."""
+    how = "is computed over chunks of rows" if record.chunked_losses else "goes backward in place"
     lines = [
-        f"  loss            the cross entropy of {repr(fqn) if fqn else 'the model itself'} goes backward in place, "
-        "with torch's bits"
-        for fqn in record.profile.lean_losses()
+        f"  loss            the cross entropy of {repr(fqn) if fqn else 'the model itself'} {how}, with torch's bits"
+        for fqn in lean_losses(record.profile)
     ]
     about = about_torchs_loss(record.profile, record.peak_where)
     return [*lines, *([f"  note            {about}"] if about else [])]

@@ -35,7 +35,7 @@ from autoac_solver.solution import Solution
 from autoac_solver.stacking import Stacked, stacked
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 5  # 5: the profile's fourth version
+SCHEMA_VERSION = 6  # 5: the profile's fourth version; 6: losses over chunks of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ class PlanRecord:
         peak_where, peak_fixed_bytes, peak_holders: where the predicted peak lies, how much is alive there whatever is
             decided, and kind, module, bytes of what is alive there.
         regions: see `RegionPlan`.
+        chunked_losses: the model's cross entropies are computed over chunks of rows, see `losses`.
         profile: what it was made from, so that a plan by itself can be explained and planned anew for other budgets.
         decision_columns, timeline_columns: the tables behind `decisions` and `memory_timeline`, by column.
         policies: the user's policies, and what became of them.
@@ -109,6 +110,7 @@ class PlanRecord:
     peak_fixed_bytes: int
     peak_holders: tuple[tuple[str, str, int], ...] = field(repr=False)
     regions: tuple[RegionPlan, ...] = field(repr=False)
+    chunked_losses: bool
     profile: Profile = field(repr=False)
     decision_columns: dict[str, list[Any]] = field(repr=False)
     timeline_columns: dict[str, list[Any]] = field(repr=False)
@@ -311,6 +313,7 @@ def make_record(
         peak_fixed_bytes=fixed_bytes_at(built, timeline.peak_position),
         peak_holders=holders_at(profile, built, recomputed, timeline.peak_position),
         regions=regions,
+        chunked_losses=built.loss >= 0 and bool(recomputed[built.loss]),
         profile=profile,
         decision_columns=_columns(decisions_table(profile, built, recomputed)),
         timeline_columns=_columns(timeline_table(profile, built, recomputed)),
@@ -331,7 +334,12 @@ def _is_kind(value: Any) -> bool:
     return value in KINDS
 
 
-_CHECKS: dict[Any, Callable[[Any], bool]] = {"str": is_text, "int": is_size, "float": is_number}
+_CHECKS: dict[Any, Callable[[Any], bool]] = {
+    "str": is_text,
+    "int": is_size,
+    "float": is_number,
+    "bool": _is_bool,
+}
 
 _DECISION_COLUMNS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("region", "module", "op"), is_text),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,11 +33,6 @@ NEVER = -1
 
 SCALAR_BYTES = 8
 """Size of a number that autograd saves as a tensor of its own, which no op makes."""
-
-_LOG_SOFTMAX = "aten._log_softmax.default"
-_TORCHS_BACKWARD = "aten._log_softmax_backward_data.default"
-_LEAN_BACKWARD = "aten._log_softmax_backward_data.out"
-_NLL_LOSS_BACKWARD = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 
 TIMES_FROM = ("measured", "table", "interpolated", "estimated")
 """An op's time was measured when the profile was made; looked up in a device's cost table, which holds measurements;
@@ -294,45 +289,6 @@ class Profile:
         first = min((alloc for alloc in gradients if alloc != NEVER), default=self.end)
         return offsets, sum(root.start < first for root in roots)
 
-    def lean_losses(self) -> dict[str, tuple[str | None, ...]]:
-        """Where modules compute cross entropies whose gradient is written over the one that comes in.
-
-        See `losses_in_modules`.
-        """
-        return losses_in_modules(self.tape, self.calls, lean=True)
-
-    def with_torchs_losses(self) -> Profile:
-        """The step as it is without a plan: torch's cross entropy has its result beside the gradient that comes in.
-
-        Outside of all modules no plan makes it lean, and so it is as it was recorded. In a module one that was lean
-        without a plan, too, cannot be told, and counts as torch's.
-        """
-        in_modules = {
-            s for op in self.tape if op.name == _LOG_SOFTMAX and op.module != NEVER for s in op.creates
-        }
-        tape = tuple(
-            replace(op, workspace_bytes=op.workspace_bytes + self._bytes(op.writes))
-            if op.name == _LEAN_BACKWARD and in_modules.intersection(op.reads)
-            else op
-            for op in self.tape
-        )
-        return replace(self, tape=tape)
-
-    @property
-    def torchs_loss_bytes(self) -> int:
-        """What the largest of torch's cross entropies outside of all modules takes more than the lean one; 0: none."""
-        outside = {
-            s for op in self.tape if op.name == _LOG_SOFTMAX and op.module == NEVER for s in op.creates
-        }
-        of_classes = {s for op in self.tape if op.name in _NLL_LOSS_BACKWARD for s in op.reads} & outside
-        backward = [
-            op for op in self.tape if op.name == _TORCHS_BACKWARD and of_classes.intersection(op.reads)
-        ]
-        return max((self._bytes(op.creates) for op in backward), default=0)
-
-    def _bytes(self, storages: Sequence[int]) -> int:
-        return sum(self.storage_table[storage].bytes for storage in storages)
-
     @property
     def saved_by_class(self) -> pd.DataFrame:
         """What autograd saves for backward, by class of the module that makes it: module_class, storages, bytes.
@@ -416,34 +372,6 @@ class Profile:
             return cls.from_data(data)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ProfileError(f"{path} is not a valid profile: {error!r}. Record it again.") from error
-
-
-def losses_in_modules(
-    tape: Sequence[Op], calls: Sequence[ModuleCall], lean: bool
-) -> dict[str, tuple[str | None, ...]]:
-    """Where modules compute cross entropies in code of their own.
-
-    Args:
-        tape, calls: of a step.
-        lean: only those whose gradient is written over the one that comes in.
-
-    Returns:
-        Names of the modules, and of the submodules that run last before the first such loss of each of their calls,
-        None for none.
-    """
-    made = {
-        storage: op for op in tape for storage in op.creates if op.name == _LOG_SOFTMAX and op.module != NEVER
-    }
-    backward = (_LEAN_BACKWARD,) if lean else (_LEAN_BACKWARD, _TORCHS_BACKWARD)
-    computed = {made[s].tick: made[s] for op in tape if op.name in backward for s in op.reads if s in made}
-    first: dict[int, Op] = {}
-    for tick in sorted(computed):
-        first.setdefault(computed[tick].module, computed[tick])
-    found: dict[str, dict[str | None, None]] = {}
-    for index, op in first.items():
-        before = [call.fqn for call in calls if call.parent == index and call.end < op.tick]
-        found.setdefault(calls[index].fqn, {})[before[-1] if before else None] = None
-    return {fqn: tuple(names) for fqn, names in found.items()}
 
 
 _TABLES: dict[str, type] = {"tape": Op, "storage_table": Storage, "saved": Saved, "calls": ModuleCall}

@@ -10,6 +10,7 @@ import pandas as pd
 
 from autoac_solver.build import Built
 from autoac_solver.format import format_bytes
+from autoac_solver.losses import torchs_loss_bytes
 from autoac_solver.problem import ALWAYS, Instance
 from autoac_solver.profile import KINDS, NEVER, Profile
 from autoac_solver.simulator import Simulator
@@ -144,7 +145,7 @@ def about_torchs_loss(profile: Profile, where: str) -> str:
     Args:
         where: of the peak, from `describe_position`.
     """
-    less = profile.torchs_loss_bytes
+    less = torchs_loss_bytes(profile)
     if not less or not where.startswith("aten._log_softmax_backward_data.default"):
         return ""
     return (

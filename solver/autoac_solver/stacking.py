@@ -65,6 +65,8 @@ def stacked(
             pinned |= dict.fromkeys((ops | also) - pinned.keys(), policy)
     built = build(profile, calls, engine, pinned.keys())
     unit_of = {op: unit for tape in built.regions for op, unit in zip(tape.ops, tape.unit_of, strict=True)}
+    if built.loss >= 0:
+        unit_of |= dict.fromkeys(built.problem.units[built.loss].ops, built.loss)
     units = tuple(frozenset(unit_of[op] for op in ops if unit_of.get(op, -1) >= 0) for ops in matches)
     for policy, ops, found in zip(policies, matches, units, strict=True):
         if ops and not found and policy.decision == "MUST_RECOMPUTE":
@@ -154,7 +156,7 @@ def _constrained(
 
 def _needed(profile: Profile, built: Built) -> set[int]:
     """The units that their own region's backward needs (sac: that its second run would take from what was saved)."""
-    needed = set()
+    needed = {built.loss} - {-1}
     for tape in built.regions:
         if built.engine == "sac":
             spared = tape.free_of_choice

@@ -19,6 +19,7 @@ from autoac.compat import function_modes
 from autoac.engine import losses
 from autoac.measure import measure_peak
 from autoac_solver.baselines import baselines
+from autoac_solver.losses import lean_losses
 from autoac_solver.profile import Profile
 from tests.exact.harness import Case, assert_exact, assert_plan_exact, differences, plan_with, run
 
@@ -337,7 +338,7 @@ PLACES: dict[str, dict[str, tuple[str | None, ...]]] = {
 @pytest.mark.parametrize("where", PLACES)
 def test_exact_and_where_the_loss_is_lean(where: str, engine: str):
     made = assert_exact(case(where), engine)
-    assert made[0.0].record.profile.lean_losses() == PLACES[where]
+    assert lean_losses(made[0.0].record.profile) == PLACES[where]
 
 
 def assert_peaks(model: nn.Module, sample: Any, engine: str) -> autoac.Report:
@@ -370,7 +371,7 @@ def test_calls_with_different_heads(engine: str):
 
     chosen = Case(lambda: Model("root"), both, ("blocks.*",), backward=lambda result: result.detach())
     made = assert_exact(chosen, engine)
-    assert made[0.0].record.profile.lean_losses() == {"": ("classes", "others")}
+    assert lean_losses(made[0.0].record.profile) == {"": ("classes", "others")}
     model = chosen.model()
     report = made[1.0].verify(model, lambda: both(model))
     assert report.measured_peak_bytes == report.predicted_peak_bytes
@@ -381,7 +382,7 @@ def test_calls_with_different_heads(engine: str):
 def test_where_a_submodule_is_compiled_the_loss_is_torchs(compiled: str):
     model = Model("head")
     model.get_submodule(compiled).compile(backend="aot_eager")
-    assert autoac.profile(model, SAMPLE).lean_losses() == {}
+    assert lean_losses(autoac.profile(model, SAMPLE)) == {}
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's own look
@@ -407,7 +408,7 @@ def test_loss_in_a_function_that_is_compiled_as_a_whole(engine: str):
     model = Compiled()
     expected = model(*SAMPLE)
     plan = least_plan(autoac.profile(model, SAMPLE), engine)
-    assert plan.record.profile.lean_losses() == {"": ("classes",)}
+    assert lean_losses(plan.record.profile) == {"": ("classes",)}
     plan.apply(model)
     model(*SAMPLE)
     compiled.clear()
@@ -423,7 +424,7 @@ def test_inside_of_a_region(regions: str, engine: str):
     chosen = case(where, regions=(regions,))
     for choose in (lambda *_: True, lambda region, name, nth: "softmax" not in name, lambda *_: False):
         plan = plan_with(chosen, engine, choose)
-        assert list(plan.record.profile.lean_losses()) == [regions]
+        assert list(lean_losses(plan.record.profile)) == [regions]
         assert_plan_exact(chosen, plan)
         model = plan.apply(chosen.model())
         loss = model(*SAMPLE)
@@ -491,7 +492,7 @@ def test_a_users_function_mode_sees_what_it_sees_without_a_plan():
         assert model(*SAMPLE).grad_fn.name() == LEAN
     plan.remove(model)
     with Doubled():
-        assert autoac.profile(model, SAMPLE).lean_losses() == {}
+        assert lean_losses(autoac.profile(model, SAMPLE)) == {}
 
 
 def test_a_mode_that_forward_leaves_on_stays_on():
@@ -598,16 +599,16 @@ def test_another_control_flow_than_the_profiled_one(engine: str):
 def test_fake_profile_has_the_same_losses():
     model = Model("root")
     real, fake = (autoac.profile(model, SAMPLE, mode=mode) for mode in ("real", "fake"))
-    assert fake.lean_losses() == real.lean_losses() == PLACES["root"]
+    assert lean_losses(fake) == lean_losses(real) == PLACES["root"]
     assert fake.op_fingerprint == real.op_fingerprint
-    assert autoac.profile(model, SAMPLE, device="h200").lean_losses() == PLACES["root"]
+    assert lean_losses(autoac.profile(model, SAMPLE, device="h200")) == PLACES["root"]
 
 
 def test_a_compiled_model_has_the_compilers_loss():
     model = Model("root")
-    assert autoac.profile(torch.compile(model), SAMPLE).lean_losses() == {}  # type: ignore[arg-type]
+    assert lean_losses(autoac.profile(torch.compile(model), SAMPLE)) == {}  # type: ignore[arg-type]
     model.compile()
-    assert autoac.profile(model, SAMPLE).lean_losses() == {}
+    assert lean_losses(autoac.profile(model, SAMPLE)) == {}
 
 
 class Chunked(Model):
@@ -685,5 +686,5 @@ def test_a_lean_loss_of_the_users_own_is_part_of_the_step_without_a_plan():
     lean = autoac.profile(model, X, loss=lambda logits: autoac.cross_entropy(logits, EXPECTED))
     plan = autoac.solve(lean, 10**12)
     report = plan.verify(model, X, loss=lambda logits: autoac.cross_entropy(logits, EXPECTED))
-    assert lean.lean_losses() == {}
+    assert lean_losses(lean) == {}
     assert report.profiled_peak_bytes == report.unplanned_peak_bytes == report.predicted_peak_bytes

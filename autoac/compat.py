@@ -116,12 +116,17 @@ def storage_users(key: int) -> int:
 
 
 def has_its_storage_alone(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor stands on this one's storage, and nobody but torch has the storage's Python object.
+    """Whether no other tensor stands on this one's storage, nobody has the storage itself, and its memory is torch's.
 
-    So that the memory would be free once this tensor dies. All who share a storage hold it: views, what autograd has
-    saved, arrays of numpy, tensors of other libraries. The counts are compared with those of a tensor of our own.
+    So that the memory would be given back once this tensor dies. All who share a storage hold it: views, what autograd
+    has saved, arrays of numpy that were made from it, tensors of other libraries. The counts are compared with those of
+    a tensor of our own. Memory that a tensor was made on (numpy's, a file's) cannot be resized.
     """
-    return _storage_holders(tensor) == _storage_holders(torch.empty(1))
+    storage, ours = tensor.untyped_storage(), torch.empty(1, device="cpu")
+    if not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared()):
+        return False
+    del storage
+    return _storage_holders(tensor) == _storage_holders(ours)
 
 
 def _storage_holders(tensor: torch.Tensor) -> tuple[int, int]:

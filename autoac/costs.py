@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
@@ -25,14 +27,20 @@ from autoac_solver.profile import EngineCosts
 _OPS = 24
 _ROUNDS = 11
 _LEAST_BETWEEN_BYTES = 2**18
-MOST_BETWEEN_BYTES = 2**22
-"""Less between two ops leaves the interpreter in the cache; more makes no difference any more."""
+MOST_BETWEEN_BYTES = 2**24
+"""Less between two ops leaves the interpreter in the cache; more would take seconds to measure."""
+_AROUND = 4
+"""In a real step more than the op goes through the caches before the same bookkeeping comes again. With plans that wrap
+and record nothing it took 21 us between ops of 4 MB (T5), and 36 us between ops of 14 MB (GPT), where chains between
+products that read as much took 8 and 25 us."""
+_POOL_BYTES = 2**25
+"""What is read between ops comes from so much, as that of a model does: the same 4 MB stay in a large cache."""
 
 _MOST_SLOWER = 12.0
 """Twice what was seen; more is noise."""
 
-Seconds = dict[str, tuple[float, float]]
-"""Of forward and backward, by name of a run."""
+Seconds = dict[str, list[tuple[float, float]]]
+"""Of forward and backward in each round, by name of a run."""
 
 
 def engine_costs(device: torch.device, bytes_between: int = 0) -> EngineCosts:
@@ -42,7 +50,7 @@ def engine_costs(device: torch.device, bytes_between: int = 0) -> EngineCosts:
         bytes_between: what an op of the model reads and writes. On CPU the ops share the caches with the interpreter:
             between ops of some MB its bookkeeping takes several times as long as between tiny ones.
     """
-    between = min(bytes_between, MOST_BETWEEN_BYTES)
+    between = min(_AROUND * bytes_between, MOST_BETWEEN_BYTES)
     if device.type != "cpu" or between < _LEAST_BETWEEN_BYTES:
         return _engine_costs(device, 0)
     return _engine_costs(device, 2 ** round(math.log2(between)))
@@ -50,15 +58,20 @@ def engine_costs(device: torch.device, bytes_between: int = 0) -> EngineCosts:
 
 @functools.cache
 def _engine_costs(device: torch.device, bytes_between: int) -> EngineCosts:
-    seconds = _warm_seconds(device)
+    samples = _warm_seconds(device)
+    # The lower quartile, since noise only ever adds.
+    seconds = {
+        name: tuple(_quartile(part) for part in zip(*runs, strict=True)) for name, runs in samples.items()
+    }
 
     def extra(name: str, base: str) -> float:
         return max(0.0, sum(seconds[name]) - sum(seconds[base]))
 
     slower = {"replay": 1.0, "sac": 1.0}
     if bytes_between:
-        between = _seconds(device, _evicting(bytes_between))
-        slower = {engine: _slower(engine, seconds, between) for engine in slower}
+        pairs = [pair for engine in slower for pair in _pairs(engine)]
+        between = _seconds(device, _evicting(bytes_between), {name for pair in pairs for name in pair})
+        slower = {engine: _slower(engine, samples, between) for engine in slower}
     # A link of the chains is an op and a view.
     replay_op = extra("replay not saving", "not saving") / (2 * _OPS)
     sac_op = extra("sac not saving", "not saving") / (2 * _OPS)
@@ -80,11 +93,19 @@ def _slower(engine: str, warm: Seconds, cold: Seconds) -> float:
     """How many times as long an engine's bookkeeping takes between ops that fill the caches.
 
     Taken from its runs together, of forward: each by itself is a small difference, and nothing can be put between the
-    ops of a backward.
+    ops of a backward. The median of the rounds: what the caches have kept of the interpreter differs from op to op.
     """
-    pairs = [(f"{engine} {chain}", chain) for chain in ("not saving", "saving")]
-    warm_s, cold_s = (sum(s[name][0] - s[base][0] for name, base in pairs) for s in (warm, cold))
+
+    def extra(seconds: Seconds, round_: int) -> float:
+        return sum(seconds[name][round_][0] - seconds[base][round_][0] for name, base in _pairs(engine))
+
+    warm_s, cold_s = (statistics.median(extra(s, i) for i in range(_ROUNDS)) for s in (warm, cold))
     return min(max(1.0, cold_s / warm_s), _MOST_SLOWER) if warm_s > 0 else 1.0
+
+
+def _pairs(engine: str) -> list[tuple[str, str]]:
+    """Runs with an engine, and the same without."""
+    return [(f"{engine} {chain}", chain) for chain in ("not saving", "saving")]
 
 
 @functools.cache
@@ -93,46 +114,60 @@ def _warm_seconds(device: torch.device) -> Seconds:
 
 
 def _evicting(n_bytes: int) -> Callable[[], None]:
-    """A matrix product that reads so many bytes, and that no engine sees."""
+    """A matrix product that reads so many bytes, others each time, and that no engine sees."""
     size = math.isqrt(n_bytes // 4)
-    left, right, out = (torch.ones(rows, size, dtype=torch.float32, device="cpu") for rows in (16, size, 16))
+    left, out = (torch.ones(16, size, dtype=torch.float32, device="cpu") for _ in range(2))
+    pool = torch.ones(max(1, _POOL_BYTES // n_bytes), size, size, dtype=torch.float32, device="cpu")
+    rights = itertools.cycle(pool.unbind())
 
     def evict() -> None:
         with torch.no_grad(), disable_dispatch_modes():
-            torch.mm(left, right, out=out)
+            torch.mm(left, next(rights), out=out)
 
     return evict
 
 
-def _seconds(device: torch.device, between: Callable[[], None]) -> Seconds:
-    """What chains of tiny ops take without and with the engines; the lower quartile, since noise only ever adds.
+def _seconds(
+    device: torch.device, between: Callable[[], None], names: Collection[str] | None = None
+) -> Seconds:
+    """What chains of tiny ops take without and with the engines.
 
     Args:
-        between: done before each op of forward.
+        between: done before each op of forward; its own time does not count, of which the noise is larger than what is
+            measured here.
+        names: of the chains; None for all.
     """
+    not_counted_s = 0.0
+
+    def pause() -> None:
+        nonlocal not_counted_s
+        start = time.perf_counter()
+        between()
+        not_counted_s += time.perf_counter() - start
+
     tensor = torch.ones(4, device=device, requires_grad=True)
     sin, add = "aten.sin.default", "aten.add.Tensor"  # one saves its input for backward, the other nothing
 
     def saving(x: torch.Tensor) -> torch.Tensor:
         for _ in range(_OPS):
-            between()
+            pause()
             x = torch.sin(x).view(4)
         return x
 
     def not_saving(x: torch.Tensor) -> torch.Tensor:
         for _ in range(_OPS):
-            between()
+            pause()
             x = (x + x).view(4)
         return torch.sin(x)  # makes backward come for it, or sac would not run its second time
 
     def once(x: torch.Tensor) -> torch.Tensor:
-        between()
+        pause()
         return torch.sin(x)
 
     class Link(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = (x + x).view(4)
-            between()
+            pause()
             return x
 
     plain, pausing = ([Link() for _ in range(_OPS)] for _ in range(2))
@@ -141,7 +176,7 @@ def _seconds(device: torch.device, between: Callable[[], None]) -> Seconds:
 
     def modules(links: list[Link], x: torch.Tensor) -> torch.Tensor:
         for link in links:
-            between()
+            pause()
             x = link(x)
         return torch.sin(x)
 
@@ -167,17 +202,17 @@ def _seconds(device: torch.device, between: Callable[[], None]) -> Seconds:
         "sac saving": lambda: sac.run(program_saving, saving, (tensor,), {}),
         "sac once": lambda: sac.run(program_once, once, (tensor,), {}),
     }
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    chosen = {name: run for name, run in runs.items() if names is None or name in names}
+    samples: Seconds = {name: [] for name in chosen}
     for _ in range(_ROUNDS):
-        for name, run in runs.items():
+        for name, run in chosen.items():
+            not_counted_s = 0.0
             start = now(device)
             loss = run().sum()
             middle = now(device)
             torch.autograd.grad(loss, tensor)
-            samples[name].append((middle - start, now(device) - middle))
-    return {
-        name: (_quartile(f for f, _ in both), _quartile(b for _, b in both)) for name, both in samples.items()
-    }
+            samples[name].append((middle - start - not_counted_s, now(device) - middle))
+    return samples
 
 
 def _quartile(samples: Iterable[float]) -> float:

@@ -63,7 +63,7 @@ def fitted(
         progress: called before the step is run.
     """
     stack = stacked(profile, partitions(profile)[0], "replay", ())
-    recomputed = _all_that_can_be(stack.built.problem.units)
+    recomputed = _all_that_can_be(stack.built.problem.units, stack.built.loss)
     units = stack.built.problem.units
     again_s = sum(
         profile.tape[op].again_s for u, chosen in enumerate(recomputed) if chosen for op in units[u].ops
@@ -95,9 +95,9 @@ def fitted(
     )
 
 
-def _all_that_can_be(units: Sequence[Unit]) -> tuple[bool, ...]:
-    """Every unit recomputed that can be recomputed together with the others."""
-    recomputed = [not unit.must_save for unit in units]
+def _all_that_can_be(units: Sequence[Unit], loss: int = -1) -> tuple[bool, ...]:
+    """Every unit recomputed that can be recomputed together with the others; not the losses: no engine records them."""
+    recomputed = [not unit.must_save and index != loss for index, unit in enumerate(units)]
     settled = False
     while not settled:
         settled = True

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from autoac.engine.attach import (
     detach,
     planned,
 )
+from autoac.engine.chunked import same_by_chunks
 from autoac.engine.program import Program
 from autoac.memory_trace import measured_memory
 from autoac.recorder import device_of, model_fingerprint, unwrapped
@@ -31,7 +33,7 @@ from autoac.verify import Report, verify
 from autoac_solver import curve
 from autoac_solver.errors import PlanMismatchError
 from autoac_solver.explanation import Explanation, explain, explanation
-from autoac_solver.losses import lean_losses
+from autoac_solver.losses import chunkable_losses, lean_losses
 from autoac_solver.plan_record import PlanRecord, RegionPlan
 from autoac_solver.profile import NEVER
 
@@ -167,6 +169,7 @@ class Plan:
         _check_is_module(model)
         self._check(model)
         inner = unwrapped(model)
+        self._try_chunked_losses(inner)
         try:
             programs_of = self._programs
             compiled = compiled_modules(inner)
@@ -191,6 +194,20 @@ class Plan:
             self._recompile(inner)
             raise
         return model
+
+    def _try_chunked_losses(self, model: torch.nn.Module) -> None:
+        """Warn if the device's kernels do not give the same bits by chunks; tried here, so that no step pays for it."""
+        device = device_of(model).type
+        if not self.record.chunked_losses or device not in ("cpu", "cuda"):
+            return
+        dtypes = sorted({loss.dtype for loss in chunkable_losses(self.record.profile)})
+        if not all(same_by_chunks(device, getattr(torch, dtype)) for dtype in dtypes):
+            warnings.warn(
+                f"a cross entropy over chunks of rows does not give the same bits on {device} for {', '.join(dtypes)}, "
+                "so this plan's loss is computed as a whole: its peak may lie above the prediction. Plan with "
+                'policies=[autoac.Policy("MUST_SAVE", op="aten._log_softmax*")] instead.',
+                stacklevel=3,
+            )
 
     def remove(self, model: Model) -> Model:
         """Take the plan off the model, which is then exactly as it was before, and return it.
@@ -325,7 +342,8 @@ class Plan:
             region: name of a region of this plan, as in `plan.regions`.
 
         Raises:
-            PlanMismatchError: there is no such region, or the plan was made for another engine.
+            PlanMismatchError: there is no such region, the plan was made for another engine, or it computes a loss over
+                chunks of rows, which only `apply` does.
         """
         return sac.SacPolicy(self._sac_program(region))
 
@@ -336,7 +354,7 @@ class Plan:
             region: name of a region of this plan, as in `plan.regions`.
 
         Raises:
-            PlanMismatchError: there is no such region, or the plan was made for another engine.
+            PlanMismatchError: as for `policy_fn`.
         """
         return functools.partial(sac.contexts, self._sac_program(region))
 
@@ -345,6 +363,11 @@ class Plan:
             raise PlanMismatchError(
                 f"this plan is for engine {self.engine!r}, whose decisions torch's checkpoint cannot follow exactly: "
                 'plan with engine="sac" to use policy_fn or context_fn.'
+            )
+        if self.record.chunked_losses:
+            raise PlanMismatchError(
+                "this plan also computes the model's loss over chunks of rows, which takes plan.apply(model): plan "
+                'with policies=[autoac.Policy("MUST_SAVE", op="aten._log_softmax*")] to call checkpoint yourself.'
             )
         for record in self.regions:
             if record.name == region:

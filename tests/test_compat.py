@@ -796,3 +796,55 @@ def test_jit_tracing_is_noticed():
     look(torch.ones(2))
     torch.jit.trace(look, torch.ones(2), check_trace=False)
     assert found == [False, True]
+
+
+def test_a_tensor_that_has_its_storage_alone():
+    alone = compat.has_its_storage_alone
+    assert alone(torch.empty(3))
+    tensor = torch.empty(3, requires_grad=True) * 1
+    detached = tensor.detach()
+    assert not alone(detached)
+    del tensor
+    assert alone(detached)
+    for hold in (lambda t: t[1:], lambda t: t.untyped_storage(), lambda t: t.numpy()):
+        assert alone(detached)
+        held = hold(detached)
+        assert not alone(detached)
+        del held
+    assert not alone(detached)  # numpy leaves a mark
+    assert not alone(torch.from_numpy(torch.empty(3).numpy()))
+    assert not alone(torch.empty(3).share_memory_())
+
+
+def test_saved_tensors_hooks_allowed():
+    assert compat.saved_tensors_hooks_allowed()
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert not compat.saved_tensors_hooks_allowed()
+    with torch.autograd.graph.save_on_cpu():
+        assert compat.saved_tensors_hooks_allowed()
+
+
+def test_hooks_pack_an_input_under_its_own_version():
+    """What a hook is given of a custom function's input shares its version, so that a change can be told."""
+    packed: list[torch.Tensor] = []
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            raise AssertionError("not called")
+
+    x = torch.ones(3, requires_grad=True) * 1
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: packed.append(t.detach()) or packed[-1], lambda t: t
+    ):
+        loss = Saves.apply(x)
+    before = packed[0]._version
+    with torch.no_grad():
+        x.mul_(2)
+    assert packed[0]._version == before + 1
+    assert loss.grad_fn.saved_tensors[0].grad_fn is x.grad_fn

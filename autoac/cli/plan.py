@@ -143,5 +143,6 @@ def document(record: PlanRecord) -> dict[str, Any]:
         "solve_s": record.solve_s,
         "regions": len(record.regions),
         "regions_untouched": sum(not region.wrapped for region in record.regions),
+        "chunked_losses": record.chunked_losses,
         "peak_where": record.peak_where,
     }

@@ -19,6 +19,7 @@ from autoac.compat import (
     backward_keeps_graph,
     disable_dispatch_modes,
     has_its_storage_alone,
+    in_compiled_autograd,
     is_fake_type,
     is_transformed,
     saved_tensors_hooks_allowed,
@@ -29,9 +30,9 @@ from autoac_solver.losses import rows_of_a_chunk
 _ATEN = torch.ops.aten
 _CLASSES = 1  # the dimension of the classes
 _MODIFIED = (
-    "the logits of a cross entropy were changed in place after the loss was computed and before its backward, which "
-    "the profiled step did not do: the plan keeps them for backward. Change a copy (logits.clone()), or profile and "
-    "plan a step that does it."
+    "the {what} of a cross entropy were changed in place after the loss was computed and before its backward, which "
+    "needs them. Change a copy (.clone()). (Logits may be changed under a plan for a step that did so when it was "
+    "profiled.)"
 )
 _SPENT = (
     "the backward of a cross entropy failed half way, when its gradient was being written over the logits: run the "
@@ -40,19 +41,18 @@ _SPENT = (
 
 
 def can_be_chunked(logits: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Whether this form is for these logits, of those that the lean loss is for; as `chunkable_losses` tells of a tape.
+    """Whether this form is for these logits, of those that the lean loss is for; `chunkable_losses` tells it of a tape.
 
     Not where what autograd saves goes elsewhere: to a region, to the user's own checkpoint, to `save_on_cpu`.
     """
     return (
         weight is None
         and logits.dim() == 2
-        and logits.is_contiguous()
-        and logits.untyped_storage().nbytes() == logits.numel() * logits.element_size()
+        and logits.stride() == (logits.shape[_CLASSES], 1)
         and not is_fake_type(type(logits))
         and top_saved_tensors_hooks() is None
         and saved_tensors_hooks_allowed()
-        and _same_by_chunks(logits.device.type, logits.dtype)
+        and same_by_chunks(logits.device.type, logits.dtype)
     )
 
 
@@ -106,7 +106,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options = reduction, ignore_index
         ctx.kept = kept
-        ctx.version = logits._version
+        ctx.versions = logits._version, target._version
         return loss
 
     @staticmethod
@@ -115,31 +115,55 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None, None
         logits, target, total_weight = ctx.saved_tensors  # autograd's error if they are gone
+        if in_compiled_autograd():
+            result = _differentiable(gradient, logits, target, total_weight, *ctx.options)
+            return result, None, None, None, None
         if ctx.kept is None:
             raise RuntimeError(_SPENT)
         alias = ctx.kept[0]
-        if alias._version != ctx.version:
-            raise RuntimeError(_MODIFIED)
+        _check_unchanged(ctx)
+        keeps_graph = backward_keeps_graph()
         if torch.is_grad_enabled() or is_transformed(gradient):
             result = _differentiable(gradient, logits, target, total_weight, *ctx.options)
-            return result, None, None, None, None
-        del logits
-        keeps_graph = backward_keeps_graph()
-        over = not keeps_graph and has_its_storage_alone(alias)
-        result = alias if over else torch.empty_like(alias)
-        if over:
-            ctx.kept = None
-        _into(result, gradient, alias, target, total_weight, *ctx.options)
+        else:
+            del logits
+            over = not keeps_graph and has_its_storage_alone(alias)
+            buffers = _buffers(alias, 2)
+            result = alias if over else torch.empty_like(alias)
+            if over:
+                ctx.kept = None  # from here on they are no longer the logits
+            _into(result, gradient, alias, target, total_weight, *ctx.options, buffers=buffers)
         if not keeps_graph:
             ctx.kept = None  # as autograd lets go of what was saved once this returns
         return result, None, None, None, None
 
 
-def _column(logits: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """The log-probability of each row's own class, (rows, 1)."""
+def _check_unchanged(ctx: Any) -> None:
+    """Autograd's own check does not look at what hooks have packed."""
+    logits, target, _ = ctx.kept
+    emptied = logits.untyped_storage().nbytes() < logits.numel() * logits.element_size()
+    for what, tensor, version in zip(("logits", "targets"), (logits, target), ctx.versions, strict=True):
+        if tensor._version != version or (emptied and tensor is logits):
+            raise RuntimeError(_MODIFIED.format(what=what))
+
+
+def _buffers(logits: torch.Tensor, number: int, rows: int | None = None) -> list[torch.Tensor]:
+    """Each for some rows, None for those of a chunk."""
+    shape = rows or rows_of_a_chunk(*logits.shape), logits.shape[_CLASSES]
+    return [logits.new_empty(shape) for _ in range(number)]
+
+
+def _column(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, rows: int | None = None
+) -> torch.Tensor:
+    """The log-probability of each row's own class, (rows, 1).
+
+    Args:
+        rows: as for `_buffers`.
+    """
     column = logits.new_empty((len(logits), 1))
-    rows = rows_of_a_chunk(len(logits))
-    buffer = logits.new_empty((rows, logits.shape[_CLASSES]))
+    (buffer,) = _buffers(logits, 1, rows)
+    rows = len(buffer)
     for start in range(0, len(logits), rows):
         part, classes = logits[start : start + rows], target[start : start + rows]
         log_probabilities = buffer[: len(part)]
@@ -162,14 +186,15 @@ def _into(
     total_weight: torch.Tensor,
     reduction: int,
     ignore_index: int,
+    buffers: list[torch.Tensor],
 ) -> None:
     """Write the gradient of the logits, which may be over them.
 
     Args:
         gradient: of the loss.
+        buffers: two, from `_buffers`.
     """
-    rows = rows_of_a_chunk(len(logits))
-    buffers = [logits.new_empty((rows, logits.shape[_CLASSES])) for _ in range(2)]
+    rows = len(buffers[0])
     for start in range(0, len(logits), rows):
         here = slice(start, start + rows)
         part = logits[here]
@@ -207,12 +232,13 @@ def _differentiable(
 
 
 @functools.cache
-def _same_by_chunks(device_type: str, dtype: torch.dtype) -> bool:
+def same_by_chunks(device_type: str, dtype: torch.dtype) -> bool:
     """Whether this device's kernels give the same bits for some of the rows as for all, tried once for each type."""
+    # There are kernels for few classes and for many, and for rows that are aligned and that are not.
     with disable_dispatch_modes(), torch.no_grad():
         return all(
             _same_for(rows, classes, reduction, torch.device(device_type), dtype)
-            for rows, classes in ((67, 33), (37, 4099))
+            for rows, classes in ((67, 33), (17, 1031), (17, 2048), (17, 32000))
             for reduction in (0, 1, 2)
         )
 
@@ -226,11 +252,13 @@ def _same_for(rows: int, classes: int, reduction: int, device: torch.device, dty
     loss, total_weight = _ATEN.nll_loss_forward.default(whole, target, None, reduction, ignore_index)
     labels = (target == ignore_index).to(torch.int64).neg_()
     ours, weight = _ATEN.nll_loss_forward.default(
-        _column(logits, target, ignore_index), labels, None, reduction, -1
+        _column(logits, target, ignore_index, rows=16), labels, None, reduction, -1
     )
     if not (torch.equal(ours, loss) and torch.equal(weight, total_weight)):
         return False
     gradient = loss.mul(0.7).add(0.1)
     beside = _differentiable(gradient, logits, target, total_weight, reduction, ignore_index)
-    _into(logits, gradient, logits, target, total_weight, reduction, ignore_index)
+    _into(
+        logits, gradient, logits, target, total_weight, reduction, ignore_index, _buffers(logits, 2, rows=16)
+    )
     return torch.equal(logits, beside)

@@ -65,8 +65,10 @@ def cross_entropy(
     Returns:
         The loss: a scalar, or of the target's shape with reduction "none".
     """
+    modes = function_modes()
     return _cross_entropy(
-        input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing, chunked=False
+        *(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing),
+        chunked=bool(modes) and isinstance(modes[-1], LeanLosses) and modes[-1].chunks(),
     )
 
 
@@ -214,7 +216,12 @@ class LeanLosses(LeavesLosses):
     def __init__(self, chunked: bool) -> None:
         super().__init__()
         self.hooks = top_saved_tensors_hooks()
+        self.chunked = chunked
         self.ours = functools.partial(_cross_entropy, chunked=chunked)
+
+    def chunks(self) -> bool:
+        """Whether a lean loss that is computed here goes over chunks of rows."""
+        return self.chunked and top_saved_tensors_hooks() == self.hooks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_compiling() and func is F.cross_entropy:

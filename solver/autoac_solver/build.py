@@ -30,6 +30,9 @@ from autoac_solver.pauses import possible_pauses
 from autoac_solver.problem import ALWAYS, Condition, Holder, Instance, Problem, RegionCost, SharedCost, Unit
 from autoac_solver.profile import NEVER, SCALAR_BYTES, ModuleCall, Profile
 
+LOSS = "(loss)"
+"""Where the log-probabilities of cross entropies belong, which are in no region."""
+
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of a CPU generator's state; `torch.utils.checkpoint` stashes one for each region."""
 
@@ -58,7 +61,7 @@ class Built:
 
     Args:
         engine: "replay" or "sac".
-        regions, problem: see there.
+        regions, problem: see there. The problem has one region more, `LOSS`, if `loss` is a unit.
         unit_storages: for each unit, the storages that it is about.
         reasons: for each unit that must be saved by its nature, why.
         loss: the unit of the log-probabilities of all cross entropies that may be chunked, -1 for none.
@@ -167,7 +170,8 @@ class _Builder:
         self.unit_of_storage: dict[int, int] = {}
         self.units: list[Unit] = []
         for region in self.regions:
-            self._add_units(region)
+            if not (self.losses and self.loss_ops.issuperset(region.ops)):
+                self._add_units(region)
         self.loss_unit = len(self.units) if self.losses else -1
         self._place_windows()
         self.keepers = self._keepers() if self.reruns_code else {}
@@ -202,7 +206,7 @@ class _Builder:
             if record.grad and ops and region.begin_backward != NEVER and not self._loses_input(region):
                 found.append(region)
         found.sort(key=lambda region: region.start)
-        self.losses, found = self._losses(found)
+        self.losses = self._losses(found)
         for index, region in enumerate(found):
             region.index = index
         return found
@@ -398,44 +402,43 @@ class _Builder:
 
     # -- losses ------------------------------------------------------------------------------------------------
 
-    def _losses(self, regions: list[_Region]) -> tuple[tuple[ChunkableLoss, ...], list[_Region]]:
-        """The cross entropies that may be chunked, and the regions then: without those that are just such a loss."""
+    def _losses(self, regions: list[_Region]) -> tuple[ChunkableLoss, ...]:
+        """The cross entropies that may be chunked: outside of the regions, and none of them has a hand in their logits.
+
+        A region that is nothing but such a loss does not count: nothing is decided on in it.
+        """
         losses = () if self.engine == "checkpoint" else chunkable_losses(self.profile)
-        ops = {op for loss in losses for op in (loss.log_softmax, loss.loss)}
-        others = [region for region in regions if not ops.issuperset(region.ops)]
-        if losses and all(self._may_be_chunked(loss, others) for loss in losses):
-            return losses, others
-        return (), regions
-
-    def _may_be_chunked(self, loss: ChunkableLoss, regions: list[_Region]) -> bool:
-        """Whether the loss is outside of the regions, and none of them has a hand in its logits."""
-        tape, logits = self.profile.tape, loss.logits
-        inside = any(loss.log_softmax in region.ops for region in regions)
-        held = any(logits in self.profile.calls[region.call].inputs for region in regions) or any(
-            logits in tape[op].reads and logits not in tape[op].writes
-            for region in regions
-            for op in region.ops
-        )
+        if not losses:
+            return ()
+        tape = self.profile.tape
+        self.loss_ops = {op for loss in losses for op in (loss.log_softmax, loss.loss)}
+        others = [region for region in regions if not self.loss_ops.issuperset(region.ops)]
+        ops = {op for region in others for op in region.ops}
+        held = {storage for region in others for storage in self.profile.calls[region.call].inputs}
+        held |= {storage for op in ops for storage in set(tape[op].reads) - set(tape[op].writes)}
         # What a region's ops make and do not recompute, selective checkpointing keeps whether it is needed or not.
-        cached = self.reruns_code and any(
-            logits in tape[op].creates for region in regions for op in region.ops
+        held |= {storage for op in ops for storage in tape[op].creates} if self.reruns_code else set()
+        fine = all(
+            loss.log_softmax not in ops and not (loss.alone and loss.logits in held) for loss in losses
         )
-        return not inside and not (loss.alone and (held or cached))
+        return losses if fine else ()
 
-    def _with_chunked_losses(self, instance: Instance, saved_of: Mapping[int, list[int]]) -> Instance:
-        """What a chunked loss changes in a storage's life."""
-        for loss in self.losses:
-            gone = (loss.log_probabilities, loss.gradient) if loss.alone else (loss.log_probabilities,)
+    def _with_chunked_loss(
+        self, loss: ChunkableLoss, instances: list[Instance], saved_of: Mapping[int, list[int]]
+    ) -> Iterator[Instance]:
+        """What it changes in the lives of storages if the loss is chunked."""
+        gone = (loss.log_probabilities, loss.gradient) if loss.alone else (loss.log_probabilities,)
+        # The gradient is in the logits from there on, if it is written over them.
+        last = loss.gradient if loss.alone else loss.log_probabilities
+        _, end, _ = self._life(last, saved_of.get(last, []))
+        held = Holder(end, Condition(recomputed=self.loss_unit))
+        for instance in instances:
             if instance.storage in gone:
-                return replace(instance, exists=Condition(kept=self.loss_unit))
-            if instance.storage == loss.logits and instance.exists == ALWAYS:
-                # The gradient is in them from there on, if it is written over them.
-                last = loss.gradient if loss.alone else loss.log_probabilities
-                _, end, _ = self._life(last, saved_of.get(last, []))
-                if end > instance.end:
-                    held = Holder(end, Condition(recomputed=self.loss_unit))
-                    return replace(instance, holders=(*instance.holders, held))
-        return instance
+                yield replace(instance, exists=Condition(kept=self.loss_unit))
+            elif instance.storage == loss.logits and instance.exists == ALWAYS and end > instance.end:
+                yield replace(instance, holders=(*instance.holders, held))
+            else:
+                yield instance
 
     def _loss_instances(self) -> Iterator[Instance]:
         """What chunked losses hold besides."""
@@ -474,7 +477,7 @@ class _Builder:
             ops = tuple(loss.log_softmax for loss in self.losses)
             time_s = sum(self.profile.tape[op].again_s for op in ops)
             units.append(Unit(len(wraps), time_s, not self.pinned.isdisjoint(ops), ops=ops))
-            wraps.append(RegionCost(0.0, "loss"))
+            wraps.append(RegionCost(0.0, LOSS))
         problem = Problem(
             n_positions=len(self.position_op),
             resident_bytes=self.profile.resident_bytes,
@@ -551,7 +554,9 @@ class _Builder:
                 continue
             saves = saved_of.get(index, [])
             instances += add(index, saves, reads_of.get(index, []), inputs_of.get(index, []))
-        return [self._with_chunked_losses(instance, saved_of) for instance in instances]
+        for loss in self.losses:
+            instances = list(self._with_chunked_loss(loss, instances, saved_of))
+        return instances
 
     def _life(self, storage: int, saves: list[int]) -> tuple[int, int, int]:
         """Start, end whatever is decided, and the end of what its own region's autograd wants (-1: nothing)."""

@@ -69,8 +69,10 @@ class Greedy:
         """Units that may be recomputed, by seconds per byte, the most first; of equal ones the first in the step."""
         size = np.zeros(len(problem.units))
         for instance in problem.instances:
-            if instance.storage >= 0 and instance.exists.recomputed >= 0:  # a value's second life
-                size[instance.exists.recomputed] += instance.bytes
+            # A value's second life, or, of the log-probabilities of a loss, the only one.
+            unit = max(instance.exists.recomputed, instance.exists.kept)
+            if instance.storage >= 0 and unit >= 0:
+                size[unit] += instance.bytes
         time_s = np.array([unit.time_s for unit in problem.units])
         density = np.array([time_s[units].sum() / max(size[units].sum(), 1) for units in needs])
         fixed = [any(problem.units[u].must_recompute for u in units) for units in needs]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoac_solver.profile import NEVER, ModuleCall, Op, Profile
+from autoac_solver.profile import NEVER, ModuleCall, Op, Profile, Saved
 
 _LOG_SOFTMAX = "aten._log_softmax.default"
 _TORCHS_BACKWARD = "aten._log_softmax_backward_data.default"
@@ -21,20 +21,25 @@ _LEAN_BACKWARD = "aten._log_softmax_backward_data.out"
 _NLL_LOSS_BACKWARD = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 
 _CHUNKS = 16
+_LEAST_ELEMENTS = 2**16
+"""Of a chunk: with fewer, the time goes to calling ops."""
 _LOGITS = re.compile(r"aten\._log_softmax\.default\((\w+)\[(\d+),(\d+)\], 1, False\)")
 _UNWEIGHTED = re.compile(
     r"aten\.nll_loss_forward\.default\(\w+\[\d+,\d+\], int64\[\d+\], None, [012], -?\d+\)"
 )
+_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _INDEX_BYTES = 8
+_CUDA_BLOCK_BYTES = 512
 
 
-def rows_of_a_chunk(rows: int) -> int:
+def rows_of_a_chunk(rows: int, classes: int) -> int:
     """Of how many rows the log-probabilities are made at a time.
 
-    A multiple of 16 rows, so that each chunk begins at an address as well aligned as the whole's: some kernels choose
-    their order of additions by that.
+    All, or a multiple of 16, so that each chunk begins at an address as well aligned as the whole's: some kernels
+    choose their order of additions by that.
     """
-    return 16 * max(1, -(-rows // (16 * _CHUNKS)))
+    wanted = max(-(-rows // _CHUNKS), -(-_LEAST_ELEMENTS // classes))
+    return min(rows, 16 * -(-wanted // 16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,10 @@ class ChunkableLoss:
 
     Args:
         log_softmax, loss, backward: its ops, by index: the last one makes the gradient of the logits.
-        logits, log_probabilities, gradient: its storages; the gradient is that of either, one over the other.
-        alone: neither Python nor autograd has the logits any more when it goes backward, so that the gradient is
-            written over them.
+        logits, log_probabilities, gradient: its storages. The gradient is that of the log-probabilities, and then that
+            of the logits, which is written over it.
+        dtype: of the logits.
+        alone: nobody else has the logits any more when it goes backward, so that the gradient is written over them.
         forward_bytes, loss_bytes, backward_bytes: what a chunked loss holds besides, while it makes the
             log-probabilities of some rows, while it makes the loss of them, and in backward.
     """
@@ -56,6 +62,7 @@ class ChunkableLoss:
     logits: int
     log_probabilities: int
     gradient: int
+    dtype: str
     alone: bool
     forward_bytes: int
     loss_bytes: int
@@ -68,47 +75,89 @@ def chunkable_losses(profile: Profile) -> tuple[ChunkableLoss, ...]:
     All, as a running model cannot tell one from another. Those outside of modules are not a plan's concern.
     """
     tape = profile.tape
-    made = {s: i for i, op in enumerate(tape) if op.name == _LOG_SOFTMAX for s in op.creates}
-    found = []
-    for index, op in enumerate(tape):
-        if op.name != _LEAN_BACKWARD:
-            continue
-        for log_probabilities in made.keys() & set(op.reads):
-            forward = made[log_probabilities]
-            if tape[forward].module == NEVER:
-                continue
-            loss = _chunkable(profile, forward, index, log_probabilities)
-            if loss is None:
-                return ()
-            found.append(loss)
-    logits = [loss.logits for loss in found]
-    return tuple(found) if len(set(logits)) == len(logits) else ()
+    made = {
+        storage: index
+        for index, op in enumerate(tape)
+        if op.name == _LOG_SOFTMAX and op.module != NEVER
+        for storage in op.creates
+    }
+    lean = [
+        (made[storage], index, storage)
+        for index, op in enumerate(tape)
+        if op.name == _LEAN_BACKWARD
+        for storage in set(op.reads) & made.keys()
+    ]
+    if not lean:
+        return ()
+    storages = {
+        storage
+        for forward, backward, log_probabilities in lean
+        for storage in (*tape[forward].reads, log_probabilities, *tape[backward].writes)
+    }
+    uses = _Uses(profile, storages)
+    found = [_chunkable(profile, uses, *loss) for loss in lean]
+    losses = tuple(loss for loss in found if loss is not None)
+    return losses if len(losses) == len(lean) == len({loss.logits for loss in losses}) else ()
 
 
-def _chunkable(profile: Profile, forward: int, backward: int, log_probabilities: int) -> ChunkableLoss | None:
+class _Uses:
+    """What happens to some storages: the ops that read and write them, and when autograd saves them."""
+
+    def __init__(self, profile: Profile, storages: set[int]):
+        self.reads: dict[int, list[int]] = {storage: [] for storage in storages}
+        self.writes: dict[int, list[int]] = {storage: [] for storage in storages}
+        self.saves: dict[int, list[Saved]] = {storage: [] for storage in storages}
+        for index, op in enumerate(profile.tape):
+            for storage in storages.intersection(op.reads):
+                self.reads[storage].append(index)
+            for storage in storages.intersection(op.writes):
+                self.writes[storage].append(index)
+        for saved in profile.saved:
+            if saved.storage in storages:
+                self.saves[saved.storage].append(saved)
+
+
+def _chunkable(
+    profile: Profile, uses: _Uses, forward: int, backward: int, log_probabilities: int
+) -> ChunkableLoss | None:
     tape, table = profile.tape, profile.storage_table
     op = tape[forward]
     shape = _LOGITS.fullmatch(_signature(profile, op))
-    readers = [i for i in range(forward + 1, backward) if log_probabilities in tape[i].reads]
-    if shape is None or len(op.reads) != 1 or len(readers) != 2:
+    readers = [i for i in uses.reads[log_probabilities] if i != backward]
+    saves = uses.saves[log_probabilities]
+    if (
+        shape is None
+        or shape[1] not in _ITEM_BYTES
+        or len(op.reads) != 1
+        or len(readers) != 2
+        or len(saves) != 1
+    ):
         return None
     (logits,), (loss, makes) = op.reads, (tape[i] for i in readers)
-    saves = [saved for saved in profile.saved if saved.storage == log_probabilities]
     if (
         not _UNWEIGHTED.fullmatch(_signature(profile, loss))
-        or table[logits].bytes != table[log_probabilities].bytes
         or makes.name != _NLL_LOSS_BACKWARD[0]
         or len(makes.creates) != 1
         or tape[backward].writes != makes.creates
-        or len(saves) != 1
-        or any(logits in o.writes and op.tick < o.tick < saves[0].released for o in tape[forward:])
-        or sum(logits in o.reads and o.name == _LOG_SOFTMAX for o in tape) != 1
+        or table[logits].bytes != table[log_probabilities].bytes
+        or any(op.tick < tape[i].tick < saves[0].released for i in uses.writes[logits])
+        or sum(tape[i].name == _LOG_SOFTMAX for i in uses.reads[logits]) != 1
+        # Autograd adds another gradient to it in place, but not where it is written over the logits.
+        or uses.writes[makes.creates[0]] != [backward]
     ):
         return None
-    rows, classes = int(shape[2]), int(shape[3])
-    item_bytes = table[log_probabilities].bytes // (rows * classes)
-    chunk = rows_of_a_chunk(rows)
-    column_bytes = rows * item_bytes
+    kept_on = backward + 1 < len(tape) and tape[backward + 1].tick < saves[0].released  # with its graph
+    held = any(saved.released > makes.tick for saved in uses.saves[logits])
+    there = table[logits].alloc == NEVER or table[logits].free > makes.tick
+    rows, classes, item_bytes = int(shape[2]), int(shape[3]), _ITEM_BYTES[shape[1]]
+    chunk = rows_of_a_chunk(rows, classes)
+
+    def size(count: int) -> int:
+        """What is allocated for so many bytes."""
+        block = _CUDA_BLOCK_BYTES if profile.device.startswith("cuda") else 1
+        return -(-count // block) * block
+
+    column, chunk_bytes = size(rows * item_bytes), size(chunk * classes * item_bytes)
     return ChunkableLoss(
         log_softmax=forward,
         loss=readers[0],
@@ -116,18 +165,14 @@ def _chunkable(profile: Profile, forward: int, backward: int, log_probabilities:
         logits=logits,
         log_probabilities=log_probabilities,
         gradient=makes.creates[0],
-        alone=_alone(profile, logits, makes),
-        forward_bytes=column_bytes + chunk * classes * item_bytes + min(chunk, rows) * (_INDEX_BYTES + 1),
-        loss_bytes=column_bytes + rows * _INDEX_BYTES,
-        backward_bytes=2 * chunk * classes * item_bytes,
+        dtype=shape[1],
+        alone=not (kept_on or held or there),
+        # Beside the log-probabilities of a chunk its classes and which of them count; then those of all rows.
+        forward_bytes=column
+        + max(chunk_bytes + size(chunk * _INDEX_BYTES) + size(chunk), size(rows * _INDEX_BYTES) + size(rows)),
+        loss_bytes=column + size(rows * _INDEX_BYTES),
+        backward_bytes=2 * chunk_bytes,
     )
-
-
-def _alone(profile: Profile, logits: int, makes: Op) -> bool:
-    """Whether neither Python nor autograd has the logits any more when the loss goes backward."""
-    record = profile.storage_table[logits]
-    saved = any(saved.storage == logits for saved in profile.saved)
-    return record.alloc != NEVER and record.free <= makes.tick and not saved
 
 
 def _signature(profile: Profile, op: Op) -> str:

@@ -1,9 +1,9 @@
 """The problem that the ILP solves and the simulator judges: units to decide on, and storages that live by them.
 
 A *unit* is what is decided as one: the values of a region that are written by common ops (an op and the in-place
-ops after it; an op with several outputs). It is either recomputed in backward or not. "Not recomputed" is *save*
-where somebody needs the value later, and *skip* where nobody does: whoever needs it holds it, so both are one
-decision here and only the report tells them apart.
+ops after it; an op with several outputs), or the log-probabilities of losses. It is either recomputed in backward or
+not. "Not recomputed" is *save* where somebody needs the value later, and *skip* where nobody does: whoever needs it
+holds it, so both are one decision here and only the report tells them apart.
 
 An *instance* is one allocation, alive over [start, end) on the axis of positions whenever its condition `exists`
 holds. *Holders* prolong its life: it lives until the largest end among its own and those of the holders whose

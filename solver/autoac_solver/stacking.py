@@ -72,7 +72,7 @@ def stacked(
         if ops and not found and policy.decision == "MUST_RECOMPUTE":
             raise PolicyError(
                 f"{policy} cannot be followed: what it is about is in no region of the plan, and only what a region "
-                "computes can be recomputed. Choose regions that hold it (regions=)."
+                "computes can be recomputed, and some losses. Choose regions that hold it (regions=)."
             )
     return Stacked(_constrained(profile, built, policies, units, pinned), policies, units)
 
@@ -155,7 +155,10 @@ def _constrained(
 
 
 def _needed(profile: Profile, built: Built) -> set[int]:
-    """The units that their own region's backward needs (sac: that its second run would take from what was saved)."""
+    """The units that their own region's backward needs (sac: that its second run would take from what was saved).
+
+    And that of the losses.
+    """
     needed = {built.loss} - {-1}
     for tape in built.regions:
         if built.engine == "sac":

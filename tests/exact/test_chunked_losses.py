@@ -17,6 +17,7 @@ from torch.utils.dlpack import to_dlpack  # pyright: ignore[reportPrivateImportU
 import autoac
 from autoac.engine import chunked
 from autoac.engine.chunked import can_be_chunked, chunked_cross_entropy
+from autoac.engine.replay import ReplayCall
 from autoac.measure import measure_peak
 from autoac_solver.errors import PolicyConflictError, PolicyError
 from autoac_solver.losses import chunkable_losses, rows_of_a_chunk
@@ -24,7 +25,7 @@ from tests.exact.harness import Case, differences, run
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-ROWS, CLASSES, WIDTH = 256, 700, 24
+ROWS, CLASSES, WIDTH = 512, 1400, 24
 CHUNKED = "_ChunkedCrossEntropyBackward"
 
 
@@ -131,6 +132,7 @@ HOLDERS = {
     "an array": lambda logits: logits.detach().numpy(),
     "a slice of an array": lambda logits: logits.detach().numpy()[3:5],
     "the storage": lambda logits: logits.untyped_storage(),
+    "another process": lambda logits: logits.detach().share_memory_(),
     "another library": lambda logits: to_dlpack(logits.detach()),
     "autograd": lambda logits: logits.exp().sum() + logits.square().sum(),
 }
@@ -147,8 +149,8 @@ def test_logits_that_somebody_has_are_not_written(holder: str, monkeypatch: pyte
     model, reference = Base(), Base()
     logits = model()
     before = logits.detach().clone()
-    address = logits.data_ptr()
     held = HOLDERS[holder](logits)
+    address = logits.data_ptr()
     loss = ours(logits, expected)
     del logits
     loss.backward()
@@ -260,7 +262,8 @@ def test_what_it_is_not_for():
     assert can_be_chunked(values, None)
     assert not can_be_chunked(values, torch.ones(CLASSES))
     assert not can_be_chunked(values.T.contiguous().T, None)
-    assert not can_be_chunked(values[1:], None)
+    assert not can_be_chunked(values[:, 1:], None)
+    assert not can_be_chunked(values[:, :1].T.contiguous().T, None)
     assert not can_be_chunked(values[None, :, :, None], None)
     with torch.autograd.graph.save_on_cpu():
         assert not can_be_chunked(values, None)
@@ -271,22 +274,34 @@ def test_what_it_is_not_for():
 def test_a_device_whose_bits_depend_on_the_rows_is_left_alone(monkeypatch: pytest.MonkeyPatch):
     values, _ = arguments()
     column = chunked._column
-    monkeypatch.setattr(chunked, "_column", lambda *args: column(*args).nextafter(torch.tensor(9.0)))
-    chunked._same_by_chunks.cache_clear()
+    model = Model()
+    plan = plan_for(model, "replay")
+    expected = torch.autograd.grad(model(*SAMPLE), [model.classes.weight])
+    monkeypatch.setattr(
+        chunked, "_column", lambda *args, **rows: column(*args, **rows).nextafter(torch.tensor(9.0))
+    )
+    chunked.same_by_chunks.cache_clear()
     try:
         assert not can_be_chunked(values, None)
+        with pytest.warns(UserWarning, match="does not give the same bits on cpu for float32"):
+            plan.apply(model)
+        loss = model(*SAMPLE)
+        assert CHUNKED not in nodes(loss)
+        assert torch.equal(*torch.autograd.grad(loss, [model.classes.weight]), *expected)
     finally:
         monkeypatch.undo()
-        chunked._same_by_chunks.cache_clear()
+        chunked.same_by_chunks.cache_clear()
     assert can_be_chunked(values, None)
 
 
+@pytest.mark.parametrize("classes", [2, 1400, 100_000])
 @pytest.mark.parametrize("rows", [1, 16, 17, 256, 257, 4096])
-def test_chunks_are_aligned_and_few(rows: int):
-    chunk = rows_of_a_chunk(rows)
-    assert chunk % 16 == 0
+def test_chunks_are_aligned_few_and_not_too_small(rows: int, classes: int):
+    chunk = rows_of_a_chunk(rows, classes)
+    assert chunk == rows or (chunk % 16 == 0 and chunk < rows)
     assert rows / chunk <= 16
-    assert chunk < rows / 16 + 16
+    assert chunk == rows or chunk * classes >= 2**16
+    assert chunk < max(rows / 16, 2**16 / classes) + 16
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -307,7 +322,8 @@ def test_one_buffer_less_in_forward_and_in_backward(keep: bool):
 
         step()
         peaks.append(measure_peak(step).peak_above_start_bytes)
-    assert abs(peaks[1] - peaks[0] - logits_bytes * (1 - 2 / 16)) < 0.02 * logits_bytes
+    buffers = 2 * rows_of_a_chunk(ROWS, CLASSES) / ROWS
+    assert abs(peaks[1] - peaks[0] - logits_bytes * (1 - buffers)) < 0.02 * logits_bytes
 
 
 # -- in a planned model ------------------------------------------------------------------------------------------------
@@ -341,6 +357,11 @@ class Model(nn.Module):
         logits = self.classes(x)
         if self.where == "loss module":
             return self.loss(logits, expected)
+        if self.where == "autoac's":
+            return autoac.cross_entropy(logits, expected)
+        if self.where == "mean too":
+            mean = logits.mean()  # goes backward last
+            return F.cross_entropy(logits, expected) + 1e-2 * mean
         if self.where == "scaled":
             logits /= 2
         if self.where == "capped":
@@ -371,6 +392,8 @@ class Model(nn.Module):
         if self.where == "checkpointed":
             return checkpoint(lambda x: F.cross_entropy(self.classes(x), expected), x, use_reentrant=False)
         loss = F.cross_entropy(logits, expected)
+        if self.where == "z-loss":
+            loss = loss + 1e-2 * logits.logsumexp(-1).square().mean()
         if self.where == "accuracy":
             self.right = (logits.argmax(-1) == expected).sum()
         return (loss, logits) if self.where == "returned" else loss
@@ -393,11 +416,15 @@ ALONE = {
     "two heads": True,
     "accuracy": True,
     "returned": False,
+    "z-loss": True,
+    "autoac's": True,
 }
 """Whether nobody else needs the logits in backward."""
+NUMBERS_BYTES = {"capped": 8, "z-loss": 8, "mean too": 8}
+"""A number that a node has saved is predicted to live a little longer than it does."""
 SAVE = autoac.Policy("MUST_SAVE", op="aten._log_softmax*")
 RECOMPUTE = autoac.Policy("MUST_RECOMPUTE", op="aten._log_softmax*")
-NOT_CHUNKED = ["mask", "weighted", "same logits twice", "one head weighted", "checkpointed"]
+NOT_CHUNKED = ["mask", "mean too", "weighted", "same logits twice", "one head weighted", "checkpointed"]
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -417,13 +444,13 @@ def plan_for(model: nn.Module, engine: str, budget: int | None = None, **options
 @pytest.mark.parametrize("where", ALONE)
 def test_exact_and_the_peak_as_predicted(where: str, engine: str):
     model = Model(where)
-    plan = plan_for(model, engine, 10**12, policies=[RECOMPUTE])  # also where that does not lower the peak
+    # Also where that does not lower the peak.
+    plan = plan_for(model, engine, 10**12, policies=[RECOMPUTE], regions=["blocks.*"])
     assert plan.record.chunked_losses
     assert {loss.alone for loss in chunkable_losses(plan.record.profile)} == {ALONE[where]}
     report = plan.verify(model, SAMPLE, loss=loss_of)
     assert report.equal
-    # 8: of a number that a node has saved
-    assert abs(report.measured_peak_bytes - report.predicted_peak_bytes) <= (8 if where == "capped" else 0)
+    assert abs(report.measured_peak_bytes - report.predicted_peak_bytes) <= NUMBERS_BYTES.get(where, 0)
     chosen = Case(
         lambda: Model(where),
         lambda model: model(*SAMPLE),
@@ -442,7 +469,7 @@ def test_exact_where_it_cannot_be_chunked(where: str, engine: str):
     assert not plan.record.chunked_losses
     report = plan.verify(model, SAMPLE, loss=loss_of)
     assert report.equal
-    assert report.measured_peak_bytes == report.predicted_peak_bytes
+    assert abs(report.measured_peak_bytes - report.predicted_peak_bytes) <= NUMBERS_BYTES.get(where, 0)
     assert CHUNKED not in nodes(loss_of(plan.apply(model)(*SAMPLE)))
 
 
@@ -477,7 +504,7 @@ def test_only_where_memory_is_short(engine: str):
 def test_a_row_of_the_decisions(engine: str):
     for budget, decision in ((None, "recompute"), (10**12, "save")):
         plan = plan_for(Model(), engine, budget)
-        (row,) = plan.decisions.query("region == 'loss'").to_dict("records")
+        (row,) = plan.decisions.query("region == '(loss)'").to_dict("records")
         assert (row["op"], row["decision"], row["bytes"]) == (
             "aten._log_softmax.default",
             decision,
@@ -520,7 +547,8 @@ def test_a_loss_inside_of_a_region_is_not_chunked(engine: str):
 def test_a_region_that_is_the_loss_is_chunked_and_no_region(engine: str):
     plan = plan_for(Model("loss module"), engine, regions=["blocks.*", "loss"])
     assert plan.record.chunked_losses
-    assert [region.fqn for region in plan.regions] == [f"blocks.{i}" for i in range(4)]
+    assert not plan.regions[-1].wrapped
+    assert plan.regions[-1].fqn == "loss"
 
 
 def test_saved_and_loaded(tmp_path: Any, engine: str):
@@ -560,6 +588,18 @@ def test_logits_that_a_hook_of_the_users_keeps():
         assert (a.grad is None and b.grad is None) or torch.equal(gradient(a), gradient(b))
 
 
+def test_no_policies_for_a_loop_of_the_users_own():
+    """Which would not compute the loss as the plan has it."""
+    model = Model()
+    plan = plan_for(model, "sac")
+    region = next(region.name for region in plan.regions if region.wrapped)
+    for ask in (plan.policy_fn, plan.context_fn):
+        with pytest.raises(autoac.PlanMismatchError, match="MUST_SAVE"):
+            ask(region)
+    spared = plan_for(model, "sac", policies=[SAVE])
+    assert spared.policy_fn(next(region.name for region in spared.regions if region.wrapped))
+
+
 def test_several_micro_batches(engine: str):
     def step(model: Any) -> torch.Tensor:
         total = torch.zeros(())
@@ -583,8 +623,9 @@ def test_several_micro_batches(engine: str):
 def test_other_batches_than_the_profiled_one(engine: str):
     plan = plan_for(Model(), engine)
     for rows in (1, 40, 200):
-        chosen = Case(lambda: Model(), lambda model, n=rows: model(X[:n], EXPECTED[:n]), ("blocks.*",))
+        chosen = Case(Model, lambda model, n=rows: model(X[:n], EXPECTED[:n]), ("blocks.*",))
         assert not differences(run(chosen, plan), run(chosen))
+        assert CHUNKED in nodes(chosen.forward(plan.apply(chosen.model())))
 
 
 def test_under_autocast(engine: str):
@@ -601,6 +642,56 @@ def test_under_autocast(engine: str):
     report = plan.verify(model, lambda: forward(model).backward())
     assert report.equal
     assert report.measured_peak_bytes == report.predicted_peak_bytes
+
+
+def test_a_graph_that_is_kept(engine: str):
+    """As in the profiled step: the gradient is beside the logits, which live on."""
+
+    def step(model: Any) -> None:
+        model(*SAMPLE).backward(retain_graph=True)
+
+    model = Model()
+    profile = autoac.profile(model, lambda: step(model))
+    plan = autoac.solve(profile, 10**12, engine=engine, policies=[RECOMPUTE])
+    assert [loss.alone for loss in chunkable_losses(profile)] == [False]
+    report = plan.verify(model, lambda: step(model))
+    assert report.equal
+    assert report.measured_peak_bytes == report.predicted_peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's own look
+def test_under_compiled_autograd():
+    import torch._dynamo.compiled_autograd
+
+    model = Model()
+    expected = torch.autograd.grad(model(*SAMPLE), [model.classes.weight, model.blocks[0].up.weight])  # type: ignore[union-attr]
+    plan_for(model, "replay").apply(model)
+    for compiler in (lambda graph: graph, torch.compile(backend="eager")):
+        model.zero_grad()
+        loss = model(*SAMPLE)
+        assert CHUNKED in nodes(loss)
+        with torch._dynamo.compiled_autograd._enable(compiler):
+            loss.backward()
+        found = gradient(model.classes.weight), gradient(model.blocks[0].up.weight)  # type: ignore[union-attr]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_difference_is_named_where_it_is(monkeypatch: pytest.MonkeyPatch):
+    """A chunked loss shows ops that see some rows only: those are not taken for what differs."""
+    model = Model()
+    plan = plan_for(
+        model, "replay", 10**12, policies=[RECOMPUTE, autoac.Policy("MUST_RECOMPUTE", op="aten.gelu")]
+    )
+    original = ReplayCall._call
+
+    def wrong(self: ReplayCall, record: Any, args: Any, kwargs: Any) -> Any:
+        result = original(self, record, args, kwargs)
+        return result * 1.5 if "gelu" in str(record.func) else result
+
+    monkeypatch.setattr(ReplayCall, "_call", wrong)
+    report = plan.verify(model, SAMPLE)
+    assert not report.equal
+    assert report.first_difference == "backward op aten.mm.default in AddmmBackward0"
 
 
 def test_memory_over_the_step():

@@ -139,7 +139,9 @@ class _Axis:
             "bound_s": plan.bound_s,
             "gap": plan.gap,
             "status": plan.status,
+            "regions": len(plan.regions),
             "wrapped": sum(region.wrapped for region in plan.regions),
+            "chunked": plan.chunked_losses,
             "lasts": changes(self.lasts, lasts),
             "decided": changes(self.decided, decided),
         }

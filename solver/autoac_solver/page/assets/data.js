@@ -93,7 +93,9 @@ function decodePlans() {
       bound: source.step_s ? data.bound_s / source.step_s : 0,
       gap: data.gap,
       status: data.status,
+      regions: data.regions,
       wrapped: data.wrapped,
+      chunked: data.chunked,
       lasts: last.lasts,
       decided: last.decided,
     };

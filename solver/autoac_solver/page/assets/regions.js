@@ -60,7 +60,8 @@ const regionsView = (() => {
     const gap = Math.min(6, pitch * 0.2);
     svg.append(...valueLines(ticks(0, highest, 2), y, left, right, formatBytes));
     const read = byId("regions-read");
-    const hint = `${plan.wrapped} of ${plural(regions.length, "region")} recompute something; the others are left untouched.`;
+    const hint = `${plan.wrapped} of ${plural(plan.regions, "region")} recompute something; the others are left untouched.` +
+      (plan.chunked ? " The loss is computed over chunks of rows." : "");
     read.textContent = hint;
     shown.forEach((region, i) => {
       const x = left + i * pitch + gap / 2;

@@ -212,8 +212,8 @@ def test_backward_again_after_one_that_failed(monkeypatch: pytest.MonkeyPatch):
     torchs(reference, expected).backward()
     into = chunked._into
 
-    def fails(*args: Any) -> None:
-        into(*args)
+    def fails(*args: Any, **buffers: Any) -> None:
+        into(*args, **buffers)
         raise ArithmeticError("half way")
 
     for keep in (False, True):

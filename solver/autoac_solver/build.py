@@ -150,6 +150,11 @@ class _Region:
         return self.start <= tick < self.end
 
 
+def _ops_of(losses: Iterable[ChunkableLoss]) -> set[int]:
+    """Of forward."""
+    return {op for loss in losses for op in (loss.log_softmax, loss.loss)}
+
+
 class _Builder:
     def __init__(self, profile: Profile, regions: Sequence[int], engine: str, pinned: AbstractSet[int]):
         if engine not in ("replay", "sac", "checkpoint"):
@@ -170,7 +175,7 @@ class _Builder:
         self.unit_of_storage: dict[int, int] = {}
         self.units: list[Unit] = []
         for region in self.regions:
-            if not (self.losses and self.loss_ops.issuperset(region.ops)):
+            if not self.loss_ops.issuperset(region.ops):
                 self._add_units(region)
         self.loss_unit = len(self.units) if self.losses else -1
         self._place_windows()
@@ -207,6 +212,7 @@ class _Builder:
                 found.append(region)
         found.sort(key=lambda region: region.start)
         self.losses = self._losses(found)
+        self.loss_ops = _ops_of(self.losses)
         for index, region in enumerate(found):
             region.index = index
         return found
@@ -411,8 +417,7 @@ class _Builder:
         if not losses:
             return ()
         tape = self.profile.tape
-        self.loss_ops = {op for loss in losses for op in (loss.log_softmax, loss.loss)}
-        others = [region for region in regions if not self.loss_ops.issuperset(region.ops)]
+        others = [region for region in regions if not _ops_of(losses).issuperset(region.ops)]
         ops = {op for region in others for op in region.ops}
         held = {storage for region in others for storage in self.profile.calls[region.call].inputs}
         held |= {storage for op in ops for storage in set(tape[op].reads) - set(tape[op].writes)}

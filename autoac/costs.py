@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -38,6 +38,13 @@ _POOL_BYTES = 2**25
 
 _MOST_SLOWER = 12.0
 """Twice what was seen; more is noise."""
+
+_PAIRS = {
+    "replay": [("replay not saving", "not saving"), ("replay saving", "saving")],
+    "sac": [("sac not saving", "not saving"), ("sac saving", "saving")],
+    "replay_record": [("replay all", "replay saving")],
+}
+"""By engine, and for what has a factor of its own by its name: runs with the bookkeeping, and the same without."""
 
 Seconds = dict[str, list[tuple[float, float]]]
 """Of forward and backward in each round, by name of a run."""
@@ -67,11 +74,11 @@ def _engine_costs(device: torch.device, bytes_between: int) -> EngineCosts:
     def extra(name: str, base: str) -> float:
         return max(0.0, sum(seconds[name]) - sum(seconds[base]))
 
-    slower = {"replay": 1.0, "sac": 1.0}
+    slower = dict.fromkeys(_PAIRS, 1.0)
     if bytes_between:
-        pairs = [pair for engine in slower for pair in _pairs(engine)]
-        between = _seconds(device, _evicting(bytes_between), {name for pair in pairs for name in pair})
-        slower = {engine: _slower(engine, samples, between) for engine in slower}
+        names = {name for pairs in _PAIRS.values() for pair in pairs for name in pair}
+        between = _seconds(device, _evicting(bytes_between), names)
+        slower = {part: _slower(pairs, samples, between) for part, pairs in _PAIRS.items()}
     # A link of the chains is an op and a view.
     replay_op = extra("replay not saving", "not saving") / (2 * _OPS)
     sac_op = extra("sac not saving", "not saving") / (2 * _OPS)
@@ -86,26 +93,25 @@ def _engine_costs(device: torch.device, bytes_between: int) -> EngineCosts:
         sac_call=extra("sac once", "once"),
     )
     costs = dataclasses.asdict(warm).items()
-    return EngineCosts(**{name: slower[name.split("_")[0]] * cost for name, cost in costs})
+    return EngineCosts(**{n: slower.get(n, slower[n.split("_")[0]]) * cost for n, cost in costs})
 
 
-def _slower(engine: str, warm: Seconds, cold: Seconds) -> float:
-    """How many times as long an engine's bookkeeping takes between ops that fill the caches.
+def _slower(pairs: Sequence[tuple[str, str]], warm: Seconds, cold: Seconds) -> float:
+    """How many times as long a part of the bookkeeping takes between ops that fill the caches.
 
-    Taken from its runs together, of forward: each by itself is a small difference, and nothing can be put between the
-    ops of a backward. The median of the rounds: what the caches have kept of the interpreter differs from op to op.
+    Taken from several runs together, of forward: each by itself is a small difference, and nothing can be put between
+    the ops of a backward. The median of the rounds: what the caches have kept of the interpreter differs from op to op.
+
+    Args:
+        pairs: runs with that part, and the same without.
     """
 
     def extra(seconds: Seconds, round_: int) -> float:
-        return sum(seconds[name][round_][0] - seconds[base][round_][0] for name, base in _pairs(engine))
+        return sum(seconds[name][round_][0] - seconds[base][round_][0] for name, base in pairs)
 
-    warm_s, cold_s = (statistics.median(extra(s, i) for i in range(_ROUNDS)) for s in (warm, cold))
+    rounds = len(warm[pairs[0][0]])
+    warm_s, cold_s = (statistics.median(extra(s, i) for i in range(rounds)) for s in (warm, cold))
     return min(max(1.0, cold_s / warm_s), _MOST_SLOWER) if warm_s > 0 else 1.0
-
-
-def _pairs(engine: str) -> list[tuple[str, str]]:
-    """Runs with an engine, and the same without."""
-    return [(f"{engine} {chain}", chain) for chain in ("not saving", "saving")]
 
 
 @functools.cache

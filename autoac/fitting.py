@@ -1,8 +1,9 @@
-"""Times fitted to the model: its own steps, plain and with everything recomputed, where the ops are short.
+"""Times fitted to the model's own steps, where the engine's bookkeeping weighs.
 
-Short ops take longer under a recording than without it, and what the engine's bookkeeping takes between them depends on
-what is left in the caches. So where the bookkeeping weighs, the step is run as it will be, without a plan and with one,
-and what was measured op by op is scaled to that.
+What the bookkeeping takes between a model's ops depends on what these leave in the caches. So the model's forward is
+run with its regions wrapped, and what was measured on chains of tiny ops is scaled to that. Where the ops are so short
+that they, too, take longer under a recording than without it, whole steps are run, without a plan and with one, and
+what was measured op by op is scaled as well.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +22,8 @@ import torch
 from autoac.costs import now
 from autoac.plans import Plan
 from autoac.recorder import device_of
-from autoac.step import Loss, make_step
+from autoac.step import Loss, call_model, make_step
+from autoac.timing import spread
 from autoac.uncompiled import uncompiled
 from autoac.untouched import Seen, put_back, tensors_of, untouched
 from autoac_solver.partitions import partitions
@@ -33,11 +36,20 @@ from autoac_solver.solution import Solution
 from autoac_solver.stacking import Stacked, stacked
 
 _WEIGHS = 0.1
-"""A smaller share of the step than this is not worth running the step for, nor could it be told from noise."""
+"""Bookkeeping of a smaller share of the step than this cannot be told from the noise of whole steps."""
+_COUNTS = 0.003
+"""Of a smaller share than this it does not matter."""
 
 _TIME_S = 2.0
 _MOST_S = 10.0
 _ROUNDS = 3, 15
+_FORWARD_TIME_S = 5.0
+_FORWARD_ROUNDS = 4, 10
+_MANY = 8
+"""With so many regions the machine's drift cancels, see `_measured_forward`."""
+_CHAINS_ERROR = 0.4
+"""How far off, relatively, chains of tiny ops tell what the bookkeeping takes between a model's ops: standard error,
+seen of three models."""
 
 _MOST = 4.0
 """A larger factor than this, either way, is noise."""
@@ -70,29 +82,64 @@ def fitted(
     )
     nothing, everything = (simulate(stack.built.problem, d) for d in ([False] * len(recomputed), recomputed))
     bookkeeping_s = everything.extra_s - again_s
-    round_s = 2 * profile.step_s + everything.extra_s
-    fits = 2 * (nothing.peak_bytes - profile.resident_bytes) < free_bytes and _ROUNDS[0] * round_s < _MOST_S
+    forward_s = sum(op.time_s for op in profile.tape if not op.backward)
     weighs = bookkeeping_s > _WEIGHS * profile.step_s
-    if not (weighs and fits and _changes_only_buffers(profile) and _can_be_put_back(model)):
+    # On other devices forward is over for the host before it is for them.
+    counts = bookkeeping_s > _COUNTS * profile.step_s and torch.device(profile.device).type == "cpu"
+    round_s = 2 * profile.step_s + everything.extra_s if weighs else 2 * forward_s
+    least, most = _ROUNDS if weighs else _FORWARD_ROUNDS
+    fits = 2 * (nothing.peak_bytes - profile.resident_bytes) < free_bytes and least * round_s < _MOST_S
+    if not ((weighs or counts) and fits and _changes_only_buffers(profile) and _can_be_put_back(model)):
         return profile
     if progress is not None:
         progress("steps without and with a plan", 0.97)
-    plan = _plan(profile, stack, recomputed)
-    rounds = min(max(int(_TIME_S / round_s), _ROUNDS[0]), _ROUNDS[1])
+    rounds = min(max(int((_TIME_S if weighs else _FORWARD_TIME_S) / round_s), least), most)
+    if weighs:
+        plan = _plan(profile, stack, recomputed)
+        measure = functools.partial(_measured, model, sample, loss, plan, rounds)
+    else:
+        stack = _many_regions(profile)
+        plan = _plan(profile, stack, (False,) * len(stack.built.problem.units))
+        measure = functools.partial(_measured_forward, model, sample, plan, rounds)
     try:
-        plain_s, planned_s = _measured(model, sample, loss, plan, rounds)
+        measured = measure()
     except Exception as error:
         # It is not like the recorded ones, or counts how often it runs: that is no reason to have no profile.
         note = f"the step could not be timed as a whole, times are those of its ops by themselves: {error!r:.300}"
         return replace(profile, notes=(*profile.notes, note))
+    if not weighs:
+        return _fitted_to_forward(profile, stack, *measured)
+    plain_s, planned_s = measured
     ops = _unless_noise(plain_s / profile.step_s)
     replay = _unless_noise((planned_s - plain_s - ops * again_s) / bookkeeping_s)
     return replace(
         profile,
         tape=tuple(_scaled(op, ops) for op in profile.tape),
         views_s=ops * profile.views_s,
-        costs=_replay_scaled(profile.costs, replay),
+        costs=_scaled_costs(profile.costs, replay, _OF_REPLAY),
     )
+
+
+def _fitted_to_forward(profile: Profile, stack: Stacked, wrapping_s: float, error_s: float) -> Profile:
+    """The profile with the costs of wrapping as they are in the model's forward, as far as that could be measured.
+
+    Args:
+        stack: of the regions that were wrapped.
+        wrapping_s, error_s: what `_measured_forward` found.
+    """
+    said_s = _forward_wrapping_s(profile, stack)
+    # Both count, by how exact they are.
+    chains, in_place = error_s**2, (_CHAINS_ERROR * said_s) ** 2
+    likely_s = (chains * said_s + in_place * wrapping_s) / (chains + in_place)
+    factor = _unless_noise(likely_s / said_s)
+    return replace(profile, costs=_scaled_costs(profile.costs, factor, _OF_WRAPPING))
+
+
+def _many_regions(profile: Profile) -> Stacked:
+    """The problem for the coarsest regions that are many enough; for the coarsest of all where none are."""
+    found = partitions(profile)
+    calls = next((calls for calls in found if len(calls) >= _MANY), found[0])
+    return stacked(profile, calls, "replay", ())
 
 
 def _all_that_can_be(units: Sequence[Unit], loss: int = -1) -> tuple[bool, ...]:
@@ -175,6 +222,80 @@ def _measured(
     return plain_s, plain_s + statistics.median(with_it - without for without, with_it in pairs)
 
 
+def _forward_wrapping_s(profile: Profile, stack: Stacked) -> float:
+    """Seconds that the profile says of what `_measured_forward` measures."""
+    wrapping_s = sum(region.wrap_s for region in stack.built.problem.regions)
+    calls = [profile.calls[region.call] for region in stack.built.regions]
+    saved = sum(call.start <= tensor.tick < call.end for call in calls for tensor in profile.saved)
+    return wrapping_s - saved * profile.costs.replay_saved / 2  # they are unpacked in backward
+
+
+def _measured_forward(model: torch.nn.Module, sample: Any, plan: Plan, rounds: int) -> tuple[float, float]:
+    """Seconds that wrapping all of the plan's regions, with nothing recorded, takes in forward, and the standard error.
+
+    In each pass every other region is wrapped, in the next pass the others. A region's own times are compared: as
+    many are wrapped early in a pass as late, so that the machine's drift cancels, which is larger than the whole.
+
+    Raises:
+        RuntimeError: a pass runs other ops than the recorded step did.
+    """
+    names = list(dict.fromkeys(region.fqn for region in plan.record.regions))
+    halves = [(names[k::2], _wrapping(plan, names[k::2])) for k in (0, 1)]
+    with_it: dict[str, list[float]] = {name: [] for name in names}
+    without: dict[str, list[float]] = {name: [] for name in names}
+    with (
+        untouched(model, sample),
+        _kept(model),
+        uncompiled(model),
+        warnings.catch_warnings(),
+        _timed_modules(model, names) as seconds,
+    ):
+        warnings.simplefilter("ignore")  # as in `_measured`
+        for _ in range(1 + rounds):
+            for wrapped, half in halves:
+                seconds.update(dict.fromkeys(names, 0.0))
+                with half.applied(model), untouched(model, sample):
+                    call_model(model, sample)
+                for name in names:
+                    (with_it if name in wrapped else without)[name].append(seconds[name])
+                if half.is_not_followed:
+                    raise RuntimeError("its forward runs other ops than that of the recorded step did")
+    extra = {
+        name: [one - other for one, other in zip(with_it[name][1:], without[name][1:], strict=True)]
+        for name in names
+    }
+    totals = [sum(own) for own in zip(*extra.values(), strict=True)]
+    return sum(map(statistics.median, extra.values())), spread(totals) / len(totals) ** 0.5
+
+
+def _wrapping(plan: Plan, names: Sequence[str]) -> Plan:
+    """A plan that wraps the regions of these modules, and recomputes nothing."""
+    regions = [
+        replace(region, wrapped=region.fqn in names, steps=tuple((op, False) for op, _ in region.steps))
+        for region in plan.record.regions
+    ]
+    return Plan(replace(plan.record, regions=tuple(regions), chunked_losses=False))
+
+
+@contextlib.contextmanager
+def _timed_modules(model: torch.nn.Module, names: Sequence[str]) -> Iterator[dict[str, float]]:
+    """Context in which the calls of these modules add their seconds to what it gives."""
+    seconds: dict[str, float] = {}
+
+    def started(name: str, *_: Any) -> None:
+        seconds[name] -= time.perf_counter()
+
+    def ended(name: str, *_: Any) -> None:
+        seconds[name] += time.perf_counter()
+
+    with contextlib.ExitStack() as hooks:
+        for name in names:
+            module = model.get_submodule(name)
+            hooks.callback(module.register_forward_pre_hook(functools.partial(started, name)).remove)
+            hooks.callback(module.register_forward_hook(functools.partial(ended, name)).remove)
+        yield seconds
+
+
 @contextlib.contextmanager
 def _kept(model: torch.nn.Module) -> Iterator[None]:
     """Context after which parameters and buffers have the values that they had before."""
@@ -209,12 +330,13 @@ def _scaled(op: Op, factor: float) -> Op:
     return replace(op, time_s=factor * op.time_s, spread_s=factor * op.spread_s, rerun_s=factor * op.rerun_s)
 
 
-def _replay_scaled(costs: EngineCosts, factor: float) -> EngineCosts:
-    return replace(
-        costs,
-        replay_op=factor * costs.replay_op,
-        replay_record=factor * costs.replay_record,
-        replay_saved=factor * costs.replay_saved,
-        replay_call=factor * costs.replay_call,
-        replay_pause=factor * costs.replay_pause,
-    )
+_OF_REPLAY = "replay_op", "replay_record", "replay_saved", "replay_call", "replay_pause"
+# Of both engines, for the caches are the same; recording was not measured.
+_OF_WRAPPING = (
+    *("replay_op", "replay_saved", "replay_call", "replay_pause"),
+    *("sac_op", "sac_saved", "sac_call"),
+)
+
+
+def _scaled_costs(costs: EngineCosts, factor: float, names: Sequence[str]) -> EngineCosts:
+    return replace(costs, **{name: factor * getattr(costs, name) for name in names})

@@ -8,5 +8,5 @@ cores; torch's `sac_milp` takes part if `pwlf` is installed. `autoac compare` do
 
 What keeps them quiet (see `autoac.compare.quiet`): CPU time instead of the clock on the wall, threads that sleep while
 they wait, freed memory kept by the process, all configurations taking turns in random order, each
-sample held against the median of its round, and of these the median over the rounds.
+sample held against those beside it, and of these the median.
 """

@@ -206,7 +206,8 @@ def test_every_strategy_has_the_same_gradients(name: str):
             continue  # pwlf, which it needs, may not be installed
         assert not measured.error, measured
         assert measured.gradients_equal, measured
-        assert len(measured.seconds) == len(measured.wall_s) == 2
+        samples = 4 if measured.kind == "none" else 2
+        assert len(measured.seconds) == len(measured.wall_s) == samples
         assert measured.peak_bytes > result.resident_bytes
     for measured in result.ours:
         assert measured.buffers_equal
@@ -225,7 +226,13 @@ def test_blocks_are_found():
 @pytest.mark.slow
 def test_compare_writes_its_files(tmp_path: Path):
     done = run_module(
-        "compare", "--model=gpt", "--size=tiny", "--rounds=1", "--more=1", "--budgets=2", f"--out={tmp_path}"
+        "compare",
+        "--model=gpt",
+        "--size=tiny",
+        "--rounds=1",
+        "--more=0.001",
+        "--budgets=2",
+        f"--out={tmp_path}",
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.json", "compare.md", "gpt.svg"]
     assert (tmp_path / "compare.md").read_text() == done.stdout.removesuffix("\n")

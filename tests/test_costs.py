@@ -35,3 +35,13 @@ def test_what_empties_the_caches_is_not_recorded():
     with Seen():
         evict()
     assert not seen
+
+
+def test_how_much_slower_bookkeeping_is_between_large_ops():
+    warm = {"with": [(3.0, 9.0), (4.0, 9.0), (9.0, 9.0)], "without": [(1.0, 0.0), (1.0, 0.0), (1.0, 0.0)]}
+    cold = {"with": [(9.0, 1.0), (6.0, 1.0), (99.0, 1.0)], "without": [(0.0, 1.0), (0.0, 1.0), (0.0, 1.0)]}
+    pair = ("with", "without")
+    assert costs._slower([pair], warm, cold) == 9.0 / 3.0
+    assert costs._slower([pair, pair], warm, cold) == 9.0 / 3.0
+    assert costs._slower([pair], cold, warm) == 1.0  # noise
+    assert costs._slower([pair], warm, {**cold, "with": [(1e6, 0.0)] * 3}) == costs._MOST_SLOWER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import autoac
 from autoac import fitting, planner
+from autoac.engine import replay
 from autoac.fitting import fitted
 from autoac.recorder import recorded_step
 from autoac_solver.problem import Unit
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MUCH = 2**40
 REPLAY = ("replay_op", "replay_record", "replay_saved", "replay_call", "replay_pause")
-COSTS = EngineCosts(*(k * 1e-5 for k in range(1, 9)))
+COSTS, LIGHT = (EngineCosts(*(k * unit for k in range(1, 9))) for unit in (1e-5, 1e-7))
 
 
 def recorded(model: nn.Module, sample: Any, loss: Any = None) -> Profile:
@@ -44,17 +46,41 @@ def measuring(monkeypatch: pytest.MonkeyPatch, plain_s: float, planned_s: float)
     return plans
 
 
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+def watched(monkeypatch: pytest.MonkeyPatch, name: str = "_measured") -> list[tuple[float, float]]:
     """What is measured from now on, for real."""
     found: list[tuple[float, float]] = []
-    measure = fitting._measured
+    measure = getattr(fitting, name)
 
     def measured(*args: Any) -> tuple[float, float]:
         found.append(measure(*args))
         return found[-1]
 
-    monkeypatch.setattr(fitting, "_measured", measured)
+    monkeypatch.setattr(fitting, name, measured)
     return found
+
+
+def light(profile: Profile) -> Profile:
+    """With bookkeeping that counts, and is too little for whole steps to tell it."""
+    return replace(profile, costs=LIGHT)
+
+
+def wrapping(monkeypatch: pytest.MonkeyPatch, share: float, error: float) -> list[float]:
+    """Let wrapping take this share of what the profile says, with an error that is such a share, too."""
+    said: list[float] = []
+    says = fitting._forward_wrapping_s
+
+    def measured(*_: Any) -> tuple[float, float]:
+        return share * said[-1], error * said[-1]
+
+    def many(profile: Profile) -> Any:
+        stack = regions(profile)
+        said.append(says(profile, stack))
+        return stack
+
+    regions = fitting._many_regions
+    monkeypatch.setattr(fitting, "_many_regions", many)
+    monkeypatch.setattr(fitting, "_measured_forward", measured)
+    return said
 
 
 def test_what_is_predicted_of_the_measured_steps_is_what_they_took(monkeypatch: pytest.MonkeyPatch):
@@ -78,6 +104,83 @@ def test_what_is_predicted_of_the_measured_steps_is_what_they_took(monkeypatch: 
     stack = fitting.stacked(found, fitting.partitions(found)[0], "replay", ())
     everything = fitting._all_that_can_be(stack.built.problem.units)
     assert fitting.simulate(stack.built.problem, everything).extra_s == pytest.approx(planned_s - plain_s)
+
+
+@pytest.mark.parametrize(
+    ("share", "error", "expected"),
+    [(2.0, 0.0, 2.0), (0.5, 0.0, 0.5), (2.0, fitting._CHAINS_ERROR, 1.5), (2.0, 1e6, 1.0), (-1.0, 0.0, 1.0)],
+)
+def test_what_wrapping_takes_in_forward_counts_by_how_exact_it_is(
+    monkeypatch: pytest.MonkeyPatch, share: float, error: float, expected: float
+):
+    profile = light(recorded(make(), batch()))
+    said = wrapping(monkeypatch, share, error)
+    found = fitted(profile, make(), batch(), None, MUCH)
+    assert len(said) == 1
+    factors = {name: cost / asdict(LIGHT)[name] for name, cost in asdict(found.costs).items()}
+    assert factors.pop("replay_record") == 1.0  # it is not part of what was measured
+    assert factors == pytest.approx(dict.fromkeys(factors, expected))
+    assert replace(found, costs=LIGHT) == profile
+    if not error and expected == share:
+        assert fitting._forward_wrapping_s(found, fitting._many_regions(found)) == pytest.approx(
+            share * said[0]
+        )
+
+
+def test_forward_is_not_run_where_that_tells_nothing(monkeypatch: pytest.MonkeyPatch):
+    said = wrapping(monkeypatch, 2.0, 0.0)
+    profile = light(recorded(make(), batch()))
+    on_cuda = replace(profile, device="cuda:0")
+    without = replace(profile, costs=EngineCosts(*[1e-12] * 8))
+    slow = tuple(replace(op, time_s=1.0, rerun_s=1.0) for op in profile.tape)
+    long = replace(profile, tape=slow, costs=EngineCosts(*[1e-2] * 8))
+    for other in (on_cuda, without, long):
+        assert fitted(other, make(), batch(), None, MUCH) is other
+    assert fitted(profile, make(), batch(), None, 1) is profile
+    assert not said
+
+
+def test_wrapping_is_told_from_the_machines_drift(monkeypatch: pytest.MonkeyPatch):
+    """Blocks take 10 ms, 5 % more in each pass than in the one before; wrapping takes 1 ms each time."""
+    now, block_s = 0.0, 0.01
+
+    class Timed(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            nonlocal now
+            now += block_s
+            return super().forward(input).tanh()
+
+    class Slowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Timed(16, 16) for _ in range(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal block_s
+            block_s *= 1.05
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    run, wrapped = replay.run, 0
+
+    def slower(*args: Any) -> Any:
+        nonlocal now, wrapped
+        now += 1e-3
+        wrapped += 1
+        return run(*args)
+
+    model = Slowing()
+    profile = light(recorded(model, batch()))
+    stack = fitting._many_regions(profile)
+    plan = fitting._plan(profile, stack, (False,) * len(stack.built.problem.units))
+    assert len(plan.regions) == 8
+    monkeypatch.setattr(fitting, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(replay, "run", slower)
+    wrapping_s, error_s = fitting._measured_forward(model, batch(), plan, 5)
+    assert wrapped == (1 + 5) * 8
+    assert wrapping_s == pytest.approx(8e-3)
+    assert error_s == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("plain", [100.0, 0.001])
@@ -192,11 +295,14 @@ class Counting(nn.Module):
         return self.norm(self.layers(x)) * self.scale
 
 
-def test_the_step_is_measured_without_a_trace(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("what", ["_measured", "_measured_forward"])
+def test_the_step_is_measured_without_a_trace(monkeypatch: pytest.MonkeyPatch, what: str):
     torch.manual_seed(3)
-    measured = watched(monkeypatch)
+    measured = watched(monkeypatch, what)
     model, x = Counting(), batch().requires_grad_()
     profile = recorded(model, x)
+    if what == "_measured_forward":
+        profile = light(profile)
     held = model(x).sum()
     x.grad = None
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -209,6 +315,7 @@ def test_the_step_is_measured_without_a_trace(monkeypatch: pytest.MonkeyPatch):
     assert x.grad is None
     assert model.calls == calls
     assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     held.backward()  # autograd would say so if the buffer had been written
     model.zero_grad()
     autoac.solve(found, MUCH).apply(model)  # no plan is on it
@@ -254,6 +361,9 @@ def test_steps_that_differ_and_steps_that_fail_are_noted():
     [note] = fitted(profile, model, batch(), None, MUCH).notes
     assert note.startswith("the step could not be timed as a whole")
     assert "other ops" in note
+    [note] = fitted(light(profile), model, batch(), None, MUCH).notes
+    assert "other ops" in note
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     profile = recorded(make(), batch(), loss)
     found = fitted(profile, make(), batch(), loss, MUCH)
     assert "StopIteration" in found.notes[-1]

@@ -99,8 +99,8 @@ def _engine_costs(device: torch.device, bytes_between: int) -> EngineCosts:
 def _slower(pairs: Sequence[tuple[str, str]], warm: Seconds, cold: Seconds) -> float:
     """How many times as long a part of the bookkeeping takes between ops that fill the caches.
 
-    Taken from several runs together, of forward: each by itself is a small difference, and nothing can be put between
-    the ops of a backward. The median of the rounds: what the caches have kept of the interpreter differs from op to op.
+    Of forward: nothing can be put between the ops of a backward. Pairs count together, for each by itself is a small
+    difference. The median of the rounds: what the caches have kept of the interpreter differs from op to op.
 
     Args:
         pairs: runs with that part, and the same without.

@@ -4,6 +4,9 @@ What the bookkeeping takes between a model's ops depends on what these leave in 
 run with its regions wrapped, and what was measured on chains of tiny ops is scaled to that. Where the ops are so short
 that they, too, take longer under a recording than without it, whole steps are run, without a plan and with one, and
 what was measured op by op is scaled as well.
+
+Forward passes that no backward follows are what a model runs that is evaluated with gradients on. Code that leaves
+things for backward in some place of its own, outside of the graph, would find more there than it expects.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from autoac.costs import now
 from autoac.plans import Plan
 from autoac.recorder import device_of
 from autoac.step import Loss, call_model, make_step
-from autoac.timing import spread
 from autoac.uncompiled import uncompiled
 from autoac.untouched import Seen, put_back, tensors_of, untouched
 from autoac_solver.partitions import partitions
@@ -44,15 +46,30 @@ _TIME_S = 2.0
 _MOST_S = 10.0
 _ROUNDS = 3, 15
 _FORWARD_TIME_S = 5.0
-_FORWARD_ROUNDS = 4, 10
+_FORWARD_ROUNDS = 3, 5
+_PASSES = 4
+"""Of a round in `_measured_forward`."""
 _MANY = 8
-"""With so many regions the machine's drift cancels, see `_measured_forward`."""
+"""With so many modules the machine's drift cancels within a pass, see `_measured_forward`."""
 _CHAINS_ERROR = 0.4
 """How far off, relatively, chains of tiny ops tell what the bookkeeping takes between a model's ops: standard error,
 seen of three models."""
 
 _MOST = 4.0
 """A larger factor than this, either way, is noise."""
+
+_OF_REPLAY = ("replay_op", "replay_record", "replay_saved", "replay_call", "replay_pause")
+_OF_WRAPPING = (
+    "replay_op",
+    "replay_saved",
+    "replay_call",
+    "replay_pause",
+    "sac_op",
+    "sac_saved",
+    "sac_call",
+)
+"""What is scaled by what wrapping takes in forward. Of engine sac, too, which is not measured: the caches that its
+bookkeeping finds are the same."""
 
 
 def fitted(
@@ -63,71 +80,72 @@ def fitted(
     free_bytes: int,
     progress: Progress | None = None,
 ) -> Profile:
-    """The profile with its ops and the bookkeeping of engine replay as they are in the model's own steps.
+    """The profile with the engines' bookkeeping, and where that weighs much its ops, as in the model's own steps.
 
-    It stays as it is where bookkeeping hardly weighs, and where the step should not be run without need: it does not
-    fit without a plan, takes too long, may leave a trace, or is one of several processes'. The model and the sample are
-    left as they were.
+    It stays as it is where bookkeeping hardly counts, and where the model should not be run without need: its step does
+    not fit without a plan, takes too long, may leave a trace, or is one of several processes'. The model and the sample
+    are left as they were.
 
     Args:
         profile: of the model's step with this sample, which is not a callable, and this loss.
         free_bytes: what the device has left.
-        progress: called before the step is run.
+        progress: called before the model is run.
     """
     stack = stacked(profile, partitions(profile)[0], "replay", ())
     recomputed = _all_that_can_be(stack.built.problem.units, stack.built.loss)
+    nothing, everything = (simulate(stack.built.problem, d) for d in ([False] * len(recomputed), recomputed))
+    fits = 2 * (nothing.peak_bytes - profile.resident_bytes) < free_bytes
+    if not (fits and _changes_only_buffers(profile) and _can_be_put_back(model)):
+        return profile
     units = stack.built.problem.units
     again_s = sum(
         profile.tape[op].again_s for u, chosen in enumerate(recomputed) if chosen for op in units[u].ops
     )
-    nothing, everything = (simulate(stack.built.problem, d) for d in ([False] * len(recomputed), recomputed))
     bookkeeping_s = everything.extra_s - again_s
-    forward_s = sum(op.time_s for op in profile.tape if not op.backward)
-    weighs = bookkeeping_s > _WEIGHS * profile.step_s
+    round_s = 2 * profile.step_s + everything.extra_s
+    if bookkeeping_s > _WEIGHS * profile.step_s and _ROUNDS[0] * round_s < _MOST_S:
+        if progress is not None:
+            progress("steps without and with a plan", 0.97)
+        plan = _plan(profile, stack, recomputed)
+        rounds = min(max(int(_TIME_S / round_s), _ROUNDS[0]), _ROUNDS[1])
+        try:
+            plain_s, planned_s = _measured(model, sample, loss, plan, rounds)
+        except Exception as error:
+            # It is not like the recorded ones, or counts how often it runs: that is no reason to have no profile.
+            what = "the step could not be timed as a whole, times are those of its ops by themselves"
+            return _noted(profile, what, error)
+        ops = _unless_noise(plain_s / profile.step_s)
+        replay = _unless_noise((planned_s - plain_s - ops * again_s) / bookkeeping_s)
+        return replace(
+            profile,
+            tape=tuple(_scaled(op, ops) for op in profile.tape),
+            views_s=ops * profile.views_s,
+            costs=_scaled_costs(profile.costs, replay, _OF_REPLAY),
+        )
     # On other devices forward is over for the host before it is for them.
-    counts = bookkeeping_s > _COUNTS * profile.step_s and torch.device(profile.device).type == "cpu"
-    round_s = 2 * profile.step_s + everything.extra_s if weighs else 2 * forward_s
-    least, most = _ROUNDS if weighs else _FORWARD_ROUNDS
-    fits = 2 * (nothing.peak_bytes - profile.resident_bytes) < free_bytes and least * round_s < _MOST_S
-    if not ((weighs or counts) and fits and _changes_only_buffers(profile) and _can_be_put_back(model)):
+    if bookkeeping_s > _COUNTS * profile.step_s and torch.device(profile.device).type == "cpu":
+        return _fitted_to_forward(profile, model, sample, progress)
+    return profile
+
+
+def _fitted_to_forward(
+    profile: Profile, model: torch.nn.Module, sample: Any, progress: Progress | None
+) -> Profile:
+    """The profile with the costs of wrapping as they are in the model's forward, as far as that can be measured."""
+    round_s = _PASSES * sum(op.time_s for op in profile.tape if not op.backward)
+    stack = stacked(profile, _many_regions(profile), "replay", ())
+    said_s = _forward_wrapping_s(profile, stack)
+    if _FORWARD_ROUNDS[0] * round_s > _MOST_S or said_s <= 0:
         return profile
     if progress is not None:
-        progress("steps without and with a plan", 0.97)
-    rounds = min(max(int((_TIME_S if weighs else _FORWARD_TIME_S) / round_s), least), most)
-    if weighs:
-        plan = _plan(profile, stack, recomputed)
-        measure = functools.partial(_measured, model, sample, loss, plan, rounds)
-    else:
-        stack = _many_regions(profile)
-        plan = _plan(profile, stack, (False,) * len(stack.built.problem.units))
-        measure = functools.partial(_measured_forward, model, sample, plan, rounds)
+        progress("forward passes with regions wrapped", 0.97)
+    plan = _plan(profile, stack, (False,) * len(stack.built.problem.units))
+    rounds = min(max(int(_FORWARD_TIME_S / round_s), _FORWARD_ROUNDS[0]), _FORWARD_ROUNDS[1])
     try:
-        measured = measure()
+        wrapping_s, error_s = _measured_forward(model, sample, plan, rounds)
     except Exception as error:
-        # It is not like the recorded ones, or counts how often it runs: that is no reason to have no profile.
-        note = f"the step could not be timed as a whole, times are those of its ops by themselves: {error!r:.300}"
-        return replace(profile, notes=(*profile.notes, note))
-    if not weighs:
-        return _fitted_to_forward(profile, stack, *measured)
-    plain_s, planned_s = measured
-    ops = _unless_noise(plain_s / profile.step_s)
-    replay = _unless_noise((planned_s - plain_s - ops * again_s) / bookkeeping_s)
-    return replace(
-        profile,
-        tape=tuple(_scaled(op, ops) for op in profile.tape),
-        views_s=ops * profile.views_s,
-        costs=_scaled_costs(profile.costs, replay, _OF_REPLAY),
-    )
-
-
-def _fitted_to_forward(profile: Profile, stack: Stacked, wrapping_s: float, error_s: float) -> Profile:
-    """The profile with the costs of wrapping as they are in the model's forward, as far as that could be measured.
-
-    Args:
-        stack: of the regions that were wrapped.
-        wrapping_s, error_s: what `_measured_forward` found.
-    """
-    said_s = _forward_wrapping_s(profile, stack)
+        what = "what the engine's bookkeeping takes could not be measured in the model's forward, it is an estimate"
+        return _noted(profile, what, error)
     # Both count, by how exact they are.
     chains, in_place = error_s**2, (_CHAINS_ERROR * said_s) ** 2
     likely_s = (chains * said_s + in_place * wrapping_s) / (chains + in_place)
@@ -135,11 +153,27 @@ def _fitted_to_forward(profile: Profile, stack: Stacked, wrapping_s: float, erro
     return replace(profile, costs=_scaled_costs(profile.costs, factor, _OF_WRAPPING))
 
 
-def _many_regions(profile: Profile) -> Stacked:
-    """The problem for the coarsest regions that are many enough; for the coarsest of all where none are."""
-    found = partitions(profile)
-    calls = next((calls for calls in found if len(calls) >= _MANY), found[0])
-    return stacked(profile, calls, "replay", ())
+def _many_regions(profile: Profile) -> tuple[int, ...]:
+    """The coarsest choice of regions that are many enough, or else the one with most, of a call of the model.
+
+    What the loss calls besides is left out: it is not run here.
+    """
+    root = next((call for call in profile.calls if not call.fqn), None)
+    if root is None:
+        return ()
+    within = [
+        tuple(index for index in calls if root.start <= profile.calls[index].start < root.end)
+        for calls in partitions(profile)
+    ]
+
+    def modules(calls: tuple[int, ...]) -> int:
+        return len({profile.calls[index].fqn for index in calls})
+
+    return next((calls for calls in within if modules(calls) >= _MANY), max(within, key=modules))
+
+
+def _noted(profile: Profile, what: str, error: Exception) -> Profile:
+    return replace(profile, notes=(*profile.notes, f"{what}: {error!r:.300}"))
 
 
 def _all_that_can_be(units: Sequence[Unit], loss: int = -1) -> tuple[bool, ...]:
@@ -233,16 +267,16 @@ def _forward_wrapping_s(profile: Profile, stack: Stacked) -> float:
 def _measured_forward(model: torch.nn.Module, sample: Any, plan: Plan, rounds: int) -> tuple[float, float]:
     """Seconds that wrapping all of the plan's regions, with nothing recorded, takes in forward, and the standard error.
 
-    In each pass every other region is wrapped, in the next pass the others. A region's own times are compared: as
-    many are wrapped early in a pass as late, so that the machine's drift cancels, which is larger than the whole.
+    Every other module is wrapped in the first and the fourth pass of a round, the others in the second and the third.
+    What a module takes with and without is compared. So the machine's drift, which is larger than the whole, cancels:
+    for each module as far as it is steady, and else between the two halves.
 
     Raises:
-        RuntimeError: a pass runs other ops than the recorded step did.
+        RuntimeError: a pass runs other ops than the recorded step did, or runs regions other than by calling them.
     """
     names = list(dict.fromkeys(region.fqn for region in plan.record.regions))
-    halves = [(names[k::2], _wrapping(plan, names[k::2])) for k in (0, 1)]
-    with_it: dict[str, list[float]] = {name: [] for name in names}
-    without: dict[str, list[float]] = {name: [] for name in names}
+    first, second = ((names[k::2], _plan_wrapping(plan, names[k::2])) for k in (0, 1))
+    extra: dict[str, list[float]] = {name: [] for name in names}
     with (
         untouched(model, sample),
         _kept(model),
@@ -251,25 +285,32 @@ def _measured_forward(model: torch.nn.Module, sample: Any, plan: Plan, rounds: i
         _timed_modules(model, names) as seconds,
     ):
         warnings.simplefilter("ignore")  # as in `_measured`
-        for _ in range(1 + rounds):
-            for wrapped, half in halves:
-                seconds.update(dict.fromkeys(names, 0.0))
-                with half.applied(model), untouched(model, sample):
-                    call_model(model, sample)
+
+        def run(half: Plan) -> None:
+            seconds.update(dict.fromkeys(names, 0.0))
+            with half.applied(model), untouched(model, sample):
+                call_model(model, sample)
+            if half.is_not_followed:
+                raise RuntimeError("its forward runs other ops than that of the recorded step did")
+            if not all(taken > 0 for taken in seconds.values()):
+                raise RuntimeError("it runs the forward of modules without calling them")
+
+        for _, half in (first, second):
+            run(half)  # sets up what is set up once
+        for _ in range(rounds):
+            round_s = dict.fromkeys(names, 0.0)
+            for wrapped, half in (first, second, second, first):
+                run(half)
                 for name in names:
-                    (with_it if name in wrapped else without)[name].append(seconds[name])
-                if half.is_not_followed:
-                    raise RuntimeError("its forward runs other ops than that of the recorded step did")
-    extra = {
-        name: [one - other for one, other in zip(with_it[name][1:], without[name][1:], strict=True)]
-        for name in names
-    }
-    totals = [sum(own) for own in zip(*extra.values(), strict=True)]
-    return sum(map(statistics.median, extra.values())), spread(totals) / len(totals) ** 0.5
+                    round_s[name] += seconds[name] if name in wrapped else -seconds[name]
+            for name in names:
+                extra[name].append(round_s[name] / 2)
+    error_s = (sum(map(statistics.variance, extra.values())) / rounds) ** 0.5
+    return sum(map(statistics.median, extra.values())), error_s
 
 
-def _wrapping(plan: Plan, names: Sequence[str]) -> Plan:
-    """A plan that wraps the regions of these modules, and recomputes nothing."""
+def _plan_wrapping(plan: Plan, names: Sequence[str]) -> Plan:
+    """The plan with the regions of these modules wrapped, the others not, and nothing recomputed."""
     regions = [
         replace(region, wrapped=region.fqn in names, steps=tuple((op, False) for op, _ in region.steps))
         for region in plan.record.regions
@@ -292,7 +333,8 @@ def _timed_modules(model: torch.nn.Module, names: Sequence[str]) -> Iterator[dic
         for name in names:
             module = model.get_submodule(name)
             hooks.callback(module.register_forward_pre_hook(functools.partial(started, name)).remove)
-            hooks.callback(module.register_forward_hook(functools.partial(ended, name)).remove)
+            hook = module.register_forward_hook(functools.partial(ended, name), always_call=True)
+            hooks.callback(hook.remove)
         yield seconds
 
 
@@ -328,14 +370,6 @@ def _unless_noise(factor: float) -> float:
 
 def _scaled(op: Op, factor: float) -> Op:
     return replace(op, time_s=factor * op.time_s, spread_s=factor * op.spread_s, rerun_s=factor * op.rerun_s)
-
-
-_OF_REPLAY = "replay_op", "replay_record", "replay_saved", "replay_call", "replay_pause"
-# Of both engines, for the caches are the same; recording was not measured.
-_OF_WRAPPING = (
-    *("replay_op", "replay_saved", "replay_call", "replay_pause"),
-    *("sac_op", "sac_saved", "sac_call"),
-)
 
 
 def _scaled_costs(costs: EngineCosts, factor: float, names: Sequence[str]) -> EngineCosts:

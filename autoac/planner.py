@@ -55,8 +55,9 @@ def plan(
 ) -> Plan:
     """Plan what to save and what to recompute so that a training step stays within a budget.
 
-    Runs up to four steps to profile them, and where ops are short some more to time them, without and with a plan;
-    model, sample and random states are left as they were. `plan.apply(model)` puts the plan on the model.
+    Runs up to four steps to profile them, and where the engine's bookkeeping counts some more, or forward passes alone,
+    to time it (see `fitting`); model, sample and random states are left as they were. `plan.apply(model)` puts the plan
+    on the model.
 
     Args:
         model: the model as it will be trained (mode, dtype, device).
@@ -132,10 +133,10 @@ def profile(
     """Record one training step: time and bytes of every op, and what autograd saves.
 
     The step is run with everything recomputed, so a model that does not fit without checkpointing can be profiled;
-    where its ops are short and it fits, also as it is, for its time (see `fitting`). On fake tensors nothing of it is
-    allocated: for a model that does not fit at all, or is on the meta device. Afterwards model, sample and random
-    states are as they were, also if it fails. Threads that profile at once take turns, so the step of one must not
-    wait for another's.
+    where the engine's bookkeeping counts and the step fits, its forward or all of it is also run as it is, for the time
+    (see `fitting`). On fake tensors nothing of it is allocated: for a model that does not fit at all, or is on the meta
+    device. Afterwards model, sample and random states are as they were, also if it fails. Threads that profile at once
+    take turns, so the step of one must not wait for another's.
 
     Args:
         model, sample, loss, optimizer, progress: as for `plan`.

@@ -9,7 +9,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,7 +244,7 @@ def scratch_arguments(
             generator.set_state(state)
 
 
-def spread(samples: Sequence[float]) -> float:
+def spread(samples: list[float]) -> float:
     """Distance between the quartiles, 0 for a single sample."""
     if len(samples) < 2:
         return 0.0

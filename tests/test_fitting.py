@@ -1,4 +1,4 @@
-"""Times are fitted to the model's own steps where ops are short, and only where running the step leaves no trace."""
+"""Times are fitted to the model's own steps where bookkeeping counts, and only where running these leaves no trace."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import autoac
 from autoac import fitting, planner
 from autoac.engine import replay
 from autoac.fitting import fitted
+from autoac.plans import Plan
 from autoac.recorder import recorded_step
 from autoac_solver.problem import Unit
 from autoac_solver.profile import EngineCosts, Profile
@@ -69,18 +70,19 @@ def wrapping(monkeypatch: pytest.MonkeyPatch, share: float, error: float) -> lis
     said: list[float] = []
     says = fitting._forward_wrapping_s
 
-    def measured(*_: Any) -> tuple[float, float]:
-        return share * said[-1], error * said[-1]
-
-    def many(profile: Profile) -> Any:
-        stack = regions(profile)
+    def saying(profile: Profile, stack: Any) -> float:
         said.append(says(profile, stack))
-        return stack
+        return said[-1]
 
-    regions = fitting._many_regions
-    monkeypatch.setattr(fitting, "_many_regions", many)
-    monkeypatch.setattr(fitting, "_measured_forward", measured)
+    monkeypatch.setattr(fitting, "_forward_wrapping_s", saying)
+    monkeypatch.setattr(fitting, "_measured_forward", lambda *_: (share * said[-1], error * said[-1]))
     return said
+
+
+def many_regions(profile: Profile) -> tuple[Any, Plan]:
+    """The regions that are wrapped in turns, and a plan for them."""
+    stack = fitting.stacked(profile, fitting._many_regions(profile), "replay", ())
+    return stack, fitting._plan(profile, stack, (False,) * len(stack.built.problem.units))
 
 
 def test_what_is_predicted_of_the_measured_steps_is_what_they_took(monkeypatch: pytest.MonkeyPatch):
@@ -121,10 +123,7 @@ def test_what_wrapping_takes_in_forward_counts_by_how_exact_it_is(
     assert factors.pop("replay_record") == 1.0  # it is not part of what was measured
     assert factors == pytest.approx(dict.fromkeys(factors, expected))
     assert replace(found, costs=LIGHT) == profile
-    if not error and expected == share:
-        assert fitting._forward_wrapping_s(found, fitting._many_regions(found)) == pytest.approx(
-            share * said[0]
-        )
+    assert fitting._forward_wrapping_s(found, many_regions(found)[0]) == pytest.approx(expected * said[0])
 
 
 def test_forward_is_not_run_where_that_tells_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -137,11 +136,26 @@ def test_forward_is_not_run_where_that_tells_nothing(monkeypatch: pytest.MonkeyP
     for other in (on_cuda, without, long):
         assert fitted(other, make(), batch(), None, MUCH) is other
     assert fitted(profile, make(), batch(), None, 1) is profile
-    assert not said
+    assert said == [said[0]]  # of the one that is too long
+    assert fitted(profile, make(), batch(), None, MUCH) is not profile
 
 
-def test_wrapping_is_told_from_the_machines_drift(monkeypatch: pytest.MonkeyPatch):
-    """Blocks take 10 ms, 5 % more in each pass than in the one before; wrapping takes 1 ms each time."""
+def test_where_whole_steps_take_too_long_forward_is_measured(monkeypatch: pytest.MonkeyPatch):
+    plans = measuring(monkeypatch, 1.0, 2.0)
+    said = wrapping(monkeypatch, 2.0, 0.0)
+    profile = recorded(make(), batch())
+    forward = sum(not op.backward for op in profile.tape)
+    op_s = 2.4 / (fitting._PASSES * forward)  # 7.2 s of 10 for forward passes, more for three whole rounds
+    tape = tuple(replace(op, time_s=op_s, rerun_s=op_s) for op in profile.tape)
+    profile = replace(profile, tape=tape, costs=EngineCosts(*[op_s / 2] * 8))
+    assert fitted(profile, make(), batch(), None, MUCH).costs.replay_op == pytest.approx(op_s)
+    assert len(said) == 1
+    assert not plans
+
+
+@pytest.mark.parametrize("count", [8, 9, 3])
+def test_wrapping_is_told_from_the_machines_drift(monkeypatch: pytest.MonkeyPatch, count: int):
+    """Blocks take 10 ms, and in each pass 0.5 ms more than in the one before; wrapping takes 1 ms each time."""
     now, block_s = 0.0, 0.01
 
     class Timed(nn.Linear):
@@ -153,11 +167,11 @@ def test_wrapping_is_told_from_the_machines_drift(monkeypatch: pytest.MonkeyPatc
     class Slowing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(Timed(16, 16) for _ in range(8))
+            self.blocks = nn.ModuleList(Timed(16, 16) for _ in range(count))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             nonlocal block_s
-            block_s *= 1.05
+            block_s += 5e-4
             for block in self.blocks:
                 x = block(x)
             return x
@@ -172,15 +186,69 @@ def test_wrapping_is_told_from_the_machines_drift(monkeypatch: pytest.MonkeyPatc
 
     model = Slowing()
     profile = light(recorded(model, batch()))
-    stack = fitting._many_regions(profile)
-    plan = fitting._plan(profile, stack, (False,) * len(stack.built.problem.units))
-    assert len(plan.regions) == 8
+    _, plan = many_regions(profile)
+    assert len(plan.regions) == count
     monkeypatch.setattr(fitting, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(replay, "run", slower)
     wrapping_s, error_s = fitting._measured_forward(model, batch(), plan, 5)
-    assert wrapped == (1 + 5) * 8
-    assert wrapping_s == pytest.approx(8e-3)
+    assert wrapped == (1 + 2 * 5) * count
+    assert wrapping_s == pytest.approx(count * 1e-3)
     assert error_s == pytest.approx(0, abs=1e-9)
+
+
+def test_regions_that_are_wrapped_in_turns():
+    found = recorded(make(blocks=12), batch())
+    names = [found.calls[index].fqn for index in fitting._many_regions(found)]
+    assert {f"blocks.{index}" for index in range(12)} <= set(names)
+    coarsest = recorded(nn.Sequential(*(nn.Sequential(make(), make()) for _ in range(2))), batch())
+    finer = {coarsest.calls[index].fqn for index in fitting._many_regions(coarsest)}
+    assert len(finer) >= fitting._MANY > len(fitting.partitions(coarsest)[0])
+    model = make(rounds=4)  # twelve calls, of three blocks
+    shared = recorded(model, batch())
+    calls = [shared.calls[index] for index in fitting._many_regions(shared)]
+    assert len({call.fqn for call in calls}) == max(
+        len({shared.calls[index].fqn for index in choice}) for choice in fitting.partitions(shared)
+    )
+
+
+def test_what_the_loss_calls_besides_is_not_reckoned_with():
+    model = make(blocks=8)
+    profile = recorded(model, batch(), lambda y: (y - model(batch(2))).square().mean() + model.head(y).mean())
+    calls = [profile.calls[index] for choice in fitting.partitions(profile) for index in choice]
+    assert {("blocks.0", 0), ("blocks.0", 1)} <= {(call.fqn, call.call) for call in calls}
+    calls = [profile.calls[index] for index in fitting._many_regions(profile)]
+    assert {f"blocks.{index}" for index in range(8)} <= {call.fqn for call in calls}
+    assert all(call.call == 0 for call in calls)
+    wrapping_s, _ = fitting._measured_forward(model, batch(), many_regions(profile)[1], 2)
+    assert wrapping_s != 0
+
+
+def test_modules_that_are_not_called_cannot_be_timed():
+    class Direct(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block.forward(x)
+            return x
+
+    model = Direct()
+    profile = light(recorded(model, batch()))
+    found = fitted(profile, model, batch(), None, MUCH)
+    assert "without calling them" in found.notes[-1]
+    assert "an estimate" in found.notes[-1]
+    assert replace(found, notes=profile.notes) == profile
+
+
+def test_modules_are_timed_for_a_while():
+    model = make()
+    with fitting._timed_modules(model, ["blocks.0", "head"]) as seconds:
+        seconds |= {"blocks.0": 0.0, "head": 0.0}
+        model(batch())
+        assert all(taken > 0 for taken in seconds.values())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("plain", [100.0, 0.001])
@@ -192,11 +260,14 @@ def test_what_is_noise_is_not_believed(monkeypatch: pytest.MonkeyPatch, plain: f
 
 def test_long_ops_are_not_run_again(monkeypatch: pytest.MonkeyPatch):
     profile = recorded(make(), batch())
-    long = replace(profile, tape=tuple(replace(op, time_s=1e-2, rerun_s=1e-2) for op in profile.tape))
     plans = measuring(monkeypatch, 1.0, 2.0)
-    assert fitted(long, make(), batch(), None, MUCH) is long
-    slow = replace(long, costs=EngineCosts(*(k * 1e-2 for k in range(1, 9))))
-    assert fitted(slow, make(), batch(), None, MUCH) is slow
+    said = wrapping(monkeypatch, 1.0, 0.0)
+    tiny = EngineCosts(*(k * 1e-7 for k in range(1, 9)))
+    for op_s, costs in ((1e-2, tiny), (1.0, EngineCosts(*(k * 1.0 for k in range(1, 9))))):
+        tape = tuple(replace(op, time_s=op_s, rerun_s=op_s) for op in profile.tape)
+        long = replace(profile, tape=tape, costs=costs)
+        assert fitted(long, make(), batch(), None, MUCH) is long
+    assert len(said) <= 1  # nothing is measured, even if it is asked what it would be
     assert not plans
 
 
@@ -315,7 +386,6 @@ def test_the_step_is_measured_without_a_trace(monkeypatch: pytest.MonkeyPatch, w
     assert x.grad is None
     assert model.calls == calls
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     held.backward()  # autograd would say so if the buffer had been written
     model.zero_grad()
     autoac.solve(found, MUCH).apply(model)  # no plan is on it
@@ -362,8 +432,8 @@ def test_steps_that_differ_and_steps_that_fail_are_noted():
     assert note.startswith("the step could not be timed as a whole")
     assert "other ops" in note
     [note] = fitted(light(profile), model, batch(), None, MUCH).notes
+    assert note.startswith("what the engine's bookkeeping takes could not be measured")
     assert "other ops" in note
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     profile = recorded(make(), batch(), loss)
     found = fitted(profile, make(), batch(), loss, MUCH)
     assert "StopIteration" in found.notes[-1]

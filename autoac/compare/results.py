@@ -178,12 +178,12 @@ class ModelResult:
         """What two configurations that are the same differ by in 95 of 100 cases, as a fraction.
 
         Two hands of as many samples as a strategy has at most are dealt 2000 times from the samples without drift of
-        all configurations that have as many, each divided by the median of its own. Not less than A/A itself, which is
-        only one case.
+        all configurations that have as many or more, each divided by the median of its own. Not less than A/A itself,
+        which is only one case.
         """
         compared = [len(self.steady[row.name]) for row in self.rows if not row.error and row.kind != "none"]
         rounds = max(compared or [len(self.steady[self.base[0].name])])
-        samples = [own for own in self.steady.values() if len(own) == rounds]
+        samples = [own for own in self.steady.values() if len(own) >= rounds]
         pool = [sample / statistics.median(own) for own in samples for sample in own]
         rounds = min(rounds, len(pool) // 2)
         shuffled = random.Random(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
@@ -172,11 +173,13 @@ def test_wrapping_is_told_from_the_machines_drift(monkeypatch: pytest.MonkeyPatc
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             nonlocal block_s
             block_s += 5e-4
+            collecting.append(gc.isenabled())
             for block in self.blocks:
                 x = block(x)
             return x
 
     run, wrapped = replay.run, 0
+    collecting: list[bool] = []
 
     def slower(*args: Any) -> Any:
         nonlocal now, wrapped
@@ -188,10 +191,14 @@ def test_wrapping_is_told_from_the_machines_drift(monkeypatch: pytest.MonkeyPatc
     profile = light(recorded(model, batch()))
     _, plan = many_regions(profile)
     assert len(plan.regions) == count
+    assert gc.isenabled()
     monkeypatch.setattr(fitting, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(replay, "run", slower)
+    collecting.clear()
     wrapping_s, error_s = fitting._measured_forward(model, batch(), plan, 5)
     assert wrapped == (1 + 2 * 5) * count
+    assert gc.isenabled()
+    assert collecting == [False] * (2 + 4 * 5)
     assert wrapping_s == pytest.approx(count * 1e-3)
     assert error_s == pytest.approx(0, abs=1e-9)
 

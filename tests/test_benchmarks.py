@@ -189,6 +189,15 @@ def test_the_readme_says_what_was_measured():
         assert f"| {row.budget_bytes / 1e6:.0f} " in text
         assert cells in text
     assert f"differ by up to {max(model.noise for model in found) * 100:.1f} points" in text
+    prose = " ".join(text.split())
+    plans = [(model, row) for model in found for row in model.ours]
+    missed = sum(
+        abs(model.wall_overhead(row) - (row.predicted_overhead or 0.0)) > checks.POINTS
+        for model, row in plans
+    )
+    assert f"within two points in {missed} of the {len(plans)} cases" in prose
+    samples = [len(row.seconds) for _, row in plans]
+    assert f"the median of {min(samples)} to {max(samples)} samples" in prose
 
 
 def test_budgets_include_both_ends():

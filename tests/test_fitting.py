@@ -226,8 +226,7 @@ def test_what_the_loss_calls_besides_is_not_reckoned_with():
     calls = [profile.calls[index] for index in fitting._many_regions(profile)]
     assert {f"blocks.{index}" for index in range(8)} <= {call.fqn for call in calls}
     assert all(call.call == 0 for call in calls)
-    wrapping_s, _ = fitting._measured_forward(model, batch(), many_regions(profile)[1], 2)
-    assert wrapping_s != 0
+    fitting._measured_forward(model, batch(), many_regions(profile)[1], 2)  # fails if one of them is not run
 
 
 def test_modules_that_are_not_called_cannot_be_timed():
@@ -269,8 +268,7 @@ def test_long_ops_are_not_run_again(monkeypatch: pytest.MonkeyPatch):
     profile = recorded(make(), batch())
     plans = measuring(monkeypatch, 1.0, 2.0)
     said = wrapping(monkeypatch, 1.0, 0.0)
-    tiny = EngineCosts(*(k * 1e-7 for k in range(1, 9)))
-    for op_s, costs in ((1e-2, tiny), (1.0, EngineCosts(*(k * 1.0 for k in range(1, 9))))):
+    for op_s, costs in ((1e-2, LIGHT), (1.0, EngineCosts(*(k * 1.0 for k in range(1, 9))))):
         tape = tuple(replace(op, time_s=op_s, rerun_s=op_s) for op in profile.tape)
         long = replace(profile, tape=tape, costs=costs)
         assert fitted(long, make(), batch(), None, MUCH) is long

@@ -47,7 +47,9 @@ def main(
     size: Annotated[str, typer.Option(help="full, or tiny for a trial.")] = "full",
     engine: Annotated[str, typer.Option(help="replay or sac.")] = "replay",
     device: Annotated[str, typer.Option(help="cpu, or cuda to time by CUDA events.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, help="Torch's threads on CPU.")] = 2,
+    threads: Annotated[
+        int, typer.Option(min=1, help="Torch's threads on CPU. On one, CPU time is the time of a step.")
+    ] = 1,
     out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path("benchmarks/results"),
 ) -> None:
     """Measure peak, gradients and step time of ours and of other strategies, side by side."""

@@ -213,8 +213,8 @@ def test_every_strategy_has_the_same_gradients(name: str):
     assert [row.name for row in result.of_kind("none")] == ["none", "none again"]
     assert [row.budget_bytes for row in result.ours] == result.budgets == sorted(result.budgets)
     for measured in result.rows:
-        if measured.name.startswith("torch sac_milp") and measured.error:
-            continue  # pwlf, which it needs, may not be installed
+        if (measured.name, measured.error) == ("torch sac_milp", "gives no advice at any budget"):
+            continue
         assert not measured.error, measured
         assert measured.gradients_equal, measured
         samples = 4 if measured.kind == "none" else 2

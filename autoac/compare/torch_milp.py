@@ -12,8 +12,9 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -32,6 +34,8 @@ from autoac_solver.errors import ProfilingError
 
 NAME = "torch sac_milp"
 _TIMED_RUNS = 3
+_TRIES = 3
+"""Its fit of what each share costs draws random numbers; a bad one makes every budget infeasible."""
 
 
 def advised(workload: Workload, device: torch.device, budgets: Mapping[str, int]) -> list[Strategy]:
@@ -40,16 +44,28 @@ def advised(workload: Workload, device: torch.device, budgets: Mapping[str, int]
     Args:
         budgets: bytes, by what they are called.
     """
-    try:
-        planner = _Planner(workload, device)
-    except Exception as error:  # whatever it is, it is a row of the table: this planner fails on this model
-        reason = str(error).split("\n")[0] or "an assertion of its own"
-        return [_failed(NAME, 0, f"cannot run: {type(error).__name__}: {reason}")]
+    strategies: list[Strategy] = []
+    for _ in range(_TRIES):
+        try:
+            planner = _Planner(workload, device)
+        except Exception as error:
+            # Whatever it is, it is a row of the table: this planner fails on this model.
+            reason = str(error).split("\n")[0] or "an assertion of its own"
+            return [_failed(NAME, 0, f"cannot run: {type(error).__name__}: {reason}")]
+        strategies = _advice(planner, budgets)
+        if any(not strategy.error for strategy in strategies):
+            break
+    return strategies or [_failed(NAME, 0, "gives no advice at any budget")]
+
+
+def _advice(planner: _Planner, budgets: Mapping[str, int]) -> list[Strategy]:
     strategies: list[Strategy] = []
     seen: list[dict[str, tuple[int, ...]]] = []
     for name, budget in budgets.items():
         try:
-            saved = planner.decide(budget)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # how torch calls PuLP
+                saved = planner.decide(budget)
         except Exception as error:
             strategies.append(_failed(f"{NAME}, {name}", budget, f"{type(error).__name__}: {error}"))
             continue
@@ -57,7 +73,7 @@ def advised(workload: Workload, device: torch.device, budgets: Mapping[str, int]
             seen.append(saved)
             install = functools.partial(_install, saved)
             strategies.append(Strategy(f"{NAME}, {name}", "other", install, budget))
-    return strategies or [_failed(NAME, 0, "gives no advice at any budget")]
+    return strategies
 
 
 def _failed(name: str, budget: int, error: str) -> Strategy:
@@ -73,7 +89,7 @@ class _Planner:
         # Real tensors may take part: those that a loss has closed over.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake = _fake(workload, mode)
-        with mode, redirect_stdout(StringIO()):
+        with mode, redirect_stdout(StringIO()), _kept_modules():
             step = fake.step()
             memory = _memory(self.tools, fake.model, step)
             runtime = _runtime(self.tools, fake.model, step)
@@ -84,8 +100,10 @@ class _Planner:
                 step()
             _drop_empty(self.estimator)
             info = self.tools.aggregate_stats(fake.model, memory, runtime, self.estimator, device)
-        for order in ("fw_pre_order", "fw_post_order"):  # torch expects that each module is called once
-            info["mod_order"][order] = list(dict.fromkeys(info["mod_order"][order]))
+        known = {stats["fqn"] for stats in info["mod_stats"]}
+        for order in ("fw_pre_order", "fw_post_order"):  # torch expects each of the model's modules, once
+            called = dict.fromkeys(info["mod_order"][order])
+            info["mod_order"][order] = [name for name in called if name in known]
         self.graph = self.tools.parse_module_info(info)
         self.prefix = f"{type(fake.model).__name__}."
         self.blocks = [self.prefix + block for block in workload.blocks]
@@ -128,6 +146,17 @@ def _fake(workload: Workload, mode: FakeTensorMode) -> Workload:
         model=copy.deepcopy(model, memo),
         sample=tree_map(faked, sample) if mapping is None else mapping,
     )
+
+
+@contextmanager
+def _kept_modules() -> Iterator[None]:
+    """Context that keeps what modules a forward makes and calls (a loss): torch looks them up in backward."""
+    modules: list[nn.Module] = []
+    hook = register_module_forward_pre_hook(lambda module, args: modules.append(module))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _memory(tools: Any, model: nn.Module, step: Callable[[], object]) -> Any:

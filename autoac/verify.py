@@ -20,10 +20,11 @@ from autoac.compat import current_node
 from autoac.measure import ONE_AT_A_TIME, measure_peak
 from autoac.opinfo import op_info, tensors_in
 from autoac.recorder import device_of
-from autoac.step import make_step
+from autoac.step import is_whole_step, make_step
 from autoac.uncompiled import uncompiled
 from autoac.untouched import Seen, put_back, random_states, untouched
 from autoac_solver.baselines import checkpointed
+from autoac_solver.errors import ProfilingError
 from autoac_solver.format import format_bytes
 from autoac_solver.plan_record import PlanRecord
 
@@ -50,7 +51,8 @@ class Report:
     """What `Plan.verify` found.
 
     Args:
-        equal: loss, gradients, buffers and random states are equal to the bit.
+        equal: loss, gradients, buffers and random states are equal to the bit; where the sample is a callable, the
+            parameters after it and what its optimizers keep of them, too.
         first_difference: what differs first, "" if nothing does; where two steps without the plan differ as well, it
             says so, and nothing can be told of the plan.
         predicted_peak_bytes, measured_peak_bytes: of the planned step, resident bytes included.
@@ -125,7 +127,7 @@ def _verify(
 ) -> Report:
     step = make_step(model, sample, loss)
     fixed = sample if not callable(sample) else ()
-    device, optimizers = device_of(model), KeptOptimizers()
+    device, optimizers, trains = device_of(model), KeptOptimizers(), is_whole_step(sample)
 
     def run(planned: bool, measure: bool = False) -> _Outcome:
         with (
@@ -134,17 +136,26 @@ def _verify(
             optimizers,
             plan.applied(model) if planned else nullcontext(),
         ):
-            return _run(model, step, device, measure)
+            outcome = _run(model, step, device, measure)
+            if trains:
+                outcome.values.update(_trained(model, optimizers))
+            return outcome
 
     run(False)  # lazy initialisation is not to count
     without, with_plan = run(False, measure=True), run(True, measure=True)
+    if trains and not without.tells_gradients and not optimizers.known:
+        raise ProfilingError(
+            "the step leaves nothing to compare: it returns no loss, its gradients are gone, and no optimizer was "
+            "stepped. Have it return the loss and leave the gradients."
+        )
     difference = without.first_difference(with_plan)
     if difference:
         by_itself = without.first_difference(run(False))
         if by_itself:
             difference = f"{by_itself}, which differs between two steps without a plan, too"
         else:
-            difference = _first_op(model, step, fixed, plan, optimizers) or difference
+            in_forward = difference == _LOSS
+            difference = _first_op(model, step, fixed, plan, optimizers, in_forward) or difference
     times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(_TIMED_ROUNDS):
         for planned in (False, True):
@@ -196,6 +207,11 @@ class KeptOptimizers:
     def __init__(self) -> None:
         self._known: list[tuple[torch.optim.Optimizer, dict[Any, Any], list[Any]]] = []
 
+    @property
+    def known(self) -> list[torch.optim.Optimizer]:
+        """Those that have stepped."""
+        return [optimizer for optimizer, _, _ in self._known]
+
     def __enter__(self) -> None:
         self._hook = register_optimizer_step_pre_hook(self._look)
 
@@ -241,6 +257,11 @@ class _Outcome:
     seconds: float
     peak_bytes: int = 0
 
+    @property
+    def tells_gradients(self) -> bool:
+        """Whether there is a loss, or any gradient."""
+        return any(v is not None for k, v in self.values.items() if k == _LOSS or k.startswith(_GRADIENT))
+
     def first_difference(self, other: _Outcome) -> str:
         for name, value in self.values.items():
             if not same(value, other.values.get(name)):
@@ -249,13 +270,11 @@ class _Outcome:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal to the bit; NaN equals NaN."""
+    """Equal to the bit: a NaN equals itself, and -0.0 is not 0.0."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
             return False
-        if a.layout is not torch.strided:
-            a, b = a.to_dense(), b.to_dense()
-        return torch.equal(a, b) or bool(torch.equal(a.nan_to_num(), b.nan_to_num()) and same_nans(a, b))
+        return torch.equal(_bits(a), _bits(b))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if hasattr(a, "shape"):
@@ -263,9 +282,10 @@ def same(a: Any, b: Any) -> bool:
     return a == b
 
 
-def same_nans(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the same elements are NaN."""
-    return torch.equal(torch.isnan(a), torch.isnan(b))
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _run(model: torch.nn.Module, step: Callable[[], Any], device: torch.device, measure: bool) -> _Outcome:
@@ -279,9 +299,9 @@ def _run(model: torch.nn.Module, step: Callable[[], Any], device: torch.device, 
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     seconds = time.perf_counter() - start
-    values: dict[str, Any] = {"the loss": loss}
+    values: dict[str, Any] = {_LOSS: loss}
     for name, parameter in model.named_parameters():
-        values[f"the gradient of {name}"] = parameter.grad
+        values[_GRADIENT + name] = parameter.grad
     for name, buffer in model.named_buffers():
         values[f"buffer {name}"] = buffer.detach().clone()
     for index, state in enumerate(random_states(model)):
@@ -289,47 +309,68 @@ def _run(model: torch.nn.Module, step: Callable[[], Any], device: torch.device, 
     return _Outcome(values, seconds, peak)
 
 
+def _trained(model: torch.nn.Module, optimizers: KeptOptimizers) -> dict[str, Any]:
+    """The parameters after a step, and what its optimizers keep of them."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    values: dict[str, Any] = {
+        f"{name} after the step": parameter.detach().clone() for parameter, name in names.items()
+    }
+    for optimizer in optimizers.known:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in names):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                what = f"{key} of {names[parameter]} in {type(optimizer).__name__}"
+                values[what] = copy.deepcopy(value)
+    return values
+
+
 class _Trace(TorchDispatchMode):
-    """Records what ops of backward compute, by a checksum of their results.
+    """Records what ops compute, by a checksum of their results.
 
     `rows` has the words for each op, and what it is to be compared by: in a planned model the node of a cross entropy
     has another name, and writes its result in place.
+
+    Args:
+        forward: of forward as well, not only of backward.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, forward: bool) -> None:
         super().__init__()
+        self.forward = forward
         self.rows: list[tuple[str, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         info = op_info(func)
         node = current_node()
-        if not info.ignored and node is not None:
-            self.rows.append(
-                (
-                    f"{info.name} in {node.name()}",
-                    (info.name.rpartition(".")[0], *map(_digest, tensors_in(result))),
-                )
-            )
+        if not info.ignored and (self.forward or node is not None):
+            words = f"forward op {info.name}" if node is None else f"backward op {info.name} in {node.name()}"
+            self.rows.append((words, (info.name.rpartition(".")[0], *map(_digest, tensors_in(result)))))
         return result
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    dense = tensor.detach().cpu()
-    dense = dense.to_dense() if dense.layout is not torch.strided else dense
-    return hashlib.sha256(dense.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
+    return hashlib.sha256(_bits(tensor).cpu().numpy().tobytes()).digest()
 
 
-_OF_LOSSES = ("NllLossBackward0", "LogSoftmaxBackward0", "_CrossEntropyBackward")
-"""The nodes of cross entropies, torch's and the lean one."""
+_LOSS, _GRADIENT = "the loss", "the gradient of "
+_OF_LOSSES = (
+    *("NllLossBackward0", "LogSoftmaxBackward0", "_CrossEntropyBackward"),
+    *("forward op aten._log_softmax.default", "forward op aten.nll_loss_forward.default"),
+)
+"""The nodes and ops of cross entropies, torch's and the lean one."""
 
 
 def _first_op(
-    model: torch.nn.Module, step: Callable[[], Any], fixed: Any, plan: AnyPlan, optimizers: KeptOptimizers
+    model: torch.nn.Module,
+    step: Callable[[], Any],
+    fixed: Any,
+    plan: AnyPlan,
+    optimizers: KeptOptimizers,
+    in_forward: bool,
 ) -> str:
-    """The first op of backward whose result differs, "" if none can be told."""
+    """The first op whose result differs, of backward or from forward on, "" if none can be told."""
     traces = []
     for planned in (False, True):
         context = plan.applied(model) if planned else nullcontext()
@@ -338,15 +379,15 @@ def _first_op(
             Kept(model),
             optimizers,
             context,
-            _Trace() as trace,
+            _Trace(in_forward) as trace,
         ):
             step()
         traces.append(trace.rows)
     plain, planned_rows = traces
-    if plan.record.chunked_losses:  # whose results are those of some rows
+    if in_forward or plan.record.chunked_losses:  # lean losses run other ops, chunked ones by some rows
         plain = [row for row in plain if not row[0].endswith(_OF_LOSSES)]
     remaining = iter([key for _, key in planned_rows])  # with replayed ops, so plain's must be a subsequence
     for words, key in plain:
         if key not in remaining:
-            return f"backward op {words}"
+            return words
     return ""

@@ -1,12 +1,13 @@
 """Benchmarks that anyone can run; neither is part of the package.
 
 `python -m benchmarks.compare` holds our plans against what people do today, at ten budgets, on three models: `models`
--> `autoac.compare` (strategies, measurement, results) -> `checks` -> `report`. It takes some 15 minutes on two quiet
-cores; torch's `sac_milp` takes part if `pwlf` is installed. `autoac compare` does the same for a model of your own.
+-> `autoac.compare` (strategies, measurement, results) -> `checks` -> `report`. It takes some 20 minutes on a quiet
+core; torch's `sac_milp` takes part if `pwlf` is installed. `autoac compare` does the same for a model of your own.
 
 `python -m benchmarks.op_cost` measures what the engines' bookkeeping costs per op; it takes seconds.
 
-What keeps them quiet (see `autoac.compare.quiet`): CPU time instead of the clock on the wall, threads that sleep while
-they wait, freed memory kept by the process, all configurations taking turns in random order, each
-sample held against those beside it, and of these the median.
+What keeps them quiet (see `autoac.compare.quiet`): CPU time instead of the clock on the wall, one thread, since on more
+of them CPU time is not the time of a step (they sleep while they wait, and the engine's bookkeeping is done by one),
+freed memory kept by the process, all configurations taking turns in random order, each sample held against those beside
+it, and of these the median.
 """

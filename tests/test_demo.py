@@ -122,6 +122,20 @@ def test_the_start_is_what_it_was_before_planning(monkeypatch: pytest.MonkeyPatc
     assert not report.is_within_budget
 
 
+@pytest.mark.slow
+def test_the_main_job_itself():
+    code, report, _ = run("--steps", "3")
+
+    assert code == 0
+    assert report["is_exact"]
+    assert report["is_within_budget"]
+    assert report["half_is_feasible"]
+    assert report["gradients_compared"] == 3 * 102
+    assert report["with_plan"]["measured_peak_bytes"] == pytest.approx(
+        report["predicted_peak_bytes"], rel=1e-3
+    )
+
+
 def report_of(**changes: Any) -> DemoReport:
     report = DemoReport(
         parameters=6_400_000,

@@ -118,6 +118,20 @@ for name in {names}:
     run_python(code)
 
 
+def test_nothing_in_the_solver_imports_torch_when_it_is_called():
+    for file in (ROOT / "solver").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.split(".")[0] in ("torch", "autoac")], file
+
+
+def test_the_simulator_shares_no_code_with_the_integer_program():
+    tree = ast.parse((ROOT / "solver" / "autoac_solver" / "simulator.py").read_text())
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {module for module in modules if module.startswith("autoac_solver")} == {"autoac_solver.problem"}
+
+
 def test_package_and_command_line_wait_with_torch():
     loaded = run_python("import sys, autoac, autoac.cli; print('torch' in sys.modules, autoac.__version__)")
     assert loaded == "False 0.1.0\n"

@@ -1012,16 +1012,89 @@ def test_verify_of_a_step_that_differs_from_itself():
     assert not report.equal
 
 
-def test_verify_names_what_differs(monkeypatch: pytest.MonkeyPatch):
-    plan = plan_for("replay")
-    run = attach_file.ENGINES["replay"]
+def broken(engine: str, monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], Any]) -> None:
+    """Have this done to what each region returns."""
+    run = attach_file.ENGINES[engine]
 
     def wrong(*args: Any) -> Any:
         result = run(*args)
-        result.register_hook(lambda gradient: gradient * 1.0000002)
-        return result
+        changed = change(result)
+        return result if changed is None else changed
 
-    monkeypatch.setitem(attach_file.ENGINES, "replay", wrong)
+    monkeypatch.setitem(attach_file.ENGINES, engine, wrong)
+
+
+def wrong_gradient(result: torch.Tensor) -> None:
+    result.register_hook(lambda gradient: gradient * 1.0000002)
+
+
+def test_verify_names_an_op_of_forward(engine: str, monkeypatch: pytest.MonkeyPatch):
+    plan = plan_for(engine)
+    broken(engine, monkeypatch, lambda result: result * 1.001)
+    report = plan.verify(make(), batch())
+    assert report.first_difference.startswith("forward op aten.")
+    assert not report.equal
+
+
+def test_verify_names_a_buffer(engine: str, monkeypatch: pytest.MonkeyPatch):
+    plan, model = plan_for(engine), make()
+    model.register_buffer("count", torch.zeros(()))
+    broken(engine, monkeypatch, lambda _: model.get_buffer("count").add_(1) and None)
+    report = plan.verify(model, batch())
+    assert report.first_difference == "buffer count"
+    assert not report.equal
+
+
+@pytest.mark.parametrize("made", [torch.optim.Adam, torch.optim.SGD])
+def test_verify_sees_wrong_gradients_that_the_step_has_dropped(
+    made: Any, engine: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Adam's first step hardly depends on how large a gradient is; its state does."""
+    model = make()
+    optimizer = made(model.parameters(), lr=1e-2)
+
+    def train() -> None:
+        model(batch()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plan = tight_plan(autoac.profile(model, train), engine, NAMES)
+    assert plan.verify(model, train).equal
+    broken(engine, monkeypatch, wrong_gradient)
+    report = plan.verify(model, train)
+    assert not report.equal
+    assert report.first_difference.startswith("backward op aten.")
+
+
+def test_verify_refuses_a_step_that_leaves_nothing_to_compare(engine: str):
+    model = make()
+
+    def forget() -> None:
+        model(batch()).square().mean().backward()
+        model.zero_grad()
+
+    plan = tight_plan(autoac.profile(model, forget), engine, NAMES)
+    with pytest.raises(autoac.AutoacError, match=r"leaves nothing to compare.*return the loss"):
+        plan.verify(model, forget)
+
+
+def test_equal_is_to_the_bit():
+    zero, infinite, nan = torch.zeros(2), torch.full((2,), torch.inf), torch.full((2,), torch.nan)
+    assert same(nan, nan.clone())
+    assert same(zero, zero.clone())
+    assert same(torch.ones(2, 3).T, torch.ones(3, 2))
+    assert not same(zero, -zero)
+    assert not same(infinite, torch.full((2,), torch.finfo().max))
+    assert not same(nan, zero)
+    assert not same(zero, zero.double())
+    assert same(torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj())
+    assert same([zero, 1], [zero, 1])
+    assert not same([zero], [zero, zero])
+
+
+def test_verify_names_what_differs(engine: str, monkeypatch: pytest.MonkeyPatch):
+    plan = plan_for(engine)
+    broken(engine, monkeypatch, wrong_gradient)
     report = plan.verify(make(), batch())
     assert not report.ok
     assert not report.equal

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +148,47 @@ def test_headroom_is_left_free(profile: Profile) -> None:
     assert "headroom" in plan.explain()
     with pytest.raises(ValueError, match="leaves nothing"):
         autoac.solve(profile, minimum, headroom=minimum)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_least_feasible_budget_includes_the_headroom(profile: Profile, engine: str) -> None:
+    minimum = least(profile, engine) + 50_000
+    plan = autoac.solve(profile, minimum, engine=engine, headroom=50_000)
+    assert plan.predicted_peak_bytes == minimum - 50_000
+    with pytest.raises(autoac.InfeasibleBudgetError) as caught:
+        autoac.solve(profile, minimum - 1, engine=engine, headroom=50_000)
+    error = caught.value
+    assert (error.budget_bytes, error.minimum_bytes, error.headroom_bytes) == (minimum - 1, minimum, 50_000)
+    text = str(error)
+    assert f"a budget of {minimum - 1} bytes" in text
+    assert "with 50000 bytes (50 KB = 48.83 KiB) of headroom" in text
+    assert f"the least possible peak is {minimum - 50_000} bytes" in text
+    assert f"Ask for budget={minimum} or more" in text
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_another_process_makes_the_same_plan(engine: str) -> None:
+    """Whatever order its sets have."""
+    code = f"""
+from autoac_solver.planning import plan_profile
+from autoac_solver.profile import Profile
+profile = Profile.load({str(PROFILES / "unet-3-levels-cpu.json")!r})
+peak = plan_profile(profile, 10**12).predicted_peak_bytes
+record = plan_profile(profile, int(0.7 * peak), engine={engine!r})
+print([(region.fqn, region.wrapped, region.steps) for region in record.regions], record.predicted_peak_bytes)
+"""
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(PROFILES.parent / "solver"), "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert found[0] == found[1]
+    assert "True" in found[0]
 
 
 def test_an_ample_budget_leaves_everything_untouched(profile: Profile) -> None:

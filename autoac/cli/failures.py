@@ -82,7 +82,9 @@ def _own_note(error: Exception) -> str:
 
 
 def _infeasible(error: InfeasibleBudgetError) -> Failure:
-    asked, least = format_bytes(error.budget_bytes), format_bytes(error.minimum_bytes)
+    asked, least = format_bytes(error.budget_bytes), format_bytes(error.minimum_bytes - error.headroom_bytes)
+    if error.headroom_bytes:
+        asked += f" with {format_bytes(error.headroom_bytes)} of headroom"
     proven = "the least possible peak is" if error.proven else "the least peak found in the time given is"
     details = []
     if error.where:
@@ -101,6 +103,7 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
         data={
             "budget_bytes": error.budget_bytes,
             "minimum_bytes": error.minimum_bytes,
+            "headroom_bytes": error.headroom_bytes,
             "proven": error.proven,
             "where": error.where,
             "holders": [dict(zip(("kind", "module", "bytes"), row, strict=True)) for row in error.holders],

@@ -25,6 +25,7 @@ import autoac
 from autoac.demo.gpt import BATCH, BLOCKS, CONTEXT, DROPOUT, GPT, Batch, Text
 from autoac.demo.report import DemoReport, Side, mb
 from autoac.measure import measure_peak, unique_storage_bytes
+from autoac.verify import same
 
 LEARNING_RATE = 0.1
 SEED = 0
@@ -121,7 +122,7 @@ def run(steps: int, progress: Progress) -> DemoReport:
         gradients_different=different,
         losses_equal=runs[0].losses == runs[1].losses,
         random_numbers_equal=torch.equal(runs[0].rng_state, runs[1].rng_state),
-        weights_equal=all(map(torch.equal, plain.parameters(), model.parameters())),
+        weights_equal=all(map(same, plain.parameters(), model.parameters())),
         total_time_s=time.perf_counter() - started,
     )
 
@@ -168,6 +169,4 @@ def _train(plain: Run, planned: Run, text: Text, steps: int, progress: Progress)
 
 
 def _equal(expected: torch.Tensor | None, actual: torch.Tensor | None) -> bool:
-    if expected is None or actual is None:
-        return expected is actual
-    return torch.equal(expected, actual)
+    return expected is actual if expected is None or actual is None else same(expected, actual)

@@ -109,6 +109,8 @@ class Choices:
         nearly always the faster ones, so in large models the first choice that fits is taken. Then they are solved
         to the gap, but for those that are known by then not to lead to a faster plan.
 
+        Out of time, further choices are not looked at.
+
         Raises:
             InfeasibleBudgetError: for the choice with the least possible peak.
             NoPlanInTimeError: no plan was found, and at least one choice was not ruled out.
@@ -118,10 +120,17 @@ class Choices:
         def left_s() -> float:
             return max(0.1, deadline - time.perf_counter())
 
+        def is_late() -> bool:
+            return time.perf_counter() > deadline
+
+        looked_at = 0
         rough: list[tuple[Choice, Solution]] = []
         infeasible: tuple[Choice, InfeasibleBudgetError] | None = None
         late: NoPlanInTimeError | None = None
         for index in range(len(self)):
+            if index and is_late():
+                break
+            looked_at += 1
             tell(f"solving with {len(self._calls[index])} regions", index / len(self))
             choice = self[index]
             try:
@@ -132,8 +141,6 @@ class Choices:
                 continue
             except NoPlanInTimeError as error:
                 late = late or error
-                if time.perf_counter() > deadline:
-                    break
                 continue
             if rough and solution.bound_s >= min(s.objective_s for _, s in rough):
                 break
@@ -146,7 +153,7 @@ class Choices:
             gap_s = gap * choice.built.problem.step_s
             if best is not None and solution.bound_s >= best[1].objective_s - gap_s:
                 continue
-            if solution.status != "optimal":
+            if solution.status != "optimal" and not is_late():
                 tell(f"solving with {len(choice.calls)} regions", 1.0)
                 solution = choice.solve(limit, gap, left_s())
             if best is None or solution.objective_s < best[1].objective_s:
@@ -159,7 +166,9 @@ class Choices:
             raise ProfilingError(
                 "no module of the profiled step has anything to recompute, so there is nothing to plan."
             )
-        raise self._described(*infeasible, time_limit_s)
+        error = self._described(*infeasible, left_s())
+        error.proven &= looked_at == len(self)
+        raise error
 
     def _described(
         self, choice: Choice, error: InfeasibleBudgetError, time_limit_s: float
@@ -177,12 +186,14 @@ class Choices:
         return error
 
     def _least_without_policies(self, time_limit_s: float) -> int:
-        """The least feasible budget without policies, as far as it can be told in time."""
+        """The least feasible budget without policies, 0 if it cannot be told in time."""
         free = Choices(self.profile, self._all_calls, self.engine)
         try:
             return free.best(self.profile.resident_bytes, time_limit_s, 1.0)[1].peak_bytes
         except InfeasibleBudgetError as error:
             return error.minimum_bytes
+        except NoPlanInTimeError:
+            return 0
 
 
 def _allowed(

@@ -46,15 +46,17 @@ class InfeasibleBudgetError(AutoacError):
 
     Attributes:
         budget_bytes: what was asked.
-        minimum_bytes: the least peak of any plan, a budget that succeeds; where not `proven`, the least found.
+        minimum_bytes: the least budget that succeeds: the least peak of any plan, and the headroom; where not `proven`,
+            the least found.
         proven: whether nothing below `minimum_bytes` is possible.
         recomputed: the plan that reaches `minimum_bytes`, a bool per unit.
         peak_position: the position of its peak.
         where: op, module and phase of the peak.
         holders: (kind, module, bytes) of what holds the peak, largest first.
         suggestions: what would lower it.
+        headroom_bytes: what the plan had to leave of the budget.
         policies: the user's constraints that the plan had to follow, in words.
-        minimum_without_policies_bytes: `minimum_bytes` without them, 0 if there are none.
+        minimum_without_policies_bytes: `minimum_bytes` without them, 0 if there are none, or no time was left for it.
     """
 
     def __init__(
@@ -74,8 +76,17 @@ class InfeasibleBudgetError(AutoacError):
         self.where = ""
         self.holders: Sequence[tuple[str, str, int]] = ()
         self.suggestions: tuple[str, ...] = ()
+        self.headroom_bytes = 0
         self.policies: tuple[str, ...] = ()
         self.minimum_without_policies_bytes = 0
+
+    def leave(self, headroom_bytes: int) -> None:
+        """Make it the answer to a budget of which so much had to be left."""
+        self.headroom_bytes += headroom_bytes
+        self.budget_bytes += headroom_bytes
+        self.minimum_bytes += headroom_bytes
+        if self.minimum_without_policies_bytes:
+            self.minimum_without_policies_bytes += headroom_bytes
 
     def __str__(self) -> str:
         return "\n".join(
@@ -83,7 +94,9 @@ class InfeasibleBudgetError(AutoacError):
         )
 
     def _headline(self) -> str:
-        asked, least = _exactly(self.budget_bytes), _exactly(self.minimum_bytes)
+        asked, least = _exactly(self.budget_bytes), _exactly(self.minimum_bytes - self.headroom_bytes)
+        if self.headroom_bytes:
+            asked += f" with {_exactly(self.headroom_bytes)} of headroom"
         if self.proven:
             return (
                 f"No plan fits a budget of {asked}: the least possible peak is {least}. "
@@ -97,8 +110,10 @@ class InfeasibleBudgetError(AutoacError):
     def _policy_lines(self) -> list[str]:
         if not self.policies:
             return []
-        without = _exactly(self.minimum_without_policies_bytes)
-        return [f"That is with the policies {', '.join(self.policies)}; without them the least is {without}."]
+        line = f"That is with the policies {', '.join(self.policies)}"
+        if self.minimum_without_policies_bytes:
+            line += f"; without them the least is {_exactly(self.minimum_without_policies_bytes)}"
+        return [line + "."]
 
     def _peak_lines(self) -> list[str]:
         lines = [f"The peak of that plan lies at {self.where}."] if self.where else []

@@ -64,9 +64,14 @@ def plan_profile(
     check_effort(time_limit_s, gap)
     budget_bytes, headroom_bytes = limits(budget, headroom, profile.device_bytes or None)
     choices = Choices(profile, region_choices(profile, regions, engine), engine, policies)
-    choice, solution = choices.best(
-        budget_bytes - headroom_bytes, time_limit_s, gap, progress or (lambda *_: None)
-    )
+    left_s = max(0.0, time_limit_s - (time.perf_counter() - start))
+    try:
+        choice, solution = choices.best(
+            budget_bytes - headroom_bytes, left_s, gap, progress or (lambda *_: None)
+        )
+    except InfeasibleBudgetError as error:
+        error.leave(headroom_bytes)
+        raise
     solution = replace(solution, solve_s=time.perf_counter() - start)
     return make_record(profile, choice.stack, solution, budget_bytes, headroom_bytes, engine_reason or reason)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -53,6 +54,7 @@ def sweep(
     try:
         for index, limit in enumerate(budgets_bytes):
             tell(f"budget {index + 1} of {len(budgets_bytes)}", index / len(budgets_bytes))
+            start = time.perf_counter()
             try:
                 choice, solution = choices.best(limit, time_limit_s, gap)
             except (InfeasibleBudgetError, NoPlanInTimeError) as error:
@@ -62,7 +64,8 @@ def sweep(
                 continue
             if last is not None and last[1].objective_s < solution.objective_s:
                 # A finer choice of regions that was not tried again: its last plan fits this budget too.
-                choice, solution = last[0], last[0].solve(limit, gap, time_limit_s)
+                left_s = max(0.1, time_limit_s - (time.perf_counter() - start))
+                choice, solution = last[0], last[0].solve(limit, gap, left_s)
             last = choice, solution
             if choice.calls not in greedy:
                 greedy[choice.calls] = Greedy(choice.prepared.simulator)

@@ -146,6 +146,15 @@ def test_headroom(recorded: Path, between: int) -> None:
     assert said["predicted_peak_bytes"] <= between - 10_000
 
 
+def test_an_infeasible_budget_with_headroom_says_what_works_with_it(recorded: Path) -> None:
+    least, _ = peaks(recorded)
+    result = invoke("plan", recorded, "--budget", least, "--headroom", "10KB")
+    assert result.exit_code == 3
+    assert "with 10 KB = 9.766 KiB of headroom" in result.stderr
+    assert result.stderr.splitlines()[-1] == f"hint: --budget {least + 10_000} or more works."
+    answer("plan", recorded, "--budget", least + 10_000, "--headroom", "10KB")
+
+
 def test_an_infeasible_budget_says_what_is_possible(recorded: Path) -> None:
     least, _ = peaks(recorded)
     result = invoke("plan", recorded, "--budget", least - 1)

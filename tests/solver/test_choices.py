@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from autoac_solver.choices import Choices
+from autoac_solver import choices as choices_file
+from autoac_solver.choices import Choice, Choices
 from autoac_solver.errors import InfeasibleBudgetError
 from autoac_solver.partitions import partitions
 from autoac_solver.profile import Profile
@@ -40,3 +41,51 @@ def test_no_choice_has_a_plan_that_is_faster_by_more_than_the_gap(name: str, sha
         except InfeasibleBudgetError:
             continue
         assert best.objective_s <= alone.objective_s + GAP * profile(name).step_s
+
+
+class Clock:
+    """Stands still but for what is added to it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float, bool]]:
+    """Regions, seconds that were left, and roughness of each call of the solver, which takes 40 s by the clock."""
+    clock, solved = Clock(), []
+    solve = Choice.solve
+
+    def slow(self: Choice, limit: int, gap: float, time_limit_s: float, rough: bool = False):
+        solved.append((len(self.calls), time_limit_s, rough))
+        clock.now_s += 40
+        return solve(self, limit, gap, 60, rough)
+
+    monkeypatch.setattr(choices_file, "time", clock)
+    monkeypatch.setattr(Choice, "solve", slow)
+    return solved
+
+
+def test_no_choice_is_begun_after_the_time_limit(solved: list[tuple[int, float, bool]]) -> None:
+    calls = partitions(profile("gpt-8-blocks"))
+    assert len(calls) > 2
+    most = Choices(profile("gpt-8-blocks"), calls, "replay").best(10**12, 1e9, GAP)[1].peak_bytes
+    solved.clear()
+    choices = Choices(profile("gpt-8-blocks"), calls, "replay")
+    solution = choices.best(int(0.6 * most), 60, GAP)[1]
+    assert [seconds for _, seconds, _ in solved] == [60, 20]
+    assert len(choices._made) == 2
+    assert solution.peak_bytes <= 0.6 * most
+    assert solution.status == "feasible"
+    assert solution.gap > GAP
+
+
+def test_out_of_time_the_least_budget_is_not_called_proven(solved: list[tuple[int, float, bool]]) -> None:
+    calls = partitions(profile("gpt-8-blocks"))
+    for time_limit_s, proven in ((60, False), (1e9, True)):
+        with pytest.raises(InfeasibleBudgetError) as caught:
+            Choices(profile("gpt-8-blocks"), calls, "replay").best(1, time_limit_s, GAP)
+        assert caught.value.proven is proven

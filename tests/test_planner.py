@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -164,6 +165,20 @@ def test_the_least_feasible_budget_includes_the_headroom(profile: Profile, engin
     assert "with 50000 bytes (50 KB = 48.83 KiB) of headroom" in text
     assert f"the least possible peak is {minimum - 50_000} bytes" in text
     assert f"Ask for budget={minimum} or more" in text
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["gpt-8-blocks", "unet-3-levels"])
+def test_a_larger_budget_asked_for_by_itself_has_no_slower_plan(name: str, engine: str) -> None:
+    recorded = Profile.load(PROFILES / f"{name}-cpu.json")
+    low, high = least(recorded, engine), autoac.solve(recorded, "1TB", engine=engine).predicted_peak_bytes
+    plans = [
+        autoac.solve(recorded, low + (high - low) * part // 10, engine=engine, gap=1e-3) for part in range(11)
+    ]
+    overheads = [plan.predicted_overhead for plan in plans]
+    for smaller, larger in itertools.pairwise(overheads):
+        assert larger <= smaller + 1e-3
+    assert overheads[0] > overheads[-1] == 0
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -16,9 +16,9 @@ SHARDS, CASES = 10, 205
 """More than 2,000 cases together."""
 EXAMPLES = 15
 """Models in a round; rounds with further seeds follow until there are enough cases."""
-MOST_FAULTS = 0.2
-"""Share of the measured plans whose peak may be above the prediction: up to 0.11 were seen, in models that throw
-results away inside of a region. See `test_found`."""
+MOST_FAULTS = 0.03
+"""Share of the measured plans whose peak may be above the prediction, which is one or two in a shard: none was in 412. Not
+those that torch's own cycles lift, with a plan or without."""
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def _verdict(report: DemoReport) -> list[str]:
     if different:
         lines.append(f"FAILED: {len(different)} of {compared} gradients differ, first {different[0]}")
     else:
-        lines.append(f"Every gradient is equal: {compared} of {compared} (torch.equal).")
+        lines.append(f"Every gradient is equal: {compared} of {compared}, to the bit.")
     for what, equal in (
         ("losses", report.losses_equal),
         ("weights afterwards", report.weights_equal),

@@ -398,6 +398,10 @@ class Plan:
         Returns:
             Whether loss, gradients, buffers and random states are equal to the bit, predicted and measured peak, and
             the ratio of the step times; where something differs, the first op or parameter that does.
+
+        Raises:
+            PlanMismatchError: the plan is not for this model.
+            ProfilingError: a callable step leaves nothing to compare: no loss, no gradients, no optimizer's step.
         """
         with self._taken_off(model):
             self._check(model)

@@ -36,6 +36,7 @@ from autoac.arguments import held_in
 from autoac.compat import (
     COMPILED_NODE,
     behind_transforms,
+    counted_writes,
     current_node,
     disable_dispatch_modes,
     disable_dynamo,
@@ -166,7 +167,10 @@ class Tape(TorchDispatchMode):
         random_bytes = self._random_bytes(info, args, kwargs)
         in_place = self._in_place_without_a_mode(info, args)
         beside_bytes = self._beside_without_a_mode(info, args)
-        with self._shapes_watched(written if info.resizes else ()):
+        with (
+            self._shapes_watched(written if info.resizes else ()),
+            counted_writes(written if info.writes_lists else []),
+        ):
             result, signature = self.meter.run(func, info, args, kwargs)
         if in_place:
             self._stand_in(result, for_tensor=args[0])

@@ -16,9 +16,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoac.compat import current_node
+from autoac.compat import counted_writes, current_node
 from autoac.measure import ONE_AT_A_TIME, measure_peak
-from autoac.opinfo import op_info, tensors_in
+from autoac.opinfo import op_info, tensors_in, written_tensors
 from autoac.recorder import device_of
 from autoac.step import is_whole_step, make_step
 from autoac.uncompiled import uncompiled
@@ -341,8 +341,10 @@ class _Trace(TorchDispatchMode):
         self.rows: list[tuple[str, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         info = op_info(func)
+        with counted_writes(written_tensors(info, args, kwargs) if info.writes_lists else []):
+            result = func(*args, **kwargs)
         node = current_node()
         if not info.ignored and (self.forward or node is not None):
             words = f"forward op {info.name}" if node is None else f"backward op {info.name} in {node.name()}"

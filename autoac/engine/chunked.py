@@ -81,7 +81,7 @@ def chunked_cross_entropy(
         return kept[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _same):
-        return _ChunkedCrossEntropy.apply(logits, target, reduction, ignore_index, kept)  # type: ignore[return-value]
+        return _ChunkedCrossEntropy.apply(logits, target, reduction, ignore_index, kept)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         (gradient,) = gradients
         if gradient is None:
             return None, None, None, None, None

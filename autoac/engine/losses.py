@@ -102,7 +102,7 @@ def _cross_entropy(
         input, weight = _in_float32(input), None if weight is None else _in_float32(weight)
     if chunked and can_be_chunked(input, weight):
         return chunked_cross_entropy(input, target, _REDUCTIONS[reduction], ignore_index)
-    return _CrossEntropy.apply(input, target, weight, _REDUCTIONS[reduction], ignore_index)[0]  # type: ignore[index]
+    return _CrossEntropy.apply(input, target, weight, _REDUCTIONS[reduction], ignore_index)[0]
 
 
 def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss, log_probabilities
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         loss_gradient, gradient = gradients
         log_probabilities, target, weight, total_weight = ctx.saved_tensors
         if loss_gradient is not None:

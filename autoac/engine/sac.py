@@ -25,6 +25,7 @@ from autoac.compat import (
     POLICIES_SEE_RESULTS,
     any_autocast,
     being_traced,
+    counted_writes,
     detach_sharing_version,
     disable_dispatch_modes,
     storage_key,
@@ -157,6 +158,8 @@ class _SecondRun:
         parts = [self.selective]
         if changed := self.policy.changed():
             parts.append(_Refusing(changed, self.policy))
+        if self.policy.writes_lists:
+            parts.append(_CountedWrites())
         self.second = OpLog(self.policy.program.region) if self.first is not None else None
         if self.second is not None:
             parts.append(self.second)
@@ -211,6 +214,18 @@ class _Refusing(TorchDispatchMode):
                 self.policy.refusal(f"{func} would run again on what was written since", _WRITTEN)
             )
         return func(*args, **(kwargs or {}))
+
+
+class _CountedWrites(TorchDispatchMode):
+    """Writes to lists of tensors count as writes, see `compat.counted_writes`."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        info = op_info(func)
+        with counted_writes(written_tensors(info, args, kwargs) if info.writes_lists else []):
+            return func(*args, **kwargs)
 
 
 class _AdditionalCasts(TorchDispatchMode):
@@ -292,6 +307,7 @@ class SacPolicy:
         self.inputs: list[_Input] = []
         self.aliases: dict[tuple[int, int], torch.Tensor] = {}  # by storage and version
         self.state: ModuleState | None = None  # of the region's module, where that is known
+        self.writes_lists = False  # whether the region has written the tensors of a list
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)
@@ -313,9 +329,8 @@ class SacPolicy:
             decision = SAVE
         if info.writes:
             decision = self._written(info, args, kwargs)
-        if (
-            info.writes_lists
-        ):  # below torch's mode these writes have not been counted, see compat.counted_writes
+        if info.writes_lists:  # below torch's mode these are not counted, see `compat.counted_writes`
+            self.writes_lists = True
             written = written_tensors(info, args, kwargs)
             torch.autograd.graph.increment_version([t for t in written if version_of(t) >= 0])
         if info.random and info.draws_random(args):

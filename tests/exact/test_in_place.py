@@ -181,6 +181,39 @@ def test_writes_to_a_list_of_tensors(engine):
     assert_exact(two_of(Foreach), engine)
 
 
+class ForeachTwice(nn.Module):
+    """Writes a view, of what needs no gradient before, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        z = torch.ones(64, 64).t()
+        y = torch.sin(self.linear(x))
+        torch.ops.aten._foreach_mul_([z], [y])
+        torch.ops.aten._foreach_mul_([z], [torch.cos(y)])
+        return torch.tanh(z)
+
+
+def test_a_view_in_a_list_of_tensors_written_twice(engine):
+    """Below a dispatch mode that does nothing, torch refuses the second write: "a leaf Variable ..."."""
+    assert_exact(two_of(ForeachTwice), engine)
+
+
+def test_a_view_in_a_list_of_tensors_written_outside_of_the_regions(engine):
+    def forward(model):
+        z = torch.ones(64, 64).t()
+        for block in model:
+            torch.ops.aten._foreach_mul_([z], [block(X)])
+        return z.square().mean()
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Softplus())
+
+    assert_exact(Case(lambda: nn.ModuleList([block(), block()]), forward, regions=("0", "1")), engine)
+
+
 class ReshapedInput(nn.Module):
     def __init__(self):
         super().__init__()

@@ -517,10 +517,10 @@ def test_another_cross_entropy_in_torchs_place_is_called_once():
     autoac.plan(model, SAMPLE, budget=10**12).apply(model)
     original = F.cross_entropy
     try:
-        F.cross_entropy = lambda *args, **kwargs: 2 * original(*args, **kwargs)  # type: ignore[assignment]
+        F.cross_entropy = lambda *args, **kwargs: 2 * original(*args, **kwargs)
         doubled = model(*SAMPLE)
     finally:
-        F.cross_entropy = original  # type: ignore[assignment]
+        F.cross_entropy = original
     assert torch.equal(doubled, 2 * model(*SAMPLE))
     assert doubled.grad_fn.next_functions[0][0].name() == LEAN
 
@@ -616,7 +616,7 @@ class Chunked(Model):
 
     def __init__(self, **options: Any):
         super().__init__("root")
-        self.loss = nn.LinearCrossEntropyLoss(24, CLASSES, **options)  # type: ignore[assignment]
+        self.loss = nn.LinearCrossEntropyLoss(24, CLASSES, **options)
 
     def forward(self, x: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return self.loss(self.blocks(x), expected).sum()

@@ -469,10 +469,15 @@ def _stages(inner: st.SearchStrategy[StageSpec] | None, most: int) -> st.SearchS
     return st.builds(StageSpec, steps, outputs)
 
 
-def models() -> st.SearchStrategy[ModelSpec]:
-    """Specs of models."""
-    stages = st.lists(_stages(_stages(None, 5), 9), min_size=1, max_size=3).map(tuple)
-    order = st.lists(st.integers(0, 2), min_size=3, max_size=6).map(tuple)
+def models(most_steps: int = 9, least_calls: int = 3, most_calls: int = 6) -> st.SearchStrategy[ModelSpec]:
+    """Specs of models.
+
+    Args:
+        most_steps: lines of a stage.
+        least_calls, most_calls: of stages.
+    """
+    stages = st.lists(_stages(_stages(None, 5), most_steps), min_size=1, max_size=3).map(tuple)
+    order = st.lists(st.integers(0, 2), min_size=least_calls, max_size=most_calls).map(tuple)
     return st.builds(
         ModelSpec,
         stages,

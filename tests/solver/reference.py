@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoac_solver.problem import Condition, Instance, Problem
+from autoac_solver.problem import Condition, Instance, Problem, Unit
 
 
 def holds(problem: Problem, condition: Condition, recomputed: Sequence[bool]) -> bool:
@@ -80,9 +80,13 @@ class Choice:
     objective_s: float
 
 
+def _options(unit: Unit) -> tuple[bool, ...]:
+    return tuple(again for again in (False, True) if not (unit.must_save if again else unit.must_recompute))
+
+
 def all_choices(problem: Problem, peak_bytes) -> list[Choice]:
     """Every permitted decision; `peak_bytes` counts its peak."""
-    decisions = itertools.product((False, True), repeat=len(problem.units))
+    decisions = itertools.product(*map(_options, problem.units))
     return [
         Choice(d, peak_bytes(d), extra_s(problem, d), extra_s(problem, d) + hint_s(problem, d))
         for d in decisions

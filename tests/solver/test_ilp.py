@@ -12,14 +12,12 @@ from autoac_solver import (
     Instance,
     Problem,
     RegionCost,
-    Simulator,
     Unit,
     minimum_peak,
     simulate,
     solve,
-    violations,
 )
-from tests.solver import reference
+from tests.solver.exhaustive import assert_agrees_with_exhaustive_search, budgets_around
 from tests.solver.generators import random_problem
 
 
@@ -125,39 +123,6 @@ def test_what_is_decided_alike_is_paid_for_together():
 
 def fields_of(problem: Problem) -> dict:
     return {name: getattr(problem, name) for name in Problem.__dataclass_fields__}
-
-
-def assert_agrees_with_exhaustive_search(problem: Problem, budgets, solver: str):
-    simulator = Simulator(problem)
-    choices = reference.all_choices(problem, lambda decisions: simulator.simulate(decisions).peak_bytes)
-    minimum_bytes = min(choice.peak_bytes for choice in choices)
-    least = minimum_peak(problem, solver=solver)
-    assert (least.status, least.peak_bytes) == ("optimal", minimum_bytes)
-    assert simulate(problem, least.recomputed).peak_bytes == minimum_bytes
-    assert not violations(problem, least.recomputed)
-    for budget_bytes in budgets(choices, minimum_bytes):
-        feasible = [choice.extra_s for choice in choices if choice.peak_bytes <= budget_bytes]
-        if not feasible:
-            with pytest.raises(InfeasibleBudgetError) as caught:
-                solve(problem, budget_bytes, gap=0, solver=solver)
-            assert (caught.value.minimum_bytes, caught.value.proven) == (minimum_bytes, True)
-            continue
-        solution = solve(problem, budget_bytes, gap=0, solver=solver)
-        assert solution.status == "optimal"
-        assert solution.extra_s == pytest.approx(min(feasible), rel=1e-9, abs=1e-12)
-        assert solution.bound_s <= min(feasible) * (1 + 1e-9)
-        assert simulate(problem, solution.recomputed).peak_bytes == solution.peak_bytes <= budget_bytes
-        assert not violations(problem, solution.recomputed)
-
-
-def budgets_around(rng: random.Random):
-    """The least possible, one byte less, the middle, and one byte less than something possible."""
-
-    def budgets(choices, minimum_bytes):
-        peaks = sorted({choice.peak_bytes for choice in choices})
-        yield from {minimum_bytes, minimum_bytes - 1, peaks[len(peaks) // 2], rng.choice(peaks) - 1}
-
-    return budgets
 
 
 @pytest.mark.parametrize("seed", range(300))

@@ -73,6 +73,11 @@ _BCE_NODE = "BinaryCrossEntropyWithLogitsBackward"
 _EXTREMUM_NODES = ("MaxBackward1", "MinBackward1")
 _BCE_OPS = {"aten.sub.Tensor", "aten.mul.Tensor"}
 
+# Autograd brings a gradient to its input's shape and type (`validate_outputs` in torch's engine.cpp) when the node's
+# formula is over, and with it whatever that has unpacked. The formulas of these nodes have neither op.
+_NODES_WITHOUT_SUMS = ("MulBackward0", "DivBackward0", "AddcmulBackward0")
+_FITTING_OPS = {"aten.sum.dim_IntList", "aten._to_copy.default"}
+
 
 class Tape(TorchDispatchMode):
     """The dispatch mode that is below everything else while a step is recorded.
@@ -116,6 +121,7 @@ class Tape(TorchDispatchMode):
         self._leaves: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with their gradients as they were
         self._generators: dict[torch.Generator, torch.Tensor] = {}  # with their states as they were
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
+        self._unpacked: list[int] = []  # saved tensors, by the node that unpacked last
         self._unpacked_for = (NEVER, NEVER)  # node that unpacked last, and the module call it belongs to
         self._extremum_bytes = 0  # of the gradient of the last maximum or minimum
         self._outside = ReplayCall(Program("", ()))
@@ -165,6 +171,7 @@ class Tape(TorchDispatchMode):
             self._before_write(tensor)
         sizes = self._sizes(written) if info.resizes else {}
         random_bytes = self._random_bytes(info, args, kwargs)
+        self._is_formula_over(info)
         in_place = self._in_place_without_a_mode(info, args)
         beside_bytes = self._beside_without_a_mode(info, args)
         with (
@@ -235,6 +242,16 @@ class Tape(TorchDispatchMode):
         state = generator.get_state()
         self._generators.setdefault(generator, state)
         return state.nbytes
+
+    def _is_formula_over(self, info: OpInfo) -> None:
+        """Note that what the node has unpacked is no longer held by it, if this op tells so."""
+        if info.name not in _FITTING_OPS or not in_backward():
+            return
+        node = current_node()
+        if _name(node) in _NODES_WITHOUT_SUMS and _sequence(node) == self._unpacked_for[0]:
+            for index in self._unpacked:
+                self.saved[index]["dropped"] = self.tick
+            self._unpacked = []
 
     def _in_place_without_a_mode(self, info: OpInfo, args: Any) -> bool:
         """Whether this is autograd's own op, which it does in place when no mode is active.
@@ -478,6 +495,7 @@ class Tape(TorchDispatchMode):
                 "tick": self.tick,
                 "unpacked": NEVER,
                 "released": NEVER,
+                "dropped": NEVER,
             }
         )
         return _Watched(self, len(self.saved) - 1, packed)
@@ -489,9 +507,14 @@ class Tape(TorchDispatchMode):
             self.tick += 1
             self.saved[watched.index]["unpacked"] = self.tick
             node, module = current_node(), self.saved[watched.index]["module"]
+            if _sequence(node) != self._unpacked_for[0]:
+                self._unpacked = []
+            self._unpacked.append(watched.index)
             self._unpacked_for = _sequence(node), module
             if _name(node) == COMPILED_NODE:
                 self.compiled_calls.add(module)
+        elif watched.tape is not None:
+            self.saved[watched.index]["dropped"] = NEVER  # another backward
         with _Suspended(self):
             tensor = replay_unpack(watched.packed)
         if watched.tape is not None and storage_key(tensor) not in self._by_key:
@@ -581,6 +604,9 @@ class Tape(TorchDispatchMode):
             for row in table:
                 if row[field] == NEVER:
                     row[field] = end
+        for row in self.saved:
+            if row["dropped"] == NEVER:
+                row["dropped"] = row["released"]
         known = {index: names[key] for key, index in self._by_key.items() if key in names}
         return {
             "end": end,

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac import compat
 from autoac.engine import replay
-from autoac.tape import LeanRecording, Tape
+from autoac.tape import _FITTING_OPS, _NODES_WITHOUT_SUMS, LeanRecording, Tape
 
 FLOAT = 4
 
@@ -487,6 +487,53 @@ def test_nodes_are_numbered_in_the_order_they_were_made():
     with Seen(look):
         y.backward()
     assert numbers["SinBackward0"] + 1 == numbers["ExpBackward0"]
+
+
+def _column() -> torch.Tensor:
+    return torch.rand(3, 1, requires_grad=True) + 1
+
+
+@pytest.mark.parametrize(
+    ("node", "function", "fitting"),
+    [
+        ("MulBackward0", lambda x: x * _column(), "aten.sum.dim_IntList"),
+        ("MulBackward0", lambda x: x * _column().bfloat16(), "aten._to_copy.default"),
+        ("MulBackward0", lambda x: x * torch.rand(3, 4, requires_grad=True), None),
+        ("DivBackward0", lambda x: x / _column(), "aten.sum.dim_IntList"),
+        ("DivBackward0", lambda x: x / _column().bfloat16(), "aten._to_copy.default"),
+        ("DivBackward0", lambda x: x / (torch.rand(3, 4, requires_grad=True) + 1), None),
+        ("AddcmulBackward0", lambda x: torch.addcmul(x, x, _column()), "aten.sum.dim_IntList"),
+        ("AddcmulBackward0", lambda x: torch.addcmul(x, x, torch.rand(3, 4, requires_grad=True)), None),
+    ],
+)
+def test_a_gradient_is_fitted_when_the_nodes_formula_is_over(node: str, function: Any, fitting: str | None):
+    """What `_FITTING_OPS` of tape.py is about: then what a hook has unpacked is gone, before it is released."""
+    seen: list[tuple[str, bool]] = []
+    packed: list[torch.Tensor] = []
+    unpacked: list[Any] = []
+
+    def unpack(index: int) -> torch.Tensor:
+        tensor = packed[index].clone()
+        unpacked.append(compat.storage_ref(tensor))
+        return tensor
+
+    def look(func: Any, args: Any) -> None:
+        found = compat.current_node()
+        if found is not None and found.name() == node:
+            seen.append((str(func), any(ref() is not None for ref in unpacked)))
+
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: packed.append(tensor.detach()) or len(packed) - 1, unpack
+    ):
+        y = function(torch.rand(3, 4, requires_grad=True) * 1.0)
+    gradient = torch.ones_like(y)
+    with Seen(look):
+        y.backward(gradient)
+    fitted = [(name, alive) for name, alive in seen if name in _FITTING_OPS]
+    assert node in _NODES_WITHOUT_SUMS
+    assert fitted == ([] if fitting is None else [*dict.fromkeys(fitted)])
+    assert fitting is None or (fitting, False) in fitted
+    assert ("aten.mul.Tensor", True) in seen or ("aten.div.Tensor", True) in seen
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,52 @@ def test_formulas_that_a_dispatch_mode_changes(function: Callable[[torch.Tensor]
     assert measured == pytest.approx(plan.predicted_peak_bytes, abs=20)
 
 
+class ScaledRows(torch.autograd.Function):
+    """As a product of a matrix with a column, but holds what it has unpacked to its end."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, column)
+        return x * column
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, column = ctx.saved_tensors
+        return gradients[0] * column, (gradients[0] * x).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("product", [torch.mul, ScaledRows.apply])
+def test_what_is_unpacked_is_dropped_when_the_formula_is_over(product: Callable[..., torch.Tensor]):
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 1)
+            self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(product(self.up(x), self.gate(x).sigmoid()))
+
+    model, x = nn.Sequential(Gated(), Gated()), batch()
+    found = autoac.profile(model, x)
+    early = [saved for saved in found.saved if saved.dropped < saved.released]
+    sums = {op.tick for op in found.tape if op.backward and op.name == "aten.sum.dim_IntList"}
+    assert len(early) == (4 if product is torch.mul else 0)  # matrix and column of both
+    assert {saved.dropped for saved in early} <= sums
+
+    def run() -> None:
+        output = model(x)
+        output.mean().backward()
+
+    for engine in ("replay", "sac"):
+        plan = tight_plan(found, engine, ["0", "1"])
+        with plan.applied(model):
+            run()
+            model.zero_grad(set_to_none=True)
+            measured = plan.resident_bytes + measure_peak(run).peak_above_start_bytes
+            model.zero_grad(set_to_none=True)
+        assert measured == pytest.approx(plan.predicted_peak_bytes, abs=20)
+
+
 class Capped(nn.Module):
     """Numbers that autograd saves as tensors, which no hook and no mode sees."""
 

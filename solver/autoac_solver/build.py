@@ -649,11 +649,11 @@ class _Builder:
         if made:
             first = min(made)
             # A graph that dies within forward dies as late in the second run, and with it what autograd saved.
-            own = [self.profile.saved[s].released for s in saves if region.owns(self.profile.saved[s].tick)]
-            gone = max(self._rerun_free(region, max([record.free, *own])), first + 1)
+            own = [saved for s in saves if region.owns((saved := self.profile.saved[s]).tick)]
+            gone = max(self._rerun_free(region, max([record.free, *(s.released for s in own)])), first + 1)
             holders.append(Holder(gone, Condition(kept=unit if decided else -1, wrapped=region.index)))
             if decided:
-                again = [] if own_end == NEVER else [Holder(own_end)]
+                again = [Holder(self._position(max(saved.dropped for saved in own)))] if own else []
                 instances.append(
                     _instance(record.bytes, first, gone, Condition(recomputed=unit), again, storage)
                 )

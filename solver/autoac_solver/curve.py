@@ -27,7 +27,7 @@ from autoac_solver.solution import Solution
 from autoac_solver.stacking import Stacked, stacked
 
 SCHEMA = "autoac.tradeoff"
-SCHEMA_VERSION = 4  # 3: the profile's fourth version; 4: losses over chunks of rows
+SCHEMA_VERSION = 5  # 4: losses over chunks of rows; 5: the profile's fifth version
 
 COLUMNS = [
     *("budget_bytes", "peak_bytes", "extra_s", "overhead", "bound", "status", "regions"),

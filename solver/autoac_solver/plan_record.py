@@ -35,7 +35,7 @@ from autoac_solver.solution import Solution
 from autoac_solver.stacking import Stacked, stacked
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 6  # 5: the profile's fourth version; 6: losses over chunks of rows
+SCHEMA_VERSION = 7  # 6: losses over chunks of rows; 7: the profile's fifth version
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,7 @@ from autoac_solver.limits import MOST_BYTES, is_number, is_seconds, is_size, is_
 from autoac_solver.pictures import draw_bars
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = (
-    4  # 2: what an op's time was found from; 3: what pauses need; 4: calls that change an argument
-)
+SCHEMA_VERSION = 5  # 4: calls that change an argument; 5: when what was unpacked is dropped
 
 NEVER = -1
 
@@ -127,6 +125,8 @@ class Saved:
         tick: when it was saved.
         unpacked: tick of its first use in backward, -1 for never.
         released: tick at which autograd let go of it.
+        dropped: tick at which nobody holds what autograd unpacked, where that is another tensor on another storage:
+            before `released` if autograd still had to bring gradients to the shapes or types of their inputs.
     """
 
     storage: int
@@ -134,6 +134,7 @@ class Saved:
     tick: int
     unpacked: int
     released: int
+    dropped: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +415,8 @@ def _check(profile: Profile) -> None:
     for saved in profile.saved:
         _demand(_refers(profile.storage_table, saved.storage), "a saved tensor has no storage")
         _demand(saved.module == NEVER or _refers(profile.calls, saved.module), "a saved tensor has no module")
-        _demand(0 <= saved.tick <= saved.released <= profile.end, "a saved tensor's ticks are out of order")
+        in_order = 0 <= saved.tick <= saved.dropped <= saved.released <= profile.end
+        _demand(in_order, "a saved tensor's ticks are out of order")
         _demand(
             saved.unpacked == NEVER or saved.tick <= saved.unpacked <= profile.end,
             "a saved tensor is used before it is saved, or after the step",

@@ -138,7 +138,7 @@ class _Recorder:
                 Storage(b, alloc, end if free < 0 else free, kind, name)
                 for b, alloc, free, kind, name in self.storages
             ),
-            saved=tuple(Saved(s, m, t, u, r) for s, m, t, u, r in self.saved),
+            saved=tuple(Saved(s, m, t, u, r, r) for s, m, t, u, r in self.saved),
             calls=tuple(
                 ModuleCall(f, 0, p, "Module", True, start, stop, i) for f, p, start, stop, i in self.calls
             ),

@@ -43,9 +43,9 @@ def two_blocks(costs: EngineCosts = FREE, device: str = "cuda") -> Profile:
         *(op("backward", tick, -1, 2.0, (), 6 + i) for i, tick in enumerate((40, 44, 48, 52))),
     ]
     saved = [
-        Saved(1, 1, 4, unpacked=47, released=49),
-        Saved(2, 4, 12, unpacked=43, released=45),
-        Saved(3, 3, 14, unpacked=39, released=41),
+        Saved(1, 1, 4, unpacked=47, released=49, dropped=49),
+        Saved(2, 4, 12, unpacked=43, released=45, dropped=45),
+        Saved(3, 3, 14, unpacked=39, released=41, dropped=41),
     ]
     calls = [
         ModuleCall("", 0, -1, "Net", True, 1, 32),

@@ -157,7 +157,10 @@ def profile_of(ops: list[tuple[str, int]], calls: list[tuple[str, int]]) -> Prof
     end = 10 * len(ops)
     tail = Op("aten.ones_like.default", end + 50, -1, True, 1.0, (), (), (len(ops),))
     storages = tuple(Storage(100, op.tick, op.tick + 11, "Activation") for op in tape)
-    saved = tuple(Saved(i, op.module, op.tick + 1, end + 60 + i, end + 70 + i) for i, op in enumerate(tape))
+    saved = tuple(
+        Saved(i, op.module, op.tick + 1, end + 60 + i, end + 70 + i, end + 70 + i)
+        for i, op in enumerate(tape)
+    )
     spans: dict[int, list[int]] = {}
     for i, (_, module) in enumerate(ops):
         while module >= 0:

@@ -44,7 +44,7 @@ def test_shared_weight_and_only_some_regions_planned(engine):
             return model(X).float().square().mean()
 
     for regions in (("0", "2"), ("1",)):
-        assert_exact(Case(shared_blocks, forward, regions), engine, [0.0, 0.3])
+        assert_exact(Case(shared_blocks, forward, regions), engine)
 
 
 def test_one_module_called_three_times(engine):

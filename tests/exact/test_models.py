@@ -248,7 +248,7 @@ def test_batch_routed_otherwise_than_the_profiled_one(engine, regions, fewer):
     case = Case(
         lambda: nn.Sequential(Experts(), Experts()), routed(batch), regions, profiled=routed(profiled)
     )
-    assert_exact(case, engine, [0.0, 0.3, 0.6])
+    assert_exact(case, engine)
 
 
 class EarlyExit(nn.Module):
@@ -275,7 +275,7 @@ def test_branches_taken_otherwise(engine, scale):
         regions=("0", "1"),
         profiled=mean_square,
     )
-    assert_exact(case, engine, [0.0, 0.3, 0.6])
+    assert_exact(case, engine)
 
 
 # -- other sizes -------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def test_other_batch_size_and_length_than_profiled(engine, shape):
         regions=("0", "1", "2", "3"),
         profiled=steps(8, 16),
     )
-    assert_exact(case, engine, [0.0, 0.3, 0.6])
+    assert_exact(case, engine)
 
 
 def test_empty_batch(engine):

@@ -121,6 +121,11 @@ class Bench:
         self.turns = 0
         self.taken_again = 0
 
+    @property
+    def tells_gradients(self) -> bool:
+        """Whether there is any gradient to compare with; not told before a strategy has run."""
+        return self.reference is None or any(g is not None for g in self.reference.gradients)
+
     def examine(self, strategy: Strategy) -> Configuration:
         """Peak and gradients of a strategy; the first that runs is what the others' gradients are compared with.
 

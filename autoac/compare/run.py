@@ -17,6 +17,7 @@ from autoac.compare.results import ModelResult, Row
 from autoac.compare.strategies import Strategy, by_hand, policies_for
 from autoac.compare.workload import Workload
 from autoac.recorder import device_bytes, device_of
+from autoac_solver.errors import ProfilingError
 from autoac_solver.units import parse_bytes
 
 AT_PEAK = "ours at the peak of "
@@ -53,7 +54,7 @@ def compare(
         rounds: samples of the step time of each strategy.
 
     Raises:
-        ProfilingError: the step could not be recorded.
+        ProfilingError: the step could not be recorded, or leaves no gradients to compare.
         BudgetFormatError: a budget is no amount of memory.
     """
     tell = progress or (lambda *_: None)
@@ -72,6 +73,11 @@ def compare(
     bench = Bench(workload, device, profile.resident_bytes)
     strategies = by_hand(workload.blocks, policies_for(profile, workload.blocks))
     found = examine(bench, strategies, Part(tell, 0.1, 0.25))
+    if not bench.tells_gradients:
+        raise ProfilingError(
+            "the step leaves no gradients to compare: it drops them itself. Have it leave them; a comparison drops "
+            "them before each step."
+        )
     tell("torch's sac_milp", 0.25)
     advice_for = asked or _middle([c.peak_bytes for c in found if not c.error])
     found += examine(bench, torch_milp.advised(workload, device, advice_for), Part(tell, 0.3, 0.35))

@@ -11,9 +11,11 @@ from torch import nn
 
 import autoac
 from autoac.compare.measure import Bench, Costume
+from autoac.compare.run import compare
 from autoac.compare.strategies import Strategy, by_hand, checkpoint_module, policies_for
 from autoac.compare.workload import Workload
 from autoac.measure import unique_storage_bytes
+from autoac_solver.errors import ProfilingError
 from autoac_solver.profile import Profile
 from tests.small_models import attributes, batch, make
 
@@ -179,6 +181,18 @@ def test_a_step_of_the_users_own() -> None:
     assert all(row.gradients_equal and not row.error for row in rows)
     assert rows[2].peak_bytes < rows[0].peak_bytes
     assert all(map(torch.equal, model.parameters(), weights))
+
+
+def test_a_step_that_drops_its_gradients_is_refused() -> None:
+    """Nothing would be compared, and everything called equal."""
+    model, x = make(blocks=4), batch()
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        model.zero_grad(set_to_none=True)
+
+    with pytest.raises(ProfilingError, match="leaves no gradients to compare"):
+        compare(Workload("own", "own", model, step, BLOCKS), rounds=1)
 
 
 class StolenTime:

@@ -6,15 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError, PolicyError, ProfilingError
-from autoac_solver.ilp import solve
+from autoac_solver.ilp import RuledOut, solve
 from autoac_solver.policies import Policy
 from autoac_solver.profile import Profile
 from autoac_solver.report import about_caches, about_torchs_loss, describe_position, holders_at, suggestions
 from autoac_solver.search import Prepared
 from autoac_solver.solution import Solution
 from autoac_solver.stacking import stacked
-
-_MANY_UNITS = 1000
 
 
 class Choice:
@@ -36,27 +34,41 @@ class Choice:
         self.prepared = Prepared(self.built.problem)
         self._start: tuple[bool, ...] | None = None
         self._infeasible: InfeasibleBudgetError | None = None
+        self._ruled_out = -1  # the largest limit that is known not to be met
 
-    def solve(self, limit: int, gap: float, time_limit_s: float, rough: bool = False) -> Solution:
+    def solve(
+        self, limit: int, gap: float, time_limit_s: float, rough: bool = False, find_minimum: bool = True
+    ) -> Solution:
         """The best plan within a limit, not slower than the last one found if that is within the limit.
 
         Args:
-            rough: without the integer program, see `ilp.solve`.
+            rough, find_minimum: see `ilp.solve`.
 
         Raises:
-            InfeasibleBudgetError: there is none.
+            InfeasibleBudgetError, RuledOut: there is none.
         """
         known = self._infeasible
         if known is not None and known.proven and limit < known.minimum_bytes:
             raise InfeasibleBudgetError(
                 limit, known.minimum_bytes, True, known.recomputed, known.peak_position
             )
+        if limit <= self._ruled_out and not find_minimum:
+            raise RuledOut
         try:
             solution = solve(
-                self.prepared, limit, gap=gap, time_limit_s=time_limit_s, start=self._start, rough=rough
+                self.prepared,
+                limit,
+                gap=gap,
+                time_limit_s=time_limit_s,
+                start=self._start,
+                rough=rough,
+                find_minimum=find_minimum,
             )
         except InfeasibleBudgetError as error:
             self._infeasible, self._start = error, error.recomputed
+            raise
+        except RuledOut:
+            self._ruled_out = limit
             raise
         self._start = solution.recomputed
         return solution
@@ -105,9 +117,9 @@ class Choices:
     ) -> tuple[Choice, Solution]:
         """The fastest plan within a limit.
 
-        The choices are solved roughly first, from coarse to fine, as long as finer ones can help; coarse regions are
-        nearly always the faster ones, so in large models the first choice that fits is taken. Then they are solved
-        to the gap, but for those that are known by then not to lead to a faster plan.
+        The choices are solved roughly first, from coarse to fine. Then they are solved to the gap, but for those that
+        are known by then not to lead to a faster plan. All are looked at whatever the limit, so that more memory
+        never leads to a plan that is slower by more than the gap.
 
         Out of time, further choices are not looked at.
 
@@ -134,7 +146,9 @@ class Choices:
             tell(f"solving with {len(self._calls[index])} regions", index / len(self))
             choice = self[index]
             try:
-                solution = choice.solve(limit, gap, left_s(), rough=True)
+                solution = choice.solve(limit, gap, left_s(), rough=True, find_minimum=not rough)
+            except RuledOut:
+                continue
             except InfeasibleBudgetError as error:
                 if infeasible is None or error.minimum_bytes < infeasible[1].minimum_bytes:
                     infeasible = choice, error
@@ -142,11 +156,8 @@ class Choices:
             except NoPlanInTimeError as error:
                 late = late or error
                 continue
-            if rough and solution.bound_s >= min(s.objective_s for _, s in rough):
-                break
             rough.append((choice, solution))
-            problem = choice.built.problem
-            if solution.objective_s <= gap * problem.step_s or len(problem.units) > _MANY_UNITS:
+            if solution.objective_s <= gap * choice.built.problem.step_s:
                 break
         best: tuple[Choice, Solution] | None = None
         for choice, solution in sorted(rough, key=lambda found: found[1].objective_s):

@@ -22,6 +22,10 @@ _CLOSED = 1e-9
 """Share of the step below which a difference in time is a rounding error."""
 
 
+class RuledOut(Exception):
+    """No plan is within the budget; what would be was not asked for."""
+
+
 def solve(
     problem: Problem | Prepared,
     budget_bytes: int,
@@ -32,6 +36,7 @@ def solve(
     start: Decisions | None = None,
     progress: Callable[[Progress], None] | None = None,
     rough: bool = False,
+    find_minimum: bool = True,
 ) -> Solution:
     """The plan that adds the least time to the step among those whose peak is within a budget.
 
@@ -44,15 +49,18 @@ def solve(
         start: decisions to begin with, a bool per unit; the solution is not worse. Ignored if they break the budget.
         progress: is called after each program solved.
         rough: leave out the integer program if linear ones have led to a plan; the gap may then be larger than asked.
+        find_minimum: find out what budget would do if this one does not.
 
     Returns:
         The best plan found, its peak recounted by the simulator; `status` says whether the gap was closed.
 
     Raises:
         InfeasibleBudgetError: no plan is within the budget.
+        RuledOut: the same, without `find_minimum`.
         NoPlanInTimeError: none was found in time.
     """
-    return _LeastTime(Task(problem, time_limit_s, solver, start, progress), budget_bytes, gap).solve(rough)
+    task = Task(problem, time_limit_s, solver, start, progress)
+    return _LeastTime(task, budget_bytes, gap, find_minimum).solve(rough)
 
 
 def minimum_peak(
@@ -80,11 +88,12 @@ class _LeastTime(Search):
 
     Args:
         task: the problem and the means.
-        budget_bytes, gap: as in `solve`.
+        budget_bytes, gap, find_minimum: as in `solve`.
     """
 
-    def __init__(self, task: Task, budget_bytes: int, gap: float) -> None:
+    def __init__(self, task: Task, budget_bytes: int, gap: float, find_minimum: bool) -> None:
         super().__init__(task)
+        self._is_minimum_asked = find_minimum
         self._budget_bytes = budget_bytes
         self._gap_s = gap * task.problem.step_s
 
@@ -121,6 +130,8 @@ class _LeastTime(Search):
         if result != "infeasible" and not self._closed() and not (rough and self.best is not None):
             result = self.find(formulation, "plan", self._gap_s * formulation.cost_per_s)
         if result == "infeasible" and self.best is None:
+            if not self._is_minimum_asked:
+                raise RuledOut
             self._find_minimum()
 
     def _reach(self, formulation: Formulation) -> str:

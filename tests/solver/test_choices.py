@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from autoac_solver import choices as choices_file
 from autoac_solver.choices import Choice, Choices
 from autoac_solver.errors import InfeasibleBudgetError
+from autoac_solver.ilp import RuledOut
 from autoac_solver.partitions import partitions
 from autoac_solver.profile import Profile
+from tests.page.synthetic import decoder_profile
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 GAP = 1e-3
@@ -43,6 +46,39 @@ def test_no_choice_has_a_plan_that_is_faster_by_more_than_the_gap(name: str, sha
         assert best.objective_s <= alone.objective_s + GAP * profile(name).step_s
 
 
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+def test_more_memory_never_leads_to_a_slower_plan(engine: str) -> None:
+    """Each limit by itself, in a model of more than a thousand units: all choices are looked at here, too."""
+    layers = decoder_profile(30, helpers=0, backward=2)
+    calls = partitions(layers, engine)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        Choices(layers, calls, engine).best(1, 60, GAP)
+    least = caught.value.minimum_bytes
+    most = Choices(layers, calls, engine).best(10**15, 60, GAP)[1].peak_bytes
+    found = [
+        Choices(layers, calls, engine).best(least + (most - least) * part // 8, 60, GAP) for part in range(9)
+    ]
+    for (_, tighter), (_, looser) in itertools.pairwise(found):
+        assert looser.objective_s <= tighter.objective_s + GAP * layers.step_s
+    # Few layers are recomputed as a whole, and where there is more memory the parts of many.
+    assert len(found[0][0].calls) < len(found[-2][0].calls)
+    assert len(found[0][0].built.problem.units) > 1000
+
+
+def test_what_a_further_choice_would_need_is_not_looked_for() -> None:
+    """It fits nothing there; what it would need takes long to find, and is no answer where another choice fits."""
+    layers = decoder_profile(10, helpers=0, backward=2)
+    *_, whole_model = partitions(layers)
+    choice = Choice(layers, whole_model, "replay")
+    with pytest.raises(RuledOut):
+        choice.solve(layers.resident_bytes + 1, GAP, 60, rough=True, find_minimum=False)
+    with pytest.raises(RuledOut):
+        choice.solve(layers.resident_bytes, GAP, 60, rough=True, find_minimum=False)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        choice.solve(layers.resident_bytes, GAP, 60)
+    assert choice.solve(caught.value.minimum_bytes, GAP, 60).peak_bytes == caught.value.minimum_bytes
+
+
 class Clock:
     """Stands still but for what is added to it."""
 
@@ -59,10 +95,10 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float, bool]]:
     clock, solved = Clock(), []
     solve = Choice.solve
 
-    def slow(self: Choice, limit: int, gap: float, time_limit_s: float, rough: bool = False):
+    def slow(self: Choice, limit: int, gap: float, time_limit_s: float, rough=False, find_minimum=True):
         solved.append((len(self.calls), time_limit_s, rough))
         clock.now_s += 40
-        return solve(self, limit, gap, 60, rough)
+        return solve(self, limit, gap, 60, rough, find_minimum)
 
     monkeypatch.setattr(choices_file, "time", clock)
     monkeypatch.setattr(Choice, "solve", slow)

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoac.arguments import held_in
 from autoac.compat import (
     COMPILED_NODE,
+    any_autocast,
     behind_transforms,
     counted_writes,
     current_node,
@@ -64,6 +65,7 @@ from autoac_solver.profile import NEVER, SCALAR_BYTES, ModuleCall, Op, Saved, St
 
 _CUDA_BLOCK_BYTES = 512
 _LIFT = torch.ops.aten.lift_fresh.default
+_CAST = torch.ops.aten._to_copy.default
 _TELL_EVERY = 50
 
 # Out of place under a dispatch mode only; source: `areAnyTensorSubclassLike` in torch's FunctionsManual.cpp.
@@ -106,6 +108,7 @@ class Tape(TorchDispatchMode):
         self.saved: list[dict[str, Any]] = []
         self.calls: list[dict[str, Any]] = []
         self.call_stack: list[int] = []
+        self._autocast: list[bool] = []  # whether it was on when the modules on the stack were called
         self.compiled_calls: set[int] = set()  # in which compiled code ran
         self.uncounted: dict[int, set[str]] = {}  # call -> layouts of tensors whose memory is not counted
         self.replays: weakref.WeakSet[ReplayCall] = weakref.WeakSet()
@@ -212,9 +215,21 @@ class Tape(TorchDispatchMode):
                 "dtype": signature.dtype,
                 "flops": flops_of(func, args, kwargs, result),
                 "moved_bytes": signature.moved_bytes(made),
+                "cached_cast": self._is_cached_cast(func, args),
             }
         )
         return result
+
+    def _is_cached_cast(self, func: Any, args: Any) -> bool:
+        """Whether autocast keeps what this op makes, see `cached_cast` in ATen's autocast_mode.cpp.
+
+        Below its kernels, where this runs, it says that it is off: how it was when the module was called has to do.
+        """
+        if func is not _CAST or in_backward() or not (self._autocast and self._autocast[-1]):
+            return False
+        weight = args[0]
+        kept = weight.is_leaf and weight.requires_grad and weight.dtype is torch.float32
+        return kept and torch.is_autocast_cache_enabled()
 
     def _module(self) -> int:
         """The module call that an op belongs to; in backward, that whose saved tensors its node has unpacked."""
@@ -551,6 +566,7 @@ class Tape(TorchDispatchMode):
             }
         )
         self.call_stack.append(len(self.calls) - 1)
+        self._autocast.append(any_autocast())
 
     def where(self) -> str:
         """The module whose forward runs now, or whose backward does, in words."""
@@ -579,6 +595,7 @@ class Tape(TorchDispatchMode):
         """A module's forward ends; `changes_arguments` as in `ModuleCall`."""
         self._poll()
         self.tick += 1
+        self._autocast.pop()
         call = self.calls[self.call_stack.pop()]
         call["end"] = self.tick
         call["changes_arguments"] |= changes_arguments

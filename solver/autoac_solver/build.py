@@ -180,6 +180,7 @@ class _Builder:
         self.loss_unit = len(self.units) if self.losses else -1
         self._place_windows()
         self.keepers = self._keepers() if self.reruns_code else {}
+        self.cached_casts = {storage for op in profile.tape if op.cached_cast for storage in op.creates}
         made = {storage for op in profile.tape for storage in op.creates}
         self.read = {storage for op in profile.tape for storage in op.reads}
         self.made_by_no_op = {
@@ -619,12 +620,20 @@ class _Builder:
         record = self.profile.storage_table[storage]
         unit = self.unit_of_storage.get(storage, -1)
         region = self.region_of_storage.get(storage)
-        start, end, own_end = self._life(storage, saves)
         holders = [
             Holder(self._position(taker.last_release), Condition(wrapped=taker.index))
             for taker in [*inputs, *self.state_keepers.get(storage, ())]
             if taker is not region
         ]
+        casts: list[Instance] = []
+        if storage in self.cached_casts:
+            for other in self.regions:
+                if other is not region and self._often_recomputed[other.index] >= 0:
+                    own = [index for index in saves if other.owns(self.profile.saved[index].tick)]
+                    casts += self._cast_again(storage, other, own, reads)
+                    holders += self._cast_held_by(other, own, reads)
+                    saves = [index for index in saves if index not in own]
+        start, end, own_end = self._life(storage, saves)
         decided = unit >= 0 and region is not None and not self.units[unit].must_save
         for index in saves:
             own = decided and region is not None and region.owns(self.profile.saved[index].tick)
@@ -637,12 +646,13 @@ class _Builder:
                 end, own_end = self._life_without_op(storage, maker, saves)
                 holders.append(Holder(own_end, Condition(kept=self._often_recomputed[maker.index])))
                 holders += self._watched_until_rerun(maker, reads)
-            return [_instance(record.bytes, start, end, ALWAYS, holders, storage)]
+            return [_instance(record.bytes, start, end, ALWAYS, holders, storage), *casts]
         made = [region.rerun[op] for op in self.units[unit].ops if op in region.rerun]
         if own_end != NEVER:
             holders.append(Holder(own_end, Condition(kept=unit)))
-        instances = []
-        if not made and not self._spared(region, self.units[unit].ops[0]):
+        instances = casts
+        stops_before = len(made) < len(self.units[unit].ops)
+        if stops_before and not self._spared(region, self.units[unit].ops[0]):
             # saved for a second run that stops before it would ask
             asked = Condition(kept=unit if decided else -1, wrapped=region.index)
             holders.append(Holder(self._position(region.last_release), asked))
@@ -658,6 +668,26 @@ class _Builder:
                     _instance(record.bytes, first, gone, Condition(recomputed=unit), again, storage)
                 )
         return [_instance(record.bytes, start, end, ALWAYS, holders, storage), *instances]
+
+    def _cast_again(
+        self, storage: int, region: _Region, saves: Iterable[int], reads: Iterable[int]
+    ) -> Iterator[Instance]:
+        """What a region's second run makes anew of a cast that autocast had at hand in the first."""
+        at = [region.rerun[op] for op in reads if op in region.rerun]
+        if at:
+            end = max((self.profile.saved[index].dropped for index in saves), default=NEVER)
+            until = max(region.window_end, self._position(end))  # autocast keeps it to the end of the run
+            exists = Condition(wrapped=region.index)
+            yield Instance(self.profile.storage_table[storage].bytes, min(at), until, exists, (), storage)
+
+    def _cast_held_by(self, region: _Region, saves: Iterable[int], reads: Iterable[int]) -> Iterator[Holder]:
+        """How long a region holds a cast that is made anew in its second run: the whole of it only if not wrapped.
+
+        That cannot be said, but that one of its units is kept.
+        """
+        end = max((self.profile.saved[index].released for index in saves), default=NEVER)
+        yield Holder(self._position(end), Condition(kept=self._often_recomputed[region.index]))
+        yield from self._watched_until_rerun(region, reads)
 
     def _keepers(self) -> dict[int, list[_Region]]:
         """For saved tensors that no backward comes for: the later regions whose inputs were made from them."""

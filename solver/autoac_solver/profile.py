@@ -25,7 +25,7 @@ from autoac_solver.limits import MOST_BYTES, is_number, is_seconds, is_size, is_
 from autoac_solver.pictures import draw_bars
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 5  # 4: calls that change an argument; 5: when what was unpacked is dropped
+SCHEMA_VERSION = 5  # 4: calls that change an argument; 5: what was unpacked is dropped, autocast's casts
 
 NEVER = -1
 
@@ -67,6 +67,8 @@ class Op:
         dtype: the floating type it computes in, "" for none.
         flops: floating-point operations of a matrix product, convolution or attention, 0 for what only moves memory.
         moved_bytes: bytes read and written if every element of its arguments and results is touched once.
+        cached_cast: autocast keeps its result, a cast of a parameter, and hands it to all that read the parameter; code
+            that runs a second time (`sac`) makes it anew.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Op:
     dtype: str = ""
     flops: int = 0
     moved_bytes: int = 0
+    cached_cast: bool = False
 
     @property
     def again_s(self) -> float:

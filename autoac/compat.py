@@ -273,6 +273,11 @@ def any_autocast() -> bool:
     return torch._C._is_any_autocast_enabled()
 
 
+def next_node_number() -> int:
+    """The sequence number that this thread's next autograd node gets; inside an op's dispatch, its own is one less."""
+    return torch._C._autograd._get_sequence_nr()
+
+
 def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
     """The pack and unpack hook that autograd calls now, None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -46,6 +46,7 @@ from autoac.compat import (
     is_compiled_wrapper,
     is_dense,
     is_fake_type,
+    next_node_number,
     storage_key,
     storage_users,
     top_saved_tensors_hooks,
@@ -123,6 +124,7 @@ class Tape(TorchDispatchMode):
         ] = []  # how tensors were that were there, and that an op has reshaped or resized
         self._leaves: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with their gradients as they were
         self._generators: dict[torch.Generator, torch.Tensor] = {}  # with their states as they were
+        self._scalars: dict[int, dict[str, Any]] = {}  # node -> storage of the number that it has saved
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
         self._unpacked: list[int] = []  # saved tensors, by the node that unpacked last
         self._unpacked_for = (NEVER, NEVER)  # node that unpacked last, and the module call it belongs to
@@ -241,14 +243,20 @@ class Tape(TorchDispatchMode):
     def _saved_scalar(self, info: OpInfo, args: Any) -> None:
         """A Python number that autograd saves for backward: a tensor that no mode and no hook sees.
 
-        It dies with its node; when, is not known, so it is taken to live to the end of the step.
+        It dies when its node has run. Where no node is seen to run it is taken to live to the end of the step.
         """
-        saves = info.name in ("aten.mul.Tensor", "aten.div.Tensor") and not in_backward()
+        if in_backward():
+            row = self._scalars.get(_sequence(current_node()))
+            if row is not None:
+                row["free"] = self.tick + 1
+            return
+        saves = info.name in ("aten.mul.Tensor", "aten.div.Tensor")
         if saves and self.device.type == "cpu" and torch.is_grad_enabled():
             numbers = sum(not isinstance(a, torch.Tensor) for a in args[:2])
             if numbers and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args[:2]):
                 row = {"bytes": SCALAR_BYTES, "alloc": self.tick, "free": NEVER, "backward": False}
                 self.storages.append(row)
+                self._scalars[next_node_number() - 1] = row
 
     def _random_bytes(self, info: OpInfo, args: Any, kwargs: Any) -> int:
         if not info.draws_random(args):
@@ -616,6 +624,9 @@ class Tape(TorchDispatchMode):
             times: by signature.
         """
         self._poll()
+        if any(row["released"] == NEVER != row["unpacked"] for row in self.saved):  # the graph is still there
+            for row in self._scalars.values():
+                row["free"] = NEVER
         end = self.tick = self.tick + 1
         for table, field in ((self.storages, "free"), (self.saved, "released"), (self.calls, "end")):
             for row in table:

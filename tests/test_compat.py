@@ -489,6 +489,15 @@ def test_nodes_are_numbered_in_the_order_they_were_made():
     assert numbers["SinBackward0"] + 1 == numbers["ExpBackward0"]
 
 
+def test_the_next_nodes_number():
+    numbers: list[int] = []
+    x = torch.ones(3, requires_grad=True)
+    with Seen(lambda func, args: numbers.append(compat.next_node_number() - 1)):
+        y = x * 2.0
+        z = y.sin()
+    assert numbers == [node._sequence_nr() for node in (y.grad_fn, z.grad_fn) if node is not None]
+
+
 def _column() -> torch.Tensor:
     return torch.rand(3, 1, requires_grad=True) + 1
 

@@ -78,7 +78,13 @@ _BCE_OPS = {"aten.sub.Tensor", "aten.mul.Tensor"}
 
 # Autograd brings a gradient to its input's shape and type (`validate_outputs` in torch's engine.cpp) when the node's
 # formula is over, and with it whatever that has unpacked. The formulas of these nodes have neither op.
-_NODES_WITHOUT_SUMS = ("MulBackward0", "DivBackward0", "AddcmulBackward0")
+_NODES_WITHOUT_SUMS = (
+    "MulBackward0",
+    "DivBackward0",
+    "AddcmulBackward0",
+    "AddmmBackward0",
+    "BaddbmmBackward0",
+)
 _FITTING_OPS = {"aten.sum.dim_IntList", "aten._to_copy.default"}
 
 

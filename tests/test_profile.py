@@ -244,8 +244,8 @@ def test_what_is_unpacked_is_dropped_when_the_formula_is_over(product: Callable[
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up, self.gate = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 1)
-            self.down = nn.Linear(4 * WIDTH, WIDTH)
+            self.up, self.gate = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(WIDTH, 1, bias=False)
+            self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.down(product(self.up(x), self.gate(x).sigmoid()))
@@ -269,6 +269,69 @@ def test_what_is_unpacked_is_dropped_when_the_formula_is_over(product: Callable[
             measured = plan.resident_bytes + measure_peak(run).peak_above_start_bytes
             model.zero_grad(set_to_none=True)
         assert measured == pytest.approx(plan.predicted_peak_bytes, abs=20)
+
+
+class Recurrent(nn.Module):
+    """One layer, several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x + self.layer(x)
+        return x
+
+
+class Gathered(nn.Module):
+    """Ends with writes into what it returns, of which autograd saves nothing: early stop spares the last of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for index, layer in enumerate(self.layers):
+            y.index_add_(0, torch.arange(index, len(x), 2), layer(x[index::2]).tanh().exp())
+        return y
+
+
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize(
+    ("make_model", "regions", "autocast"),
+    [
+        (Recurrent, ["layer"], True),  # sac casts the weights anew in each second run
+        (Recurrent, ["layer"], False),
+        (lambda: nn.Sequential(Gathered(), Gathered(), Gathered()), ["0", "1", "2"], False),
+    ],
+    ids=["casts", "no casts", "writes at the end"],
+)
+def test_peaks_of_second_runs(
+    make_model: Callable[[], nn.Module], regions: list[str], autocast: bool, share: float, engine: str
+):
+    model, x = make_model(), batch()
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = model(x)
+        loss = output.float().square().mean()
+        loss.backward()
+
+    found = autoac.profile(model, run)
+    with pytest.raises(autoac.InfeasibleBudgetError) as caught:
+        autoac.solve(found, 1, engine=engine, regions=regions)
+    least = caught.value.minimum_bytes
+    most = autoac.solve(found, "1TB", engine=engine, regions=regions).predicted_peak_bytes
+    assert least < most
+    plan = autoac.solve(found, least + int(share * (most - least)), engine=engine, regions=regions)
+    with plan.applied(model):
+        run()
+        model.zero_grad(set_to_none=True)
+        measured = plan.resident_bytes + measure_peak(run).peak_above_start_bytes
+    assert measured == plan.predicted_peak_bytes
 
 
 class Capped(nn.Module):

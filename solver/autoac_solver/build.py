@@ -672,13 +672,18 @@ class _Builder:
     def _cast_again(
         self, storage: int, region: _Region, saves: Iterable[int], reads: Iterable[int]
     ) -> Iterator[Instance]:
-        """What a region's second run makes anew of a cast that autocast had at hand in the first."""
-        at = [region.rerun[op] for op in reads if op in region.rerun]
-        if at:
+        """What a region's second run makes anew of a cast that autocast had at hand in the first.
+
+        Also for the op at whose save the run ends: its arguments are cast before.
+        """
+        after = bisect_right(self.ticks, region.last_save)
+        at = [self.ticks[op] for op in reads if op in region.ops and op <= after]
+        if at and region.rerun:
             end = max((self.profile.saved[index].dropped for index in saves), default=NEVER)
+            start = min(self._rerun_at(region, min(at)), region.window_end - 1)
             until = max(region.window_end, self._position(end))  # autocast keeps it to the end of the run
             exists = Condition(wrapped=region.index)
-            yield Instance(self.profile.storage_table[storage].bytes, min(at), until, exists, (), storage)
+            yield Instance(self.profile.storage_table[storage].bytes, start, until, exists, (), storage)
 
     def _cast_held_by(self, region: _Region, saves: Iterable[int], reads: Iterable[int]) -> Iterator[Holder]:
         """How long a region holds a cast that is made anew in its second run: the whole of it only if not wrapped.

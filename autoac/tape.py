@@ -77,8 +77,8 @@ _EXTREMUM_NODES = ("MaxBackward1", "MinBackward1")
 _BCE_OPS = {"aten.sub.Tensor", "aten.mul.Tensor"}
 
 # Autograd brings a gradient to its input's shape and type (`validate_outputs` in torch's engine.cpp) when the node's
-# formula is over, and with it whatever that has unpacked. The formulas of these nodes have neither op.
-_NODES_WITHOUT_SUMS = (
+# formula is over, and with it whatever that has unpacked. The formulas of these nodes do not end with either op.
+_NODES_FITTED_AFTERWARDS = (
     "MulBackward0",
     "DivBackward0",
     "AddcmulBackward0",
@@ -182,7 +182,7 @@ class Tape(TorchDispatchMode):
             self._before_write(tensor)
         sizes = self._sizes(written) if info.resizes else {}
         random_bytes = self._random_bytes(info, args, kwargs)
-        self._is_formula_over(info)
+        self._note_formula(info)
         in_place = self._in_place_without_a_mode(info, args)
         beside_bytes = self._beside_without_a_mode(info, args)
         with (
@@ -272,15 +272,19 @@ class Tape(TorchDispatchMode):
         self._generators.setdefault(generator, state)
         return state.nbytes
 
-    def _is_formula_over(self, info: OpInfo) -> None:
-        """Note that what the node has unpacked is no longer held by it, if this op tells so."""
-        if info.name not in _FITTING_OPS or not in_backward():
+    def _note_formula(self, info: OpInfo) -> None:
+        """Note that what the node has unpacked is no longer held by it, if only such ops follow: autocast casts too."""
+        if not self._unpacked or not in_backward():
             return
         node = current_node()
-        if _name(node) in _NODES_WITHOUT_SUMS and _sequence(node) == self._unpacked_for[0]:
-            for index in self._unpacked:
-                self.saved[index]["dropped"] = self.tick
-            self._unpacked = []
+        if _sequence(node) != self._unpacked_for[0] or _name(node) not in _NODES_FITTED_AFTERWARDS:
+            return
+        held = (self.saved[index] for index in self._unpacked)
+        for saved in (saved for saved in held if saved["released"] == NEVER):
+            if info.name not in _FITTING_OPS:
+                saved["dropped"] = NEVER
+            elif saved["dropped"] == NEVER:
+                saved["dropped"] = self.tick
 
     def _in_place_without_a_mode(self, info: OpInfo, args: Any) -> bool:
         """Whether this is autograd's own op, which it does in place when no mode is active.

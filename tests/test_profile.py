@@ -271,6 +271,23 @@ def test_what_is_unpacked_is_dropped_when_the_formula_is_over(product: Callable[
         assert measured == pytest.approx(plan.predicted_peak_bytes, abs=20)
 
 
+def test_casts_of_a_backward_under_autocast_do_not_end_a_formula():
+    """They come before the products, whose factors are still needed."""
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), batch()
+
+    def run() -> None:
+        loss = model(x).mean()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss.backward()
+
+    found = autoac.profile(model, run)
+    products = [op.tick for op in found.tape if op.backward and op.name == "aten.mm.default"]
+    early = [saved for saved in found.saved if saved.dropped < saved.released]
+    assert early
+    assert any(op.backward and op.name == "aten._to_copy.default" for op in found.tape)
+    assert not any(saved.dropped < tick < saved.released for saved in early for tick in products)
+
+
 class Recurrent(nn.Module):
     """One layer, several times."""
 

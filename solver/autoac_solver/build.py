@@ -625,14 +625,8 @@ class _Builder:
             for taker in [*inputs, *self.state_keepers.get(storage, ())]
             if taker is not region
         ]
-        casts: list[Instance] = []
-        if storage in self.cached_casts:
-            for other in self.regions:
-                if other is not region and self._often_recomputed[other.index] >= 0:
-                    own = [index for index in saves if other.owns(self.profile.saved[index].tick)]
-                    casts += self._cast_again(storage, other, own, reads)
-                    holders += self._cast_held_by(other, own, reads)
-                    saves = [index for index in saves if index not in own]
+        casts, casts_held, saves = self._casts_in_other_regions(storage, region, saves, reads)
+        holders += casts_held
         start, end, own_end = self._life(storage, saves)
         decided = unit >= 0 and region is not None and not self.units[unit].must_save
         for index in saves:
@@ -650,7 +644,7 @@ class _Builder:
         made = [region.rerun[op] for op in self.units[unit].ops if op in region.rerun]
         if own_end != NEVER:
             holders.append(Holder(own_end, Condition(kept=unit)))
-        instances = casts
+        instances = [*casts]
         stops_before = len(made) < len(self.units[unit].ops)
         if stops_before and not self._spared(region, self.units[unit].ops[0]):
             # saved for a second run that stops before it would ask
@@ -669,21 +663,42 @@ class _Builder:
                 )
         return [_instance(record.bytes, start, end, ALWAYS, holders, storage), *instances]
 
+    def _casts_in_other_regions(
+        self, storage: int, maker: _Region | None, saves: list[int], reads: list[int]
+    ) -> tuple[list[Instance], list[Holder], list[int]]:
+        """What regions do with a cast that autocast had at hand for them in their first run.
+
+        Returns:
+            The casts that their second runs make anew, who of them holds the first one, and the saves of others.
+        """
+        instances: list[Instance] = []
+        holders: list[Holder] = []
+        for region in self.regions if storage in self.cached_casts else ():
+            if region is not maker and self._often_recomputed[region.index] >= 0:
+                own = [index for index in saves if region.owns(self.profile.saved[index].tick)]
+                instances += self._cast_again(storage, region, own, reads)
+                holders += self._cast_held_by(region, own, reads)
+                saves = [index for index in saves if index not in own]
+        return instances, holders, saves
+
     def _cast_again(
         self, storage: int, region: _Region, saves: Iterable[int], reads: Iterable[int]
     ) -> Iterator[Instance]:
-        """What a region's second run makes anew of a cast that autocast had at hand in the first.
+        """The cast that a region's second run makes.
 
         Also for the op at whose save the run ends: its arguments are cast before.
         """
         after = bisect_right(self.ticks, region.last_save)
         at = [self.ticks[op] for op in reads if op in region.ops and op <= after]
-        if at and region.rerun:
+        if at:
             end = max((self.profile.saved[index].dropped for index in saves), default=NEVER)
-            start = min(self._rerun_at(region, min(at)), region.window_end - 1)
+            # Where the run ends before any op it has no position of its own.
+            last = max(region.first_position, region.window_end - 1)
+            start = min(self._rerun_at(region, min(at)), last)
             until = max(region.window_end, self._position(end))  # autocast keeps it to the end of the run
-            exists = Condition(wrapped=region.index)
-            yield Instance(self.profile.storage_table[storage].bytes, start, until, exists, (), storage)
+            if start < until:
+                exists = Condition(wrapped=region.index)
+                yield Instance(self.profile.storage_table[storage].bytes, start, until, exists, (), storage)
 
     def _cast_held_by(self, region: _Region, saves: Iterable[int], reads: Iterable[int]) -> Iterator[Holder]:
         """How long a region holds a cast that is made anew in its second run: the whole of it only if not wrapped.

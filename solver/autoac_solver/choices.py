@@ -117,11 +117,12 @@ class Choices:
     ) -> tuple[Choice, Solution]:
         """The fastest plan within a limit.
 
-        The choices are solved roughly first, from coarse to fine. Then they are solved to the gap, but for those that
-        are known by then not to lead to a faster plan. All are looked at whatever the limit, so that more memory
-        never leads to a plan that is slower by more than the gap.
+        The choices are solved roughly first, from coarse to fine, until one costs nothing. Then they are solved to the
+        gap, but for those that are known by then not to lead to a faster plan. In time, more memory never leads to a
+        plan that is slower by more than the gap.
 
-        Out of time, further choices are not looked at.
+        Once there is a plan, a further choice gets half of the time that is left, for solving to the gap takes some,
+        too. Out of time, further choices are not looked at.
 
         Raises:
             InfeasibleBudgetError: for the choice with the least possible peak.
@@ -146,7 +147,8 @@ class Choices:
             tell(f"solving with {len(self._calls[index])} regions", index / len(self))
             choice = self[index]
             try:
-                solution = choice.solve(limit, gap, left_s(), rough=True, find_minimum=not rough)
+                seconds = left_s() / 2 if rough else left_s()
+                solution = choice.solve(limit, gap, seconds, rough=True, find_minimum=not rough)
             except RuledOut:
                 continue
             except InfeasibleBudgetError as error:

@@ -40,7 +40,7 @@ def check_problems(spec: ModelSpec, tally: Counter[str]) -> None:
             tally["budgets"] += assert_agrees_with_exhaustive_search(problem, budgets_around(dice), "auto")
             tally[engine] += 1
             tally["several regions"] += len({unit.region for unit in problem.units}) > 1
-            tally["side effects"] += any(unit.must_save for unit in problem.units)
+            tally["must be saved"] += any(unit.must_save for unit in problem.units)
             tally["written in place"] += any(
                 profile.tape[op].writes for unit in problem.units for op in unit.ops
             )
@@ -55,4 +55,4 @@ def test_equals_exhaustive_search(shard: int):
     assert min(tally[engine] for engine in ENGINES) >= 100, dict(tally)
     assert tally["several regions"] >= 100, dict(tally)
     assert tally["written in place"] >= 50, dict(tally)
-    assert tally["side effects"] >= 10, dict(tally)
+    assert tally["must be saved"] >= 10, dict(tally)

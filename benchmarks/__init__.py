@@ -1,7 +1,7 @@
 """Benchmarks that anyone can run; neither is part of the package.
 
 `python -m benchmarks.compare` holds our plans against what people do today, at ten budgets, on three models: `models`
--> `autoac.compare` (strategies, measurement, results) -> `checks` -> `report`. With `--rounds 6 --more 5` it took 38
+-> `autoac.compare` (strategies, measurement, results) -> `checks` -> `report`. With `--rounds 6 --more 5` it took 39
 minutes; torch's `sac_milp` takes part if `pwlf` is installed. `autoac compare` does the same for a model of your own.
 
 `python -m benchmarks.op_cost` measures what the engines' bookkeeping costs per op; it takes seconds.

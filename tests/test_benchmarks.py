@@ -210,6 +210,9 @@ def test_the_readme_says_what_was_measured():
     noise, noise_on_two = (max(model.noise for model in found[threads].models) for threads in "12")
     assert f"differ by up to {noise * 100:.1f} points in 95 of 100 cases" in prose
     assert f"({noise_on_two * 100:.1f} on two threads)" in prose
+    ours = [row for results in found.values() for model in results.models for row in model.ours]
+    assert "the measured peak was the predicted one to the byte" in prose
+    assert all(row.gradients_equal and row.peak_bytes == row.predicted_peak_bytes for row in ours)
     samples = [len(row.seconds) for model in models for row in model.ours]
     assert f"the median of {min(samples)} to {max(samples)} samples" in prose
 

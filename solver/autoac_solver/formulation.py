@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import pulp
@@ -36,6 +37,7 @@ class Formulation:
         minimise_time: whether the objective is the time.
         program: for the solver.
         positions: those that have a memory row.
+        is_split: only a part of all plans is allowed, see `split`.
         impossible: a row, left out of the program, cannot be met whatever is decided.
         cost_per_s: units of the objective in a second.
         constant_s: seconds to be added to the objective: what hints count if nothing is recomputed.
@@ -57,6 +59,7 @@ class Formulation:
         self.program = Program(pulp.LpProblem("autoac", pulp.LpMinimize), [])
         self.positions: set[int] = set()
         self.impossible = False
+        self.is_split = False
         self.unit_bytes = max([1, *(instance.bytes for instance in problem.instances)])
         total_s = sum(unit.time_s + abs(unit.hint_s) for unit in problem.units)
         total_s += sum(region.wrap_s for region in problem.regions)
@@ -65,6 +68,7 @@ class Formulation:
         self.constant_s = -sum(unit.hint_s for unit in problem.units if unit.hint_s < 0)
         self._column: dict[int, int] = {}
         self._shared: dict[tuple[int, ...], int] = {}  # literals of which one is true -> column
+        self._counts: dict[tuple[int, ...], int] = {}  # literals -> column of how many are true
         self._add_decisions()
         self._add_rules()
         if budget_bytes is None:
@@ -81,6 +85,10 @@ class Formulation:
         regions = [self._column[algebra.wrapped(k)] for k in range(len(self._problem.regions))]
         return values[units + regions]
 
+    def seconds(self, objective: float) -> float:
+        """The seconds that an objective stands for."""
+        return objective / self.cost_per_s + self.constant_s
+
     def point(self, decisions: np.ndarray) -> np.ndarray:
         """The solver's values for decisions that are whole numbers; for programs with a budget."""
         truth = self._memory.evaluate(decisions)
@@ -88,6 +96,8 @@ class Formulation:
         values[list(self._column.values())] = truth[np.array(list(self._column)) - 1]
         for literals, column in self._shared.items():
             values[column] = truth[np.array(literals) - 1].max()
+        for literals, column in self._counts.items():
+            values[column] = truth[np.array(literals) - 1].sum()
         return values
 
     def allows(self, peak_bytes: int) -> bool:
@@ -130,6 +140,30 @@ class Formulation:
             self._add_row(
                 [(literal, 1.0) for literal in row.literals[in_row].tolist()], pulp.LpConstraintLE, size - 1
             )
+
+    @contextmanager
+    def split(self, regions: Sequence[int], least: int, most: int) -> Iterator[None]:
+        """Allow only plans that wrap at least and at most so many of these regions, for as long as this lasts.
+
+        One at a time. Memory rows that are added meanwhile stay: they hold for all plans.
+        """
+        assert not self.is_split
+        literals = tuple(self._algebra.wrapped(region) for region in regions)
+        if literals not in self._counts:
+            self._counts[literals] = len(self.program.variables)
+            name, count = f"n{len(self._counts)}", float(len(regions))
+            variable = self.program.model.add_variable(name, 0.0, count, pulp.LpContinuous)
+            self.program.variables.append(variable)
+            terms = [(variable, -1.0), *((self._variable(literal), 1.0) for literal in literals)]
+            self.program.model.addConstraint(
+                pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintEQ, rhs=0)
+            )
+        variable = self.program.variables[self._counts[literals]]
+        variable.lowBound, variable.upBound, self.is_split = float(least), float(most), True
+        try:
+            yield
+        finally:
+            variable.lowBound, variable.upBound, self.is_split = 0.0, float(len(regions)), False
 
     def _add_decisions(self) -> None:
         """A binary for each unit, shared by those decided alike; a region's follows from its units'."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -103,8 +104,8 @@ class _LeastTime(Search):
         return self.best is None or plan.timeline.objective_s < self.best.timeline.objective_s
 
     def learn(self, formulation: Formulation, outcome: Outcome) -> None:
-        if formulation.minimise_time and np.isfinite(outcome.bound):
-            self.bound_s = max(self.bound_s, outcome.bound / formulation.cost_per_s + formulation.constant_s)
+        if formulation.minimise_time and not formulation.is_split and np.isfinite(outcome.bound):
+            self.bound_s = max(self.bound_s, formulation.seconds(outcome.bound))
 
     def solve(self, rough: bool) -> Solution:
         """See the function `solve`."""
@@ -120,13 +121,15 @@ class _LeastTime(Search):
         return self._solution()
 
     def _solve(self, formulation: Formulation, rough: bool) -> None:
-        """The relaxation, what is near it, and the integer program if that leaves a gap."""
+        """The relaxation, what is near it, its two halves, and the integer program if that leaves a gap."""
         outcome = self.relax(formulation)
         if outcome.values is not None:
             self._thin_out(formulation.decisions(outcome.values))
         result = outcome.status
         if result != "infeasible" and self.best is None:
             result = self._reach(formulation)
+        if outcome.values is not None and self.best is not None and not self._closed():
+            self._split(formulation, formulation.decisions(outcome.values))
         if result != "infeasible" and not self._closed() and not (rough and self.best is not None):
             result = self.find(formulation, "plan", self._gap_s * formulation.cost_per_s)
         if result == "infeasible" and self.best is None:
@@ -160,6 +163,47 @@ class _LeastTime(Search):
             assert faster is not None, "it starts within the budget"
             self.consider(faster)
         return "found"
+
+    def _split(self, formulation: Formulation, decisions: np.ndarray) -> None:
+        """Where the relaxation wraps 12.5 of many equal regions: relax at most 12 of them, and at least 13.
+
+        Every plan lies in one of the halves, so what is out of reach in both is out of reach; and in each, wrapping is
+        paid a whole number of times. Solvers branch on single regions, which says nothing while there is another one
+        like it.
+        """
+        wrapped = decisions[len(self.task.problem.units) :]
+        regions = self._equal_regions_in_part(wrapped)
+        if regions is None:
+            return
+        count, bounds_s = wrapped[regions].sum(), []
+        for least, most in ((0, math.floor(count)), (math.ceil(count), len(regions))):
+            with formulation.split(regions, least, most):
+                outcome = self.relax(formulation)
+            if outcome.status == "stopped":
+                return  # the bound of one half alone holds for no more than that
+            bounds_s.append(formulation.seconds(outcome.bound))  # infinite if there is nothing in this half
+            if outcome.values is not None and not self._is_enough(bounds_s[-1]):
+                self._thin_out(formulation.decisions(outcome.values))
+        # The best plan is in one of them: that there is nothing in both can only be a rounding error.
+        if math.isfinite(min(bounds_s)):
+            self.bound_s = max(self.bound_s, min(bounds_s))
+        self.tell("relaxation", formulation)
+
+    def _equal_regions_in_part(self, wrapped: np.ndarray) -> list[int] | None:
+        """The regions to count in `_split`: equally costly to wrap, and together not wrapped a whole number of times.
+
+        Of several such groups the one where the difference to a whole number costs most, None if there is none. Any
+        group would do for the bound, so costs need not be equal to the last digit.
+        """
+        wrap_s = np.array([float(f"{region.wrap_s:.3g}") for region in self.task.problem.regions])
+        found, most_s = None, 0.0
+        for cost_s in np.unique(wrap_s):
+            group = np.flatnonzero(wrap_s == cost_s)
+            count = wrapped[group].sum()
+            difference = abs(count - round(count))
+            if difference > WHOLE and difference * cost_s > most_s:
+                found, most_s = group.tolist(), difference * cost_s
+        return found
 
     def _thin_out(self, decisions: np.ndarray) -> None:
         """Recompute all that the relaxation recomputes in part, then take back what need not be, regions first.
@@ -211,11 +255,13 @@ class _LeastTime(Search):
 
     def _closed(self) -> bool:
         """Whether the best plan is proved to be within the gap."""
+        return self._is_enough(self.bound_s)
+
+    def _is_enough(self, bound_s: float) -> bool:
+        """Whether no plan that takes at least so long is faster than the best one by more than the gap."""
         if self.best is None:
             return False
-        return (
-            self.best.timeline.objective_s - self.bound_s <= self._gap_s + _CLOSED * self.task.problem.step_s
-        )
+        return self.best.timeline.objective_s - bound_s <= self._gap_s + _CLOSED * self.task.problem.step_s
 
     def _solution(self) -> Solution:
         if self.best is None:

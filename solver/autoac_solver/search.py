@@ -21,7 +21,7 @@ from autoac_solver.conditions import Algebra
 from autoac_solver.formulation import Formulation
 from autoac_solver.memory import MemoryModel
 from autoac_solver.problem import Problem, validate
-from autoac_solver.simulator import Decisions, Simulator, Timeline, violations
+from autoac_solver.simulator import Decisions, Simulator, Timeline
 from autoac_solver.solution import Solution
 
 _ROWS_A_ROUND = 128
@@ -186,7 +186,7 @@ class Search:
 
     def consider(self, recomputed: np.ndarray) -> Plan | None:
         """Have decisions judged; None if they break a rule."""
-        if violations(self.task.problem, recomputed):
+        if self.task.simulator.violations(recomputed):
             return None
         plan = Plan(recomputed, self.task.simulator.simulate(recomputed))
         if self.lowest is None or plan.timeline.peak_bytes < self.lowest.timeline.peak_bytes:
@@ -249,8 +249,7 @@ class Search:
         outcome = self.task.backend.run(Job(formulation.program, integer, gap, self.task.deadline, start))
         self.task.rounds += integer
         self.learn(formulation, outcome)
-        if self.task.progress is not None:
-            self.task.progress(self._progress(phase, formulation))
+        self.tell(phase, formulation)
         return outcome
 
     def _start_values(self, formulation: Formulation) -> np.ndarray | None:
@@ -259,9 +258,12 @@ class Search:
             return None
         return formulation.point(self.task.decisions(self.best.recomputed))
 
-    def _progress(self, phase: Phase, formulation: Formulation) -> Progress:
+    def tell(self, phase: Phase, formulation: Formulation) -> None:
+        """Tell who listens where the search stands."""
+        if self.task.progress is None:
+            return
         assert self.lowest is not None
-        return Progress(
+        progress = Progress(
             phase=phase,
             round=self.task.rounds,
             rows=len(formulation.positions),
@@ -270,6 +272,7 @@ class Search:
             least_peak_bytes=self.lowest.timeline.peak_bytes,
             elapsed_s=self.task.elapsed_s(),
         )
+        self.task.progress(progress)
 
     def _roundings(self, decisions: np.ndarray) -> Iterator[np.ndarray]:
         """Fractional decisions, rounded at thresholds from the most recomputed to the least."""

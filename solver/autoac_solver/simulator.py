@@ -90,6 +90,11 @@ class Simulator:
         self._hint_s = np.array([u.hint_s for u in problem.units], dtype=np.float64)
         self._wrap_s = np.array([r.wrap_s for r in problem.regions], dtype=np.float64)
         self._shared = [(np.array(s.units, dtype=np.int64), s.time_s) for s in problem.shared]
+        units = list(enumerate(problem.units))
+        self._must_save = np.array([u.must_save for u in problem.units], dtype=bool)
+        self._must_recompute = np.array([u.must_recompute for u in problem.units], dtype=bool)
+        self._requires = _pairs((index, other) for index, u in units for other in u.requires)
+        self._same = _pairs((index, u.same_as) for index, u in units if u.same_as >= 0)
 
     def simulate(self, recomputed: Decisions) -> Timeline:
         """Live bytes at every position, and the seconds added.
@@ -120,6 +125,38 @@ class Simulator:
         """What the hints count against these decisions."""
         against = np.where(np.asarray(recomputed, dtype=bool), self._hint_s, -self._hint_s)
         return float(against[against > 0].sum())
+
+    def violations(self, recomputed: Decisions) -> list[str]:
+        """What decisions do that they may not; memory is not looked at.
+
+        Args:
+            recomputed: bool per unit.
+
+        Returns:
+            A line for each broken rule; empty if there is none.
+        """
+        if len(recomputed) != len(self.problem.units):
+            return [f"{len(recomputed)} decisions for {len(self.problem.units)} units"]
+        chosen = np.asarray(recomputed, dtype=bool)
+        lines = [
+            f"unit {unit} is recomputed but must be saved"
+            for unit in np.flatnonzero(chosen & self._must_save)
+        ]
+        lines += [
+            f"unit {unit} is not recomputed but must be"
+            for unit in np.flatnonzero(~chosen & self._must_recompute)
+        ]
+        unit, other = self._requires
+        lines += [
+            f"unit {u} is recomputed but unit {v}, which that requires, is not"
+            for u, v in self._requires[:, chosen[unit] & ~chosen[other]].T
+        ]
+        unit, other = self._same
+        lines += [
+            f"units {u} and {v} must be decided alike"
+            for u, v in self._same[:, chosen[unit] != chosen[other]].T
+        ]
+        return lines
 
     def part(self, chosen: np.ndarray, resident_bytes: int = 0) -> Simulator:
         """A simulator of some of the instances only.
@@ -181,27 +218,10 @@ def alive_at(problem: Problem, recomputed: Decisions, position: int) -> np.ndarr
 
 
 def violations(problem: Problem, recomputed: Decisions) -> list[str]:
-    """What decisions do that they may not; memory is not looked at.
+    """`Simulator.violations` for a single use."""
+    return Simulator(problem).violations(recomputed)
 
-    Args:
-        recomputed: bool per unit.
 
-    Returns:
-        A line for each broken rule; empty if there is none.
-    """
-    if len(recomputed) != len(problem.units):
-        return [f"{len(recomputed)} decisions for {len(problem.units)} units"]
-    lines = []
-    for index, unit in enumerate(problem.units):
-        if recomputed[index] and unit.must_save:
-            lines.append(f"unit {index} is recomputed but must be saved")
-        if unit.must_recompute and not recomputed[index]:
-            lines.append(f"unit {index} is not recomputed but must be")
-        lines += [
-            f"unit {index} is recomputed but unit {other}, which that requires, is not"
-            for other in unit.requires
-            if recomputed[index] and not recomputed[other]
-        ]
-        if unit.same_as >= 0 and bool(recomputed[index]) != bool(recomputed[unit.same_as]):
-            lines.append(f"units {index} and {unit.same_as} must be decided alike")
-    return lines
+def _pairs(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Two rows: the first ones, the second ones."""
+    return np.array(list(pairs), dtype=np.int64).reshape(-1, 2).T

@@ -1,5 +1,6 @@
 """Small problems: by hand, and against exhaustive search judged by the simulator."""
 
+import dataclasses
 import random
 
 import pytest
@@ -129,6 +130,20 @@ def fields_of(problem: Problem) -> dict:
 def test_equals_exhaustive_search(seed):
     rng = random.Random(seed)
     assert_agrees_with_exhaustive_search(random_problem(rng), budgets_around(rng), "highs")
+
+
+@pytest.mark.parametrize(
+    ("seed", "solver"), [(seed, "highs") for seed in range(150)] + [(seed, "cbc") for seed in range(20)]
+)
+def test_with_equal_regions_equals_exhaustive_search(seed, solver):
+    """The relaxation is split by how many of them are wrapped."""
+    rng = random.Random(seed)
+    problem = random_problem(rng)
+    wrap_s = rng.uniform(0, 3)
+    regions = tuple(RegionCost(wrap_s) for _ in problem.regions)
+    assert_agrees_with_exhaustive_search(
+        dataclasses.replace(problem, regions=regions), budgets_around(rng), solver
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -105,6 +105,14 @@ def test_a_layer_that_is_costly_to_wrap_is_taken_back_without_an_integer_program
     )
 
 
+@pytest.mark.parametrize("share", [0.25, 0.45, 0.8, 0.9])
+def test_equal_layers_need_no_integer_program(share):
+    """Of each of them the relaxation wraps the same part; how many are wrapped in all is what to branch on."""
+    problem = llama(layers=40, noise=0, wrap_s=0.02)
+    solution = solve(problem, budget_between(problem, share))
+    assert (solution.status, solution.rounds) == ("optimal", 0)
+
+
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 @pytest.mark.parametrize("limit_s", [1.0, 2.5])
 def test_time_limit_is_kept_and_nothing_is_claimed_beyond_it(hard, solver, limit_s):
@@ -259,12 +267,18 @@ def test_another_number_of_threads_in_the_same_process_does_no_harm():
     assert solve(problem, budget_between(problem, 0.05), gap=1e-4, solver="highs").status == "optimal"
 
 
-def test_progress_tells_where_the_search_stands():
-    problem = llama(layers=20, gradient_mib=400)
+@pytest.mark.parametrize(
+    ("problem", "share", "phases"),
+    [
+        (llama(layers=20, gradient_mib=400), 0.01, ["relaxation", "plan"]),
+        (llama(layers=40, noise=0, wrap_s=0.02), 0.8, ["relaxation", "relaxation"]),  # ends with splitting
+    ],
+)
+def test_progress_tells_where_the_search_stands(problem, share, phases):
     seen: list[Progress] = []
-    budget_bytes = budget_between(problem, 0.01)
-    solution = solve(problem, budget_bytes, gap=1e-4, progress=seen.append)
-    assert [p.phase for p in seen][:2] == ["relaxation", "plan"]
+    budget_bytes = budget_between(problem, share)
+    solution = solve(problem, budget_bytes, gap=1e-4 if "plan" in phases else 1e-3, progress=seen.append)
+    assert [p.phase for p in seen][:2] == phases
     assert [p.round for p in seen] == sorted(p.round for p in seen)
     assert [p.bound_s for p in seen] == sorted(p.bound_s for p in seen)
     assert seen[-1].bound_s == pytest.approx(solution.bound_s)

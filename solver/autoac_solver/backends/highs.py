@@ -7,6 +7,7 @@ What PuLP's own class does differently, and why it is overridden:
   number of threads. So it runs in a fresh thread, is stopped by a callback, and is left behind if it does not hear:
   in the relaxations that it solves within an integer program it minds the time limit, but no callback.
 - It reports "Optimal" after a time limit. The status is read from HiGHS itself.
+- It silences HiGHS last of all, and releases from 1.16 greet on stdout when they are given a callback before that.
 """
 
 from __future__ import annotations
@@ -26,6 +27,23 @@ try:
     import highspy
 except ImportError:  # then CBC does it, see choose_backend
     highspy: Any = None
+else:
+
+    class _Silent(highspy.Highs):
+        """HiGHS that prints nothing, not even while it is made."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._silence()
+
+        def enableCallbacks(self) -> None:
+            """What the constructor does at its end, where it has callbacks."""
+            self._silence()
+            super().enableCallbacks()
+
+        def _silence(self) -> None:
+            self.setOptionValue("output_flag", False)
+
 
 _THREADS = 1
 """One thread: the same answer on every machine, and the other cores stay free."""
@@ -47,7 +65,7 @@ class HighsBackend:
     """HiGHS as a library in this process."""
 
     def __init__(self) -> None:
-        self.name = f"HiGHS {highspy.Highs().version()}"
+        self.name = f"HiGHS {_Silent().version()}"
 
     def run(self, job: Job) -> Outcome:
         """See `Backend`."""
@@ -68,17 +86,23 @@ class _Highs(pulp.HiGHS):
         self._stop, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self.outcome = STOPPED
+        super().__init__(mip=job.integer, msg=False)
+
+    def createAndConfigureSolver(self, lp: Any) -> None:
+        """A silent HiGHS with our limits and the callback that stops it."""
         kinds = highspy.cb.HighsCallbackType
-        super().__init__(
-            mip=job.integer,
-            msg=False,
-            gapAbs=job.gap,
-            gapRel=0.0,
-            threads=_THREADS,
-            timeLimit=job.left_s(),
-            callbackTuple=(self._interrupt, None),
-            callbacksToActivate=[kinds.kCallbackMipInterrupt, kinds.kCallbackSimplexInterrupt],
-        )
+        lp.solverModel = highs = _Silent()
+        highs.setCallback(self._interrupt, None)
+        for kind in (kinds.kCallbackMipInterrupt, kinds.kCallbackSimplexInterrupt):
+            highs.startCallback(kind)
+        options = {
+            "mip_abs_gap": self._job.gap,
+            "mip_rel_gap": 0.0,
+            "threads": _THREADS,
+            "time_limit": self._job.left_s(),
+        }
+        for name, value in options.items():
+            highs.setOptionValue(name, value)
 
     def buildSolverModel(self, lp: Any) -> None:
         """Pass all columns and rows in one call."""

@@ -143,7 +143,8 @@ class _Region:
         self.index = -1  # among the problem's regions
         self.first_position = -1  # of its replay window
         self.spares = False  # whether its ops after the last save need no decision (sac), see `_spared`
-        self.rerun: dict[int, int] = {}  # op -> position of its replay
+        self.rerun: dict[int, int] = {}  # op -> position of its replay, in their order
+        self.rerun_ticks: list[int] = []  # of these ops
         self.window_end = -1
 
     def owns(self, tick: int) -> bool:
@@ -189,7 +190,7 @@ class _Builder:
             if storage.alloc != NEVER and index not in made
         }
         self.state_keepers = self._state_keepers()
-        self._often_recomputed = [self._largest_unit(region) for region in self.regions]
+        self._often_recomputed = self._largest_units()
 
     # -- regions and units -------------------------------------------------------------------------------------
 
@@ -389,6 +390,7 @@ class _Builder:
                 if op in self.unit_of_op and (not self.reruns_code or self.ticks[op] < region.last_save)
             ]
             region.rerun = {op: region.first_position + i for i, op in enumerate(ops)}
+            region.rerun_ticks = [self.ticks[op] for op in ops]
             self._append(ops, True, region.begin_backward)
             region.window_end = len(self.position_op)
         self._append(range(next_op, len(self.ticks)), False, None)
@@ -745,13 +747,21 @@ class _Builder:
             found |= {state: keepers for state in states if last_op < table[state].alloc < tick}
         return found
 
-    def _largest_unit(self, region: _Region) -> int:
-        """The unit of most bytes that may be recomputed, -1 if none may: a region is hardly wrapped without it."""
+    def _largest_units(self) -> list[int]:
+        """For each region the unit of most bytes that may be recomputed, -1 if none may.
+
+        A region is hardly wrapped without it.
+        """
         sizes: dict[int, int] = {}
         for storage, unit in self.unit_of_storage.items():
-            if self.units[unit].region == region.index and not self.units[unit].must_save:
+            if not self.units[unit].must_save:
                 sizes[unit] = sizes.get(unit, 0) + self.profile.storage_table[storage].bytes
-        return max(sizes, key=lambda unit: sizes[unit], default=-1)
+        largest = [-1] * len(self.regions)
+        for unit, size in sizes.items():
+            region = self.units[unit].region
+            if largest[region] < 0 or size > sizes[largest[region]]:
+                largest[region] = unit
+        return largest
 
     def _last_tick_before(self, tick: int) -> int:
         """Of the ops."""
@@ -775,8 +785,7 @@ class _Builder:
 
     def _rerun_at(self, region: _Region, tick: int) -> int:
         """The position after those at which the region's ops before this tick run again."""
-        past = [position for op, position in region.rerun.items() if self.ticks[op] < tick]
-        return max(past, default=region.first_position - 1) + 1
+        return region.first_position + bisect_left(region.rerun_ticks, tick)
 
     def _op_instances(self) -> list[Instance]:
         """Workspace and random-number states."""
@@ -874,6 +883,8 @@ def _instance(
     size: int, start: int, end: int, exists: Condition, holders: list[Holder], storage: int
 ) -> Instance:
     """An instance without the holders that can never matter: those that end no later than another always does."""
+    if not holders:
+        return Instance(size, start, end, exists, (), storage)
     always = max([end, *(h.end for h in holders if h.when == ALWAYS)])
     longest: dict[Condition, int] = {}
     for holder in holders:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -99,13 +100,16 @@ class Choices:
         self._all_calls = calls
         self._calls = _allowed(profile, calls, engine, policies) if policies else calls
         self._made: list[Choice] = []
+        self._longest_s = 0.0  # that building one of them took
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def __getitem__(self, index: int) -> Choice:
         while len(self._made) <= index:
+            start = time.perf_counter()
             self._made.append(Choice(self.profile, self._calls[len(self._made)], self.engine, self.policies))
+            self._longest_s = max(self._longest_s, time.perf_counter() - start)
         return self._made[index]
 
     def best(
@@ -121,8 +125,10 @@ class Choices:
         gap, but for those that are known by then not to lead to a faster plan. In time, more memory never leads to a
         plan that is slower by more than the gap.
 
+        The bound and the status of the solution are of all choices: no plan of any of them is faster by more.
+
         Once there is a plan, a further choice gets half of the time that is left, for solving to the gap takes some,
-        too. Out of time, further choices are not looked at.
+        too. Further choices are not looked at when that is less than building one of them takes: nothing stops that.
 
         Raises:
             InfeasibleBudgetError: for the choice with the least possible peak.
@@ -133,15 +139,15 @@ class Choices:
         def left_s() -> float:
             return max(0.1, deadline - time.perf_counter())
 
-        def is_late() -> bool:
-            return time.perf_counter() > deadline
+        def is_late(needed_s: float = 0.0) -> bool:
+            return time.perf_counter() + needed_s > deadline
 
         looked_at = 0
         rough: list[tuple[Choice, Solution]] = []
         infeasible: tuple[Choice, InfeasibleBudgetError] | None = None
         late: NoPlanInTimeError | None = None
         for index in range(len(self)):
-            if index and is_late():
+            if index and is_late(0.0 if index < len(self._made) else 2 * self._longest_s):
                 break
             looked_at += 1
             tell(f"solving with {len(self._calls[index])} regions", index / len(self))
@@ -162,17 +168,22 @@ class Choices:
             if solution.objective_s <= gap * choice.built.problem.step_s:
                 break
         best: tuple[Choice, Solution] | None = None
+        # Nothing is known of what was not solved; what costs more than the gap is solved, unless time is up.
+        bound_s = 0.0 if late is not None or looked_at < len(self) else math.inf
         for choice, solution in sorted(rough, key=lambda found: found[1].objective_s):
             gap_s = gap * choice.built.problem.step_s
             if best is not None and solution.bound_s >= best[1].objective_s - gap_s:
+                bound_s = min(bound_s, solution.bound_s)
                 continue
             if solution.status != "optimal" and not is_late():
                 tell(f"solving with {len(choice.calls)} regions", 1.0)
                 solution = choice.solve(limit, gap, left_s())
+            bound_s = min(bound_s, solution.bound_s)
             if best is None or solution.objective_s < best[1].objective_s:
                 best = choice, solution
         if best is not None:
-            return best
+            choice, solution = best
+            return choice, solution.bounded(bound_s, gap, choice.built.problem.step_s)
         if late is not None:
             raise late
         if infeasible is None:
@@ -200,6 +211,8 @@ class Choices:
 
     def _least_without_policies(self, time_limit_s: float) -> int:
         """The least feasible budget without policies, 0 if it cannot be told in time."""
+        if time_limit_s < 2 * self._longest_s:
+            return 0
         free = Choices(self.profile, self._all_calls, self.engine)
         try:
             return free.best(self.profile.resident_bytes, time_limit_s, 1.0)[1].peak_bytes

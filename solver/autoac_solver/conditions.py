@@ -11,7 +11,8 @@ brings those that it requires), and complementary alternatives are merged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from autoac_solver.problem import Condition, Problem, Unit
 
@@ -120,7 +121,9 @@ class Algebra:
         twin = self.recomputed(abs(literal) - 1)
         return twin if literal > 0 else -twin
 
-    def _all_implied(self, literals: Iterable[int]) -> set[int]:
+    def _all_implied(self, literals: Collection[int]) -> AbstractSet[int]:
+        if len(literals) == 1:  # nearly always
+            return self._implied[next(iter(literals))]
         return set().union(*(self._implied[literal] for literal in literals))
 
     def _without_redundant(self, literals: set[int]) -> Alternative | None:

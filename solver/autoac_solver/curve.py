@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,10 +100,9 @@ class Tradeoff:
     def frame(self) -> pd.DataFrame:
         """One row a budget, ascending.
 
-        budget_bytes; peak_bytes, extra_s and overhead (extra time / step time) of its plan; bound: no plan with these
-        regions has a lower overhead within the budget; status; number of regions; greedy_peak_bytes and
-        greedy_overhead: what keeping the most seconds per byte comes to with the same regions, NaN where it does not
-        meet the budget.
+        budget_bytes; peak_bytes, extra_s and overhead (extra time / step time) of its plan; bound: no plan has a
+        lower overhead within the budget; status; number of regions; greedy_peak_bytes and greedy_overhead: what keeping
+        the most seconds per byte comes to with the same regions, NaN where it does not meet the budget.
         """
         step_s = self.step_s or 1.0
         rows = [
@@ -278,13 +278,9 @@ def knee_of(x: np.ndarray, y: np.ndarray) -> int | None:
 
 
 def _bounds(points: Sequence[Point]) -> list[float]:
-    """The seconds that no plan stays below; what holds for a larger budget with the same regions holds here too."""
-    best: dict[tuple[int, ...], float] = {}
-    bounds = []
-    for point in reversed(points):
-        best[point.calls] = max(best.get(point.calls, 0.0), point.solution.bound_s)
-        bounds.append(min(best[point.calls], point.solution.objective_s))
-    return bounds[::-1]
+    """The seconds that no plan stays below; what holds for a larger budget holds here too."""
+    bounds = list(itertools.accumulate((point.solution.bound_s for point in reversed(points)), max))
+    return [min(bound_s, p.solution.objective_s) for bound_s, p in zip(reversed(bounds), points, strict=True)]
 
 
 def _point(data: dict[str, Any]) -> Point:

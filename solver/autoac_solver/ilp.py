@@ -15,12 +15,10 @@ from autoac_solver.greedy import Greedy
 from autoac_solver.problem import Problem
 from autoac_solver.search import WHOLE, Plan, Prepared, Progress, Search, Task, worst_positions
 from autoac_solver.simulator import Decisions
-from autoac_solver.solution import Solution
+from autoac_solver.solution import CLOSED, Solution
 
 _GREEDY_S = 5.0
 """Seconds that must be left for a greedy plan, which nobody stops once it has begun."""
-_CLOSED = 1e-9
-"""Share of the step below which a difference in time is a rounding error."""
 
 
 class RuledOut(Exception):
@@ -110,7 +108,7 @@ class _LeastTime(Search):
     def solve(self, rough: bool) -> Solution:
         """See the function `solve`."""
         plans = [self.consider(recomputed) for recomputed in self.task.simple_plans()]
-        if not self._closed():
+        if not self._closed() and self.task.in_time():
             formulation = self.task.formulate(self._budget_bytes)
             formulation.add_rows(self.task.prepared.positions)
             for plan in plans:
@@ -147,11 +145,15 @@ class _LeastTime(Search):
         Returns:
             As `find`.
         """
+        if not self.task.in_time():
+            return "stopped"
         lowest = self.task.formulate(None)
         lowest.add_rows(self.near_peak())
         self.relax(lowest)
         formulation.add_rows(lowest.positions)
         if self.best is None:
+            if not self.task.in_time():
+                return "stopped"
             reaching = self.task.formulate(self._budget_bytes, minimise_time=False)
             reaching.add_rows(formulation.positions)
             result = self.find(reaching, "reach")
@@ -261,7 +263,7 @@ class _LeastTime(Search):
         """Whether no plan that takes at least so long is faster than the best one by more than the gap."""
         if self.best is None:
             return False
-        return self.best.timeline.objective_s - bound_s <= self._gap_s + _CLOSED * self.task.problem.step_s
+        return self.best.timeline.objective_s - bound_s <= self._gap_s + CLOSED * self.task.problem.step_s
 
     def _solution(self) -> Solution:
         if self.best is None:
@@ -289,6 +291,8 @@ class _LeastPeak(Search):
         """See the function `minimum_peak`."""
         for recomputed in self.task.simple_plans():
             self.consider(recomputed)
+        if not self.task.in_time():
+            return self.task.solution(self._plan(), proven=False, bound_s=0.0)
         formulation = self.task.formulate(None)
         formulation.add_rows(self.near_peak())
         outcome = self.relax(formulation)

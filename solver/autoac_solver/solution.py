@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Status = Literal["optimal", "feasible"]
+CLOSED = 1e-9
+"""Share of the step below which a difference in time is a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +42,10 @@ class Solution:
     def objective_s(self) -> float:
         """What was minimised: seconds added to the step, and what hints count."""
         return self.extra_s + self.hint_s
+
+    def bounded(self, bound_s: float, gap: float, step_s: float) -> Solution:
+        """The same plan, where no plan adds less than `bound_s`, and a gap of `gap * step_s` was asked for."""
+        bound_s = min(bound_s, self.objective_s)
+        left = (self.objective_s - bound_s) / step_s if step_s > 0 else 0.0
+        status = "optimal" if left <= gap + CLOSED else "feasible"
+        return replace(self, bound_s=bound_s, gap=left, status=status)

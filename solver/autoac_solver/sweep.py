@@ -65,7 +65,9 @@ def sweep(
             if last is not None and last[1].objective_s < solution.objective_s:
                 # A finer choice of regions that was not tried again: its last plan fits this budget too.
                 left_s = max(0.1, time_limit_s - (time.perf_counter() - start))
-                choice, solution = last[0], last[0].solve(limit, gap, left_s)
+                choice, bound_s = last[0], solution.bound_s
+                solution = choice.solve(limit, gap, left_s)
+                solution = solution.bounded(bound_s, gap, choice.built.problem.step_s)
             last = choice, solution
             if choice.calls not in greedy:
                 greedy[choice.calls] = Greedy(choice.prepared.simulator)

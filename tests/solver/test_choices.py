@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from autoac_solver.choices import Choice, Choices
 from autoac_solver.errors import InfeasibleBudgetError
 from autoac_solver.ilp import RuledOut
 from autoac_solver.partitions import partitions
+from autoac_solver.policies import Policy
 from autoac_solver.profile import Profile
 from tests.page.synthetic import decoder_profile
 
@@ -44,6 +47,7 @@ def test_no_choice_has_a_plan_that_is_faster_by_more_than_the_gap(name: str, sha
         except InfeasibleBudgetError:
             continue
         assert best.objective_s <= alone.objective_s + GAP * profile(name).step_s
+        assert best.bound_s <= alone.objective_s * (1 + 1e-9)  # which is said of all choices
 
 
 @pytest.mark.parametrize("engine", ["replay", "sac"])
@@ -90,9 +94,16 @@ class Clock:
 
 
 @pytest.fixture
-def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float, bool]]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(choices_file, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def solved(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[int, float, bool]]:
     """Regions, seconds that were left, and roughness of each call of the solver, which takes 40 s by the clock."""
-    clock, solved = Clock(), []
+    solved = []
     solve = Choice.solve
 
     def slow(self: Choice, limit: int, gap: float, time_limit_s: float, rough=False, find_minimum=True):
@@ -100,7 +111,6 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float, bool]]:
         clock.now_s += 40
         return solve(self, limit, gap, 60, rough, find_minimum)
 
-    monkeypatch.setattr(choices_file, "time", clock)
     monkeypatch.setattr(Choice, "solve", slow)
     return solved
 
@@ -117,6 +127,7 @@ def test_no_choice_is_begun_after_the_time_limit(solved: list[tuple[int, float, 
     assert solution.peak_bytes <= 0.6 * most
     assert solution.status == "feasible"
     assert solution.gap > GAP
+    assert solution.bound_s == 0  # nothing is known of the choices that were not looked at
 
 
 def test_out_of_time_the_least_budget_is_not_called_proven(solved: list[tuple[int, float, bool]]) -> None:
@@ -125,3 +136,52 @@ def test_out_of_time_the_least_budget_is_not_called_proven(solved: list[tuple[in
         with pytest.raises(InfeasibleBudgetError) as caught:
             Choices(profile("gpt-8-blocks"), calls, "replay").best(1, time_limit_s, GAP)
         assert caught.value.proven is proven
+
+
+@pytest.fixture
+def slowly_built(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[int]:
+    """The regions of each choice built, which takes 10 s by the clock; solving takes none."""
+    built = []
+    build = Choice.__init__
+
+    def slow(self: Choice, profile: Profile, calls: Sequence[int], *rest: Any) -> None:
+        built.append(len(calls))
+        clock.now_s += 10
+        build(self, profile, calls, *rest)
+
+    monkeypatch.setattr(Choice, "__init__", slow)
+    return built
+
+
+@pytest.mark.parametrize(("time_limit_s", "built"), [(1, 1), (29, 1), (30, 2), (39, 2), (40, 3), (60, 3)])
+def test_no_choice_is_built_that_would_not_be_ready_in_time(
+    slowly_built: list[int], clock: Clock, time_limit_s: float, built: int
+) -> None:
+    """What building takes is known from the choices before, and as much again is left for solving."""
+    calls = partitions(profile("gpt-8-blocks"))
+    assert len(calls) == 3
+    choices = Choices(profile("gpt-8-blocks"), calls, "replay")
+    most = Choices(profile("gpt-8-blocks"), calls, "replay").best(10**12, 1e9, GAP)[1].peak_bytes
+    slowly_built.clear()
+    clock.now_s = 0.0
+    solution = choices.best(int(0.6 * most), time_limit_s, GAP)[1]
+    assert len(slowly_built) == built
+    assert clock.now_s == 10 * built <= max(10, time_limit_s)
+    assert solution.status == ("optimal" if built == 3 else "feasible")
+    # Those that are there cost nothing to look at, even after a time limit that leaves none to be built.
+    assert [len(choice.calls) for choice in choices._made] == slowly_built
+    again = choices.best(int(0.6 * most), 9, GAP)[1]
+    assert len(slowly_built) == built
+    assert again.status == solution.status
+
+
+@pytest.mark.parametrize(("time_limit_s", "is_told"), [(10, False), (29, False), (30, True)])
+def test_what_policies_cost_is_not_looked_for_without_the_time(
+    slowly_built: list[int], clock: Clock, time_limit_s: float, is_told: bool
+) -> None:
+    calls = partitions(profile("gpt-8-blocks"))[:1]
+    policies = (Policy("MUST_SAVE", op="aten.gelu.default"),)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        Choices(profile("gpt-8-blocks"), calls, "replay", policies).best(1, time_limit_s, GAP)
+    assert (caught.value.minimum_without_policies_bytes > 0) is is_told
+    assert clock.now_s <= max(10, time_limit_s)

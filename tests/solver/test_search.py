@@ -25,6 +25,7 @@ from autoac_solver import (
     violations,
 )
 from autoac_solver.backends import Job
+from autoac_solver.formulation import Formulation
 from autoac_solver.search import Task
 from tests.solver.generators import llama, tangled
 
@@ -144,6 +145,14 @@ def test_out_of_time_the_start_is_what_there_is(large):
     assert solution.status == "feasible"
     assert solution.extra_s <= simulate(large, start).extra_s
     assert solution.bound_s == 0
+
+
+def test_out_of_time_no_program_is_made(large, monkeypatch):
+    """Making one of thousands of ops takes tenths of a second, and nothing stops that."""
+    budget_bytes = budget_between(large, 0.5)
+    monkeypatch.setattr(Formulation, "__init__", lambda *_, **__: pytest.fail("it was begun"))
+    assert solve(large, budget_bytes, time_limit_s=0).status == "feasible"
+    assert minimum_peak(large, time_limit_s=0).status == "feasible"
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ import pytest
 
 from autoac_solver import choices as choices_file
 from autoac_solver.choices import Choice, Choices
-from autoac_solver.errors import InfeasibleBudgetError
+from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.ilp import RuledOut
 from autoac_solver.partitions import partitions
 from autoac_solver.policies import Policy
 from autoac_solver.profile import Profile
+from autoac_solver.solution import Solution
+from autoac_solver.sweep import sweep
 from tests.page.synthetic import decoder_profile
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
@@ -185,3 +187,82 @@ def test_what_policies_cost_is_not_looked_for_without_the_time(
         Choices(profile("gpt-8-blocks"), calls, "replay", policies).best(1, time_limit_s, GAP)
     assert (caught.value.minimum_without_policies_bytes > 0) is is_told
     assert clock.now_s <= max(10, time_limit_s)
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, answers: Mapping[int, list[Any]], clock: Clock) -> Choices:
+    """The recorded GPT's choices, with given answers of the solver to each, by their place; each takes a second."""
+    choices = Choices(profile("gpt-8-blocks"), partitions(profile("gpt-8-blocks")), "replay")
+    left = {choices[index].calls: list(given) for index, given in answers.items()}
+    monkeypatch.setattr(choices, "_longest_s", 1.0)
+
+    def solve(self: Choice, limit: int, gap: float, time_limit_s: float, rough=False, find_minimum=True):
+        clock.now_s += 1
+        answer = left[self.calls].pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        objective_s, bound_s = (share * self.built.problem.step_s for share in answer)
+        recomputed = (False,) * len(self.built.problem.units)
+        return Solution(recomputed, "feasible", 0, objective_s, 0.0, 0.0, "", 0, 0.0).bounded(
+            bound_s, gap, self.built.problem.step_s
+        )
+
+    monkeypatch.setattr(Choice, "solve", solve)
+    return choices
+
+
+TOO_LATE = NoPlanInTimeError("")
+
+
+@pytest.mark.parametrize(
+    ("time_limit_s", "answers", "expected"),
+    [
+        # Both are solved to the gap; the second has the lower bound.
+        (
+            60,
+            {0: [(0.2, 0.19), (0.2, 0.1995)], 1: [(0.25, 0.18), (0.2003, 0.1993)], 2: [RuledOut()]},
+            (0.2, 0.1993, "optimal"),
+        ),
+        # The second cannot be much faster, so it is left as it is.
+        (60, {0: [(0.2, 0.1999)], 1: [(0.25, 0.1995)], 2: [RuledOut()]}, (0.2, 0.1995, "optimal")),
+        # The last one costs next to nothing.
+        (60, {0: [(0.2, 0.2)], 1: [(0.0005, 0.0004)], 2: []}, (0.0005, 0.0, "optimal")),
+        # In the third nothing was found in time.
+        (60, {0: [(0.2, 0.2)], 1: [RuledOut()], 2: [TOO_LATE]}, (0.2, 0.0, "feasible")),
+        # Time is up after three rough answers; the second could be faster.
+        (2.5, {0: [(0.2, 0.19)], 1: [(0.3, 0.1)], 2: [(0.4, 0.195)]}, (0.2, 0.1, "feasible")),
+        (2.5, {0: [(0.2, 0.2)], 1: [(0.3, 0.2)], 2: [(0.4, 0.195)]}, (0.2, 0.195, "feasible")),
+    ],
+)
+def test_bound_and_status_are_of_all_choices(monkeypatch, clock, time_limit_s, answers, expected) -> None:
+    choices = scripted(monkeypatch, answers, clock)
+    solution = choices.best(0, time_limit_s, GAP)[1]
+    step_s = profile("gpt-8-blocks").step_s
+    objective, bound, status = expected
+    assert solution.objective_s == pytest.approx(objective * step_s)
+    assert solution.bound_s == pytest.approx(bound * step_s)
+    assert solution.gap == pytest.approx(objective - bound)
+    assert solution.status == status
+
+
+def test_a_plan_taken_over_from_a_smaller_budget_claims_no_more(monkeypatch, clock) -> None:
+    """The second choice finds nothing in time for the larger budget, though it has the faster plan."""
+    answers = {0: [(0.2, 0.2), (0.1, 0.1)], 1: [(0.05, 0.05), TOO_LATE, (0.05, 0.05)], 2: [RuledOut()] * 2}
+    choices = scripted(monkeypatch, answers, clock)
+    (tighter, looser), _ = sweep(choices, [10**10, 2 * 10**10], 60, GAP, lambda *_: None)
+    assert (tighter.calls, tighter.solution.status) == (choices[1].calls, "optimal")
+    assert (looser.calls, looser.solution.objective_s) == (tighter.calls, tighter.solution.objective_s)
+    assert (looser.solution.bound_s, looser.solution.status) == (0.0, "feasible")
+
+
+def test_a_plan_taken_over_may_be_faster_than_the_bound_of_another_choice(monkeypatch, clock) -> None:
+    """By a rounding error."""
+    answers = {
+        0: [(0.2, 0.2), (0.05001, 0.05001)],
+        1: [(0.05, 0.05), RuledOut(), (0.05, 0.05)],
+        2: [RuledOut()] * 2,
+    }
+    choices = scripted(monkeypatch, answers, clock)
+    _, looser = sweep(choices, [10**10, 2 * 10**10], 60, GAP, lambda *_: None)[0]
+    assert looser.solution.bound_s == looser.solution.objective_s
+    assert (looser.solution.gap, looser.solution.status) == (0.0, "optimal")
+    assert looser.solution.bounded(looser.solution.bound_s, 0.0, 1.0).status == "optimal"

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from autoac_solver import (
     Progress,
     backends,
     minimum_peak,
+    search,
     simulate,
     solve,
     violations,
@@ -153,6 +156,30 @@ def test_out_of_time_no_program_is_made(large, monkeypatch):
     monkeypatch.setattr(Formulation, "__init__", lambda *_, **__: pytest.fail("it was begun"))
     assert solve(large, budget_bytes, time_limit_s=0).status == "feasible"
     assert minimum_peak(large, time_limit_s=0).status == "feasible"
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+def test_after_the_deadline_no_further_program_is_made(hard, monkeypatch, programs):
+    """It passes after the first relaxation, and after the one on the way to the least peak."""
+    solved, late_s = [], [0.0]
+    made = Formulation.__init__
+
+    def make(self: Formulation, *args: Any, **kwargs: Any) -> None:
+        assert not late_s[0]
+        made(self, *args, **kwargs)
+
+    def tell(progress: Progress) -> None:
+        solved.append(progress)
+        if len(solved) == programs:
+            late_s[0] = 1e9
+
+    late = types.SimpleNamespace(monotonic=lambda: time.monotonic() + late_s[0])
+    monkeypatch.setattr(search, "time", late)
+    monkeypatch.setattr(Formulation, "__init__", make)
+    least = minimum_peak(hard, time_limit_s=0).peak_bytes
+    with pytest.raises(NoPlanInTimeError):
+        solve(hard, least - 1, time_limit_s=1e6, progress=tell)
+    assert len(solved) == programs
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])

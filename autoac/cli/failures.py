@@ -85,7 +85,12 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
     asked, least = format_bytes(error.budget_bytes), format_bytes(error.minimum_bytes - error.headroom_bytes)
     if error.headroom_bytes:
         asked += f" with {format_bytes(error.headroom_bytes)} of headroom"
-    proven = "the least possible peak is" if error.proven else "the least peak found in the time given is"
+    if error.proven:
+        said = f"No plan fits a budget of {asked}: the least possible peak is {least}."
+    else:
+        said = (
+            f"No plan for a budget of {asked} was found in the time given; the least peak found is {least}."
+        )
     details = []
     if error.where:
         details.append(f"That peak lies at {error.where}. It is held by:")
@@ -97,7 +102,7 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
     return Failure(
         INFEASIBLE,
         "infeasible_budget",
-        f"No plan fits a budget of {asked}: {proven} {least}.",
+        said,
         f"--budget {error.minimum_bytes} or more works.",
         tuple(details),
         data={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -81,10 +82,7 @@ class Choices:
     Args:
         profile, engine: as for `Choice`.
         calls: the module calls of each choice.
-        policies: the user's; choices under which they cannot be followed are left out.
-
-    Raises:
-        PolicyError: they can be followed under none; for the coarsest.
+        policies: the user's; choices under which they cannot be followed are left out when they are built.
     """
 
     def __init__(
@@ -98,7 +96,8 @@ class Choices:
         self.engine = engine
         self.policies = tuple(policies)
         self._all_calls = calls
-        self._calls = _allowed(profile, calls, engine, policies) if policies else calls
+        self._calls = list(calls)
+        self._refused: PolicyError | None = None  # why the first choice was left out
         self._made: list[Choice] = []
         self._longest_s = 0.0  # that building one of them took
 
@@ -107,10 +106,24 @@ class Choices:
 
     def __getitem__(self, index: int) -> Choice:
         while len(self._made) <= index:
-            start = time.perf_counter()
-            self._made.append(Choice(self.profile, self._calls[len(self._made)], self.engine, self.policies))
-            self._longest_s = max(self._longest_s, time.perf_counter() - start)
+            self._build()
         return self._made[index]
+
+    def _build(self) -> None:
+        """Build the next choice, or leave it out.
+
+        Raises:
+            PolicyError: the policies can be followed under none; for the coarsest.
+        """
+        start, index = time.perf_counter(), len(self._made)
+        try:
+            self._made.append(Choice(self.profile, self._calls[index], self.engine, self.policies))
+        except PolicyError as error:
+            self._refused = self._refused or error
+            del self._calls[index]
+            if not self._calls:
+                raise self._refused from None
+        self._longest_s = max(self._longest_s, time.perf_counter() - start)
 
     def best(
         self,
@@ -128,11 +141,12 @@ class Choices:
         The bound and the status of the solution are of all choices: no plan of any of them is faster by more.
 
         Once there is a plan, a further choice gets half of the time that is left, for solving to the gap takes some,
-        too. Further choices are not looked at when that is less than building one of them takes: nothing stops that.
+        too. Further choices are not looked at if building them, which nothing stops, would take all of it.
 
         Raises:
             InfeasibleBudgetError: for the choice with the least possible peak.
             NoPlanInTimeError: no plan was found, and at least one choice was not ruled out.
+            PolicyError: the policies can be followed under none of the choices; before anything is solved.
         """
         deadline = time.perf_counter() + time_limit_s
 
@@ -142,22 +156,27 @@ class Choices:
         def is_late(needed_s: float = 0.0) -> bool:
             return time.perf_counter() + needed_s > deadline
 
-        looked_at = 0
+        index = 0
         rough: list[tuple[Choice, Solution]] = []
         infeasible: tuple[Choice, InfeasibleBudgetError] | None = None
+        proven = True
         late: NoPlanInTimeError | None = None
-        for index in range(len(self)):
-            if index and is_late(0.0 if index < len(self._made) else 2 * self._longest_s):
+        while index < len(self):
+            if index and is_late(self._building_s(index) * (2 if rough else 1)):
                 break
-            looked_at += 1
             tell(f"solving with {len(self._calls[index])} regions", index / len(self))
-            choice = self[index]
+            if index == len(self._made):
+                self._build()
+                continue
+            choice = self._made[index]
+            index += 1
             try:
                 seconds = left_s() / 2 if rough else left_s()
                 solution = choice.solve(limit, gap, seconds, rough=True, find_minimum=not rough)
             except RuledOut:
                 continue
             except InfeasibleBudgetError as error:
+                proven &= error.proven
                 if infeasible is None or error.minimum_bytes < infeasible[1].minimum_bytes:
                     infeasible = choice, error
                 continue
@@ -169,7 +188,7 @@ class Choices:
                 break
         best: tuple[Choice, Solution] | None = None
         # Nothing is known of what was not solved; what costs more than the gap is solved, unless time is up.
-        bound_s = 0.0 if late is not None or looked_at < len(self) else math.inf
+        bound_s = 0.0 if late is not None or index < len(self) else math.inf
         for choice, solution in sorted(rough, key=lambda found: found[1].objective_s):
             gap_s = gap * choice.built.problem.step_s
             if best is not None and solution.bound_s >= best[1].objective_s - gap_s:
@@ -190,9 +209,13 @@ class Choices:
             raise ProfilingError(
                 "no module of the profiled step has anything to recompute, so there is nothing to plan."
             )
-        error = self._described(*infeasible, left_s())
-        error.proven &= looked_at == len(self)
+        error = self._described(infeasible[0], copy.copy(infeasible[1]), left_s())
+        error.proven = proven and index == len(self)
         raise error
+
+    def _building_s(self, index: int) -> float:
+        """What building a choice takes, by those built so far; 0 if it is built."""
+        return 0.0 if index < len(self._made) else self._longest_s
 
     def _described(
         self, choice: Choice, error: InfeasibleBudgetError, time_limit_s: float
@@ -217,23 +240,6 @@ class Choices:
         try:
             return free.best(self.profile.resident_bytes, time_limit_s, 1.0)[1].peak_bytes
         except InfeasibleBudgetError as error:
-            return error.minimum_bytes
+            return error.minimum_bytes if error.proven else 0
         except NoPlanInTimeError:
             return 0
-
-
-def _allowed(
-    profile: Profile, calls: Sequence[Sequence[int]], engine: str, policies: Sequence[Policy]
-) -> list[Sequence[int]]:
-    """The choices under which the policies can be followed."""
-    allowed, first = [], None
-    for choice in calls:
-        try:
-            stacked(profile, choice, engine, policies)
-        except PolicyError as error:
-            first = first or error
-        else:
-            allowed.append(choice)
-    if first is not None and not allowed:
-        raise first
-    return allowed

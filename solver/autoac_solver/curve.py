@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,11 +107,11 @@ class Tradeoff:
         rows = [
             (
                 *(p.budget_bytes, p.solution.peak_bytes, p.solution.extra_s, p.solution.extra_s / step_s),
-                *(bound_s / step_s, p.solution.status, p.n_regions),
+                *(p.solution.bound_s / step_s, p.solution.status, p.n_regions),
                 np.nan if p.greedy_peak_bytes is None else p.greedy_peak_bytes,
                 np.nan if p.greedy_extra_s is None else p.greedy_extra_s / step_s,
             )
-            for p, bound_s in zip(self.points, _bounds(self.points), strict=True)
+            for p in self.points
         ]
         return pd.DataFrame(rows, columns=COLUMNS)
 
@@ -275,12 +274,6 @@ def knee_of(x: np.ndarray, y: np.ndarray) -> int | None:
     below = 1 - (x - x[0]) / (x[-1] - x[0]) - (y - y[-1]) / (y[0] - y[-1])
     best = int(np.argmax(below))
     return best if below[best] > 1e-9 else None
-
-
-def _bounds(points: Sequence[Point]) -> list[float]:
-    """The seconds that no plan stays below; what holds for a larger budget holds here too."""
-    bounds = list(itertools.accumulate((point.solution.bound_s for point in reversed(points)), max))
-    return [min(bound_s, p.solution.objective_s) for bound_s, p in zip(reversed(bounds), points, strict=True)]
 
 
 def _point(data: dict[str, Any]) -> Point:

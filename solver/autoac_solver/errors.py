@@ -40,7 +40,7 @@ class NoPlanInTimeError(AutoacError):
 
 
 class InfeasibleBudgetError(AutoacError):
-    """No plan meets the budget.
+    """No plan meets the budget; where it is not `proven`, none was found in time.
 
     Whoever knows the model fills in `where`, `holders` and `suggestions`; the message is composed when it is read.
 
@@ -103,8 +103,9 @@ class InfeasibleBudgetError(AutoacError):
                 f"Ask for budget={self.minimum_bytes} or more."
             )
         return (
-            f"No plan fits a budget of {asked}; the least peak found in the time given is {least}, and a lower one was "
-            f"not ruled out. Ask for budget={self.minimum_bytes} or more, or give more time (time_limit_s)."
+            f"No plan for a budget of {asked} was found in the time given; the least peak found is {least}, and a "
+            f"lower one was not ruled out. Ask for budget={self.minimum_bytes} or more, or give more time "
+            "(time_limit_s)."
         )
 
     def _policy_lines(self) -> list[str]:

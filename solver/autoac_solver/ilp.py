@@ -319,7 +319,7 @@ class _LeastPeak(Search):
             Whether the best plan was proved to be that in time.
         """
         aim_bytes = self._plan().timeline.peak_bytes - 1
-        while True:
+        while self.task.in_time():
             below = self.task.formulate(aim_bytes, minimise_time=False)
             below.add_rows(positions | {self._plan().timeline.peak_position})
             result = self.find(below, "least peak")
@@ -331,3 +331,4 @@ class _LeastPeak(Search):
             else:
                 aim_bytes = min(one_less, (floor_bytes + one_less) // 2)
             positions = below.positions
+        return False

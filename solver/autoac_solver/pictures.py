@@ -52,7 +52,8 @@ def draw_curve(axes: Any, frame: pd.DataFrame, baselines: pd.DataFrame, knee: in
     scale, unit = byte_scale(float(frame["budget_bytes"].max()))
     budget = frame["budget_bytes"].to_numpy(float) / scale
     plan, bound, greedy = (100 * frame[name].to_numpy(float) for name in _LINES)
-    axes.step(budget, bound, where="post", linestyle=":", color="grey", label="bound")
+    # A plan holds up to the next larger budget, a bound down to the next smaller one.
+    axes.step(budget, bound, where="pre", linestyle=":", color="grey", label="bound")
     axes.step(budget, plan, where="post", marker="o", markersize=4, color="#3b7dd8", label="plan")
     axes.step(budget, greedy, where="post", linestyle="--", linewidth=1, color="#b5651d", label="greedy")
     if knee is not None:

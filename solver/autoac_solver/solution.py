@@ -46,6 +46,6 @@ class Solution:
     def bounded(self, bound_s: float, gap: float, step_s: float) -> Solution:
         """The same plan, where no plan adds less than `bound_s`, and a gap of `gap * step_s` was asked for."""
         bound_s = min(bound_s, self.objective_s)
-        left = (self.objective_s - bound_s) / step_s if step_s > 0 else 0.0
-        status = "optimal" if left <= gap + CLOSED else "feasible"
-        return replace(self, bound_s=bound_s, gap=left, status=status)
+        left_s = self.objective_s - bound_s
+        status = "optimal" if left_s <= (gap + CLOSED) * step_s else "feasible"
+        return replace(self, bound_s=bound_s, gap=left_s / step_s if step_s > 0 else 0.0, status=status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -59,7 +60,8 @@ def sweep(
                 choice, solution = choices.best(limit, time_limit_s, gap)
             except (InfeasibleBudgetError, NoPlanInTimeError) as error:
                 missing = error
-                why = "infeasible" if isinstance(error, InfeasibleBudgetError) else "no plan found in time"
+                proven = isinstance(error, InfeasibleBudgetError) and error.proven
+                why = "infeasible" if proven else "no plan found in time"
                 notes.append(f"{format_bytes(limit)}: {why}")
                 continue
             if last is not None and last[1].objective_s < solution.objective_s:
@@ -79,7 +81,16 @@ def sweep(
     if not found and missing is not None:
         raise missing
     tell("done", 1.0)
-    return tuple(found), tuple(notes)
+    return _with_bounds(found, gap, choices.profile.step_s), tuple(notes)
+
+
+def _with_bounds(points: Sequence[Point], gap: float, step_s: float) -> tuple[Point, ...]:
+    """What was proved for a larger budget holds for a smaller one."""
+    bound_s, bounded = 0.0, []
+    for point in reversed(points):
+        bound_s = max(bound_s, point.solution.bound_s)
+        bounded.append(replace(point, solution=point.solution.bounded(bound_s, gap, step_s)))
+    return tuple(reversed(bounded))
 
 
 def _point(choice: Choice, limit: int, solution: Solution, greedy: Greedy) -> Point:

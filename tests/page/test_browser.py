@@ -524,6 +524,11 @@ def test_what_others_do_is_on_the_curve(open_page: Open, plans: list[PlanRecord]
     where = f"by hand, every block: +10.0% at {decimal(plans[2].predicted_peak_bytes)}"
     assert page.locator("#curve .curve-hand title").all_text_contents() == [where]
     assert page.locator("#curve .curve-greedy").count() == 4
+    # A plan holds up to the next larger budget, a bound down to the next smaller one.
+    for line, step in (("curve-line", r"H[\d.]+V[\d.]+"), ("curve-bound", r"V[\d.]+H[\d.]+")):
+        drawn = page.locator(f"#curve .{line}").get_attribute("d")
+        assert drawn
+        assert re.fullmatch(rf"M[\d.]+ [\d.]+({step})+", drawn)
     assert page.locator("#knee").count() == 1
     assert page.locator("[data-needs]:visible").count() == 2
     assert "by hand: <b>" in page.locator("#curve-table").text_content()

@@ -177,6 +177,18 @@ def test_no_choice_is_built_that_would_not_be_ready_in_time(
     assert again.status == solution.status
 
 
+@pytest.mark.parametrize(("time_limit_s", "built"), [(19, 1), (20, 2), (30, 3)])
+def test_while_there_is_no_plan_a_further_choice_is_built_if_it_is_ready_in_time(
+    slowly_built: list[int], clock: Clock, time_limit_s: float, built: int
+) -> None:
+    calls = partitions(profile("gpt-8-blocks"))
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        Choices(profile("gpt-8-blocks"), calls, "replay").best(1, time_limit_s, GAP)
+    assert len(slowly_built) == built
+    assert clock.now_s == 10 * built
+    assert caught.value.proven is (built == 3)
+
+
 @pytest.mark.parametrize(("time_limit_s", "is_told"), [(10, False), (29, False), (30, True)])
 def test_what_policies_cost_is_not_looked_for_without_the_time(
     slowly_built: list[int], clock: Clock, time_limit_s: float, is_told: bool
@@ -193,7 +205,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch, answers: Mapping[int, list[Any]], 
     """The recorded GPT's choices, with given answers of the solver to each, by their place; each takes a second."""
     choices = Choices(profile("gpt-8-blocks"), partitions(profile("gpt-8-blocks")), "replay")
     left = {choices[index].calls: list(given) for index, given in answers.items()}
-    monkeypatch.setattr(choices, "_longest_s", 1.0)
 
     def solve(self: Choice, limit: int, gap: float, time_limit_s: float, rough=False, find_minimum=True):
         clock.now_s += 1
@@ -244,6 +255,19 @@ def test_bound_and_status_are_of_all_choices(monkeypatch, clock, time_limit_s, a
     assert solution.status == status
 
 
+@pytest.mark.parametrize("second", [True, False])
+def test_the_least_budget_is_proven_if_it_is_for_each_choice(monkeypatch, clock, second: bool) -> None:
+    """One that is not proven may be below that of all others."""
+    errors = [InfeasibleBudgetError(10, *least, (), 0) for least in ((100, True), (120, second), (110, True))]
+    choices = scripted(monkeypatch, {index: [error] for index, error in enumerate(errors)}, clock)
+    monkeypatch.setattr(choices, "_described", lambda choice, error, time_limit_s: error)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        choices.best(10, 60, GAP)
+    assert (caught.value.minimum_bytes, caught.value.proven) == (100, second)
+    caught.value.leave(7)
+    assert errors[0].minimum_bytes == 100  # it is kept for further budgets
+
+
 def test_a_plan_taken_over_from_a_smaller_budget_claims_no_more(monkeypatch, clock) -> None:
     """The second choice finds nothing in time for the larger budget, though it has the faster plan."""
     answers = {0: [(0.2, 0.2), (0.1, 0.1)], 1: [(0.05, 0.05), TOO_LATE, (0.05, 0.05)], 2: [RuledOut()] * 2}
@@ -265,4 +289,15 @@ def test_a_plan_taken_over_may_be_faster_than_the_bound_of_another_choice(monkey
     _, looser = sweep(choices, [10**10, 2 * 10**10], 60, GAP, lambda *_: None)[0]
     assert looser.solution.bound_s == looser.solution.objective_s
     assert (looser.solution.gap, looser.solution.status) == (0.0, "optimal")
-    assert looser.solution.bounded(looser.solution.bound_s, 0.0, 1.0).status == "optimal"
+
+
+def test_what_was_proved_for_a_larger_budget_holds_for_a_smaller_one(monkeypatch, clock) -> None:
+    """In the first search there was no time for the third choice."""
+    answers = {0: [(0.2, 0.2), (0.1, 0.1995 - 0.1)], 1: [RuledOut()] * 2, 2: [TOO_LATE, RuledOut()]}
+    choices = scripted(monkeypatch, answers, clock)
+    tighter, looser = sweep(choices, [10**10, 2 * 10**10], 60, GAP, lambda *_: None)[0]
+    step_s = profile("gpt-8-blocks").step_s
+    assert looser.solution.bound_s == pytest.approx(0.0995 * step_s)
+    assert tighter.solution.bound_s == looser.solution.bound_s
+    assert tighter.solution.gap == pytest.approx(0.1005)
+    assert (tighter.solution.status, looser.solution.status) == ("feasible", "optimal")

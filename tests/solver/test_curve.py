@@ -54,6 +54,16 @@ def test_the_curve_of_two_blocks_by_hand() -> None:
     assert curve.baselines["peak_bytes"].tolist() == [1288, 1180, 1188]
 
 
+def test_plans_hold_for_larger_budgets_bounds_for_smaller_ones() -> None:
+    lines = plan_budgets(two_blocks(), [1180, 1188, 1288], gap=0).plot().get_lines()
+    styles = {line.get_label(): line.get_drawstyle() for line in lines}
+    assert {name: styles[name] for name in ("plan", "greedy", "bound")} == {
+        "plan": "steps-post",
+        "greedy": "steps-post",
+        "bound": "steps-pre",
+    }
+
+
 def test_finer_and_coarser_regions_are_tried_for_every_budget() -> None:
     """The whole model as one region can recompute the second block's input, 40 bytes for 1 s."""
     frame = plan_budgets(two_blocks(), [1180, 1188, 1287], gap=0).frame

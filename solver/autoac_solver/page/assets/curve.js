@@ -42,7 +42,7 @@ const curveView = (() => {
     }
     svg.append(
       draw("text", { class: "axis-name", x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, "budget for the peak"),
-      draw("path", { class: "curve-bound", d: steps(plans.map((plan) => [at(plan)[0], y(plan.bound)])) }),
+      draw("path", { class: "curve-bound", d: stepsBefore(plans.map((plan) => [at(plan)[0], y(plan.bound)])) }),
       draw("path", { class: "curve-line", d: steps(shown.map(at)) }),
     );
     for (const [budget, overhead] of greedy) {
@@ -98,8 +98,9 @@ const curveView = (() => {
     });
   }
 
-  /** A plan holds up to the next larger budget: steps, not slopes. */
+  /** A plan holds up to the next larger budget, a bound down to the next smaller one: steps, not slopes. */
   const steps = (points) => points.map(([px, py], i) => (i ? `H${round(px)}V${round(py)}` : `M${round(px)} ${round(py)}`)).join("");
+  const stepsBefore = (points) => points.map(([px, py], i) => (i ? `V${round(py)}H${round(px)}` : `M${round(px)} ${round(py)}`)).join("");
 
   for (const item of document.querySelectorAll("[data-needs]")) item.hidden = !source[item.dataset.needs].length;
   onWidth(place, render);

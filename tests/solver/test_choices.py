@@ -12,7 +12,7 @@ import pytest
 
 from autoac_solver import choices as choices_file
 from autoac_solver.choices import Choice, Choices
-from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError
+from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError, PolicyError
 from autoac_solver.ilp import RuledOut
 from autoac_solver.partitions import partitions
 from autoac_solver.policies import Policy
@@ -301,3 +301,49 @@ def test_what_was_proved_for_a_larger_budget_holds_for_a_smaller_one(monkeypatch
     assert tighter.solution.bound_s == looser.solution.bound_s
     assert tighter.solution.gap == pytest.approx(0.1005)
     assert (tighter.solution.status, looser.solution.status) == ("feasible", "optimal")
+
+
+@pytest.mark.parametrize("refused", [{0}, {1}, {2}, {0, 1}, {0, 2}, {0, 1, 2}])
+def test_choices_under_which_policies_cannot_be_followed_are_left_out(monkeypatch, refused: set[int]) -> None:
+    calls = partitions(profile("gpt-8-blocks"))
+    build = Choice.__init__
+
+    def picky(self: Choice, profile: Profile, calls_: Sequence[int], *rest: Any) -> None:
+        if (place := calls.index(tuple(calls_))) in refused:
+            raise PolicyError(f"not with choice {place}")
+        build(self, profile, calls_, *rest)
+
+    monkeypatch.setattr(Choice, "__init__", picky)
+    choices = Choices(profile("gpt-8-blocks"), calls, "replay")
+    if len(refused) == len(calls):
+        with pytest.raises(PolicyError, match="not with choice 0"):
+            choices.best(10**12, 60, GAP)
+        return
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        choices.best(1, 60, GAP)
+    assert caught.value.proven
+    allowed = [part for place, part in enumerate(calls) if place not in refused]
+    assert [choices[index].calls for index in range(len(choices))] == allowed
+    assert choices.best(caught.value.minimum_bytes, 60, GAP)[1].status == "optimal"
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_only_a_proven_least_budget_is_told_without_policies(monkeypatch, clock, proven: bool) -> None:
+    choices = scripted(monkeypatch, {}, clock)
+
+    def infeasible(*_: Any) -> None:
+        raise InfeasibleBudgetError(1, 100, proven)
+
+    monkeypatch.setattr(Choices, "best", infeasible)
+    assert choices._least_without_policies(60) == (100 if proven else 0)
+
+
+@pytest.mark.parametrize(("proven", "note"), [(True, "infeasible"), (False, "no plan found in time")])
+def test_a_budget_is_called_infeasible_if_it_is_proven(monkeypatch, clock, proven: bool, note: str) -> None:
+    errors = [InfeasibleBudgetError(10, 100, proven), RuledOut(), RuledOut()]
+    answers = {0: [errors[0], (0.1, 0.1)], 1: errors[1:2] * 2, 2: errors[2:] * 2}
+    choices = scripted(monkeypatch, answers, clock)
+    monkeypatch.setattr(choices, "_described", lambda choice, error, time_limit_s: error)
+    found, notes = sweep(choices, [10**10, 2 * 10**10], 60, GAP, lambda *_: None)
+    assert len(found) == 1
+    assert notes == (f"10 GB = 9.313 GiB: {note}",)

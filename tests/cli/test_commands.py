@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import autoac
+from autoac.cli.failures import understand
 from autoac.cli.target import Target
 from autoac.cli.training import train
-from autoac_solver.errors import NoPlanInTimeError
+from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.plan_record import PlanRecord
 from autoac_solver.profile import Profile
 from tests.cli.conftest import FACTORIES, done, invoke
@@ -167,6 +168,15 @@ def test_an_infeasible_budget_says_what_is_possible(recorded: Path) -> None:
     failed = answer("plan", recorded, "--budget", least - 1, code=3)["error"]
     assert (failed["kind"], failed["exit_code"], failed["proven"]) == ("infeasible_budget", 3, True)
     assert (failed["budget_bytes"], failed["minimum_bytes"]) == (least - 1, least)
+
+
+def test_a_least_budget_that_is_not_proven_is_not_called_that() -> None:
+    said = understand(InfeasibleBudgetError(1000, 2000, proven=False))
+    assert said.line == (
+        "No plan for a budget of 1 KB = 0.9766 KiB was found in the time given; "
+        "the least peak found is 2 KB = 1.953 KiB."
+    )
+    assert said.data["proven"] is False
 
 
 def test_no_plan_in_time(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,26 @@
 """The solver side of autoac: problems, plans and what they cost. It does not know torch; see the README beside it."""
 
-from autoac_solver.errors import (
+from autoac_solver.optimise.ilp import minimum_peak, solve
+from autoac_solver.optimise.search import Prepared, Progress
+from autoac_solver.problem.problem import (
+    ALWAYS,
+    Action,
+    Condition,
+    DecisionGroup,
+    Extension,
+    Lifetime,
+    Literal,
+    Option,
+    Problem,
+    Refusal,
+    RegionCost,
+    SharedCost,
+    save_or_recompute,
+    validate,
+)
+from autoac_solver.problem.simulator import Simulator, Timeline, alive_at, simulate, violations
+from autoac_solver.problem.solution import Solution
+from autoac_solver.records.errors import (
     AutoacError,
     BudgetFormatError,
     InfeasibleBudgetError,
@@ -9,49 +29,39 @@ from autoac_solver.errors import (
     ProfileError,
     ProfilingError,
 )
-from autoac_solver.ilp import minimum_peak, solve
-from autoac_solver.problem import (
-    ALWAYS,
-    Condition,
-    Holder,
-    Instance,
-    Problem,
-    RegionCost,
-    SharedCost,
-    Unit,
-    validate,
-)
-from autoac_solver.search import Prepared, Progress
-from autoac_solver.simulator import Simulator, Timeline, alive_at, simulate, violations
-from autoac_solver.solution import Solution
-from autoac_solver.units import format_bytes, format_seconds, parse_bytes
+from autoac_solver.records.units import format_bytes, format_seconds, parse_bytes
 
 __all__ = [
     "ALWAYS",
+    "Action",
     "AutoacError",
     "BudgetFormatError",
     "Condition",
-    "Holder",
+    "DecisionGroup",
+    "Extension",
     "InfeasibleBudgetError",
-    "Instance",
+    "Lifetime",
+    "Literal",
     "NoPlanInTimeError",
+    "Option",
     "PlanMismatchError",
     "Prepared",
     "Problem",
     "ProfileError",
     "ProfilingError",
     "Progress",
+    "Refusal",
     "RegionCost",
     "SharedCost",
     "Simulator",
     "Solution",
     "Timeline",
-    "Unit",
     "alive_at",
     "format_bytes",
     "format_seconds",
     "minimum_peak",
     "parse_bytes",
+    "save_or_recompute",
     "simulate",
     "solve",
     "validate",

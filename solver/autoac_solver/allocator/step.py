@@ -1,0 +1,95 @@
+"""What the caching allocator reserves for a planned step: its allocations and frees, in order.
+
+NOTE [ The order within a step ]
+  Lifetimes say at which positions something is alive; the allocator also wants an order within a position.
+  1. Before the first step: what is resident, in the order of the profile (parameters, buffers, the sample, optimizer
+     state). Each has a block of its own.
+  2. At a position first dies what does not live there any more, in the order in which it was allocated. Then the op's
+     results are allocated in the order of the profile, then its workspace.
+  3. What survives the step is freed after it (gradients, by `zero_grad`), and the step is run again: a step that starts
+     with other free blocks may reserve more. It is repeated until reserved memory stays, at most `_STEPS` times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoac_solver.allocator.blocks import Block
+from autoac_solver.allocator.caching import CachingAllocator, OutOfReservedMemory
+from autoac_solver.allocator.options import AllocatorOptions
+from autoac_solver.problem.simulator import Decisions, Simulator
+
+_STEPS = 5
+
+
+class ReservedMemory:
+    """What the allocator reserves for the decisions of one problem.
+
+    Args:
+        simulator: of the problem.
+        resident: sizes of what is there before the step, bytes.
+        options: of the allocator.
+        device_bytes: the device's memory, 0 if unknown.
+    """
+
+    def __init__(
+        self, simulator: Simulator, resident: Sequence[int], options: AllocatorOptions, device_bytes: int = 0
+    ) -> None:
+        self._simulator, self._resident = simulator, resident
+        self._options, self._device_bytes = options, device_bytes
+        lifetimes = simulator.problem.lifetimes
+        self._bytes = [lifetime.bytes for lifetime in lifetimes]
+        self._start = np.array([lifetime.start for lifetime in lifetimes], dtype=np.int64)
+        # Workspace and states, which are no storages, come after the storages of the same position.
+        last = max((lifetime.storage for lifetime in lifetimes), default=0) + 1
+        self._rank = np.array(
+            [lifetime.storage if lifetime.storage >= 0 else last for lifetime in lifetimes], dtype=np.int64
+        )
+
+    def peak_bytes(self, decisions: Decisions) -> int:
+        """The most that is reserved in a step, after several equal ones.
+
+        Raises:
+            OutOfReservedMemory: the share of the device that the process may take is not enough.
+        """
+        allocator = CachingAllocator(self._options, self._device_bytes)
+        for size in self._resident:
+            allocator.malloc(size)
+        events = self._events(decisions)
+        for _ in range(_STEPS):
+            before = allocator.peak_reserved_bytes
+            self._step(allocator, events)
+            if allocator.peak_reserved_bytes == before:
+                break
+        return allocator.peak_reserved_bytes
+
+    def peak_bytes_or_none(self, decisions: Decisions) -> int | None:
+        """`peak_bytes`, None where that is not enough."""
+        try:
+            return self.peak_bytes(decisions)
+        except OutOfReservedMemory:
+            return None
+
+    def _events(self, decisions: Decisions) -> list[int]:
+        """Lifetimes in the order in which they are allocated (index) and freed (-1 - index)."""
+        exists, end = self._simulator.lives(decisions)
+        alive = np.flatnonzero(exists & (end > self._start) & (np.array(self._bytes) > 0))
+        order = np.lexsort((alive, self._rank[alive], self._start[alive]))
+        allocated = alive[order]
+        # Frees before allocations at a position; frees in the order of the allocations.
+        times = np.concatenate([self._start[allocated], end[allocated]])
+        kinds = np.concatenate([np.ones(len(allocated)), np.zeros(len(allocated))])
+        what = np.concatenate([allocated, -1 - allocated])
+        sequence = np.concatenate([np.arange(len(allocated))] * 2)
+        return what[np.lexsort((sequence, kinds, times))].tolist()
+
+    def _step(self, allocator: CachingAllocator, events: Sequence[int]) -> None:
+        blocks: dict[int, Block | None] = {}
+        for event in events:
+            if event >= 0:
+                blocks[event] = allocator.malloc(self._bytes[event])
+            else:
+                allocator.free(blocks.pop(-1 - event))
+        assert not blocks, "what survives the step ends with the axis"

@@ -1,0 +1,64 @@
+"""The axis of positions: the tape's ops in order, and before the first unpack of each region its ops once more."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from autoac_solver.build.engine_model import EngineModel
+from autoac_solver.build.groups import Groups
+from autoac_solver.build.regions import Region
+from autoac_solver.build.step import Step
+
+
+class Axis:
+    """Positions of the planned step; each region is given its window.
+
+    Args:
+        step, regions, groups, engine: what it is made for.
+
+    Attributes:
+        op, replayed: for each position the op that runs there, and whether that is a replay.
+        forward: the position at which an op runs first, by op.
+    """
+
+    def __init__(self, step: Step, regions: Sequence[Region], groups: Groups, engine: EngineModel) -> None:
+        self._step = step
+        self.op: list[int] = []
+        self.replayed: list[bool] = []
+        self._ticks: list[int] = []  # ops of a window stand at the tick of its first unpack
+        next_op = 0
+        for region in sorted(regions, key=lambda region: region.begin_backward):
+            stop = bisect_left(step.ticks, region.begin_backward)
+            self._append(range(next_op, stop), False, None)
+            next_op = stop
+            window = region.window
+            window.first = len(self.op)
+            ops = [op for op in region.ops if op in groups.of_op and engine.reruns(step, region, op)]
+            window.rerun = {op: window.first + i for i, op in enumerate(ops)}
+            window.rerun_ticks = [step.ticks[op] for op in ops]
+            self._append(ops, True, region.begin_backward)
+            window.end = len(self.op)
+        self._append(range(next_op, len(step.ticks)), False, None)
+        positions = enumerate(zip(self.op, self.replayed, strict=True))
+        self.forward = {op: p for p, (op, again) in positions if not again}
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    def position(self, tick: int) -> int:
+        """First position at or after this tick: what dies at a tick is not alive there."""
+        return bisect_left(self._ticks, tick)
+
+    def rerun_at(self, region: Region, tick: int) -> int:
+        """The position after those at which the region's ops before this tick run again."""
+        return region.window.first + bisect_left(region.window.rerun_ticks, tick)
+
+    def rerun_free(self, region: Region, free: int) -> int:
+        """Where the second run of the region's code lets go of what the first let go of at tick `free`."""
+        return region.window.end if free > region.end else self.rerun_at(region, free)
+
+    def _append(self, ops: Sequence[int], replayed: bool, tick: int | None) -> None:
+        self.op.extend(ops)
+        self.replayed.extend([replayed] * len(ops))
+        self._ticks.extend(self._step.ticks[op] if tick is None else tick for op in ops)

@@ -1,0 +1,104 @@
+"""From a profile, a choice of regions and an engine to the problem that is solved.
+
+NOTE [ Building a problem ]
+  The tape shows the step with nothing held by a plan (`autoac.record`). Here we add what a plan does, in this order:
+  1. `regions`: which module calls can be recomputed as one under this engine, and why the others cannot.
+  2. `groups`: a region's ops become decision groups; an op that is unfit for recomputation refuses the option.
+  3. `axis`: a region's ops are run again where its backward begins (its first unpack).
+  4. `engines`: storages live as long as their holders, and wrapping a region takes the engine's bookkeeping.
+  5. `loss`: plans may also recompute the log-probabilities of cross entropies, outside of regions.
+  6. `clocks`: where the host only launches what a device computes, times become what they add to the end of the step.
+  Compiled regions are one group each, and another file's matter: `compiled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+from autoac_solver.build.axis import Axis
+from autoac_solver.build.built import Built, RegionTape
+from autoac_solver.build.clocks import with_two_clocks
+from autoac_solver.build.compiled import build_compiled
+from autoac_solver.build.draft import Draft
+from autoac_solver.build.engines import EngineModel, engine_model
+from autoac_solver.build.groups import PINNED, Groups
+from autoac_solver.build.loss import LOSS, decided_losses, ops_of, with_chunked_losses
+from autoac_solver.build.regions import Region, choose_regions
+from autoac_solver.build.step import Step
+from autoac_solver.problem.problem import DecisionGroup, Problem, RegionCost, SharedCost, save_or_recompute
+from autoac_solver.records.profile import NEVER, Profile
+
+
+def build(
+    profile: Profile, regions: Sequence[int], engine: str, pinned: AbstractSet[int] = frozenset()
+) -> Built:
+    """The problem for these regions under this engine.
+
+    Args:
+        regions: module calls, none inside another; those without anything to decide on are left out.
+        engine: "replay", "sac", "compile", or "checkpoint" for `torch.utils.checkpoint` without a policy.
+        pinned: ops that must not be run again because the user says so.
+
+    Raises:
+        ProfileError: regions are to be compiled, and none was measured.
+        ValueError: there is no such engine.
+    """
+    model, step = engine_model(engine), Step(profile)
+    if model.compiles:
+        return build_compiled(profile, regions, model)
+    found, refused = choose_regions(step, regions, model)
+    losses = decided_losses(step, found, model)
+    only_losses = {region.index for region in found if ops_of(losses).issuperset(region.ops)}
+    groups = Groups(step, found, model, pinned, only_losses)
+    draft = Draft(step, found, groups, Axis(step, found, groups, model), losses)
+    loss = len(groups.all) if losses else -1
+    storages: list[list[int]] = [[] for _ in groups.all]
+    for storage, group in groups.of_storage.items():
+        storages[group].append(storage)
+    if losses:
+        storages.append([found.log_probabilities for found in losses])
+    return Built(
+        model,
+        tuple(_region_tape(draft, region) for region in found),
+        _problem(draft, model, loss, pinned),
+        tuple(tuple(sorted(own)) for own in storages),
+        loss,
+        refused,
+    )
+
+
+def _problem(draft: Draft, model: EngineModel, loss: int, pinned: AbstractSet[int]) -> Problem:
+    profile, groups = draft.step.profile, list[DecisionGroup](draft.groups.all)
+    wraps: list[RegionCost] = []
+    shared: list[SharedCost] = []
+    for region in draft.regions:
+        wrap_s, parts = model.overhead(draft, region)
+        wraps.append(RegionCost(wrap_s, profile.module_name(region.call)))
+        shared += parts
+    if loss >= 0:
+        ops = tuple(loss.log_softmax for loss in draft.losses)
+        time_s = sum(profile.tape[op].again_s for op in ops)
+        must_save = "" if pinned.isdisjoint(ops) else PINNED
+        groups.append(save_or_recompute(len(wraps), time_s, must_save=must_save, ops=ops))
+        wraps.append(RegionCost(0.0, LOSS))
+    problem = Problem(
+        n_positions=len(draft.axis),
+        resident_bytes=sum(s.bytes for s in profile.storage_table if s.alloc == NEVER),
+        step_s=profile.step_s,
+        groups=tuple(groups),
+        regions=tuple(wraps),
+        lifetimes=tuple(with_chunked_losses(draft, loss, model.lifetimes(draft))),
+        position_op=tuple(draft.axis.op),
+        position_replayed=tuple(draft.axis.replayed),
+        shared=tuple(shared),
+    )
+    # What an engine's further options take of host and device is not known: they keep one clock.
+    plain = all(len(group.options) <= 2 for group in groups)
+    return with_two_clocks(draft, problem, loss) if profile.has_two_clocks and plain else problem
+
+
+def _region_tape(draft: Draft, region: Region) -> RegionTape:
+    spared = tuple(draft.groups.spared(region, op) for op in region.ops)
+    groups = tuple(draft.groups.of_op.get(op, -1) for op in region.ops)
+    return RegionTape(region.call, tuple(region.ops), groups, spared)

@@ -1,0 +1,247 @@
+"""The cross entropies of a step: which are lean, and which can be computed over chunks of rows.
+
+A cross entropy on the tape is four ops: log-softmax makes the log-probabilities of the logits, one op makes the loss of
+them; in backward, one op makes the gradient of the log-probabilities, and one that of the logits. Where it is *lean*,
+the last one writes over its input. Where it is *chunked*, the log-probabilities are never there as a whole: the logits
+are kept in their place, and what backward needs of the log-probabilities is made again for some rows at a time. So it
+is a value that is recomputed in backward like any other, but for what then lives when.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoac_solver.records.profile import NEVER, ModuleCall, Op, Profile, Saved
+
+_LOG_SOFTMAX = "aten._log_softmax.default"
+_TORCHS_BACKWARD = "aten._log_softmax_backward_data.default"
+_LEAN_BACKWARD = "aten._log_softmax_backward_data.out"
+_NLL_LOSS_BACKWARD = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
+
+_CHUNKS = 16
+_LEAST_ELEMENTS = 2**16
+"""Of a chunk: with fewer, the time goes to calling ops."""
+_LOGITS = re.compile(r"aten\._log_softmax\.default\((\w+)\[(\d+),(\d+)\], 1, False\)")
+_UNWEIGHTED = re.compile(
+    r"aten\.nll_loss_forward\.default\(\w+\[\d+,\d+\], int64\[\d+\], None, [012], -?\d+\)"
+)
+_ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+_INDEX_BYTES = 8
+_CUDA_BLOCK_BYTES = 512
+
+
+def rows_of_a_chunk(rows: int, classes: int) -> int:
+    """Of how many rows the log-probabilities are made at a time.
+
+    All, or a multiple of 16, so that each chunk begins at an address as well aligned as the whole's: some kernels
+    choose their order of additions by that.
+    """
+    wanted = max(-(-rows // _CHUNKS), -(-_LEAST_ELEMENTS // classes))
+    return min(rows, 16 * -(-wanted // 16))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkableLoss:
+    """A cross entropy that can be computed over chunks of rows.
+
+    Args:
+        log_softmax, loss, backward: its ops, by index: the last one makes the gradient of the logits.
+        logits, log_probabilities, gradient: its storages. The gradient is that of the log-probabilities, and then that
+            of the logits, which is written over it.
+        dtype: of the logits.
+        alone: nobody else has the logits any more when it goes backward, so that the gradient is written over them.
+        forward_bytes, loss_bytes, backward_bytes: what a chunked loss holds besides, while it makes the
+            log-probabilities of some rows, while it makes the loss of them, and in backward.
+    """
+
+    log_softmax: int
+    loss: int
+    backward: int
+    logits: int
+    log_probabilities: int
+    gradient: int
+    dtype: str
+    alone: bool
+    forward_bytes: int
+    loss_bytes: int
+    backward_bytes: int
+
+
+def chunkable_losses(profile: Profile) -> tuple[ChunkableLoss, ...]:
+    """The cross entropies of the model's modules if all of them can be chunked, else none.
+
+    All, as a running model cannot tell one from another. Those outside of modules are not a plan's concern.
+    """
+    tape = profile.tape
+    made = {
+        storage: index
+        for index, op in enumerate(tape)
+        if op.name == _LOG_SOFTMAX and op.module != NEVER
+        for storage in op.creates
+    }
+    lean = [
+        (made[storage], index, storage)
+        for index, op in enumerate(tape)
+        if op.name == _LEAN_BACKWARD
+        for storage in set(op.reads) & made.keys()
+    ]
+    if not lean:
+        return ()
+    storages = {
+        storage
+        for forward, backward, log_probabilities in lean
+        for storage in (*tape[forward].reads, log_probabilities, *tape[backward].writes)
+    }
+    uses = _Uses(profile, storages)
+    found = [_chunkable(profile, uses, *loss) for loss in lean]
+    losses = tuple(loss for loss in found if loss is not None)
+    return losses if len(losses) == len(lean) == len({loss.logits for loss in losses}) else ()
+
+
+class _Uses:
+    """What happens to some storages: the ops that read and write them, and when autograd saves them."""
+
+    def __init__(self, profile: Profile, storages: set[int]):
+        self.reads: dict[int, list[int]] = {storage: [] for storage in storages}
+        self.writes: dict[int, list[int]] = {storage: [] for storage in storages}
+        self.saves: dict[int, list[Saved]] = {storage: [] for storage in storages}
+        for index, op in enumerate(profile.tape):
+            for storage in storages.intersection(op.reads):
+                self.reads[storage].append(index)
+            for storage in storages.intersection(op.writes):
+                self.writes[storage].append(index)
+        for saved in profile.saved:
+            if saved.storage in storages:
+                self.saves[saved.storage].append(saved)
+
+
+def _chunkable(
+    profile: Profile, uses: _Uses, forward: int, backward: int, log_probabilities: int
+) -> ChunkableLoss | None:
+    tape, table = profile.tape, profile.storage_table
+    op = tape[forward]
+    shape = _LOGITS.fullmatch(_signature(profile, op))
+    readers = [i for i in uses.reads[log_probabilities] if i != backward]
+    saves = uses.saves[log_probabilities]
+    if (
+        shape is None
+        or shape[1] not in _ITEM_BYTES
+        or len(op.reads) != 1
+        or len(readers) != 2
+        or len(saves) != 1
+    ):
+        return None
+    (logits,), (loss, makes) = op.reads, (tape[i] for i in readers)
+    if (
+        not _UNWEIGHTED.fullmatch(_signature(profile, loss))
+        or makes.name != _NLL_LOSS_BACKWARD[0]
+        or len(makes.creates) != 1
+        or tape[backward].writes != makes.creates
+        or table[logits].bytes != table[log_probabilities].bytes
+        or any(op.tick < tape[i].tick < saves[0].released for i in uses.writes[logits])
+        or sum(tape[i].name == _LOG_SOFTMAX for i in uses.reads[logits]) != 1
+        # Autograd adds another gradient to it in place, but not where it is written over the logits.
+        or uses.writes[makes.creates[0]] != [backward]
+    ):
+        return None
+    kept_on = backward + 1 < len(tape) and tape[backward + 1].tick < saves[0].released  # with its graph
+    held = any(saved.released > makes.tick for saved in uses.saves[logits])
+    there = table[logits].alloc == NEVER or table[logits].free > makes.tick
+    rows, classes, item_bytes = int(shape[2]), int(shape[3]), _ITEM_BYTES[shape[1]]
+    chunk = rows_of_a_chunk(rows, classes)
+
+    def size(count: int) -> int:
+        """What is allocated for so many bytes."""
+        block = _CUDA_BLOCK_BYTES if profile.device.startswith("cuda") else 1
+        return -(-count // block) * block
+
+    column, chunk_bytes = size(rows * item_bytes), size(chunk * classes * item_bytes)
+    return ChunkableLoss(
+        log_softmax=forward,
+        loss=readers[0],
+        backward=backward,
+        logits=logits,
+        log_probabilities=log_probabilities,
+        gradient=makes.creates[0],
+        dtype=shape[1],
+        alone=not (kept_on or held or there),
+        # Beside the log-probabilities of a chunk its classes and which of them count; then those of all rows.
+        forward_bytes=column
+        + max(chunk_bytes + size(chunk * _INDEX_BYTES) + size(chunk), size(rows * _INDEX_BYTES) + size(rows)),
+        loss_bytes=column + size(rows * _INDEX_BYTES),
+        backward_bytes=2 * chunk_bytes,
+    )
+
+
+def _signature(profile: Profile, op: Op) -> str:
+    return profile.signatures[op.signature] if op.signature != NEVER else ""
+
+
+def losses_in_modules(
+    tape: Sequence[Op], calls: Sequence[ModuleCall], lean: bool
+) -> dict[str, tuple[str | None, ...]]:
+    """Where modules compute cross entropies in code of their own.
+
+    Args:
+        tape, calls: of a step.
+        lean: only those whose gradient is written over the one that comes in.
+
+    Returns:
+        Names of the modules, and of the submodules that run last before the first such loss of each of their calls,
+        None for none.
+    """
+    made = {
+        storage: op for op in tape for storage in op.creates if op.name == _LOG_SOFTMAX and op.module != NEVER
+    }
+    backward = (_LEAN_BACKWARD,) if lean else (_LEAN_BACKWARD, _TORCHS_BACKWARD)
+    computed = {made[s].tick: made[s] for op in tape if op.name in backward for s in op.reads if s in made}
+    first: dict[int, Op] = {}
+    for tick in sorted(computed):
+        first.setdefault(computed[tick].module, computed[tick])
+    found: dict[str, dict[str | None, None]] = {}
+    for index, op in first.items():
+        before = [call.fqn for call in calls if call.parent == index and call.end < op.tick]
+        found.setdefault(calls[index].fqn, {})[before[-1] if before else None] = None
+    return {fqn: tuple(names) for fqn, names in found.items()}
+
+
+def lean_losses(profile: Profile) -> dict[str, tuple[str | None, ...]]:
+    """Where modules compute cross entropies whose gradient is written over the one that comes in.
+
+    See `losses_in_modules`.
+    """
+    return losses_in_modules(profile.tape, profile.calls, lean=True)
+
+
+def with_torchs_losses(profile: Profile) -> Profile:
+    """The step as it is without a plan: torch's cross entropy has its result beside the gradient that comes in.
+
+    Outside of all modules no plan makes it lean, and so it is as it was recorded. In a module one that was lean
+    without a plan, too, cannot be told, and counts as torch's.
+    """
+    in_modules = {
+        s for op in profile.tape if op.name == _LOG_SOFTMAX and op.module != NEVER for s in op.creates
+    }
+    tape = tuple(
+        replace(op, workspace_bytes=op.workspace_bytes + _bytes(profile, op.writes))
+        if op.name == _LEAN_BACKWARD and in_modules.intersection(op.reads)
+        else op
+        for op in profile.tape
+    )
+    return replace(profile, tape=tape)
+
+
+def torchs_loss_bytes(profile: Profile) -> int:
+    """What the largest of torch's cross entropies outside of all modules takes more than the lean one; 0: none."""
+    outside = {s for op in profile.tape if op.name == _LOG_SOFTMAX and op.module == NEVER for s in op.creates}
+    of_classes = {s for op in profile.tape if op.name in _NLL_LOSS_BACKWARD for s in op.reads} & outside
+    backward = [
+        op for op in profile.tape if op.name == _TORCHS_BACKWARD and of_classes.intersection(op.reads)
+    ]
+    return max((_bytes(profile, op.creates) for op in backward), default=0)
+
+
+def _bytes(profile: Profile, storages: Sequence[int]) -> int:
+    return sum(profile.storage_table[storage].bytes for storage in storages)

@@ -1,0 +1,97 @@
+"""What a problem is built from, all that is decided before lifetimes are: step, regions, groups, axis, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from autoac_solver.build.axis import Axis
+from autoac_solver.build.cross_entropy import ChunkableLoss
+from autoac_solver.build.groups import Groups
+from autoac_solver.build.regions import Region
+from autoac_solver.build.step import Step
+from autoac_solver.problem.problem import ALWAYS, Condition, Extension, Lifetime
+from autoac_solver.records.profile import NEVER
+
+
+@dataclass(frozen=True)
+class Use:
+    """What is done with a storage.
+
+    Args:
+        storage: its index.
+        saves: saved tensors on it.
+        reads: ops of regions that read it and may run again.
+        inputs: regions that are given it.
+    """
+
+    storage: int
+    saves: list[int]
+    reads: list[int]
+    inputs: list[Region]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The parts of a problem.
+
+    Args:
+        step, regions, groups, axis: see there.
+        losses: the cross entropies that are decided on.
+    """
+
+    step: Step
+    regions: list[Region]
+    groups: Groups
+    axis: Axis
+    losses: tuple[ChunkableLoss, ...]
+
+    def uses(self) -> Iterator[Use]:
+        """Of every storage that the step allocates."""
+        profile = self.step.profile
+        saves: dict[int, list[int]] = {}
+        reads: dict[int, list[int]] = {}
+        inputs: dict[int, list[Region]] = {}
+        for index, saved in enumerate(profile.saved):
+            saves.setdefault(saved.storage, []).append(index)
+        for region in self.regions:
+            for op in region.ops:
+                for storage in profile.tape[op].reads if op in self.groups.of_op else ():
+                    reads.setdefault(storage, []).append(op)
+            for storage in set(profile.calls[region.call].inputs):
+                inputs.setdefault(storage, []).append(region)
+        for index, storage in enumerate(profile.storage_table):
+            if storage.is_gathered and storage.alloc != NEVER:
+                yield Use(index, [], [], [])  # nobody keeps it
+            elif storage.alloc != NEVER and storage.bytes:
+                yield Use(index, saves.get(index, []), reads.get(index, []), inputs.get(index, []))
+
+    def life(self, storage: int, saves: Iterable[int]) -> tuple[int, int, int]:
+        """Start, end whatever is decided, and the end of what its own region's autograd wants (NEVER: nothing)."""
+        record = self.step.profile.storage_table[storage]
+        region = self.groups.region_of.get(storage)
+        end, own_end = record.free, NEVER
+        decided = self.groups.is_decided(storage)
+        for index in saves:
+            saved = self.step.profile.saved[index]
+            if decided and region is not None and region.owns(saved.tick):
+                own_end = max(own_end, saved.released)
+            else:
+                end = max(end, saved.released)
+        position = self.axis.position
+        return position(record.alloc), position(end), NEVER if own_end == NEVER else position(own_end)
+
+
+def lifetime(
+    size: int, start: int, end: int, exists: Condition, extensions: list[Extension], storage: int
+) -> Lifetime:
+    """A lifetime without the extensions that can never matter: those that end no later than another always does."""
+    if not extensions:
+        return Lifetime(size, start, end, exists, (), storage)
+    always = max([end, *(e.end for e in extensions if e.when == ALWAYS)])
+    longest: dict[Condition, int] = {}
+    for extension in extensions:
+        if extension.end > always:
+            longest[extension.when] = max(longest.get(extension.when, 0), extension.end)
+    kept = tuple(Extension(until, when) for when, until in longest.items())
+    return Lifetime(size, start, always, exists, kept, storage)

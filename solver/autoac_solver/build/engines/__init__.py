@@ -1,0 +1,41 @@
+"""The engines that problems are built for: one file each, and one line here."""
+
+from autoac_solver.build.engine_model import EngineModel
+from autoac_solver.build.engines.checkpoint import Checkpoint
+from autoac_solver.build.engines.compile import Compile
+from autoac_solver.build.engines.replay import Replay
+from autoac_solver.build.engines.sac import Sac
+from autoac_solver.records.engines import PLANNED_FOR
+
+__all__ = ["DEFAULT", "EngineModel", "engine_model", "planned_for", "register"]
+
+_ENGINES: dict[str, EngineModel] = {}
+DEFAULT = PLANNED_FOR[0]
+"""What eager mode takes."""
+
+
+def register(model: EngineModel) -> None:
+    """Make an engine known, also to files that name it."""
+    _ENGINES[model.name] = model
+    if model.selects and model.name not in PLANNED_FOR:
+        PLANNED_FOR.append(model.name)
+
+
+def engine_model(name: str) -> EngineModel:
+    """The engine of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in _ENGINES:
+        raise ValueError(f"engine is {name!r}; known are {', '.join(map(repr, _ENGINES))}")
+    return _ENGINES[name]
+
+
+def planned_for() -> tuple[str, ...]:
+    """Names of the engines that plans are made for."""
+    return tuple(PLANNED_FOR)
+
+
+for _model in (Replay(), Sac(), Checkpoint(), Compile()):
+    register(_model)

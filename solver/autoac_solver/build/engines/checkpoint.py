@@ -1,0 +1,38 @@
+"""Plain checkpointing, as people use it by hand: the region's code runs again, all of it, with its side effects.
+
+It is not planned for, but compared with, see `plan.baselines`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autoac_solver.build.draft import Draft
+from autoac_solver.build.engines.rerun import Rerun
+from autoac_solver.build.engines.sac import Sac, SacCosts, refuses_second_run
+from autoac_solver.build.regions import Region
+from autoac_solver.build.step import Step
+from autoac_solver.problem.problem import Lifetime, SharedCost
+from autoac_solver.records.engines import CHECKPOINT, SAC
+from autoac_solver.records.profile import ModuleCall
+
+
+class Checkpoint(Sac):
+    """See `EngineModel`. Selective checkpointing without a policy: nothing is looked up for each op."""
+
+    name = CHECKPOINT
+    selects = False
+    one_random_state = False
+
+    def may_run(self, call: ModuleCall) -> bool:
+        return True
+
+    def refuses(self, step: Step, region: Region) -> Iterator[str]:
+        return refuses_second_run(step, region)
+
+    def overhead(self, draft: Draft, region: Region) -> tuple[float, list[SharedCost]]:
+        costs = draft.step.costs_of(SAC, SacCosts)  # the same hooks, and nothing for each op
+        return costs.saved * len(region.saved) + costs.call, []
+
+    def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
+        return Rerun(draft, watches=False).lifetimes()

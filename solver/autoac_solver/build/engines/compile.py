@@ -1,0 +1,78 @@
+"""Regions that `torch.compile` compiles, each at one of several measured points: what is decided is the point.
+
+Such a region is one decision group, see `build.compiled`. Below it nothing is decided: its ops are no groups, and none
+of them has a place where it runs again, for what compiled code recomputes is part of its measured backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from autoac_solver.build.built import Built, RegionTape
+from autoac_solver.build.draft import Draft
+from autoac_solver.build.regions import Region
+from autoac_solver.build.step import Step
+from autoac_solver.problem.problem import Lifetime, SharedCost
+from autoac_solver.records.engines import COMPILE
+from autoac_solver.records.plan import Pause
+from autoac_solver.records.profile import ModuleCall, Op, Profile
+
+
+@dataclass(frozen=True)
+class CompileCosts:
+    """Nothing: what a call of compiled code takes besides its kernels is part of what was measured of its point."""
+
+
+class Compile:
+    """See `EngineModel`."""
+
+    name = COMPILE
+    costs = CompileCosts
+    selects = True
+    runs_code_twice = False
+    one_random_state = False
+    stops_early = False
+    compiles = True
+
+    def may_run(self, call: ModuleCall) -> bool:
+        return not call.changes_arguments and not call.once
+
+    def refuses(self, step: Step, region: Region) -> Iterator[str]:
+        call = step.profile.calls[region.call]
+        if call.changes_arguments:
+            yield "it changes an object among its arguments (a cache of keys and values, say)"
+        table = step.profile.compiled
+        measured = None if table is None else table.of_call(region.call)
+        if measured is None:
+            yield "it was not compiled and measured when the profile was made"
+        elif not measured.points:
+            yield f"it cannot be compiled: {measured.failure}"
+
+    def reruns(self, step: Step, region: Region, op: int) -> bool:
+        return False
+
+    def again_s(self, step: Step, region: Region, ops: Sequence[int]) -> float:
+        return 0.0
+
+    def wanted(self, op: Op, storages: set[int]) -> bool:
+        return False
+
+    def needed(self, profile: Profile, built: Built, tape: RegionTape) -> set[int]:
+        return set()
+
+    def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
+        """What lives when where no region is compiled."""
+        for use in draft.uses():
+            start, end, own_end = draft.life(use.storage, use.saves)
+            size = draft.step.profile.storage_table[use.storage].bytes
+            yield Lifetime(size, start, max(end, own_end), storage=use.storage)
+
+    def pauses(
+        self, profile: Profile, region: int, recorded: AbstractSet[int], never: Container[str]
+    ) -> tuple[Pause, ...]:
+        return ()
+
+    def overhead(self, draft: Draft, region: Region) -> tuple[float, list[SharedCost]]:
+        return 0.0, []

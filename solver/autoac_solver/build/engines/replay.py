@@ -1,0 +1,171 @@
+"""Engine "replay": only the recorded ops run again, each from what is saved.
+
+A storage dies when Python and the rest of the step let go of it, but lives on
+  - until autograd releases it, if autograd saved it: always when another region or the code around regions saved it;
+    while its group is saved when its own region did (for a recomputed group, the replayed copy lives until then);
+  - until the replay of an op that reads it, if that op is recomputed and the storage is not (or is another region's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from autoac_solver.build.built import Built, RegionTape
+from autoac_solver.build.draft import Draft, Use, lifetime
+from autoac_solver.build.engine_model import costs_of
+from autoac_solver.build.pauses import possible_pauses
+from autoac_solver.build.regions import Region
+from autoac_solver.build.step import Step
+from autoac_solver.problem.problem import (
+    ALWAYS,
+    RECOMPUTE,
+    Extension,
+    Lifetime,
+    Literal,
+    SharedCost,
+    when_recomputed,
+    when_saved,
+)
+from autoac_solver.records.engines import REPLAY
+from autoac_solver.records.plan import Pause
+from autoac_solver.records.profile import NEVER, SHARDED, ModuleCall, Op, Profile, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayCosts:
+    """Seconds that the bookkeeping takes.
+
+    Args:
+        op: an op that runs under the recording and is not recorded.
+        record: recording an op and running it again, on top of `op` and of the op's own time.
+        saved: a tensor that passes the pack and unpack hooks.
+        call: a call of a wrapped region.
+        pause: a call of a module inside of it for which the recording is paused.
+    """
+
+    op: Seconds = 4e-6
+    record: Seconds = 8e-6
+    saved: Seconds = 2e-6
+    call: Seconds = 2e-5
+    pause: Seconds = 2e-6
+
+
+class Replay:
+    """See `EngineModel`."""
+
+    name = REPLAY
+    costs = ReplayCosts
+    selects = True
+    runs_code_twice = False
+    one_random_state = False
+    stops_early = False
+    compiles = False
+
+    def may_run(self, call: ModuleCall) -> bool:
+        return call.once != SHARDED
+
+    def refuses(self, step: Step, region: Region) -> Iterator[str]:
+        return iter(())
+
+    def reruns(self, step: Step, region: Region, op: int) -> bool:
+        return True
+
+    def again_s(self, step: Step, region: Region, ops: Sequence[int]) -> float:
+        again_s = sum(step.profile.tape[op].again_s for op in ops)
+        return again_s + len(ops) * step.costs_of(self.name, ReplayCosts).record
+
+    def wanted(self, op: Op, storages: set[int]) -> bool:
+        return not storages.isdisjoint((*op.creates, *op.writes))
+
+    def needed(self, profile: Profile, built: Built, tape: RegionTape) -> set[int]:
+        call, own = profile.calls[tape.call], set(tape.group_of) - {-1}
+        saved = {s.storage for s in profile.saved if call.start <= s.tick < call.end}
+        return {group for group in own if not saved.isdisjoint(built.group_storages[group])}
+
+    def overhead(self, draft: Draft, region: Region) -> tuple[float, list[SharedCost]]:
+        """A pause of the recording spares most of an op's cost; it is lost once anything in it is recorded."""
+        profile, costs = draft.step.profile, draft.step.costs_of(self.name, ReplayCosts)
+        n_ops = len(region.ops) + profile.calls[region.call].views
+        never = {profile.calls[other.call].fqn for other in draft.regions}
+        shared, seen = [], n_ops
+        for pause in self._possible(profile, region.call, never):
+            ops = region.ops[pause.start : pause.end]
+            groups = sorted({draft.groups.of_op[op] for op in ops if op in draft.groups.of_op})
+            literals = tuple(Literal(group, RECOMPUTE) for group in groups)
+            shared.append(SharedCost(literals, pause.seen * costs.op - costs.pause))
+            seen -= pause.seen
+        # Not all ops less what the pauses spare: where nearly all is spared, rounding would take it below zero.
+        wrap_s = costs.op * seen + costs.pause * len(shared)
+        return wrap_s + costs.saved * len(region.saved) + costs.call, shared
+
+    def pauses(
+        self, profile: Profile, region: int, recorded: AbstractSet[int], never: Container[str]
+    ) -> tuple[Pause, ...]:
+        found = self._possible(profile, region, never)
+        return tuple(pause for pause in found if recorded.isdisjoint(range(pause.start, pause.end)))
+
+    def _possible(self, profile: Profile, region: int, never: Container[str]) -> list[Pause]:
+        costs = costs_of(profile, self.name, ReplayCosts)
+        return possible_pauses(profile, region, costs.op, costs.pause, never)
+
+    def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
+        makers = {storage: i for i, op in enumerate(draft.step.profile.tape) for storage in op.creates}
+        for use in draft.uses():
+            yield from _storage(draft, use, makers)
+        yield from _ops(draft)
+
+
+def _storage(draft: Draft, use: Use, makers: Mapping[int, int]) -> Iterator[Lifetime]:
+    """A storage as forward makes it, and as replay makes it again.
+
+    Args:
+        makers: by storage, the op that creates it.
+    """
+    groups = draft.groups
+    size = draft.step.profile.storage_table[use.storage].bytes
+    group = groups.of_storage.get(use.storage, -1)
+    region = groups.region_of.get(use.storage)
+    start, end, own_end = draft.life(use.storage, use.saves)
+    recomputable = groups.is_decided(use.storage)
+    kept: list[Extension] = []
+    again: list[Extension] = []
+    if own_end != NEVER:
+        kept.append(Extension(own_end, when_saved(group)))
+        again.append(Extension(own_end))
+    for op in use.reads:
+        reader = groups.of_op[op]
+        home = draft.regions[groups.all[reader].region]
+        if op not in home.window.rerun or groups.all[reader].must_save:
+            continue
+        until = home.window.rerun[op] + 1
+        if home is not region or not recomputable:
+            kept.append(Extension(until, when_recomputed(reader)))
+        elif reader == group:
+            again.append(Extension(until))
+        else:
+            if until > own_end:
+                kept.append(Extension(until, when_recomputed(reader) & when_saved(group)))
+            again.append(Extension(until, when_recomputed(reader)))
+    yield lifetime(size, start, end, ALWAYS, kept, use.storage)
+    if recomputable and region is not None:
+        first = region.window.rerun[makers[use.storage]]
+        yield lifetime(size, first, first + 1, when_recomputed(group), again, use.storage)
+
+
+def _ops(draft: Draft) -> Iterator[Lifetime]:
+    """Workspace, and on CPU the states of random ops: stashed until the replay, and the generator's own meanwhile."""
+    axis, groups, profile = draft.axis, draft.groups, draft.step.profile
+    on_cpu = profile.device.split(":")[0] == "cpu"
+    for position, (op, again) in enumerate(zip(axis.op, axis.replayed, strict=True)):
+        record = profile.tape[op]
+        group = groups.of_op.get(op, -1)
+        if again and groups.all[group].must_save:
+            continue
+        exists = when_recomputed(group) if again else ALWAYS
+        stashed = record.random_bytes if again and on_cpu else 0
+        if stashed:
+            yield Lifetime(stashed, axis.forward[op], position + 1, exists)
+        if record.workspace_bytes + stashed:
+            yield Lifetime(record.workspace_bytes + stashed, position, position + 1, exists)

@@ -1,0 +1,301 @@
+"""What lives when where a region's Python code runs a second time: torch's checkpoint, with a policy or without.
+
+A replayed copy, and a saved entry once the second run has passed it, live as long as Python and autograd want. A
+wrapped region keeps its inputs and one random state until its last release, and what is not recomputed is saved whether
+somebody needs it or not. With its inputs it keeps the graph behind them: what autograd has saved there for a result
+that is thrown away lives as long as they do.
+
+The condition "region not wrapped" is not expressible; "its largest group is saved" (`Groups.largest`) stands for it,
+which never underestimates.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+
+from autoac_solver.build.draft import Draft, Use, lifetime
+from autoac_solver.build.regions import Region
+from autoac_solver.problem.problem import (
+    ALWAYS,
+    Condition,
+    DecisionGroup,
+    Extension,
+    Lifetime,
+    when_recomputed,
+    when_saved,
+    when_wrapped,
+)
+from autoac_solver.records.profile import NEVER, SCALAR_BYTES
+
+CPU_RANDOM_STATE_BYTES = 5056
+"""Size of a CPU generator's state; `torch.utils.checkpoint` stashes one for each region."""
+
+
+class Rerun:
+    """The lifetimes of a draft whose regions' code runs twice.
+
+    Args:
+        draft: the problem's parts.
+        watches: whether the engine compares what recomputed ops have read with what is there at the second run.
+    """
+
+    def __init__(self, draft: Draft, watches: bool) -> None:
+        self._draft, self._watches = draft, watches
+        self._profile, self._axis, self._groups = draft.step.profile, draft.axis, draft.groups
+        tape = self._profile.tape
+        made = {storage for op in tape for storage in op.creates}
+        self._read = {storage for op in tape for storage in op.reads}
+        self._cached_casts = {storage for op in tape if op.cached_cast for storage in op.creates}
+        table = enumerate(self._profile.storage_table)
+        self._made_by_no_op = {
+            i: s for i, s in table if s.alloc != NEVER and i not in made and not s.is_gathered
+        }
+        self._first_again = [self._first_position(group) for group in self._groups.all]
+        self._keepers = self._keepers_of_saved()
+        self._state_keepers = self._keepers_of_states()
+
+    def lifetimes(self) -> Iterator[Lifetime]:
+        """All of them."""
+        for use in self._draft.uses():
+            yield from self._storage(use)
+        yield from self._workspace()
+        yield from self._random_states()
+        yield from self._made_again_by_no_op()
+
+    def _storage(self, use: Use) -> list[Lifetime]:
+        """A storage as the first run makes it, and as the second one does."""
+        record = self._profile.storage_table[use.storage]
+        group = self._groups.of_storage.get(use.storage, -1)
+        region = self._groups.region_of.get(use.storage)
+        takers = [*use.inputs, *self._state_keepers.get(use.storage, ())]
+        extensions = [
+            Extension(self._axis.position(taker.last_release), when_wrapped(taker.index))
+            for taker in takers
+            if taker is not region
+        ]
+        casts, casts_held, saves = self._casts_in_other_regions(use, region)
+        extensions += casts_held
+        start, end, own_end = self._draft.life(use.storage, saves)
+        decided = group >= 0 and region is not None and not self._groups.all[group].must_save
+        for index in saves:
+            own = decided and region is not None and region.owns(self._profile.saved[index].tick)
+            for keeper in self._keepers.get(index, ()):
+                when = _saved_and_wrapped(group if own else -1, keeper.index)
+                extensions.append(Extension(self._axis.position(keeper.last_release), when))
+        if group < 0 or region is None:
+            maker = self._maker_without_op(use.storage)
+            if maker is not None:
+                end, own_end = self._life_without_op(use.storage, maker, saves)
+                extensions.append(Extension(own_end, when_saved(self._groups.largest[maker.index])))
+                extensions += self._watched_until_rerun(maker, use.reads)
+            return [lifetime(record.bytes, start, end, ALWAYS, extensions, use.storage), *casts]
+        if own_end != NEVER:
+            extensions.append(Extension(own_end, when_saved(group)))
+        extensions += self._saved_for_nothing(region, group, decided)
+        own_saves = [s for i in saves if region.owns((s := self._profile.saved[i]).tick)]
+        again: list[Lifetime] = []
+        first, _ = self._first_again[group]
+        if first != NEVER:
+            # A graph that dies within forward dies as late in the second run, and with it what autograd saved.
+            last = max([record.free, *(saved.released for saved in own_saves)])
+            gone = max(self._axis.rerun_free(region, last), first + 1)
+            when = _saved_and_wrapped(group if decided else -1, region.index)
+            extensions.append(Extension(gone, when))
+            if decided:
+                dropped = max((saved.dropped for saved in own_saves), default=NEVER)
+                held = [Extension(self._axis.position(dropped))] if own_saves else []
+                again.append(lifetime(record.bytes, first, gone, when_recomputed(group), held, use.storage))
+        return [lifetime(record.bytes, start, end, ALWAYS, extensions, use.storage), *casts, *again]
+
+    def _first_position(self, group: DecisionGroup) -> tuple[int, bool]:
+        """Where the first of a group's ops runs again (`NEVER`: nowhere), and whether some of them do not."""
+        rerun = self._draft.regions[group.region].window.rerun
+        again = [rerun[op] for op in group.ops if op in rerun]
+        return min(again, default=NEVER), len(again) < len(group.ops)
+
+    def _saved_for_nothing(self, region: Region, group: int, decided: bool) -> Iterator[Extension]:
+        """What is saved for a second run that stops before it would ask is held to the region's last release."""
+        _, stops_before = self._first_again[group]
+        if stops_before and not self._groups.spared(region, self._groups.all[group].ops[0]):
+            asked = _saved_and_wrapped(group if decided else -1, region.index)
+            yield Extension(self._axis.position(region.last_release), asked)
+
+    # -- casts of autocast -------------------------------------------------------------------------------------
+
+    def _casts_in_other_regions(
+        self, use: Use, maker: Region | None
+    ) -> tuple[list[Lifetime], list[Extension], list[int]]:
+        """What regions do with a cast that autocast had at hand for them in their first run.
+
+        Returns:
+            The casts that their second runs make anew, who of them holds the first one, and the saves of others.
+        """
+        lifetimes: list[Lifetime] = []
+        extensions: list[Extension] = []
+        saves = use.saves
+        for region in self._draft.regions if use.storage in self._cached_casts else ():
+            if region is not maker and self._groups.largest[region.index] >= 0:
+                own = [index for index in saves if region.owns(self._profile.saved[index].tick)]
+                lifetimes += self._cast_again(use.storage, region, own, use.reads)
+                extensions += self._cast_held_by(region, own, use.reads)
+                saves = [index for index in saves if index not in own]
+        return lifetimes, extensions, saves
+
+    def _cast_again(
+        self, storage: int, region: Region, saves: Iterable[int], reads: Iterable[int]
+    ) -> Iterator[Lifetime]:
+        """The cast that a region's second run makes.
+
+        Also for the op at whose save the run ends: its arguments are cast before.
+        """
+        ticks, window = self._draft.step.ticks, region.window
+        after = bisect_right(ticks, region.last_save)
+        at = [ticks[op] for op in reads if op in region.ops and op <= after]
+        if at:
+            end = max((self._profile.saved[index].dropped for index in saves), default=NEVER)
+            # Where the run ends before any op it has no position of its own.
+            last = max(window.first, window.end - 1)
+            start = min(self._axis.rerun_at(region, min(at)), last)
+            until = max(window.end, self._axis.position(end))  # autocast keeps it to the end of the run
+            if start < until:
+                size = self._profile.storage_table[storage].bytes
+                yield Lifetime(size, start, until, when_wrapped(region.index), (), storage)
+
+    def _cast_held_by(
+        self, region: Region, saves: Iterable[int], reads: Iterable[int]
+    ) -> Iterator[Extension]:
+        """How long a region holds a cast that is made anew in its second run: the whole of it only if not wrapped."""
+        end = max((self._profile.saved[index].released for index in saves), default=NEVER)
+        yield Extension(self._axis.position(end), when_saved(self._groups.largest[region.index]))
+        yield from self._watched_until_rerun(region, reads)
+
+    # -- graphs behind inputs ----------------------------------------------------------------------------------
+
+    def _keepers_of_saved(self) -> dict[int, list[Region]]:
+        """For saved tensors that no backward comes for: the later regions whose inputs were made from them."""
+        ticks = self._draft.step.ticks
+        unused = [(i, saved) for i, saved in enumerate(self._profile.saved) if saved.unpacked == NEVER]
+        found: dict[int, list[Region]] = {}
+        for region in self._draft.regions:
+            kept = [(i, s) for i, s in unused if s.tick < region.start < s.released < region.last_release]
+            behind = self._ops_behind(region) if kept else set()
+            for index, saved in kept:
+                next_op = bisect_left(ticks, saved.tick)  # saved just before its op ran, or just after
+                if not behind.isdisjoint((next_op - 1, next_op)):
+                    found.setdefault(index, []).append(region)
+        return found
+
+    def _keepers_of_states(self) -> dict[int, list[Region]]:
+        """For random states of the user's own checkpoints: the regions that keep what such a checkpoint has saved.
+
+        It stashes the state first and saves its inputs next, and one graph holds both.
+        """
+        table, found = self._profile.storage_table, {}
+        states = [
+            storage
+            for storage in self._made_by_no_op
+            if table[storage].bytes != SCALAR_BYTES and storage not in self._read
+        ]
+        for index, keepers in self._keepers.items():
+            tick = self._profile.saved[index].tick
+            last_op = self._draft.step.last_tick_before(tick)
+            found |= {state: keepers for state in states if last_op < table[state].alloc < tick}
+        return found
+
+    def _ops_behind(self, region: Region) -> set[int]:
+        """The ops that the region's inputs were made by, from all that these read."""
+        wanted = set(self._profile.calls[region.call].inputs)
+        behind: set[int] = set()
+        for index in range(bisect_left(self._draft.step.ticks, region.start) - 1, -1, -1):
+            op = self._profile.tape[index]
+            if not wanted.isdisjoint((*op.creates, *op.writes)):
+                behind.add(index)
+                wanted.update(op.reads)
+        return behind
+
+    # -- what is no storage of an op ---------------------------------------------------------------------------
+
+    def _workspace(self) -> Iterator[Lifetime]:
+        """What is alive only while an op runs."""
+        for position, (op, again) in enumerate(zip(self._axis.op, self._axis.replayed, strict=True)):
+            size, group = self._profile.tape[op].workspace_bytes, self._groups.of_op.get(op, -1)
+            if size and not (again and self._groups.all[group].must_save):
+                exists = when_recomputed(group) if again else ALWAYS
+                yield Lifetime(size, position, position + 1, exists)
+
+    def _random_states(self) -> Iterator[Lifetime]:
+        """Torch stashes one a region, and puts back what it finds at the second run."""
+        if self._profile.device.split(":")[0] != "cpu":
+            return
+        for region in self._draft.regions:
+            exists, position = when_wrapped(region.index), self._axis.position
+            start, end = position(region.start), position(region.last_release)
+            yield Lifetime(CPU_RANDOM_STATE_BYTES, start, end, exists)
+            yield Lifetime(CPU_RANDOM_STATE_BYTES, region.window.first, region.window.end, exists)
+
+    def _maker_without_op(self, storage: int) -> Region | None:
+        """The region whose code makes this storage without an op (`torch.tensor`), and again in its second run."""
+        if storage not in self._made_by_no_op or storage not in self._read:
+            return None
+        tick = self._profile.storage_table[storage].alloc
+        makers = (region for region in self._draft.regions if region.owns(tick))
+        return next((region for region in makers if self._groups.largest[region.index] >= 0), None)
+
+    def _watched_until_rerun(self, maker: Region, reads: Iterable[int]) -> Iterator[Extension]:
+        """The engine's own hold: it compares what recomputed ops have read with what is there at the second run."""
+        for op in reads if self._watches else ():
+            group = self._groups.of_op[op]
+            if self._groups.all[group].region == maker.index and not self._groups.all[group].must_save:
+                spared = self._groups.spared(maker, op)
+                when = when_wrapped(maker.index) if spared else when_recomputed(group)
+                yield Extension(maker.window.first, when)
+
+    def _life_without_op(self, storage: int, maker: Region, saves: Iterable[int]) -> tuple[int, int]:
+        """Ends of what a region's first run has made by no op: for others, and for what its own autograd has saved.
+
+        The latter holds where the region is not wrapped.
+        """
+        saved = [self._profile.saved[index] for index in saves]
+        free = self._profile.storage_table[storage].free
+        own = max((s.released for s in saved if maker.owns(s.tick)), default=free)
+        others = max((s.released for s in saved if not maker.owns(s.tick)), default=free)
+        return self._axis.position(max(free, others)), self._axis.position(own)
+
+    def _made_again_by_no_op(self) -> Iterator[Lifetime]:
+        """What a region's second run makes and no op does.
+
+        That are numbers that autograd saves, tensors of Python's numbers, and the user's own random states. A state is
+        held by the graph of the user's checkpoint, which dies with the second run.
+        """
+        table, released = self._profile.storage_table, self._released_by_own_region()
+        for region in self._draft.regions:
+            window, exists = region.window, when_wrapped(region.index)
+            again = [
+                (table[storage], released.get(storage, NEVER))
+                for storage in self._made_by_no_op
+                if region.owns(table[storage].alloc) and table[storage].alloc <= region.last_save
+            ]
+            scalars = sum(record.bytes for record, _ in again if record.bytes == SCALAR_BYTES)
+            if scalars:
+                yield Lifetime(scalars, window.first, self._axis.position(region.last_release), exists)
+            for record, own in again if window.rerun else ():
+                # What is made after the last op is counted with it: early stop may end the run just then.
+                start = min(self._axis.rerun_at(region, record.alloc), window.end - 1)
+                end = max(self._axis.rerun_free(region, record.free), self._axis.position(own))
+                if record.bytes != SCALAR_BYTES and start < end:
+                    yield Lifetime(record.bytes, start, end, exists)
+
+    def _released_by_own_region(self) -> dict[int, int]:
+        """When autograd lets go of what a storage's own region has saved of it."""
+        released: dict[int, int] = {}
+        for region in self._draft.regions:
+            for saved in (self._profile.saved[index] for index in region.saved):
+                if region.owns(self._profile.storage_table[saved.storage].alloc):
+                    released[saved.storage] = max(released.get(saved.storage, NEVER), saved.released)
+        return released
+
+
+def _saved_and_wrapped(group: int, region: int) -> Condition:
+    """A wrapped region of which the group, if it is one that is decided on, is saved."""
+    return when_wrapped(region) if group < 0 else when_saved(group) & when_wrapped(region)

@@ -1,0 +1,114 @@
+"""Engine "sac": a policy for torch's selective checkpointing, which runs the region's Python code a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+from autoac_solver.build.built import Built, RegionTape
+from autoac_solver.build.draft import Draft
+from autoac_solver.build.engines.rerun import Rerun
+from autoac_solver.build.regions import Region
+from autoac_solver.build.step import Step
+from autoac_solver.problem.problem import Lifetime, SharedCost
+from autoac_solver.records.engines import SAC
+from autoac_solver.records.plan import Pause
+from autoac_solver.records.profile import CACHED, FOREIGN, INFERENCE, NEVER, ModuleCall, Op, Profile, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class SacCosts:
+    """Seconds that the bookkeeping of torch's selective checkpointing takes.
+
+    Args:
+        op: an op of a region, in forward and in the second run.
+        saved: a tensor that passes the pack and unpack hooks.
+        call: a call of a wrapped region.
+    """
+
+    op: Seconds = 2.5e-5
+    saved: Seconds = 4e-6
+    call: Seconds = 1e-4
+
+
+class Sac:
+    """See `EngineModel`."""
+
+    name = SAC
+    costs: type[Any] = SacCosts
+    selects = True
+    runs_code_twice = True
+    one_random_state = True
+    stops_early = True
+    compiles = False
+
+    def may_run(self, call: ModuleCall) -> bool:
+        return not call.changes_arguments and not call.once
+
+    def refuses(self, step: Step, region: Region) -> Iterator[str]:
+        call = step.profile.calls[region.call]
+        if call.changes_arguments:
+            yield "it changes an object that it is given (a cache, say), so its code cannot run twice"
+        if call.once == INFERENCE:
+            yield "it makes or is given tensors of inference mode, which selective checkpointing cannot save"
+        if call.once == FOREIGN:
+            yield "code in it that torch does not see writes a tensor, and would write the saved one a second time"
+        if _changes_what_would_be_saved(step.profile, region.ops):
+            yield "an op in it changes the size of a tensor, of which selective checkpointing saves the old size"
+        yield from refuses_second_run(step, region)
+
+    def reruns(self, step: Step, region: Region, op: int) -> bool:
+        return step.ticks[op] < region.last_save
+
+    def again_s(self, step: Step, region: Region, ops: Sequence[int]) -> float:
+        tape = step.profile.tape
+        return sum(tape[op].again_s for op in ops if tape[op].tick < region.last_save)
+
+    def wanted(self, op: Op, storages: set[int]) -> bool:
+        return True
+
+    def needed(self, profile: Profile, built: Built, tape: RegionTape) -> set[int]:
+        pairs = zip(tape.group_of, tape.free_of_choice, strict=True)
+        return {group for group, free in pairs if group >= 0 and not free}
+
+    def pauses(
+        self, profile: Profile, region: int, recorded: AbstractSet[int], never: Container[str]
+    ) -> tuple[Pause, ...]:
+        return ()
+
+    def overhead(self, draft: Draft, region: Region) -> tuple[float, list[SharedCost]]:
+        costs = draft.step.costs_of(self.name, SacCosts)
+        n_ops = len(region.ops) + draft.step.profile.calls[region.call].views
+        return costs.op * n_ops + costs.saved * len(region.saved) + costs.call, []
+
+    def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
+        return Rerun(draft, watches=True).lifetimes()
+
+
+def refuses_second_run(step: Step, region: Region) -> Iterator[str]:
+    """Why torch's checkpoint, with a policy or without, cannot run a region's code again."""
+    profile = step.profile
+    if profile.calls[region.call].once == CACHED:
+        yield "it reads cached parametrizations, and `parametrize.cached` is over when its code would run again"
+    if any(NEVER < profile.saved[i].unpacked < region.end for i in region.saved):
+        yield "it runs a backward inside of its forward, which torch's checkpoint refuses"
+    inputs = profile.calls[region.call].inputs
+    if any(step.written_after(storage, region.start, region.begin_backward) for storage in inputs):
+        yield "an input of it is written in place before its code would run again"
+
+
+def _changes_what_would_be_saved(profile: Profile, ops: range) -> bool:
+    """Whether an op changes the size of a tensor that one of these ops has made (`resize_`, `out=`).
+
+    It is recorded as one that cannot run again. What selective checkpointing saves of the tensor when it is made keeps
+    the size that it had then.
+    """
+    made: set[int] = set()
+    for record in (profile.tape[op] for op in ops):
+        made.update(record.creates)
+        resizes = not record.replayable and record.name.startswith("aten.")
+        if resizes and not made.isdisjoint(record.writes):
+            return True
+    return False

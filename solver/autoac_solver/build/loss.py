@@ -1,0 +1,80 @@
+"""Cross entropies over chunks of rows, as one decision: which may be, and what it changes in lifetimes.
+
+See `cross_entropy` for what is looked for in the tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from autoac_solver.build.cross_entropy import ChunkableLoss, chunkable_losses
+from autoac_solver.build.draft import Draft
+from autoac_solver.build.engine_model import EngineModel
+from autoac_solver.build.regions import Region
+from autoac_solver.build.step import Step
+from autoac_solver.problem.problem import ALWAYS, Extension, Lifetime, when_recomputed, when_saved
+
+LOSS = "(loss)"
+"""Where the log-probabilities of cross entropies belong, which are in no region."""
+
+
+def ops_of(losses: Iterable[ChunkableLoss]) -> set[int]:
+    """Forward ops only."""
+    return {op for loss in losses for op in (loss.log_softmax, loss.loss)}
+
+
+def decided_losses(step: Step, regions: Sequence[Region], engine: EngineModel) -> tuple[ChunkableLoss, ...]:
+    """The cross entropies that may be chunked: outside of the regions, and none of them has a hand in their logits.
+
+    A region that is nothing but such a loss does not count: nothing is decided on in it.
+    """
+    losses = chunkable_losses(step.profile) if engine.selects else ()
+    if not losses:
+        return ()
+    tape = step.profile.tape
+    others = [region for region in regions if not ops_of(losses).issuperset(region.ops)]
+    ops = {op for region in others for op in region.ops}
+    held = {storage for region in others for storage in step.profile.calls[region.call].inputs}
+    held |= {storage for op in ops for storage in set(tape[op].reads) - set(tape[op].writes)}
+    # What a region's ops make and do not recompute, selective checkpointing keeps whether it is needed or not.
+    held |= {storage for op in ops for storage in tape[op].creates} if engine.runs_code_twice else set()
+    fine = all(loss.log_softmax not in ops and not (loss.alone and loss.logits in held) for loss in losses)
+    return losses if fine else ()
+
+
+def with_chunked_losses(draft: Draft, group: int, lifetimes: Iterable[Lifetime]) -> Iterator[Lifetime]:
+    """Lifetimes with what changes in them if the losses are chunked, and with what chunked losses hold besides.
+
+    Args:
+        group: of the losses.
+    """
+    for loss in draft.losses:
+        lifetimes = _with_chunked(draft, group, loss, lifetimes)
+    yield from lifetimes
+    when, forward = when_recomputed(group), draft.axis.forward
+    for loss in draft.losses:
+        for op, extra in (
+            (loss.log_softmax, loss.forward_bytes),
+            (loss.loss, loss.loss_bytes),
+            (loss.backward, loss.backward_bytes),
+        ):
+            yield Lifetime(extra, forward[op], forward[op] + 1, when)
+
+
+def _with_chunked(
+    draft: Draft, group: int, loss: ChunkableLoss, lifetimes: Iterable[Lifetime]
+) -> Iterator[Lifetime]:
+    gone = (loss.log_probabilities, loss.gradient) if loss.alone else (loss.log_probabilities,)
+    # The gradient is in the logits from there on, if it is written over them.
+    last = loss.gradient if loss.alone else loss.log_probabilities
+    saves = [index for index, saved in enumerate(draft.step.profile.saved) if saved.storage == last]
+    _, end, _ = draft.life(last, saves)
+    held = Extension(end, when_recomputed(group))
+    for lifetime in lifetimes:
+        if lifetime.storage in gone:
+            yield replace(lifetime, exists=when_saved(group))
+        elif lifetime.storage == loss.logits and lifetime.exists == ALWAYS and end > lifetime.end:
+            yield replace(lifetime, extensions=(*lifetime.extensions, held))
+        else:
+            yield lifetime

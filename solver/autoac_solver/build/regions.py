@@ -1,0 +1,128 @@
+"""Which module calls become regions under an engine, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autoac_solver.build.engine_model import EngineModel
+from autoac_solver.build.step import Step
+from autoac_solver.records.profile import NEVER, SHARDED, Profile
+
+
+@dataclass(frozen=True, slots=True)
+class RegionRefusal:
+    """Why a module call that was to be a region is none."""
+
+    call: int
+    reason: str
+
+
+@dataclass
+class Window:
+    """Where a region's ops run again: positions [first, end) of the axis, before its first unpack.
+
+    Args:
+        rerun: the ops that may run again -> their positions, in their order.
+        rerun_ticks: the ticks of these ops.
+    """
+
+    first: int = -1
+    end: int = -1
+    rerun: dict[int, int] = field(default_factory=dict)
+    rerun_ticks: list[int] = field(default_factory=list)
+
+
+class Region:
+    """A module call that is recomputed as one, while its problem is built.
+
+    Args:
+        step: what it is a part of.
+        call: index of its module call.
+
+    Attributes:
+        ops, saved: indices of its ops, and of the tensors that autograd saves in it.
+        start, end: of the call, ticks.
+        begin_backward: when the first of its saved tensors is unpacked; `NEVER` if none is after its forward.
+        last_save, last_release: when autograd saves the last, and lets go of the last.
+        index: among the problem's regions.
+        window: where its ops run again, once the axis is there.
+        spares: whether its ops after the last save need no decision, see `Groups.spared`.
+    """
+
+    def __init__(self, step: Step, call: int) -> None:
+        profile, record = step.profile, step.profile.calls[call]
+        self.call = call
+        self.start, self.end = record.start, record.end
+        self.ops = step.ops(record.start, record.end)
+        self.saved = step.saves(record.start, record.end)
+        saved = [profile.saved[index] for index in self.saved]
+        self.begin_backward = min((s.unpacked for s in saved if s.unpacked >= self.end), default=NEVER)
+        self.last_save = max((s.tick for s in saved), default=NEVER)
+        self.last_release = max((s.released for s in saved), default=NEVER)
+        self.index = -1
+        self.window = Window()
+        self.spares = False
+
+    def owns(self, tick: int) -> bool:
+        """Whether something happened in the call."""
+        return self.start <= tick < self.end
+
+
+def choose_regions(
+    step: Step, calls: Sequence[int], engine: EngineModel
+) -> tuple[list[Region], tuple[RegionRefusal, ...]]:
+    """The regions among some module calls, in order, and why others are none.
+
+    Args:
+        calls: none inside another.
+    """
+    found, refused = [], []
+    for call in calls:
+        region = Region(step, call)
+        reason = next(_reasons(step, region, engine), "")
+        if reason:
+            refused.append(RegionRefusal(call, reason))
+        else:
+            found.append(region)
+    found.sort(key=lambda region: region.start)
+    for index, region in enumerate(found):
+        region.index = index
+    return found, tuple(refused)
+
+
+def _reasons(step: Step, region: Region, engine: EngineModel) -> Iterator[str]:
+    """Why a module call cannot be a region."""
+    yield from refuses_units(step.profile, region.call)
+    yield from engine.refuses(step, region)
+    if not step.profile.calls[region.call].grad:
+        yield "it runs with gradients off, so autograd saves nothing in it"
+    if not region.ops:
+        yield "it runs no op"
+    if region.begin_backward == NEVER:
+        yield "backward needs nothing that autograd saves in it"
+
+
+_SHOWN = 3
+
+
+def refuses_units(profile: Profile, call: int) -> Iterator[str]:
+    """Why a call of a module with units of FSDP2 inside is no region under any engine, and what can be instead."""
+    if profile.calls[call].once != SHARDED:
+        return
+    inside, names = {call}, []
+    for index, other in enumerate(profile.calls):
+        if other.parent in inside:
+            if other.once == SHARDED:
+                inside.add(index)
+            elif other.grad:
+                names.append(index)
+    parents = {other.parent for other in profile.calls}
+    blocks = [index for index in names if index in parents] or names
+    known = list(dict.fromkeys(profile.calls[index].fqn for index in blocks))
+    shown = ", ".join(map(repr, known[:_SHOWN]))
+    more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
+    yield (
+        "it contains units of FSDP2, whose parameters are gathered only around their own forward and backward: regions "
+        f"can be {shown}{more}, and modules inside of these"
+    )

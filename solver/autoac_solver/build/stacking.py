@@ -1,0 +1,249 @@
+"""The problem under a stack of policies: what they match, how they add up, and where two of them clash.
+
+A value that must be recomputed is run again where its own region's backward needs it. Under replay nobody keeps what
+nobody needs, so a value that only other ops of its region read is bound to them: whoever of them is recomputed brings
+it along. Under sac everything that is not recomputed is kept, so it simply is recomputed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoac_solver.build.build import build
+from autoac_solver.build.built import Built
+from autoac_solver.build.engines import engine_model
+from autoac_solver.build.groups import TIED
+from autoac_solver.optimise.algebra import brought_along
+from autoac_solver.problem.problem import RECOMPUTE, SAVE, DecisionGroup, Literal
+from autoac_solver.records.errors import PolicyConflictError, PolicyError
+from autoac_solver.records.policies import AppliedPolicy, Matcher, Policy
+from autoac_solver.records.profile import Profile
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A problem in which the policies are constraints and hints.
+
+    Args:
+        built: the problem, and what it stands for.
+        policies: as they were given.
+        groups: for each policy, the groups that it is about.
+    """
+
+    built: Built
+    policies: tuple[Policy, ...]
+    groups: tuple[frozenset[int], ...]
+
+    def applied(self, decisions: Sequence[int]) -> tuple[AppliedPolicy, ...]:
+        """What becomes of the policies under decisions."""
+        recomputed = self.built.is_recomputed
+        return tuple(
+            AppliedPolicy(
+                policy, len(groups), sum(recomputed(decisions, g) is not policy.saves for g in groups)
+            )
+            for policy, groups in zip(self.policies, self.groups, strict=True)
+        )
+
+
+def stacked(
+    profile: Profile, calls: Sequence[int], engine: str, policies: Sequence[Policy], must_match: bool = True
+) -> Stacked:
+    """The problem for these regions under this engine and these policies.
+
+    Args:
+        calls, engine: as for `build`.
+        must_match: whether a policy that is about nothing is an error; not where a plan is made again.
+
+    Raises:
+        PolicyConflictError: two of them cannot both be followed; it names both.
+        PolicyError: one of them is about no value of the profiled step, or must recompute what is in no region; or the
+            engine follows none.
+    """
+    policies = tuple(policies)
+    if not policies:
+        return Stacked(build(profile, calls, engine), (), ())
+    if engine_model(engine).compiles:
+        raise PolicyError(
+            f"engine {engine!r} follows no policies ({policies[0]}): what a compiled region keeps is chosen as a "
+            "whole. Plan without policies, or with engine='replay' or 'sac'."
+        )
+    matches = _matches(profile, calls, policies, must_match)
+    pinned: dict[int, Policy] = {}
+    for policy, ops in zip(policies, matches, strict=True):
+        if policy.decision == "MUST_SAVE":
+            also = (
+                _code(profile, calls, policy)
+                if policy.code and engine_model(engine).runs_code_twice
+                else frozenset()
+            )
+            pinned |= dict.fromkeys((ops | also) - pinned.keys(), policy)
+    built = build(profile, calls, engine, pinned.keys())
+    group_of = {
+        op: group for tape in built.regions for op, group in zip(tape.ops, tape.group_of, strict=True)
+    }
+    if built.loss >= 0:
+        group_of |= dict.fromkeys(built.problem.groups[built.loss].ops, built.loss)
+    groups = tuple(frozenset(group_of[op] for op in ops if group_of.get(op, -1) >= 0) for ops in matches)
+    for policy, ops, found in zip(policies, matches, groups, strict=True):
+        if ops and not found and policy.decision == "MUST_RECOMPUTE":
+            raise PolicyError(
+                f"{policy} cannot be followed: what it is about is in no region of the plan, and only what a region "
+                "computes can be recomputed, and some losses. Choose regions that hold it (regions=)."
+            )
+    return Stacked(_constrained(profile, built, policies, groups, pinned), policies, groups)
+
+
+def _matches(
+    profile: Profile, calls: Sequence[int], policies: Sequence[Policy], must_match: bool
+) -> list[frozenset[int]]:
+    """For each policy the forward ops that it is about."""
+    matcher = Matcher(profile, calls)
+    region_of = _region_of(profile, calls)
+    forward = [index for index, op in enumerate(profile.tape) if not op.backward]
+    found = []
+    for policy in policies:
+        ops = frozenset(i for i in forward if matcher.fits(policy, profile.tape[i], region_of[i]))
+        if not ops and must_match and not policy.optional:
+            raise PolicyError(_nothing(profile, calls, policy))
+        found.append(ops)
+    return found
+
+
+def _region_of(profile: Profile, calls: Sequence[int]) -> list[int]:
+    """For each op the module call among these in which it ran, -1 for none."""
+    chosen, region_of = set(calls), []
+    for op in profile.tape:
+        call = -1 if op.backward else op.module
+        while call >= 0 and call not in chosen:
+            call = profile.calls[call].parent
+        region_of.append(call)
+    return region_of
+
+
+def _code(profile: Profile, calls: Sequence[int], policy: Policy) -> frozenset[int]:
+    """All ops of the regions that run code of the policy's modules, or are run by it."""
+    matcher = Matcher(profile, calls)
+    region_of = _region_of(profile, calls)
+    regions = set()
+    for index, record in enumerate(profile.calls):
+        if not matcher.in_module(policy.module, index):
+            continue
+        regions |= {call for call in calls if record.start <= profile.calls[call].start < record.end}
+        regions |= {
+            call for call in calls if profile.calls[call].start <= record.start < profile.calls[call].end
+        }
+    return frozenset(op for op, region in enumerate(region_of) if region in regions)
+
+
+def _constrained(
+    profile: Profile,
+    built: Built,
+    policies: Sequence[Policy],
+    matched: Sequence[frozenset[int]],
+    pinned: Mapping[int, Policy],
+) -> Built:
+    """The problem with the policies on its groups; what is pinned must be saved there already."""
+    recompute: dict[int, Policy] = {}
+    hints: dict[int, float] = {}
+    needed = _needed(profile, built)
+    groups = list(built.problem.groups)
+    for policy, found in zip(policies, matched, strict=True):
+        for group in found:
+            if policy.decision == "MUST_RECOMPUTE":
+                recompute.setdefault(group, policy)
+            elif policy.is_must:
+                continue
+            elif policy.saves or group in needed:
+                share = policy.weight if policy.saves else -policy.weight
+                hints[group] = hints.get(group, 0.0) + share * groups[group].options[RECOMPUTE].time_s
+    for group, hint_s in hints.items():
+        if group not in recompute and not groups[group].must_save:
+            groups[group] = groups[group].hinted(hint_s)
+    readers = _readers(profile, built)
+    for group, policy in recompute.items():
+        if group in needed:
+            groups[group] = groups[group].refusing(SAVE, str(policy))
+        else:
+            for reader in readers.get(group, ()):
+                groups[reader] = groups[reader].requiring(RECOMPUTE, [Literal(group, RECOMPUTE)])
+    _refuse_clashes(profile, built, groups, recompute, pinned)
+    return replace(built, problem=replace(built.problem, groups=tuple(groups)))
+
+
+def _needed(profile: Profile, built: Built) -> set[int]:
+    """The groups that their own region's backward needs (sac: that its second run would take from what was saved).
+
+    And that of the losses.
+    """
+    needed = {built.loss} - {-1}
+    return needed.union(*(built.model.needed(profile, built, tape) for tape in built.regions))
+
+
+def _readers(profile: Profile, built: Built) -> dict[int, set[int]]:
+    """For each group the other groups of its region that read values of it."""
+    home = {s: group for group, storages in enumerate(built.group_storages) for s in storages}
+    groups = built.problem.groups
+    readers: dict[int, set[int]] = {}
+    for reader, group in enumerate(groups):
+        for source in {home.get(s, reader) for op in group.ops for s in profile.tape[op].reads} - {reader}:
+            if groups[source].region == group.region:
+                readers.setdefault(source, set()).add(reader)
+    return readers
+
+
+def _refuse_clashes(
+    profile: Profile,
+    built: Built,
+    groups: Sequence[DecisionGroup],
+    recompute: Mapping[int, Policy],
+    pinned: Mapping[int, Policy],
+) -> None:
+    """Raise the error for the first value that must be recomputed and, by itself or by another, must be saved."""
+
+    def about(group: int) -> str:
+        op = profile.tape[groups[group].ops[0]]
+        module = profile.module_name(op.module)
+        return f"the value of {op.name}" + (f" in module {module!r}" if module else "")
+
+    def why_saved(brought: set[int], first: int) -> str:
+        for other in sorted(brought, key=lambda g: (g != first, g)):
+            policies = [pinned[op] for op in groups[other].ops if op in pinned]
+            if policies:
+                return str(policies[0])
+            if groups[other].must_save and not groups[other].reason.startswith(TIED):
+                return f"the value's nature ({groups[other].reason})"
+        raise AssertionError("a group must be saved without a reason")
+
+    brings = brought_along(groups)
+    for group, policy in sorted(recompute.items()):
+        for other in sorted(brings[group], key=lambda g: (g != group, g)):
+            if groups[other].must_save:
+                link = "" if other == group else f", which cannot be recomputed without {about(other)}"
+                raise PolicyConflictError(
+                    f"{policy} and {why_saved(brings[other], other)} clash over {about(group)}{link}: it cannot be "
+                    "both recomputed and saved (what several ops write is one value). Take one of them back, name "
+                    "fewer values, or make it a preference (PREFER_SAVE, PREFER_RECOMPUTE)."
+                )
+
+
+def _nothing(profile: Profile, calls: Sequence[int], policy: Policy) -> str:
+    """The error for a policy that is about nothing: with what it could have meant."""
+    known = (
+        ("ops", policy.op, {op.name for op in profile.tape if not op.backward}),
+        ("modules", policy.module, {call.fqn for call in profile.calls}),
+        ("regions", policy.region, {profile.module_name(call) for call in calls}),
+    )
+    parts = []
+    for what, patterns, names in known:
+        near = [n for p in patterns for n in difflib.get_close_matches(p, names, n=3, cutoff=0.4)]
+        shown = list(dict.fromkeys(near)) or sorted(names)
+        if patterns:
+            parts.append(
+                f"its {what} are {', '.join(map(repr, shown[:6]))}" + (", ..." if len(names) > 6 else "")
+            )
+    return (
+        f"{policy} is about nothing in the profiled step: {'; '.join(parts)}. "
+        "Pass optional=True if it need not be there."
+    )

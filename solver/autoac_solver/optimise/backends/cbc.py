@@ -1,0 +1,120 @@
+"""CBC through PuLP, stopping when it is told to.
+
+PuLP's own class waits for the process without end, leaves it running on Ctrl-C, and does not read CBC's bound. So the
+process is watched here, and its log read.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pulp
+from pulp.apis import coin_api
+
+from autoac_solver.optimise.backends.common import GRACE_S, INFEASIBLE, STOPPED, Job, Outcome
+
+
+class CbcBackend:
+    """CBC as a process.
+
+    Args:
+        path: its executable.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.name = "CBC"
+
+    def run(self, job: Job) -> Outcome:
+        """See `Backend`."""
+        solver = _Cbc(self._path, job)
+        job.program.model.solve(solver)
+        return solver.outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What is exchanged with the process."""
+
+    model: Path
+    start: Path
+    solution: Path
+    log: Path
+
+
+class _Cbc(pulp.COIN_CMD):
+    """PuLP's CBC, its process watched and its bound read."""
+
+    def __init__(self, path: str, job: Job) -> None:
+        super().__init__(path=path, mip=job.integer, msg=False)
+        self._job = job
+        self.outcome = STOPPED
+
+    def actualSolve(self, lp: pulp.LpProblem, **kwargs: Any) -> int:
+        """Write the model, run CBC on it, read what it wrote."""
+        with tempfile.TemporaryDirectory(prefix="autoac") as folder:
+            files = _Files(*(Path(folder, name) for name in ("model.mps", "start", "solution", "log")))
+            names = lp.writeMPS(str(files.model), rename=True)[:3]
+            if self._call(self._command(lp, files, names), files.log):
+                self.outcome = self._read(lp, files, names)
+        return pulp.LpStatusOptimal if self.outcome.status == "solved" else pulp.LpStatusNotSolved
+
+    def _command(self, lp: pulp.LpProblem, files: _Files, names: Any) -> list[str]:
+        """CBC's command line."""
+        command = [self.path, str(files.model)]
+        if self._job.start is not None:
+            for variable, value in zip(self._job.program.variables, self._job.start, strict=True):
+                variable.setInitialValue(float(value), check=False)
+            self.writesol(str(files.start), lp, *names)
+            command += ["-mips", str(files.start)]
+        command += ["-sec", f"{self._job.left_s() + 0.01:.2f}", "-timeMode", "elapsed"]
+        command += ["-ratio", "0", "-allow", repr(self._job.gap)]
+        command += ["-solve" if self._job.integer else "-initialSolve", "-printingOptions", "all"]
+        return [*command, "-solution", str(files.solution)]
+
+    def _call(self, command: list[str], log: Path) -> bool:
+        """Run CBC until it ends or is late, and tell which; it never outlives this call."""
+        with log.open("w") as stream:
+            process = subprocess.Popen(command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL)
+            try:
+                return process.wait(self._job.left_s() + GRACE_S) == 0
+            except subprocess.TimeoutExpired:
+                return False
+            finally:
+                process.kill()
+                process.wait()
+
+    def _read(self, lp: pulp.LpProblem, files: _Files, names: Any) -> Outcome:
+        """Status, values and bound."""
+        if not files.solution.exists():
+            return STOPPED
+        status, values, *_, sol_status = self.readsol_MPS(str(files.solution), lp, *names)
+        if status == pulp.LpStatusInfeasible:
+            # Out of time in its preprocessing, CBC says so of feasible programs.
+            return INFEASIBLE if self._job.left_s() else STOPPED
+        if sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            return STOPPED
+        # A variable without a row or a cost is not written to the model, and 0 suits it.
+        found = np.array([values.get(variable.name, 0.0) for variable in self._job.program.variables])
+        solved = sol_status == pulp.LpSolutionOptimal
+        return Outcome("solved" if solved else "stopped", found, self._bound(found, solved, files.log))
+
+    def _bound(self, found: np.ndarray, solved: bool, log: Path) -> float:
+        """The bound that CBC printed; when it is done it prints none, and is off by the gap at most."""
+        if printed := re.search(r"^Lower bound:\s*(\S+)", log.read_text(), re.MULTILINE):
+            return float(printed[1])
+        gap = self._job.gap if self._job.integer else 0.0
+        return float(self._job.program.costs() @ found) - gap if solved else -np.inf
+
+
+def find_cbc() -> str | None:
+    """The CBC on the path if there is one, else the one inside PuLP (up to 3.x; from 4 on `pulp[cbc]` brings it)."""
+    bundled = getattr(coin_api, "pulp_cbc_path", None)
+    return shutil.which("cbc") or (shutil.which(bundled) if bundled else None)

@@ -1,0 +1,288 @@
+"""The integer program, with memory rows added where they turn out to be needed. See docs/integer-program.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pulp
+
+from autoac_solver.optimise.algebra import Algebra
+from autoac_solver.optimise.backends import Program
+from autoac_solver.optimise.memory import MemoryModel, MemoryRow
+from autoac_solver.problem.problem import SAVE, Literal, Problem
+
+_COST_RANGE = 1e4
+"""What recomputing everything costs in the objective: solvers work to absolute tolerances of about 1e-6."""
+_TOLERANCE = 1e-5
+"""By how much a solver may break a memory row."""
+_SLACK = 1e-7
+"""What memory rows allow beyond the budget, lest rounding errors (CBC reads 13 digits) cut off a plan that meets it to
+the byte. What slips through is for the simulator to find and for covers to forbid."""
+_PEAK = 0
+"""Stands for the peak where other variables are named by their positive literal."""
+
+
+class Formulation:
+    """Decisions, rules and costs of a problem, and memory rows at some positions.
+
+    Args:
+        problem: not changed.
+        algebra, memory: the problem's.
+        budget_bytes: what the memory rows allow; None minimises the peak instead of the time.
+        minimise_time: False looks for just any plan within the budget.
+
+    Attributes:
+        minimise_time: whether the objective is the time.
+        program: for the solver.
+        positions: those that have a memory row.
+        is_split: only a part of all plans is allowed, see `split`.
+        impossible: a row, left out of the program, cannot be met whatever is decided.
+        cost_per_s: units of the objective in a second.
+        constant_s: seconds to be added to the objective: what hints count if nothing is recomputed.
+        unit_bytes: the bytes that count as 1 in the memory rows.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        algebra: Algebra,
+        memory: MemoryModel,
+        budget_bytes: int | None,
+        *,
+        minimise_time: bool = True,
+    ) -> None:
+        self._problem, self._algebra, self._memory = problem, algebra, memory
+        self._budget_bytes = budget_bytes
+        self.minimise_time = budget_bytes is not None and minimise_time
+        self.program = Program(pulp.LpProblem("autoac", pulp.LpMinimize), [])
+        self.positions: set[int] = set()
+        self.impossible = False
+        self.is_split = False
+        self.unit_bytes = max([1, *(lifetime.bytes for lifetime in problem.lifetimes)])
+        total_s = sum(option.time_s + option.hint_s for group in problem.groups for option in group.options)
+        total_s += sum(region.wrap_s for region in problem.regions)
+        total_s += sum(cost.time_s for cost in problem.shared)
+        self.cost_per_s = _COST_RANGE / total_s if total_s > 0 else 1.0
+        two = (group for group in problem.groups if len(group.options) <= 2)
+        self.constant_s = sum(group.options[SAVE].hint_s for group in two)
+        self._column: dict[int, int] = {}
+        self._shared: dict[tuple[int, ...], int] = {}  # literals of which one is true -> column
+        self._counts: dict[tuple[int, ...], int] = {}  # literals -> column of how many are true
+        self._add_decisions()
+        self._add_rules()
+        if budget_bytes is None:
+            self._add_variable(_PEAK, "peak", None)
+            objective = [(self._variable(_PEAK), 1.0)]
+        else:
+            objective = self._costs() if self.minimise_time else []
+        self.program.model.setObjective(pulp.LpAffineExpression(objective))
+
+    def decisions(self, values: np.ndarray) -> np.ndarray:
+        """A float per variable of groups and regions, from the solver's values."""
+        algebra = self._algebra
+        choices = [self._column[twin + 1] for twin in algebra.twin]
+        regions = [self._column[algebra.variables.wrapped(k)] for k in range(len(self._problem.regions))]
+        return values[choices + regions]
+
+    def seconds(self, objective: float) -> float:
+        """The seconds that an objective stands for."""
+        return objective / self.cost_per_s + self.constant_s
+
+    def point(self, decisions: np.ndarray) -> np.ndarray:
+        """The solver's values for decisions that are whole numbers; for programs with a budget."""
+        truth = self._memory.evaluate(decisions)
+        values = np.zeros(len(self.program.variables))
+        values[list(self._column.values())] = truth[np.array(list(self._column)) - 1]
+        for literals, column in self._shared.items():
+            values[column] = max(_truth_of(literal, truth) for literal in literals)
+        for literals, column in self._counts.items():
+            values[column] = truth[np.array(literals) - 1].sum()
+        return values
+
+    def allows(self, peak_bytes: int) -> bool:
+        """Whether a plan of this peak is a solution."""
+        return self._budget_bytes is not None and peak_bytes <= self._budget_bytes
+
+    def limit_bytes(self, values: np.ndarray) -> float:
+        """What a solution promises to stay under: the budget, or the peak that it found, give or take its tolerance."""
+        if self._budget_bytes is not None:
+            return self._budget_bytes
+        return self._problem.resident_bytes + (values[self._column[_PEAK]] + _TOLERANCE) * self.unit_bytes
+
+    def add_rows(self, positions: Iterable[int]) -> bool:
+        """Add the memory rows of positions that have none yet; tell whether there were any."""
+        new = sorted(set(positions) - self.positions)
+        for position in new:
+            self._add_memory_row(self._memory.row(position))
+        self.positions.update(new)
+        return bool(new)
+
+    def add_covers(self, positions: Iterable[int], decisions: np.ndarray) -> None:
+        """Forbid decisions that exceed the budget at positions by less than the solver's tolerance.
+
+        Of the literals that are true there, the largest that together exceed the budget cannot all be true again; nor
+        can as many out of these and all that are as large as the largest. With coefficients of one, no tolerance lets
+        that pass.
+
+        Args:
+            positions: where the budget is exceeded although there is a row.
+            decisions: 0 or 1 per variable of groups and regions.
+        """
+        truth = np.append(0.0, self._memory.evaluate(decisions)) > 0.5
+        for position in positions:
+            row = self._memory.row(position)
+            true = np.flatnonzero(truth[np.abs(row.literals)] == (row.literals > 0))
+            true = true[np.argsort(-row.bytes[true], kind="stable")]
+            size = 1 + int(np.searchsorted(np.cumsum(row.bytes[true]), self._left_bytes(row), side="right"))
+            in_row = row.bytes >= row.bytes[true[0]]
+            in_row[true[:size]] = True
+            self._add_row(
+                [(literal, 1.0) for literal in row.literals[in_row].tolist()], pulp.LpConstraintLE, size - 1
+            )
+
+    @contextmanager
+    def split(self, regions: Sequence[int], least: int, most: int) -> Iterator[None]:
+        """Allow only plans that wrap at least and at most so many of these regions, for as long as this lasts.
+
+        One at a time. Memory rows that are added meanwhile stay: they hold for all plans.
+        """
+        assert not self.is_split
+        literals = tuple(self._algebra.variables.wrapped(region) for region in regions)
+        if literals not in self._counts:
+            self._counts[literals] = len(self.program.variables)
+            name, count = f"n{len(self._counts)}", float(len(regions))
+            variable = self.program.model.add_variable(name, 0.0, count, pulp.LpContinuous)
+            self.program.variables.append(variable)
+            terms = [(variable, -1.0), *((self._variable(literal), 1.0) for literal in literals)]
+            self.program.model.addConstraint(
+                pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintEQ, rhs=0)
+            )
+        variable = self.program.variables[self._counts[literals]]
+        variable.lowBound, variable.upBound, self.is_split = float(least), float(most), True
+        try:
+            yield
+        finally:
+            variable.lowBound, variable.upBound, self.is_split = 0.0, float(len(regions)), False
+
+    def _add_decisions(self) -> None:
+        """A binary for each choice, shared by groups decided alike; a region's follows from its groups'."""
+        variables = self._algebra.variables
+        for choice in sorted(set(self._algebra.twin)):
+            self._add_variable(choice + 1, f"r{choice}", 1.0, pulp.LpInteger)
+        for region in range(len(self._problem.regions)):
+            self._add_variable(variables.wrapped(region), f"w{region}", 1.0)
+        for literal in self._algebra.never:
+            if literal in self._column:
+                self._variable(literal).upBound = 0.0
+            elif -literal in self._column:
+                self._variable(-literal).lowBound = 1.0
+
+    def _add_rules(self) -> None:
+        """r <= what it brings: the groups that it requires, and the wrapping of its region; one option of several."""
+        for choice in sorted(set(self._algebra.twin)):
+            if choice + 1 not in self._algebra.never:
+                for brought in sorted(self._algebra.brings(choice)):
+                    self._add_row([(choice + 1, 1.0), (brought, -1.0)], pulp.LpConstraintLE, 0)
+        for literals in sorted(self._several()):
+            self._add_row([(literal, 1.0) for literal in literals], pulp.LpConstraintEQ, 1)
+
+    def _several(self) -> set[tuple[int, ...]]:
+        """The literals of the options of each group that has more than two, once for those decided alike."""
+        twin = self._algebra.twin
+        return {
+            tuple(twin[literal - 1] + 1 for literal in literals)
+            for _, literals in self._algebra.variables.several()
+        }
+
+    def _costs(self) -> list[tuple[pulp.LpVariable, float]]:
+        """The seconds of each decision, hints included, in units of the objective."""
+        algebra, costs = self._algebra, dict[int, float]()
+        for index, group in enumerate(self._problem.groups):
+            saving = group.options[SAVE]
+            for number, option in enumerate(group.options):
+                literal = algebra.literal(Literal(index, number))
+                if len(group.options) > 2:
+                    cost_s = option.time_s + option.hint_s
+                elif number == SAVE:
+                    continue  # as `constant_s`, and offset by the other option
+                else:
+                    cost_s = option.time_s + (option.hint_s - saving.hint_s)
+                costs[literal] = costs.get(literal, 0.0) + cost_s * self.cost_per_s
+        for index, region in enumerate(self._problem.regions):
+            costs[algebra.variables.wrapped(index)] = region.wrap_s * self.cost_per_s
+        shared: dict[tuple[int, ...], float] = {}
+        for cost in self._problem.shared:
+            literals = sorted({algebra.literal(literal) for literal in cost.literals} - algebra.never)
+            if len(literals) == 1 and literals[0] in costs:
+                costs[literals[0]] += cost.time_s * self.cost_per_s
+            elif literals:
+                shared[tuple(literals)] = shared.get(tuple(literals), 0.0) + cost.time_s * self.cost_per_s
+        terms = [(self._variable(literal), cost) for literal, cost in costs.items()]
+        return terms + [(self._any_of(literals), cost) for literals, cost in shared.items()]
+
+    def _any_of(self, literals: tuple[int, ...]) -> pulp.LpVariable:
+        """A new variable that is at least each of these literals."""
+        self._shared[literals] = len(self.program.variables)
+        name = f"s{len(self._shared)}"
+        variable = self.program.model.add_variable(name, 0.0, 1.0, pulp.LpContinuous)
+        self.program.variables.append(variable)
+        for literal in literals:
+            sign = 1.0 if literal > 0 else -1.0
+            terms = [(variable, 1.0), (self._variable(abs(literal)), -sign)]
+            right = 0 if literal > 0 else 1
+            self.program.model.addConstraint(
+                pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintGE, rhs=right)
+            )
+        return variable
+
+    def _add_memory_row(self, row: MemoryRow) -> None:
+        """Live bytes at a position are at most the budget, or the peak."""
+        terms = list(zip(row.literals.tolist(), (row.bytes / self.unit_bytes).tolist(), strict=True))
+        if self._budget_bytes is None:
+            left = self._problem.resident_bytes - row.constant_bytes
+            self._add_row([*terms, (_PEAK, -1.0)], pulp.LpConstraintLE, left / self.unit_bytes)
+        elif self._left_bytes(row) < 0:
+            self.impossible = True
+        elif row.bytes.sum() > self._left_bytes(row):
+            self._add_row(terms, pulp.LpConstraintLE, self._left_bytes(row) / self.unit_bytes + _SLACK)
+
+    def _left_bytes(self, row: MemoryRow) -> int:
+        """What the true literals of a row may add up to: a multiple of the step in which they can."""
+        assert self._budget_bytes is not None
+        left = self._budget_bytes - row.constant_bytes
+        step = int(np.gcd.reduce(row.bytes)) if len(row.bytes) else 1
+        return left // step * step
+
+    def _add_row(self, terms: Iterable[tuple[int, float]], sense: int, right: float) -> None:
+        """sum(coefficient * literal) <= or >= right, where a negative literal is 1 - its variable."""
+        linear = []
+        for literal, coefficient in terms:
+            if literal < 0:
+                right -= coefficient
+                coefficient = -coefficient
+            linear.append((self._variable(abs(literal)), coefficient))
+        self.program.model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(linear), sense, rhs=right))
+
+    def _variable(self, literal: int) -> pulp.LpVariable:
+        """The variable of a positive literal; auxiliary ones come into being when they are first asked for."""
+        if literal not in self._column:
+            self._add_variable(literal, f"y{literal}", 1.0)
+            for alternative in sorted(map(sorted, self._memory.auxiliary_term(literal))):
+                terms = [(literal, 1.0), *((other, -1.0) for other in alternative)]
+                self._add_row(terms, pulp.LpConstraintGE, 1 - len(alternative))
+        return self.program.variables[self._column[literal]]
+
+    def _add_variable(
+        self, literal: int, name: str, upper: float | None, kind: str = pulp.LpContinuous
+    ) -> None:
+        """A new column, from 0."""
+        self._column[literal] = len(self.program.variables)
+        self.program.variables.append(self.program.model.add_variable(name, 0.0, upper, kind))
+
+
+def _truth_of(literal: int, truth: np.ndarray) -> float:
+    """0 or 1, from the truth of the variables."""
+    value = truth[abs(literal) - 1]
+    return value if literal > 0 else 1 - value

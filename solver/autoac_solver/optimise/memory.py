@@ -1,0 +1,153 @@
+"""Live bytes as a linear function of the decisions, position by position: what the ILP's memory rows are made of.
+
+A lifetime falls into segments between the ends of its extensions; in each segment it is alive under one term. A term
+of one literal is linear as it stands. Any other gets an auxiliary variable y in [0, 1], the same wherever the term
+occurs, with a row y >= sum(literals) - (m - 1) for each alternative of m literals. Less memory is never worse, so y
+settles at the truth wherever the decisions are whole numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoac_solver.optimise.algebra import FALSE, TRUE, Algebra, Alternative, Term
+from autoac_solver.problem.problem import Condition, Lifetime, Problem
+
+_ALWAYS_ALIVE = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Live bytes at one position: `constant_bytes` plus the bytes of all literals that are true.
+
+    Args:
+        constant_bytes: alive whatever is decided.
+        literals: int64 array, see `conditions`; each variable occurs at most once.
+        bytes: int64 array, positive, one for each literal.
+    """
+
+    constant_bytes: int
+    literals: np.ndarray
+    bytes: np.ndarray
+
+
+class MemoryModel:
+    """The segments of all lifetimes of a problem.
+
+    Args:
+        problem: not changed.
+        algebra: the problem's.
+
+    Auxiliary variables are numbered after the decisions.
+    """
+
+    def __init__(self, problem: Problem, algebra: Algebra) -> None:
+        self._auxiliary: list[Term] = []
+        self._algebra = algebra
+        self._literal_of_term: dict[Term, int] = {}
+        self._alternatives: dict[tuple[Condition, ...], Alternative | None] = {}
+        pieces = [piece for lifetime in problem.lifetimes for piece in self._pieces(lifetime)]
+        self._start, self._end, self._bytes, self._literal = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
+        constant = np.where(self._literal == _ALWAYS_ALIVE, self._bytes, 0)
+        self._n_positions = problem.n_positions
+        self._constant = problem.resident_bytes + self._live(constant)
+        self._index_alternatives()
+
+    def row(self, position: int) -> MemoryRow:
+        """What is alive at a position, exact to the byte; both cases of a decision are offset against each other."""
+        alive = (self._start <= position) & (position < self._end) & (self._literal != _ALWAYS_ALIVE)
+        variables, where = np.unique(np.abs(self._literal[alive]), return_inverse=True)
+        if_true, if_false = np.zeros((2, len(variables)), dtype=np.int64)
+        positive = self._literal[alive] > 0
+        np.add.at(if_true, where[positive], self._bytes[alive][positive])
+        np.add.at(if_false, where[~positive], self._bytes[alive][~positive])
+        difference = if_true - if_false
+        constant_bytes = int(self._constant[position] + np.minimum(if_true, if_false).sum())
+        counts = difference != 0
+        return MemoryRow(
+            constant_bytes, (variables * np.sign(difference))[counts], np.abs(difference)[counts]
+        )
+
+    def evaluate(self, decisions: np.ndarray) -> np.ndarray:
+        """The least values of all variables, auxiliary ones included, at decisions that may be fractions.
+
+        Args:
+            decisions: float per variable of groups and regions, from 0 to 1.
+        """
+        slack = np.where(
+            self._entry_positive, decisions[self._entry_variable] - 1, -decisions[self._entry_variable]
+        )
+        alternative = 1 + np.bincount(self._entry_alternative, slack, minlength=len(self._alternative_owner))
+        auxiliary = np.zeros(len(self._auxiliary))
+        np.maximum.at(auxiliary, self._alternative_owner, alternative)
+        return np.concatenate([decisions, auxiliary])
+
+    def live_bytes(self, values: np.ndarray) -> np.ndarray:
+        """Float per position: live bytes at given values of all variables."""
+        value = np.append(1.0, values)[np.abs(self._literal)]
+        share = np.where(self._literal < 0, 1 - value, value)
+        share[self._literal == _ALWAYS_ALIVE] = 0
+        return self._constant + self._live(self._bytes * share)
+
+    def auxiliary_term(self, literal: int) -> Term:
+        """What the auxiliary variable of a positive literal stands for."""
+        return self._auxiliary[literal - 1 - self._algebra.variables.count]
+
+    def _live(self, piece_bytes: np.ndarray) -> np.ndarray:
+        """Sum per position of an amount for each piece."""
+        change = np.zeros(self._n_positions + 1, dtype=piece_bytes.dtype)
+        np.add.at(change, self._start, piece_bytes)
+        np.subtract.at(change, self._end, piece_bytes)
+        return np.cumsum(change[:-1])
+
+    def _pieces(self, lifetime: Lifetime) -> Iterator[tuple[int, int, int, int]]:
+        """(start, end, bytes, literal) of a lifetime's segments."""
+        if not lifetime.bytes:
+            return
+        # Up to its own end a lifetime needs no extension, from there on any of those that last.
+        lasting = sorted((e for e in lifetime.extensions if e.end > lifetime.end), key=lambda e: -e.end)
+        segments = []
+        term = FALSE
+        for extension, start in zip(lasting, [*(e.end for e in lasting[1:]), lifetime.end], strict=False):
+            term = self._algebra.joined(term, self._alternative(lifetime.exists, extension.when))
+            if start < extension.end:
+                segments.append((start, extension.end, term))
+        exists = self._alternative(lifetime.exists)
+        if exists is not None and lifetime.start < lifetime.end:
+            segments.append((lifetime.start, lifetime.end, frozenset({exists})))
+        for start, end, term in reversed(segments):
+            literal = self._literal_of(term)
+            if literal is not None and max(start, lifetime.start) < end:
+                yield max(start, lifetime.start), end, lifetime.bytes, literal
+
+    def _alternative(self, *conditions: Condition) -> Alternative | None:
+        if conditions not in self._alternatives:
+            self._alternatives[conditions] = self._algebra.alternative(*conditions)
+        return self._alternatives[conditions]
+
+    def _literal_of(self, term: Term) -> int | None:
+        """A term as one literal, if need be of a new auxiliary variable."""
+        if term in (TRUE, FALSE):
+            return _ALWAYS_ALIVE if term == TRUE else None
+        if len(term) == 1 and len(next(iter(term))) == 1:
+            return next(iter(next(iter(term))))
+        if term not in self._literal_of_term:
+            self._auxiliary.append(term)
+            self._literal_of_term[term] = self._algebra.variables.count + len(self._auxiliary)
+        return self._literal_of_term[term]
+
+    def _index_alternatives(self) -> None:
+        """Arrays for `evaluate`: one entry for each literal of each alternative of each auxiliary variable."""
+        alternatives = [
+            (owner, sorted(a))
+            for owner, term in enumerate(self._auxiliary)
+            for a in sorted(map(sorted, term))
+        ]
+        self._alternative_owner = np.array([owner for owner, _ in alternatives], dtype=np.int64)
+        self._entry_alternative = np.repeat(np.arange(len(alternatives)), [len(a) for _, a in alternatives])
+        literals = np.array([literal for _, a in alternatives for literal in a], dtype=np.int64)
+        self._entry_variable = np.abs(literals) - 1
+        self._entry_positive = literals > 0

@@ -1,0 +1,302 @@
+"""The search for plans: programs with too few memory rows, solved and corrected until the simulator agrees.
+
+Two searches are made of the same rounds. A program starts with memory rows at the positions where simple plans break
+the budget. First its linear relaxation is solved, and rows are added where the fractional solution breaks the budget,
+until it does so nowhere. Then the integer program is solved, and the simulator recounts what comes out; where it breaks
+the budget, rows are added and it is solved again. A program with some of the rows allows more than one with all of
+them, so its bound holds for the problem, and a plan that the simulator accepts is a plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from autoac_solver.optimise.algebra import Algebra, Variables
+from autoac_solver.optimise.backends import INFEASIBLE, STOPPED, Job, Outcome, choose_backend
+from autoac_solver.optimise.formulation import Formulation
+from autoac_solver.optimise.memory import MemoryModel
+from autoac_solver.problem.problem import Problem, validate
+from autoac_solver.problem.simulator import Decisions, Simulator, Timeline
+from autoac_solver.problem.solution import Solution
+
+_ROWS_A_ROUND = 128
+"""About how many memory rows are added at once, spread over the positions."""
+_ROUNDINGS = 12
+"""At how many thresholds a fractional solution is rounded."""
+_NEAR_PEAK = 0.95
+"""Share of the peak, above the resident bytes, from which a position is worth a row when a low peak is looked for."""
+WHOLE = 1e-3
+"""How near to 0 or 1 a fractional decision counts as whole."""
+
+
+Phase = Literal["relaxation", "reach", "plan", "least peak"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a search stands.
+
+    Args:
+        phase: what is being solved.
+        round: integer programs solved so far.
+        rows: memory rows in the last of them.
+        extra_s: seconds added by the best plan so far, None while there is none.
+        bound_s: no plan within the budget adds less.
+        least_peak_bytes: the least peak of any plan seen, within the budget or not.
+        elapsed_s: seconds since the start.
+    """
+
+    phase: Phase
+    round: int
+    rows: int
+    extra_s: float | None
+    bound_s: float
+    least_peak_bytes: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Decisions, the option of each group, and the simulator's word on them."""
+
+    decisions: np.ndarray
+    timeline: Timeline
+
+
+class Prepared:
+    """A problem in all the forms that solving takes, to be solved for several budgets.
+
+    Args:
+        problem: not changed.
+
+    Attributes:
+        positions: where the last search needed memory rows; the next one begins with these.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        validate(problem)
+        self.problem = problem
+        self.algebra = Algebra(problem)
+        self.memory = MemoryModel(problem, self.algebra)
+        self.simulator = Simulator(problem)
+        self.positions: set[int] = set()
+
+
+class Task:
+    """What searches share: the problem in all its forms, the solver, the clock, and the plans to begin with.
+
+    Args:
+        problem, time_limit_s, solver, start, progress: as in `ilp.solve`.
+    """
+
+    def __init__(
+        self,
+        problem: Problem | Prepared,
+        time_limit_s: float,
+        solver: str,
+        start: Decisions | None,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.began = time.monotonic()
+        self.deadline = self.began + time_limit_s
+        self.backend = choose_backend(solver)
+        self.prepared = problem if isinstance(problem, Prepared) else Prepared(problem)
+        self.problem = self.prepared.problem
+        self.algebra, self.memory = self.prepared.algebra, self.prepared.memory
+        self.simulator = self.prepared.simulator
+        if start is not None and len(start) != len(self.problem.groups):
+            raise ValueError(
+                f"start has {len(start)} decisions, the problem {len(self.problem.groups)} groups"
+            )
+        self.progress = progress
+        self.rounds = 0
+        self.start = start
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.began
+
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def in_time(self) -> bool:
+        return time.monotonic() < self.deadline
+
+    def simple_plans(self) -> Iterator[np.ndarray]:
+        """Everything saved that may be, then nothing, and what the caller knows."""
+        possible = [self.algebra.possible(group) for group in range(len(self.problem.groups))]
+        yield np.array([options[0] for options in possible], dtype=np.int8)
+        yield np.array([options[-1] for options in possible], dtype=np.int8)
+        if self.start is not None:
+            yield np.array(self.start, dtype=np.int8)
+
+    def formulate(self, budget_bytes: int | None, *, minimise_time: bool = True) -> Formulation:
+        return Formulation(self.problem, self.algebra, self.memory, budget_bytes, minimise_time=minimise_time)
+
+    def solution(self, plan: Plan, *, proven: bool, bound_s: float) -> Solution:
+        """A plan with what was proved about it."""
+        objective_s, step_s = plan.timeline.objective_s, self.problem.step_s
+        # A bound from a program solved to tolerances may lie a rounding error above the plan.
+        bound_s = min(bound_s, objective_s)
+        return Solution(
+            decisions=tuple(plan.decisions.tolist()),
+            status="optimal" if proven else "feasible",
+            peak_bytes=plan.timeline.peak_bytes,
+            extra_s=plan.timeline.extra_s,
+            bound_s=bound_s,
+            gap=(objective_s - bound_s) / step_s if step_s > 0 else 0.0,
+            solver=self.backend.name,
+            rounds=self.rounds,
+            solve_s=self.elapsed_s(),
+            hint_s=plan.timeline.hint_s,
+        )
+
+    @property
+    def variables(self) -> Variables:
+        """Of groups and regions."""
+        return self.algebra.variables
+
+
+class Search:
+    """The rounds that both searches are made of.
+
+    Attributes:
+        best: the best plan so far, by the measure of the search.
+        lowest: the plan with the least peak so far.
+        bound_s: no plan within the budget adds fewer seconds, hints included.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.best: Plan | None = None
+        self.lowest: Plan | None = None
+        self.bound_s = 0.0
+
+    def is_better(self, plan: Plan) -> bool:
+        """Whether a plan should be the best from now on."""
+        raise NotImplementedError
+
+    def learn(self, formulation: Formulation, outcome: Outcome) -> None:
+        """Take note of what a program proved."""
+
+    def consider(self, decisions: np.ndarray) -> Plan | None:
+        """Have decisions judged; None if they break a rule."""
+        if self.task.simulator.violations(decisions):
+            return None
+        plan = Plan(decisions, self.task.simulator.simulate(decisions))
+        if self.lowest is None or plan.timeline.peak_bytes < self.lowest.timeline.peak_bytes:
+            self.lowest = plan
+        if self.is_better(plan):
+            self.best = plan
+        return plan
+
+    def near_peak(self) -> list[int]:
+        """The positions of the lowest plan that come near its peak."""
+        if self.lowest is None:
+            return []
+        timeline, resident_bytes = self.lowest.timeline, self.task.problem.resident_bytes
+        limit = resident_bytes + _NEAR_PEAK * (timeline.peak_bytes - resident_bytes)
+        return worst_positions(timeline.live_bytes, limit)
+
+    def relax(self, formulation: Formulation) -> Outcome:
+        """Add rows until the relaxation breaks the budget nowhere; consider its roundings on the way."""
+        memory = self.task.memory
+        while True:
+            outcome = self._run(formulation, "relaxation")
+            if outcome.values is None:
+                return outcome
+            values = formulation.decisions(outcome.values)
+            for rounded in self._roundings(values):
+                self.consider(rounded)
+            live_bytes = memory.live_bytes(memory.evaluate(values))
+            if not formulation.add_rows(worst_positions(live_bytes, formulation.limit_bytes(outcome.values))):
+                return outcome
+
+    def find(
+        self, formulation: Formulation, phase: Phase, gap: float = 0.0
+    ) -> Literal["found", "infeasible", "stopped"]:
+        """Add rows until the integer program's solution is within the budget.
+
+        Args:
+            gap: absolute, in units of the objective.
+        """
+        while True:
+            outcome = self._run(formulation, phase, gap)
+            if outcome.values is None:
+                return "infeasible" if outcome.status == "infeasible" else "stopped"
+            values = formulation.decisions(outcome.values)
+            variables = self.task.variables
+            plan = self.consider(variables.rounded(values, variables.not_saved(values) > 0.5))
+            if plan is None:
+                return "stopped"
+            broken = worst_positions(plan.timeline.live_bytes, formulation.limit_bytes(outcome.values))
+            if not broken:
+                return "found"
+            if not formulation.add_rows(broken):
+                formulation.add_covers(broken, self.task.variables.of(plan.decisions))
+
+    def _run(self, formulation: Formulation, phase: Phase, gap: float = 0.0) -> Outcome:
+        """Solve a program, and tell who listens."""
+        if formulation.impossible:
+            return INFEASIBLE
+        if not self.task.in_time():
+            return STOPPED
+        integer = phase != "relaxation"
+        start = self._start_values(formulation) if integer else None
+        outcome = self.task.backend.run(Job(formulation.program, integer, gap, self.task.deadline, start))
+        self.task.rounds += integer
+        self.learn(formulation, outcome)
+        self.tell(phase, formulation)
+        return outcome
+
+    def _start_values(self, formulation: Formulation) -> np.ndarray | None:
+        """The best plan as the solver's values, if the program allows it."""
+        if self.best is None or not formulation.allows(self.best.timeline.peak_bytes):
+            return None
+        return formulation.point(self.task.variables.of(self.best.decisions))
+
+    def tell(self, phase: Phase, formulation: Formulation) -> None:
+        """Tell who listens where the search stands."""
+        if self.task.progress is None:
+            return
+        assert self.lowest is not None
+        progress = Progress(
+            phase=phase,
+            round=self.task.rounds,
+            rows=len(formulation.positions),
+            extra_s=self.best.timeline.extra_s if self.best else None,
+            bound_s=self.bound_s,
+            least_peak_bytes=self.lowest.timeline.peak_bytes,
+            elapsed_s=self.task.elapsed_s(),
+        )
+        self.task.progress(progress)
+
+    def _roundings(self, values: np.ndarray) -> Iterator[np.ndarray]:
+        """Fractional decisions, rounded at thresholds from the least saved to the most."""
+        variables = self.task.variables
+        not_saved = variables.not_saved(values)
+        thresholds = np.unique(np.round(not_saved[not_saved > WHOLE], 3))
+        chosen = (
+            np.unique(np.linspace(0, len(thresholds) - 1, _ROUNDINGS).astype(int)) if len(thresholds) else []
+        )
+        for threshold in thresholds[chosen]:
+            # Half a step below, for the threshold may itself have been rounded up.
+            yield variables.rounded(values, not_saved >= threshold - 5e-4)
+
+
+def worst_positions(live_bytes: np.ndarray, limit_bytes: float) -> list[int]:
+    """The highest positions above a limit, each the highest of its neighbourhood."""
+    spread = len(live_bytes) // _ROWS_A_ROUND + 1
+    left = np.array(live_bytes, dtype=np.float64)
+    chosen = []
+    while left[position := int(np.argmax(left))] > limit_bytes:
+        near = slice(max(0, position - spread), position + spread + 1)
+        # What was blanked out around a higher position leaves slopes, whose tops are no peaks.
+        if live_bytes[position] >= live_bytes[near].max():
+            chosen.append(position)
+        left[near] = -np.inf
+    return chosen

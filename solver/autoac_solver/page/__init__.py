@@ -1,5 +1,0 @@
-"""The report page: one HTML file that shows a plan and its alternatives, opens offline and asks for nothing."""
-
-from autoac_solver.page.render import render_report, write_report
-
-__all__ = ["render_report", "write_report"]

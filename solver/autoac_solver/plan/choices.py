@@ -1,0 +1,256 @@
+"""The choices of regions to plan with, each built once and solved for as many budgets as one likes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from autoac_solver.build.stacking import stacked
+from autoac_solver.optimise.ilp import RuledOut, solve
+from autoac_solver.optimise.search import Prepared
+from autoac_solver.plan.report import (
+    about_caches,
+    about_torchs_loss,
+    describe_position,
+    holders_at,
+    suggestions,
+)
+from autoac_solver.problem.solution import Solution
+from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeError, PolicyError, ProfilingError
+from autoac_solver.records.policies import Policy
+from autoac_solver.records.profile import Profile
+
+
+class Choice:
+    """One choice of regions, and what is known about it so far.
+
+    Args:
+        profile: what is planned for.
+        calls: the module calls that are regions.
+        engine: "replay" or "sac".
+        policies: the user's.
+    """
+
+    def __init__(
+        self, profile: Profile, calls: Sequence[int], engine: str, policies: Sequence[Policy] = ()
+    ) -> None:
+        self.calls = tuple(calls)
+        self.stack = stacked(profile, calls, engine, policies)
+        self.built = self.stack.built
+        self.prepared = Prepared(self.built.problem)
+        self._start: tuple[int, ...] | None = None
+        self._infeasible: InfeasibleBudgetError | None = None
+        self._ruled_out = -1  # the largest limit that is known not to be met
+
+    def solve(
+        self, limit: int, gap: float, time_limit_s: float, rough: bool = False, find_minimum: bool = True
+    ) -> Solution:
+        """The best plan within a limit, not slower than the last one found if that is within the limit.
+
+        Args:
+            rough, find_minimum: see `ilp.solve`.
+
+        Raises:
+            InfeasibleBudgetError, RuledOut: there is none.
+        """
+        known = self._infeasible
+        if known is not None and known.proven and limit < known.minimum_bytes:
+            raise InfeasibleBudgetError(
+                limit, known.minimum_bytes, True, known.decisions, known.peak_position
+            )
+        if limit <= self._ruled_out and not find_minimum:
+            raise RuledOut
+        try:
+            solution = solve(
+                self.prepared,
+                limit,
+                gap=gap,
+                time_limit_s=time_limit_s,
+                start=self._start,
+                rough=rough,
+                find_minimum=find_minimum,
+            )
+        except InfeasibleBudgetError as error:
+            self._infeasible, self._start = error, error.decisions
+            raise
+        except RuledOut:
+            self._ruled_out = limit
+            raise
+        self._start = solution.decisions
+        return solution
+
+
+class Choices:
+    """The choices of regions of a profile, from coarse to fine; each is built when it is first looked at.
+
+    Args:
+        profile, engine: as for `Choice`.
+        calls: the module calls of each choice.
+        policies: the user's; choices under which they cannot be followed are left out when they are built.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        calls: Sequence[Sequence[int]],
+        engine: str,
+        policies: Sequence[Policy] = (),
+    ) -> None:
+        self.profile = profile
+        self.engine = engine
+        self.policies = tuple(policies)
+        self._all_calls = calls
+        self._calls = list(calls)
+        self._refused: PolicyError | None = None  # why the first choice was left out
+        self._made: list[Choice] = []
+        self._longest_s = 0.0  # that building one of them took
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __getitem__(self, index: int) -> Choice:
+        while len(self._made) <= index:
+            self._build()
+        return self._made[index]
+
+    @property
+    def built(self) -> tuple[Choice, ...]:
+        """Those that have been looked at."""
+        return tuple(self._made)
+
+    def _build(self) -> None:
+        """Build the next choice, or leave it out.
+
+        Raises:
+            PolicyError: the policies can be followed under none; for the coarsest.
+        """
+        start, index = time.perf_counter(), len(self._made)
+        try:
+            self._made.append(Choice(self.profile, self._calls[index], self.engine, self.policies))
+        except PolicyError as error:
+            self._refused = self._refused or error
+            del self._calls[index]
+            if not self._calls:
+                raise self._refused from None
+        self._longest_s = max(self._longest_s, time.perf_counter() - start)
+
+    def best(
+        self,
+        limit: int,
+        time_limit_s: float,
+        gap: float,
+        tell: Callable[[str, float], None] = lambda *_: None,
+    ) -> tuple[Choice, Solution]:
+        """The fastest plan within a limit.
+
+        The choices are solved roughly first, from coarse to fine, until one costs nothing. Then they are solved to the
+        gap, but for those that are known by then not to lead to a faster plan. In time, more memory never leads to a
+        plan that is slower by more than the gap.
+
+        The bound and the status of the solution are of all choices: no plan of any of them is faster by more.
+
+        Once there is a plan, a further choice gets half of the time that is left, for solving to the gap takes some,
+        too. Further choices are not looked at if building them, which nothing stops, would take all of it.
+
+        Raises:
+            InfeasibleBudgetError: for the choice with the least possible peak.
+            NoPlanInTimeError: no plan was found, and at least one choice was not ruled out.
+            PolicyError: the policies can be followed under none of the choices; before anything is solved.
+        """
+        deadline = time.perf_counter() + time_limit_s
+
+        def left_s() -> float:
+            return max(0.1, deadline - time.perf_counter())
+
+        def is_late(needed_s: float = 0.0) -> bool:
+            return time.perf_counter() + needed_s > deadline
+
+        index = 0
+        rough: list[tuple[Choice, Solution]] = []
+        infeasible: tuple[Choice, InfeasibleBudgetError] | None = None
+        proven = True
+        late: NoPlanInTimeError | None = None
+        while index < len(self):
+            if index and is_late(self._building_s(index) * (2 if rough else 1)):
+                break
+            tell(f"solving with {len(self._calls[index])} regions", index / len(self) / 2)
+            if index == len(self._made):
+                self._build()
+                continue
+            choice = self._made[index]
+            index += 1
+            try:
+                seconds = left_s() / 2 if rough else left_s()
+                solution = choice.solve(limit, gap, seconds, rough=True, find_minimum=not rough)
+            except RuledOut:
+                continue
+            except InfeasibleBudgetError as error:
+                proven &= error.proven
+                if infeasible is None or error.minimum_bytes < infeasible[1].minimum_bytes:
+                    infeasible = choice, error
+                continue
+            except NoPlanInTimeError as error:
+                late = late or error
+                continue
+            rough.append((choice, solution))
+            if solution.objective_s <= gap * choice.built.problem.step_s:
+                break
+        best: tuple[Choice, Solution] | None = None
+        # Nothing is known of what was not solved; what costs more than the gap is solved, unless time is up.
+        bound_s = 0.0 if late is not None or index < len(self) else math.inf
+        for done, (choice, solution) in enumerate(sorted(rough, key=lambda found: found[1].objective_s)):
+            gap_s = gap * choice.built.problem.step_s
+            if best is not None and solution.bound_s >= best[1].objective_s - gap_s:
+                bound_s = min(bound_s, solution.bound_s)
+                continue
+            if solution.status != "optimal" and not is_late():
+                tell(f"solving with {len(choice.calls)} regions", (1 + done / len(rough)) / 2)
+                solution = choice.solve(limit, gap, left_s())
+            bound_s = min(bound_s, solution.bound_s)
+            if best is None or solution.objective_s < best[1].objective_s:
+                best = choice, solution
+        if best is not None:
+            choice, solution = best
+            return choice, solution.bounded(bound_s, gap, choice.built.problem.step_s)
+        if late is not None:
+            raise late
+        if infeasible is None:
+            raise ProfilingError(
+                "no module of the profiled step has anything to recompute, so there is nothing to plan."
+            )
+        error = self._described(infeasible[0], copy.copy(infeasible[1]), left_s())
+        error.proven = proven and index == len(self)
+        raise error
+
+    def _building_s(self, index: int) -> float:
+        """What building a choice takes, by those built so far; 0 if it is built."""
+        return 0.0 if index < len(self._made) else self._longest_s
+
+    def _described(
+        self, choice: Choice, error: InfeasibleBudgetError, time_limit_s: float
+    ) -> InfeasibleBudgetError:
+        """The error, with what holds the peak, what would lower it, and what the policies make of it."""
+        profile, built = self.profile, choice.built
+        error.where = describe_position(profile, built, error.peak_position)
+        error.holders = holders_at(profile, built, error.decisions, error.peak_position)[:10]
+        error.suggestions = suggestions(error.holders, finer_regions=len(self) == 1)
+        abouts = about_caches(profile, self.engine), about_torchs_loss(profile, error.where)
+        error.suggestions = (*filter(None, abouts), *error.suggestions)
+        error.policies = tuple(str(policy) for policy in self.policies if policy.is_must)
+        if error.policies:
+            error.minimum_without_policies_bytes = self._least_without_policies(time_limit_s)
+        return error
+
+    def _least_without_policies(self, time_limit_s: float) -> int:
+        """The least feasible budget without policies, 0 if it cannot be told in time."""
+        if time_limit_s < 2 * self._longest_s:
+            return 0
+        free = Choices(self.profile, self._all_calls, self.engine)
+        try:
+            return free.best(self.profile.resident_bytes, time_limit_s, 1.0)[1].peak_bytes
+        except InfeasibleBudgetError as error:
+            return error.minimum_bytes if error.proven else 0
+        except NoPlanInTimeError:
+            return 0

@@ -1,0 +1,28 @@
+"""A plan's peak, by what is alive there."""
+
+from __future__ import annotations
+
+from autoac_solver.plan.step import step_of
+from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.profile import NEVER
+
+_PARTS = {
+    "Gradient": "gradients",
+    "Optstate": "optimizer",
+    "Input": "inputs",
+    "Buffer": "inputs",
+    "Activation": "activations",
+    "Temp": "other",
+}
+
+
+def peak_parts(record: PlanRecord) -> dict[str, int]:
+    """Bytes alive at the predicted peak: parameters, gathered, gradients, optimizer, inputs, activations, other."""
+    timeline = step_of(record).timeline
+    peak = timeline.iloc[int(timeline["live_bytes"].to_numpy().argmax())]
+    resident = [s.bytes for s in record.profile.storage_table if s.kind == "Parameter" and s.alloc == NEVER]
+    # Of parameters, only what was gathered comes in the step.
+    parts = {"parameters": sum(resident), "gathered": int(peak["Parameter"]) - sum(resident)}
+    for kind, part in _PARTS.items():
+        parts[part] = parts.get(part, 0) + int(peak[kind])
+    return parts

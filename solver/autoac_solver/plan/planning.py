@@ -1,0 +1,237 @@
+"""From a profile and a budget to a plan's record, and to the curve over budgets; no torch anywhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from autoac_solver.build.engines import DEFAULT, engine_model, planned_for
+from autoac_solver.plan.baselines import baselines, checkpointed
+from autoac_solver.plan.choices import Choices
+from autoac_solver.plan.curve import Tradeoff
+from autoac_solver.plan.overhead import least_memory
+from autoac_solver.plan.partitions import named_calls, partitions
+from autoac_solver.plan.record import make_record
+from autoac_solver.plan.reserved import WithinReserved, allocator_of, check_budget_of
+from autoac_solver.plan.sweep import feasible_range, sweep
+from autoac_solver.records.arguments import (
+    as_patterns,
+    check_effort,
+    check_points,
+    matched,
+    outermost,
+    several_budgets,
+)
+from autoac_solver.records.asked import answers
+from autoac_solver.records.errors import BudgetFormatError, InfeasibleBudgetError, ProfilingError
+from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.policies import Policy
+from autoac_solver.records.profile import Profile
+from autoac_solver.records.units import parse_bytes, parse_overhead
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share that is done, 0 to 1."""
+
+
+def plan_profile(
+    profile: Profile,
+    budget: int | str | None,
+    *,
+    max_overhead: float | str | None = None,
+    engine: str = "auto",
+    engine_reason: str = "",
+    regions: str | Iterable[str] | None = None,
+    policies: Sequence[Policy] = (),
+    headroom: int | str = 0,
+    budget_of: str = "allocated",
+    time_limit_s: float = 60.0,
+    gap: float = 1e-3,
+    progress: Progress | None = None,
+) -> PlanRecord:
+    """A plan's record for a profile and a budget, or for the least memory with which it adds at most so much time.
+
+    Args:
+        budget, max_overhead: one of the two, the other None.
+        engine: "replay", "sac", or "auto", which is "replay" here.
+        engine_reason: why this engine; "" says it by itself.
+        regions: names or globs of modules; None chooses them.
+        policies: constraints and hints, see `policies`.
+        headroom, budget_of, time_limit_s, gap, progress: as for `autoac.plan`.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
+        PolicyError: the policies clash, or one is about nothing; before anything is solved. Or they demand more time
+            than `max_overhead`.
+        ProfilingError: a region is no module of the profiled step, or inside of another one.
+        ValueError: an argument makes no sense; before anything else.
+    """
+    start = time.perf_counter()
+    engine, reason = resolve_engine(engine)
+    check_effort(time_limit_s, gap)
+    check_budget_of(budget_of, profile.device)
+    if budget_of == "reserved" and engine_model(engine).compiles:
+        raise ValueError(
+            "budget_of='reserved' needs to know each allocation, and those of compiled code are not: leave it out "
+            "and leave headroom, or take engine='replay'."
+        )
+    budget_bytes, headroom_bytes, overhead = aims(
+        budget, max_overhead, headroom, profile.device_bytes or None
+    )
+    if overhead is not None and budget_of == "reserved":
+        raise ValueError("budget_of='reserved' goes with a budget, not with max_overhead.")
+    choices = Choices(profile, region_choices(profile, regions, engine), engine, policies)
+    left_s = max(0.0, time_limit_s - (time.perf_counter() - start))
+    tell = progress or (lambda *_: None)
+    try:
+        if overhead is not None:
+            choice, solution = least_memory(choices, overhead, left_s, gap, tell)
+            budget_bytes = solution.peak_bytes + headroom_bytes
+        elif budget_of == "reserved":
+            search = WithinReserved(choices, budget_bytes - headroom_bytes, allocator_of(profile))
+            choice, solution = search.solve(left_s, gap, tell)
+        else:
+            choice, solution = choices.best(budget_bytes - headroom_bytes, left_s, gap, tell)
+    except InfeasibleBudgetError as error:
+        error.leave(headroom_bytes)
+        raise
+    solution = replace(solution, solve_s=time.perf_counter() - start)
+    return make_record(
+        profile,
+        choice.stack,
+        solution,
+        budget_bytes,
+        headroom_bytes,
+        engine_reason or reason,
+        budget_of,
+    )
+
+
+@answers("peak_bytes")
+def peak_bytes(profile: Profile) -> int:
+    """The peak of the step as it runs without a plan, with torch's own loss."""
+    return checkpointed(profile, ()).peak_bytes
+
+
+@answers("least_peak_bytes")
+def least_budget_bytes(profile: Profile, engine: str = DEFAULT) -> int:
+    """The least peak of any plan."""
+    try:
+        return plan_profile(profile, max(1, profile.resident_bytes), engine=engine).predicted_peak_bytes
+    except InfeasibleBudgetError as error:
+        return error.minimum_bytes
+
+
+def plan_budgets(
+    profile: Profile,
+    budgets: int | str | Iterable[int | str] | None = None,
+    points: int = 20,
+    *,
+    engine: str = "auto",
+    engine_reason: str = "",
+    regions: str | Iterable[str] | None = None,
+    policies: Sequence[Policy] = (),
+    time_limit_s: float = 60.0,
+    gap: float = 1e-3,
+    progress: Progress | None = None,
+) -> Tradeoff:
+    """The curve over a range of budgets; its plans are records.
+
+    Args:
+        engine_reason: as for `plan_profile`; all others as for `autoac.tradeoff`.
+
+    Raises:
+        InfeasibleBudgetError, PolicyError, ProfilingError, ValueError: as for `autoac.tradeoff`.
+    """
+    engine, reason = resolve_engine(engine)
+    check_effort(time_limit_s, gap)
+    check_points(points, budgets)
+    total = profile.device_bytes or None
+    given = None if budgets is None else [limits(b, 0, total)[0] for b in several_budgets(budgets)]
+    choices = Choices(profile, region_choices(profile, regions, engine), engine, policies)
+    tell = progress or (lambda *_: None)
+    tell("what people do by hand", 0.0)
+    by_hand = baselines(profile)
+    if given is None:
+        tell("the least feasible budget", 0.0)
+        least, most = feasible_range(choices, time_limit_s)
+        given = [least + (most - least) * i // (points - 1) for i in range(points)]
+    found, notes = sweep(choices, given, time_limit_s, gap, tell)
+    return Tradeoff(profile, engine, engine_reason or reason, found, by_hand, notes, tuple(policies))
+
+
+def resolve_engine(engine: str) -> tuple[str, str]:
+    """The engine and why it is that; "auto" is what eager mode takes.
+
+    Raises:
+        ValueError: there is no such engine.
+    """
+    known = ("auto", *planned_for())
+    if engine not in known:
+        raise ValueError(f"engine is {engine!r}; possible are {', '.join(map(repr, known))}.")
+    return (DEFAULT, "auto: eager mode") if engine == "auto" else (engine, "asked for")
+
+
+def aims(
+    budget: int | str | None, max_overhead: float | str | None, headroom: int | str, total: int | None
+) -> tuple[int, int, float | None]:
+    """Budget in bytes (0 where there is none), headroom in bytes, and the overhead that is allowed instead of a budget.
+
+    Args:
+        total: the device's memory, for budgets like "80%".
+
+    Raises:
+        BudgetFormatError: neither or both are given; or as for `limits`.
+        ValueError: `max_overhead` makes no sense.
+    """
+    if (budget is None) == (max_overhead is None):
+        given = "neither" if budget is None else "both"
+        raise BudgetFormatError(
+            f"{given} of budget and max_overhead {'is' if budget is None else 'are'} given: give budget for the least "
+            "time within it, or max_overhead for the least memory."
+        )
+    if max_overhead is not None:
+        return 0, 0 if headroom == 0 else parse_bytes(headroom, total), parse_overhead(max_overhead)
+    assert budget is not None
+    return *limits(budget, headroom, total), None
+
+
+def limits(budget: int | str, headroom: int | str, total: int | None) -> tuple[int, int]:
+    """Budget and headroom in bytes.
+
+    Args:
+        total: the device's memory, for budgets like "80%".
+
+    Raises:
+        BudgetFormatError: one of them is no amount of memory, or the headroom leaves nothing of the budget.
+    """
+    budget_bytes = parse_bytes(budget, total)
+    headroom_bytes = 0 if headroom == 0 else parse_bytes(headroom, total)
+    if headroom_bytes >= budget_bytes:
+        raise BudgetFormatError(f"headroom={headroom!r} leaves nothing of budget={budget!r}.")
+    return budget_bytes, headroom_bytes
+
+
+def region_choices(
+    profile: Profile, regions: str | Iterable[str] | None, engine: str
+) -> list[tuple[int, ...]]:
+    """The choices of regions to try, from coarse to fine; only one where the user named them.
+
+    Args:
+        regions: names or globs of modules, of each of which one must be a module of the profiled step.
+        engine: as for `partitions`.
+
+    Raises:
+        ProfilingError: one finds no module, or only modules inside of others, or none was called with gradients on.
+        ValueError: they are no names.
+    """
+    if regions is None:
+        return partitions(profile, engine)
+    called = dict.fromkeys(call.fqn for call in profile.calls)
+    names = outermost(matched(as_patterns(regions), called, "the profiled step"))
+    calls = named_calls(profile, names)
+    if not calls:
+        raise ProfilingError(
+            f"none of the regions {names} was called with gradients on in the profiled step."
+        )
+    return [tuple(calls)]

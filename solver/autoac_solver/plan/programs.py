@@ -1,0 +1,146 @@
+"""Programs and decisions: what `apply` runs, made from the decisions on a problem, and the decisions read off it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from autoac_solver.build.built import Built
+from autoac_solver.build.cross_entropy import chunkable_losses, lean_losses
+from autoac_solver.build.engines import engine_model
+from autoac_solver.problem.problem import RECOMPUTE, SAVE
+from autoac_solver.records.compiled import EAGER
+from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.plan import Pause, PlanRecord, RegionPlan, RootCalls
+from autoac_solver.records.profile import Profile
+
+
+def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[str, Any]:
+    """All that `apply` runs, as fields of a `PlanRecord`: regions, several, losses, chunked_losses, chunk_dtypes."""
+    wrapped = {g.region for g, option in zip(built.problem.groups, decisions, strict=True) if option != SAVE}
+    calls_of = Counter(call.fqn for call in profile.calls if call.grad)
+    regions = []
+    for index, tape in enumerate(built.regions):
+        call, steps = profile.calls[tape.call], built.steps(profile, index, decisions)
+        point, is_wrapped = built.point(index, decisions), index in wrapped
+        if built.points:
+            is_wrapped = point != EAGER
+        if index not in wrapped:  # an op that early stop would spare is none that runs again
+            steps = tuple((name, False) for name, _ in steps)
+        calls = calls_of[call.fqn]
+        regions.append(RegionPlan(call.fqn, call.call, calls, is_wrapped, steps, point=point))
+    chunked = built.loss >= 0 and built.is_recomputed(decisions, built.loss)
+    return {
+        "regions": _with_pauses(profile, regions, built.engine),
+        "several": _several(profile, regions),
+        "losses": lean_losses(profile),
+        "chunked_losses": chunked,
+        "chunk_dtypes": tuple(sorted({loss.dtype for loss in chunkable_losses(profile)})) if chunked else (),
+    }
+
+
+def with_regions(record: PlanRecord, regions: Sequence[RegionPlan]) -> PlanRecord:
+    """A plan with other regions wrapped or other steps: its pauses follow. What was predicted of it does not."""
+    return replace(
+        record,
+        regions=_with_pauses(record.profile, regions, record.engine),
+        several=_several(record.profile, regions),
+    )
+
+
+def _with_pauses(profile: Profile, regions: Sequence[RegionPlan], engine: str) -> tuple[RegionPlan, ...]:
+    """The regions with the pauses that their steps permit."""
+    model = engine_model(engine)
+    index = {(call.fqn, call.call): i for i, call in enumerate(profile.calls) if call.grad}
+    never = {region.fqn for region in regions}
+
+    def permitted(region: RegionPlan) -> tuple[Pause, ...]:
+        call = index.get((region.fqn, region.call))
+        if not region.wrapped or call is None:
+            return ()
+        recorded = {position for position, (_, again) in enumerate(region.steps) if again}
+        return model.pauses(profile, call, recorded, never)
+
+    return tuple(replace(region, pauses=permitted(region)) for region in regions)
+
+
+def _several(profile: Profile, regions: Sequence[RegionPlan]) -> RootCalls | None:
+    """Where the calls of the wrapped modules stand that are called several times a step."""
+    wrapped = {region.fqn: region.calls for region in regions if region.wrapped}
+    names = [fqn for fqn, calls in wrapped.items() if calls > 1]
+    found = None if not names or "" in wrapped else profile.calls_below_root(names)
+    return None if found is None else RootCalls(*found)
+
+
+def settled(built: Built, decisions: Sequence[int]) -> tuple[int, ...]:
+    """The same decisions, but that a group whose ops early stop spares anyway (sac) is saved, as no program tells."""
+    told = {built.loss}
+    for tape in built.regions:
+        told.update(g for g, spared in zip(tape.group_of, tape.free_of_choice, strict=True) if not spared)
+    return tuple(option if group in told else SAVE for group, option in enumerate(decisions))
+
+
+def region_calls(record: PlanRecord) -> tuple[int, ...]:
+    """The module calls that are a plan's regions.
+
+    Raises:
+        ProfileError: its profile has no such call.
+    """
+    calls = {(call.fqn, call.call): index for index, call in enumerate(record.profile.calls) if call.grad}
+    try:
+        return tuple(calls[region.fqn, region.call] for region in record.regions)
+    except KeyError as error:
+        raise ProfileError(
+            f"the plan has a region {error} that its profile does not know. Make it again."
+        ) from None
+
+
+def decisions_in(record: PlanRecord, built: Built) -> tuple[int, ...]:
+    """The decisions that a plan's programs carry out: the option of each group of its problem.
+
+    They are `settled`.
+
+    Raises:
+        ProfileError: the programs are none for this problem: they are about other calls or ops, or run again a part of
+            what is decided as one, or what cannot be run again.
+    """
+    if [tape.call for tape in built.regions] != list(region_calls(record)):
+        raise ProfileError("the plan has other regions than its profile gives rise to. Make it again.")
+    if built.points:
+        return _points_in(record, built)
+    again = {built.loss: record.chunked_losses} if built.loss >= 0 else {}
+    for region, tape in zip(record.regions, built.regions, strict=True):
+        ops = zip(region.steps, tape.group_of, tape.free_of_choice, strict=False)
+        for (_, recomputed), group, spared in ops:
+            if not spared and group >= 0 and again.setdefault(group, recomputed) != recomputed:
+                raise ProfileError(
+                    f"the plan recomputes in region {region.name!r} a part of what is one value. Make it again."
+                )
+    groups = built.problem.groups
+    decisions = tuple(RECOMPUTE if again.get(group) else SAVE for group in range(len(groups)))
+    for name, value in programs(record.profile, built, decisions).items():
+        if getattr(record, name) != value:
+            raise ProfileError(f"the plan's {name} do not belong to its profile. Make it again.")
+    if not all(group.permits(option) for group, option in zip(groups, decisions, strict=True)):
+        raise ProfileError(
+            "the plan recomputes what cannot be recomputed, or saves what must not be. Make it again."
+        )
+    return decisions
+
+
+def _points_in(record: PlanRecord, built: Built) -> tuple[int, ...]:
+    """The decisions of a plan whose regions are compiled: the option of each that is its point."""
+    decisions = []
+    for region, points in zip(record.regions, built.points, strict=True):
+        if region.point not in points:
+            raise ProfileError(
+                f"the plan compiles region {region.name!r} at a point ({region.point}) that its profile has no "
+                "measurement of, or a better one than. Make it again."
+            )
+        decisions.append(points.index(region.point))
+    for name, value in programs(record.profile, built, decisions).items():
+        if getattr(record, name) != value:
+            raise ProfileError(f"the plan's {name} do not belong to its profile. Make it again.")
+    return tuple(decisions)

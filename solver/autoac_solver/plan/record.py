@@ -1,0 +1,77 @@
+"""From a solution to the plan's record."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoac_solver.build.stacking import Stacked, stacked
+from autoac_solver.plan.programs import decisions_in, programs, region_calls, settled
+from autoac_solver.plan.reserved import allocator_of, reserved_bytes
+from autoac_solver.problem.problem import SAVE
+from autoac_solver.problem.simulator import Simulator
+from autoac_solver.problem.solution import Solution
+from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.profile import Profile
+
+
+def make_record(
+    profile: Profile,
+    stack: Stacked,
+    solution: Solution,
+    budget_bytes: int,
+    headroom_bytes: int,
+    reason: str,
+    budget_of: str = "allocated",
+) -> PlanRecord:
+    """The plan's record: its programs, and what was predicted and proved about them."""
+    allocator = allocator_of(profile)
+    built, decisions = stack.built, settled(stack.built, solution.decisions)
+    simulator = Simulator(built.problem)
+    timeline = simulator.simulate(decisions)
+    nothing = simulator.simulate([SAVE] * len(decisions))
+    return PlanRecord(
+        model=profile.model,
+        model_fingerprint=profile.model_fingerprint,
+        op_fingerprint=profile.op_fingerprint,
+        device=profile.device,
+        torch_version=profile.torch_version,
+        root_calls=sum(call.fqn == "" and call.grad for call in profile.calls),
+        engine=built.engine,
+        engine_reason=reason,
+        budget_bytes=budget_bytes,
+        headroom_bytes=headroom_bytes,
+        resident_bytes=profile.resident_bytes,
+        predicted_peak_bytes=timeline.peak_bytes,
+        unplanned_peak_bytes=nothing.peak_bytes,
+        predicted_extra_s=timeline.extra_s,
+        predicted_step_s=built.problem.step_s,
+        bound_s=solution.bound_s,
+        gap=solution.gap,
+        status=solution.status,
+        solver=solution.solver,
+        solve_s=solution.solve_s,
+        **programs(profile, built, decisions),
+        profile=profile,
+        policies=stack.applied(solution.decisions),
+        hint_s=solution.hint_s,
+        budget_of=budget_of,
+        allocator=allocator,
+        predicted_reserved_bytes=reserved_bytes(profile, built, decisions, allocator),
+    )
+
+
+def predicted_anew(record: PlanRecord, profile: Profile) -> PlanRecord:
+    """The same programs, with what another profile of the same step predicts of them. What was proved stays."""
+    moved = replace(record, profile=profile)
+    policies = [applied.policy for applied in record.policies]
+    built = stacked(profile, region_calls(moved), record.engine, policies, must_match=False).built
+    decisions = decisions_in(moved, built)
+    simulator = Simulator(built.problem)
+    found = simulator.simulate(decisions)
+    return replace(
+        moved,
+        predicted_peak_bytes=found.peak_bytes,
+        unplanned_peak_bytes=simulator.simulate([SAVE] * len(decisions)).peak_bytes,
+        predicted_extra_s=found.extra_s,
+        predicted_reserved_bytes=reserved_bytes(profile, built, decisions, record.allocator),
+    )

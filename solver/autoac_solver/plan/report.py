@@ -1,0 +1,204 @@
+"""Tables about decisions: what is done with each value, what is alive when, who holds the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from autoac_solver.build.built import Built
+from autoac_solver.build.cross_entropy import torchs_loss_bytes
+from autoac_solver.build.engines import engine_model
+from autoac_solver.problem.problem import ALWAYS, Lifetime
+from autoac_solver.problem.simulator import Simulator
+from autoac_solver.records.compiled import in_words
+from autoac_solver.records.format import format_bytes
+from autoac_solver.records.profile import KINDS, NEVER, Profile
+
+_COLUMNS = ["region", "module", "op", "bytes", "decision", "time_s", "must_save", "unit", "storage"]
+
+
+def decisions_table(profile: Profile, built: Built, decisions: Sequence[int]) -> pd.DataFrame:
+    """One row a value: its region, the op that makes it, bytes, and what is done with it.
+
+    `decision` is "recompute"; "save" where it is kept for somebody who needs it in backward; "skip" where nobody does.
+    `time_s` is what recomputing its decision group adds to the step; `unit` is the group's number. Where regions are
+    compiled, one row a region: all that it keeps, `op` says at which point, and `decision` is "compiled" or "save".
+    """
+    if built.points:
+        return _points_table(profile, built, decisions)
+    made_by = {storage: op for op in profile.tape for storage in op.creates}
+    needed = _needed_storages(profile, built, decisions)
+    rows: list[dict[str, Any]] = []
+    for index, (group, storages) in enumerate(zip(built.problem.groups, built.group_storages, strict=True)):
+        region = built.problem.regions[group.region].name
+        again = built.is_recomputed(decisions, index)
+        for storage in storages:
+            op = made_by.get(storage)
+            kept = "save" if storage in needed else "skip"
+            rows.append(
+                {
+                    "region": region,
+                    "module": profile.module_name(op.module) if op else "",
+                    "op": op.name if op else "",
+                    "bytes": profile.storage_table[storage].bytes,
+                    "decision": "recompute" if again else kept,
+                    "time_s": group.options[-1].time_s,
+                    "must_save": group.must_save,
+                    "unit": index,
+                    "storage": storage,
+                }
+            )
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+def _points_table(profile: Profile, built: Built, decisions: Sequence[int]) -> pd.DataFrame:
+    """One row a compiled region."""
+    rows = []
+    for index, (tape, group) in enumerate(zip(built.regions, built.problem.groups, strict=True)):
+        name, option = profile.module_name(tape.call), group.options[decisions[index]]
+        measured = profile.compiled and profile.compiled.of_call(tape.call)
+        assert measured is not None  # it would be no region
+        point = next(p for p in measured.points if p.name == built.point(index, decisions))
+        words = in_words(point.name, measured.heavy)
+        rows.append(
+            (name, name, words, point.kept_bytes, option.action.value, option.time_s, "", index, NEVER)
+        )
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+def _needed_storages(profile: Profile, built: Built, decisions: Sequence[int]) -> set[int]:
+    """Storages that autograd saved, or that an op which is run again reads."""
+    needed = {saved.storage for saved in profile.saved}
+    for index, group in enumerate(built.problem.groups):
+        if built.is_recomputed(decisions, index):
+            for op in group.ops:
+                needed.update(profile.tape[op].reads)
+    return needed
+
+
+def timeline_table(profile: Profile, built: Built, decisions: Sequence[int]) -> pd.DataFrame:
+    """One row a position of the planned step: op, module, phase, live bytes, and these by kind of memory."""
+    problem = built.problem
+    simulator = Simulator(problem)
+    frame = pd.DataFrame(
+        {
+            "op": [profile.tape[op].name for op in problem.position_op],
+            "module": [profile.module_name(profile.tape[op].module) for op in problem.position_op],
+            "phase": [
+                "recompute" if again else "backward" if profile.tape[op].backward else "forward"
+                for op, again in zip(problem.position_op, problem.position_replayed, strict=True)
+            ],
+            "live_bytes": simulator.live_bytes(decisions),
+        }
+    )
+    kinds = np.array([_kind(profile, lifetime) for lifetime in problem.lifetimes])
+    for kind in KINDS:
+        resident = sum(s.bytes for s in profile.storage_table if s.alloc == NEVER and s.kind == kind)
+        frame[kind] = simulator.part(kinds == kind, resident).live_bytes(decisions)
+    return frame
+
+
+def _kind(profile: Profile, lifetime: Lifetime) -> str:
+    return "Temp" if lifetime.storage < 0 else profile.storage_table[lifetime.storage].kind
+
+
+def describe_position(profile: Profile, built: Built, position: int) -> str:
+    """Op, module and phase of a position, in words."""
+    op = profile.tape[built.problem.position_op[position]]
+    again = built.problem.position_replayed[position]
+    phase = "recomputation" if again else "backward" if op.backward else "forward"
+    module = profile.module_name(op.module)
+    return f"{op.name} in {phase}" + (f" of module {module!r}" if module else "")
+
+
+def holders_at(
+    profile: Profile, built: Built, decisions: Sequence[int], position: int
+) -> tuple[tuple[str, str, int], ...]:
+    """Kind, module and bytes of what is alive at a position, largest first."""
+    made_by = {storage: op for op in profile.tape for storage in op.creates}
+    held: dict[tuple[str, str], int] = {}
+
+    def add(kind: str, module: str, size: int) -> None:
+        if size:
+            held[kind, module] = held.get((kind, module), 0) + size
+
+    for storage in profile.storage_table:
+        if storage.alloc == NEVER:
+            add(storage.kind, "", storage.bytes)
+    for index in Simulator(built.problem).alive_at(decisions, position):
+        lifetime = built.problem.lifetimes[index]
+        op = made_by.get(lifetime.storage)
+        name = profile.storage_table[lifetime.storage].name if lifetime.storage >= 0 else ""
+        module = name.rpartition(".")[0] if name else profile.module_name(op.module) if op else ""
+        kind = _kind(profile, lifetime)
+        add(kind, "" if kind == "Gradient" else module, lifetime.bytes)
+    rows = [(kind, module, size) for (kind, module), size in held.items()]
+    return tuple(sorted(rows, key=lambda row: (-row[2], row[0], row[1])))
+
+
+def fixed_bytes_at(built: Built, position: int) -> int:
+    """Bytes that are alive at a position whatever is decided."""
+    always = (i for i in built.problem.lifetimes if i.exists == ALWAYS and i.start <= position < i.end)
+    return built.problem.resident_bytes + sum(lifetime.bytes for lifetime in always)
+
+
+def about_caches(profile: Profile, engine: str) -> str:
+    """What it means for an engine that modules change an object that they are given, and what to do; "" if none do."""
+    names = list(dict.fromkeys(call.fqn for call in profile.calls if call.grad and call.changes_arguments))
+    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    if not outermost:
+        return ""
+    who = repr(outermost[0]) + (f" and {len(outermost) - 1} more" if len(outermost) > 1 else "")
+    change = f"{who} change an object that they are given (a cache of keys and values, say)"
+    if engine_model(engine).runs_code_twice:
+        return (
+            f"{change}, so their code cannot run twice and engine {engine} leaves them as they are: turn that off "
+            "(use_cache=False), or use engine='replay'"
+        )
+    return f"{change}, which holds what it got to the end of the step: turn that off (use_cache=False)"
+
+
+def about_torchs_loss(profile: Profile, where: str) -> str:
+    """What to do about a peak at the backward of a cross entropy that no plan can reach; "" if it is elsewhere.
+
+    Args:
+        where: of the peak, from `describe_position`.
+    """
+    less = torchs_loss_bytes(profile)
+    if not less or not where.startswith("aten._log_softmax_backward_data.default"):
+        return ""
+    return (
+        "the peak is the backward of a loss that is computed outside of the model's forward: if it is torch's "
+        f"cross_entropy, autoac.cross_entropy in its place takes {format_bytes(less)} less there, with the same bits"
+    )
+
+
+def suggestions(holders: Sequence[tuple[str, str, int]], finer_regions: bool) -> tuple[str, ...]:
+    """What would lower the peak, judged by what holds it.
+
+    Args:
+        finer_regions: whether smaller regions than those that were tried are worth a try.
+    """
+    by_kind: dict[str, int] = {}
+    for kind, _, size in holders:
+        by_kind[kind] = by_kind.get(kind, 0) + size
+    total = max(1, sum(by_kind.values()))
+    found = []
+    if by_kind.get("Activation", 0) + by_kind.get("Temp", 0) > 0.3 * total:
+        found.append("a smaller batch or shorter sequences: activations and temporaries shrink with them")
+    fixed = by_kind.get("Parameter", 0) + by_kind.get("Gradient", 0) + by_kind.get("Optstate", 0)
+    if fixed > 0.5 * total:
+        found.append(
+            f"parameters, gradients and optimizer state hold {format_bytes(fixed)}, which no checkpointing touches: "
+            "shard them (FSDP), train fewer parameters (LoRA), or use a smaller dtype or optimizer state"
+        )
+    largest = next(((k, m, s) for k, m, s in holders if k in ("Activation", "Temp")), None)
+    if largest is not None and largest[2] > 0.25 * total:
+        owner = f"module {largest[1]!r}" if largest[1] else "code outside of all modules (the loss, say)"
+        found.append(f"{owner} alone holds {format_bytes(largest[2])} there: compute it in chunks")
+    if finer_regions:
+        found.append("smaller regions: leave regions= out to have all sizes tried")
+    return tuple(found)

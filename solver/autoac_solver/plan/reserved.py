@@ -1,0 +1,210 @@
+"""What a plan reserves on a GPU, by simulation, and plans whose reserved memory fits a budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autoac_solver.allocator.options import AllocatorOptions, options_in_environment, parse_options
+from autoac_solver.allocator.step import ReservedMemory
+from autoac_solver.build.built import Built
+from autoac_solver.plan.choices import Choice, Choices
+from autoac_solver.plan.programs import settled
+from autoac_solver.plan.report import describe_position
+from autoac_solver.problem.simulator import Simulator
+from autoac_solver.problem.solution import Solution
+from autoac_solver.records.errors import AllocatorOptionsError, InfeasibleBudgetError, NoPlanInTimeError
+from autoac_solver.records.format import format_bytes
+from autoac_solver.records.profile import NEVER, Profile
+
+BUDGETS_OF = ("allocated", "reserved")
+
+_ROUNDS = 12
+"""Limits for allocated memory that are tried for one budget of reserved memory."""
+_NEAR = 0.002
+"""Share of the budget: limits that are nearer to each other are not told apart."""
+
+
+def is_cuda(profile: Profile) -> bool:
+    """Whether the step's memory is that of CUDA's caching allocator."""
+    return profile.device.split(":")[0] == "cuda"
+
+
+def check_budget_of(budget_of: str, device: str) -> None:
+    """Refuse what a budget cannot be of.
+
+    Args:
+        budget_of: see `BUDGETS_OF`.
+        device: torch's name of it.
+
+    Raises:
+        ValueError: it is none of these, or nothing is reserved on the device.
+        AllocatorOptionsError: the options in the environment are not understood.
+    """
+    if budget_of not in BUDGETS_OF:
+        raise ValueError(f"budget_of is {budget_of!r}; possible are {', '.join(map(repr, BUDGETS_OF))}.")
+    if budget_of == "reserved":
+        if device.split(":")[0] != "cuda":
+            raise ValueError(
+                f"budget_of='reserved' is for CUDA, whose allocator reserves more than it hands out; the step is on "
+                f"{device!r}. Leave it out, or profile with device='h100' or another GPU."
+            )
+        parse_options(options_in_environment())
+
+
+def allocator_of(profile: Profile) -> str:
+    """The allocator's options that a plan for this profile is made with, as text; "" where there are none."""
+    return "".join(options_in_environment().split()) if is_cuda(profile) else ""
+
+
+def reserved_memory(profile: Profile, built: Built, options: AllocatorOptions) -> ReservedMemory:
+    """What the allocator reserves for plans of a problem."""
+    resident = [storage.bytes for storage in profile.storage_table if storage.alloc == NEVER]
+    return ReservedMemory(Simulator(built.problem), resident, options, profile.device_bytes)
+
+
+def reserved_bytes(profile: Profile, built: Built, decisions: Sequence[int], allocator: str) -> int | None:
+    """What is reserved at most in the planned step.
+
+    Args:
+        allocator: its options, as text.
+
+    Returns:
+        Bytes; None where nothing is known: not on CUDA, regions are compiled; `about_unknown` says why else.
+    """
+    if not is_cuda(profile) or built.points:  # compiled code allocates as it likes
+        return None
+    try:
+        options = parse_options(allocator)
+    except AllocatorOptionsError:
+        return None
+    return reserved_memory(profile, built, options).peak_bytes_or_none(decisions)
+
+
+def about_unknown(allocator: str) -> str:
+    """Why it is not known on CUDA what a plan reserves under these options."""
+    try:
+        parse_options(allocator)
+    except AllocatorOptionsError as error:
+        return str(error)
+    return "the planned step does not fit the share of the device that per_process_memory_fraction allows."
+
+
+class WithinReserved:
+    """The fastest plan that is found whose reserved memory is within a limit.
+
+    Reserved memory is no sum over lifetimes, so the integer program cannot bound it. It bounds allocated memory by
+    a limit, at first the budget itself; what the plan reserves is simulated, and the limit is lowered until that
+    fits, then raised again half-way to the lowest limit that did not do.
+
+    What is reserved is never less than what is allocated, so the bound of the first limit holds: no plan that
+    reserves no more than the budget is faster.
+
+    Args:
+        choices: of regions.
+        limit: for reserved memory, bytes.
+        allocator: its options, as text.
+    """
+
+    def __init__(self, choices: Choices, limit: int, allocator: str) -> None:
+        self._choices, self._limit, self._allocator = choices, limit, allocator
+        self._options = parse_options(allocator)
+        self._memory: dict[int, ReservedMemory] = {}
+        self._best: tuple[Choice, Solution] | None = None
+        self._least: tuple[int, tuple[int, ...], Choice] | None = None
+        """What the plan of least peak reserves, its decisions, and its regions."""
+
+    def solve(
+        self, time_limit_s: float, gap: float, tell: Callable[[str, float], None]
+    ) -> tuple[Choice, Solution]:
+        """See the class. Status and gap of the solution are about all plans that reserve no more than the limit.
+
+        Raises:
+            InfeasibleBudgetError, NoPlanInTimeError: as for `Choices.best`.
+        """
+        deadline = time.perf_counter() + time_limit_s
+        step_s = self._choices.profile.step_s
+        fits, fails, target, bound_s = 0, self._limit + 1, self._limit, 0.0
+        self._best = self._least = None
+        for round_ in range(_ROUNDS):
+            left_s = deadline - time.perf_counter()
+            if round_ and left_s <= 0:
+                break
+            tell(f"reserved memory: at most {format_bytes(target)} allocated", round_ / _ROUNDS)
+            try:
+                choice, solution = self._choices.best(target, max(0.1, left_s), gap)
+            except InfeasibleBudgetError as error:
+                fails, target = target, error.minimum_bytes
+                reserves_too_much = self._reserves_too_much(error)
+                if self._least is None:
+                    raise
+                if self._best is not None or reserves_too_much or target > self._limit:
+                    break  # what does not fit when allocated does not fit when reserved
+                continue
+            except NoPlanInTimeError:
+                if not round_:
+                    raise
+                break
+            bound_s = bound_s if round_ else solution.bound_s
+            reserved = self._reserved_by(choice, solution.decisions)
+            if reserved <= self._limit:
+                fits = max(fits, target)
+                if self._best is None or solution.objective_s < self._best[1].objective_s:
+                    self._best = choice, solution
+                if not round_ or solution.objective_s - bound_s <= gap * step_s:
+                    break
+            else:
+                fails = min(fails, target)
+                self._least = reserved, solution.decisions, choice
+            if fails - fits <= _NEAR * self._limit:
+                break
+            over = reserved - self._limit
+            target = (fits + fails) // 2 if self._best else min(solution.peak_bytes, fails) - max(over, 512)
+            if target <= 0:
+                break
+        if self._best is None:
+            raise self._infeasible()
+        choice, solution = self._best
+        return choice, solution.bounded(bound_s, gap, step_s)
+
+    def _reserves_too_much(self, error: InfeasibleBudgetError) -> bool:
+        """Whether the plan of least peak, which the error knows, reserves too much."""
+        for choice in self._choices.built:
+            if len(choice.built.problem.groups) != len(error.decisions):
+                continue
+            if choice.prepared.simulator.simulate(error.decisions).peak_bytes == error.minimum_bytes:
+                reserved = self._reserved_by(choice, error.decisions)
+                self._least = reserved, error.decisions, choice
+                return reserved > self._limit
+        return False
+
+    def _reserved_by(self, choice: Choice, decisions: Sequence[int]) -> int:
+        """Bytes; more than the limit where the process may not take so much."""
+        if id(choice) not in self._memory:
+            self._memory[id(choice)] = reserved_memory(self._choices.profile, choice.built, self._options)
+        found = self._memory[id(choice)].peak_bytes_or_none(settled(choice.built, decisions))
+        return self._limit + self._limit // 20 if found is None else found
+
+    def _infeasible(self) -> InfeasibleBudgetError:
+        assert self._least is not None
+        reserved, decisions, choice = self._least
+        peak = choice.prepared.simulator.simulate(decisions)
+        error = InfeasibleBudgetError(self._limit, reserved, False, decisions, peak.peak_position)
+        error.where = describe_position(self._choices.profile, choice.built, peak.peak_position)
+        error.reserved_for_bytes = peak.peak_bytes
+        error.suggestions = (
+            f"budget_of='allocated': that plan allocates {format_bytes(peak.peak_bytes)}, and the allocator gives back "
+            "what it holds for later before it runs out of memory",
+        )
+        if not self._options.expandable_segments:
+            grown = replace(self._options, expandable_segments=True)
+            memory = reserved_memory(self._choices.profile, choice.built, grown)
+            less = memory.peak_bytes_or_none(settled(choice.built, decisions))
+            if less is not None and less < reserved:
+                error.suggestions = (
+                    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the same plan would reserve "
+                    f"{format_bytes(less)}",
+                    *error.suggestions,
+                )
+        return error

@@ -1,0 +1,122 @@
+"""The step as a plan has it run, worked out from its programs and its profile: all that is told of a plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+
+import numpy as np
+import pandas as pd
+
+from autoac_solver.build.built import Built
+from autoac_solver.build.stacking import stacked
+from autoac_solver.plan.programs import decisions_in, region_calls
+from autoac_solver.plan.report import (
+    decisions_table,
+    describe_position,
+    fixed_bytes_at,
+    holders_at,
+    timeline_table,
+)
+from autoac_solver.plan.reserved import reserved_bytes
+from autoac_solver.problem.problem import SAVE
+from autoac_solver.problem.simulator import Simulator
+from autoac_solver.records.clocks import Lanes
+from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.plan import PlanRecord
+
+
+class PlannedStep:
+    """A plan's decisions, and its memory over the step.
+
+    Args:
+        record: the plan.
+        built: the problem of its profile, regions and policies.
+
+    Attributes:
+        options: the decisions that the plan's programs carry out: the option of each group of `built`.
+
+    Raises:
+        ProfileError: the programs do not belong to the profile, or give another peak than was predicted.
+    """
+
+    def __init__(self, record: PlanRecord, built: Built) -> None:
+        self.built = built
+        self.options = decisions_in(record, built)
+        self._profile = record.profile
+        self._regions = record.regions
+        self._simulator = Simulator(built.problem)
+        found = self._simulator.simulate(self.options)
+        if found.peak_bytes != record.predicted_peak_bytes:
+            raise ProfileError(
+                f"the plan's programs do not give its predicted peak: {record.predicted_peak_bytes} bytes were "
+                f"predicted, and its profile says {found.peak_bytes}. Make it again."
+            )
+        reserved = reserved_bytes(record.profile, built, self.options, record.allocator)
+        if reserved != record.predicted_reserved_bytes:
+            raise ProfileError(
+                f"the plan's programs do not reserve what was predicted: {record.predicted_reserved_bytes} bytes were "
+                f"predicted, and its profile says {reserved}. Make it again."
+            )
+        self._peak_position = found.peak_position
+
+    @functools.cached_property
+    def decisions(self) -> pd.DataFrame:
+        """One row a value, see `report.decisions_table`."""
+        return decisions_table(self._profile, self.built, self.options)
+
+    @functools.cached_property
+    def timeline(self) -> pd.DataFrame:
+        """One row a position of the step, see `report.timeline_table`."""
+        return timeline_table(self._profile, self.built, self.options)
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """Host and device over the planned step; None where there is one clock."""
+        return self._simulator.lanes(self.options) if self.built.problem.work else None
+
+    @property
+    def unplanned_live_bytes(self) -> np.ndarray:
+        """Live bytes at each position with nothing recomputed."""
+        return self._simulator.live_bytes([SAVE] * len(self.options))
+
+    def peak_if_saved(self, regions: Collection[str]) -> int:
+        """The peak if these regions, by their names in the plan, recomputed nothing."""
+        names = [region.name for region in self._regions]
+        options = [
+            SAVE if 0 <= group.region < len(names) and names[group.region] in regions else option
+            for group, option in zip(self.built.problem.groups, self.options, strict=True)
+        ]
+        return self._simulator.simulate(options).peak_bytes
+
+    @property
+    def peak_where(self) -> str:
+        """Where the predicted peak lies: op, phase and module."""
+        return describe_position(self._profile, self.built, self._peak_position)
+
+    @property
+    def peak_fixed_bytes(self) -> int:
+        """How much is alive there whatever is decided."""
+        return fixed_bytes_at(self.built, self._peak_position)
+
+    @functools.cached_property
+    def peak_holders(self) -> tuple[tuple[str, str, int], ...]:
+        """Kind, module, bytes of what is alive there, largest first."""
+        return holders_at(self._profile, self.built, self.options, self._peak_position)
+
+
+_KEY = "_planned_step"
+
+
+def step_of(record: PlanRecord) -> PlannedStep:
+    """The step of a plan; worked out once for each record.
+
+    Raises:
+        ProfileError: as for `PlannedStep`.
+    """
+    found: PlannedStep | None = vars(record).get(_KEY)
+    if found is None:
+        policies = [applied.policy for applied in record.policies]
+        stack = stacked(record.profile, region_calls(record), record.engine, policies, must_match=False)
+        found = vars(record)[_KEY] = PlannedStep(record, stack.built)  # as functools.cached_property does
+    return found

@@ -1,0 +1,357 @@
+"""The problem that the integer program solves and the simulator judges: groups to decide on, and what lives by them.
+
+A *decision group* is what is decided as one: the values of a region that are written by common ops (an op and the
+in-place ops after it; an op with several outputs), or the log-probabilities of losses. It takes one of its *options*.
+The first one is always to save: nothing of it is run again. That is *save* where somebody needs the value later, and
+*skip* where nobody does: whoever needs it holds it, so both are one option here and only the report tells them apart.
+A region of which a group takes another option is *wrapped*: the engine runs it. Where regions are compiled, a group is
+a region, its options are the points that it can be compiled at, and the first is the fastest.
+
+A *literal* says that a group takes an option, or that it does not; a *condition* is a conjunction of literals. A
+*lifetime* is one allocation, alive over [start, end) on the axis of positions whenever its condition `exists` holds.
+*Extensions* prolong it: it lives until the largest end among its own and those of the extensions whose condition
+holds. A position is one op of the planned step: forward ops, then backward ops with each region's replay put in where
+the region's backward begins. Live bytes at a position are the resident bytes plus the bytes of every lifetime there; an
+op's hidden workspace is a lifetime of length one.
+
+The engines differ only in which groups, lifetimes, extensions and costs they give rise to, see `build.engines`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Action(StrEnum):
+    """What an option does with a group's values."""
+
+    SAVE = "save"
+    RECOMPUTE = "recompute"
+    COMPILED = "compiled"
+
+
+SAVE, RECOMPUTE = 0, 1
+"""Positions among the options of `save_or_recompute`. Option `SAVE` is the first of every group."""
+
+
+class Literal(NamedTuple):
+    """A group takes an option (`positive`), or does not."""
+
+    group: int
+    option: int
+    positive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A conjunction; the empty one is always true.
+
+    Args:
+        literals: all of them must hold.
+        wrapped: index of a region that must be wrapped, -1 for none.
+    """
+
+    literals: tuple[Literal, ...] = ()
+    wrapped: int = -1
+
+    def __and__(self, other: Condition) -> Condition:
+        """Both of them; at most one may name a wrapped region."""
+        assert self.wrapped < 0 or other.wrapped in (-1, self.wrapped)
+        literals = (*self.literals, *(literal for literal in other.literals if literal not in self.literals))
+        return Condition(literals, max(self.wrapped, other.wrapped))
+
+
+ALWAYS = Condition()
+
+
+def when_saved(group: int) -> Condition:
+    """Nothing of the group is run again."""
+    return Condition((Literal(group, SAVE),))
+
+
+def when_recomputed(group: int) -> Condition:
+    """A group of two options is recomputed."""
+    return Condition((Literal(group, RECOMPUTE),))
+
+
+def when_wrapped(region: int) -> Condition:
+    """The region is wrapped."""
+    return Condition(wrapped=region)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to treat a group.
+
+    Args:
+        action: what it does.
+        time_s: seconds that it adds to the step, the engine's bookkeeping for its ops included.
+        hint_s: what a hint counts it, in seconds. It is part of what is minimised, not of the time reported.
+        requires: what must hold of other groups if it is taken (it reads a value of theirs before the last write, or a
+            policy says not to keep them for it).
+    """
+
+    action: Action
+    time_s: float = 0.0
+    hint_s: float = 0.0
+    requires: tuple[Literal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an option of a group must not be taken."""
+
+    option: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionGroup:
+    """What is decided as one.
+
+    Args:
+        region: index of its region.
+        options: at least one; the first saves (or is the fastest of a compiled region), and adds no time.
+        refusals: options that must not be taken.
+        same_as: index of a group that must be decided alike, -1 for none.
+        ops: indices of the profile's ops that are run again when it is recomputed.
+    """
+
+    region: int
+    options: tuple[Option, ...]
+    refusals: tuple[Refusal, ...] = ()
+    same_as: int = -1
+    ops: tuple[int, ...] = ()
+
+    def permits(self, option: int) -> bool:
+        """Whether an option may be taken, as far as this group is concerned."""
+        return all(refusal.option != option for refusal in self.refusals)
+
+    @property
+    def must_save(self) -> bool:
+        """Whether every option but the first is refused."""
+        refused = {refusal.option for refusal in self.refusals}
+        return bool(refused) and refused.issuperset(range(1, len(self.options)))
+
+    @property
+    def must_not_save(self) -> bool:
+        """Whether the first option is refused."""
+        return not self.permits(SAVE)
+
+    @property
+    def reason(self) -> str:
+        """Why it must be saved, "" if it need not."""
+        return next((r.reason for r in self.refusals if r.option != SAVE), "") if self.must_save else ""
+
+    def refusing(self, option: int, reason: str) -> DecisionGroup:
+        """The group, with one option refused."""
+        return replace(self, refusals=(*self.refusals, Refusal(option, reason)))
+
+    def requiring(self, option: int, literals: Iterable[Literal]) -> DecisionGroup:
+        """The group, with an option that requires more."""
+        options = list(self.options)
+        options[option] = replace(options[option], requires=(*options[option].requires, *literals))
+        return replace(self, options=tuple(options))
+
+    def hinted(self, hint_s: float) -> DecisionGroup:
+        """The group with a hint.
+
+        Args:
+            hint_s: positive: every option but the first counts that much more. Negative: the first one does.
+        """
+        saving = replace(self.options[SAVE], hint_s=max(0.0, -hint_s))
+        others = (replace(option, hint_s=max(0.0, hint_s)) for option in self.options[1:])
+        return replace(self, options=(saving, *others))
+
+
+_SAVED = Option(Action.SAVE)
+
+
+def save_or_recompute(
+    region: int,
+    time_s: float,
+    *,
+    requires: Iterable[int] = (),
+    must_save: str = "",
+    must_recompute: str = "",
+    same_as: int = -1,
+    ops: tuple[int, ...] = (),
+) -> DecisionGroup:
+    """A group of two options.
+
+    Args:
+        region, same_as, ops: of the group.
+        time_s: seconds that recomputing it adds to the step.
+        requires: groups that must be recomputed if this one is.
+        must_save, must_recompute: the reason why the other option is refused, "" if it is not.
+    """
+    again = Option(Action.RECOMPUTE, time_s, requires=tuple(Literal(other, RECOMPUTE) for other in requires))
+    refusals = ((RECOMPUTE, must_save), (SAVE, must_recompute))
+    refused = tuple(Refusal(option, reason) for option, reason in refusals if reason)
+    return DecisionGroup(region, (_SAVED, again), refused, same_as, ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What keeps an allocation alive up to `end` (exclusive position) while `when` holds."""
+
+    end: int
+    when: Condition = ALWAYS
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """One allocation.
+
+    Args:
+        bytes: its size.
+        start, end: alive at positions start <= p < end whenever it exists.
+        exists: the condition under which it is allocated at all.
+        extensions: what prolongs its life beyond `end`.
+        storage: index of the profile's storage it stands for, -1 for workspace and random-number states.
+    """
+
+    bytes: int
+    start: int
+    end: int
+    exists: Condition = ALWAYS
+    extensions: tuple[Extension, ...] = ()
+    storage: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCost:
+    """A region: the seconds that wrapping it adds to the step (paid once if any of its groups is not saved)."""
+
+    wrap_s: float = 0.0
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCost:
+    """Seconds that are added to the step once if any of some literals holds."""
+
+    literals: tuple[Literal, ...]
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What host and device do for one piece of the step, see `records.clocks`.
+
+    Args:
+        host_s, device_s: seconds.
+        waits: whether the host waits until it is done.
+        literals: it is done if any of these holds; always if there are none, and `wrapped` is -1.
+        wrapped: or if this region is wrapped; -1 for none.
+    """
+
+    host_s: float
+    device_s: float
+    waits: bool = False
+    literals: tuple[Literal, ...] = ()
+    wrapped: int = -1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Groups to decide on, and what lives when.
+
+    Args:
+        n_positions: length of the axis.
+        resident_bytes: alive at every position, whatever is decided.
+        step_s: seconds of the step with nothing recomputed.
+        groups, regions, lifetimes, shared: see there.
+        position_op: for each position the profile's op that runs there (for reports); may be empty in tests.
+        position_replayed: for each position, whether it is a replay of that op; may be empty in tests.
+        work: the pieces of the step in order, where host and device have a clock each. Then the time that decisions add
+            is what they add to its end, and the seconds of options, regions and shared costs are prices for the
+            integer program, which may not promise more than that.
+    """
+
+    n_positions: int
+    resident_bytes: int
+    step_s: float
+    groups: tuple[DecisionGroup, ...]
+    regions: tuple[RegionCost, ...]
+    lifetimes: tuple[Lifetime, ...]
+    position_op: tuple[int, ...] = field(default=(), repr=False)
+    position_replayed: tuple[bool, ...] = field(default=(), repr=False)
+    shared: tuple[SharedCost, ...] = ()
+    work: tuple[Work, ...] = field(default=(), repr=False)
+
+
+def validate(problem: Problem) -> None:
+    """Refuse a problem with an index, size or time out of range, which elsewhere would quietly mean something else.
+
+    Raises:
+        ValueError: names the first fault.
+    """
+    for fault in _faults(problem):
+        raise ValueError(fault)
+
+
+def _faults(problem: Problem) -> Iterator[str]:
+    if problem.n_positions < 1 or problem.resident_bytes < 0 or not _is_duration(problem.step_s):
+        yield "n_positions must be positive, resident_bytes and step_s must not be negative"
+    for index, region in enumerate(problem.regions):
+        if not _is_duration(region.wrap_s):
+            yield f"region {index}: wrap_s={region.wrap_s} is no duration"
+    for index, cost in enumerate(problem.shared):
+        if not _is_duration(cost.time_s) or not all(_is_known(problem, literal) for literal in cost.literals):
+            yield f"shared cost {index}: literals={cost.literals} or time_s={cost.time_s} is out of range"
+    for index, work in enumerate(problem.work):
+        known = all(_is_known(problem, literal) for literal in work.literals)
+        if not (_is_duration(work.host_s) and _is_duration(work.device_s) and known):
+            yield f"work {index}: {work} is out of range"
+        if not -1 <= work.wrapped < len(problem.regions):
+            yield f"work {index}: there is no region {work.wrapped}"
+    for index, group in enumerate(problem.groups):
+        yield from (f"group {index}: {fault}" for fault in _group_faults(problem, group))
+    for index, lifetime in enumerate(problem.lifetimes):
+        yield from (f"lifetime {index}: {fault}" for fault in _lifetime_faults(problem, lifetime))
+
+
+def _group_faults(problem: Problem, group: DecisionGroup) -> Iterator[str]:
+    first = group.options[0] if group.options else None
+    if first is None or first.action is Action.RECOMPUTE or first.time_s:
+        yield "the first option must be to save, and add no time"
+    for option in group.options:
+        if not _is_duration(option.time_s):
+            yield f"time_s={option.time_s} is no duration"
+        if not _is_duration(option.hint_s):
+            yield f"hint_s={option.hint_s} is no duration"
+        if not all(_is_known(problem, literal) for literal in option.requires):
+            yield f"requires={option.requires} names no option of a group"
+    if not 0 <= group.region < len(problem.regions):
+        yield f"there is no region {group.region}"
+    if not -1 <= group.same_as < len(problem.groups):
+        yield f"same_as={group.same_as} names no group"
+    elif group.same_as >= 0 and len(problem.groups[group.same_as].options) != len(group.options):
+        yield f"same_as={group.same_as} names a group with other options"
+    if not all(0 <= refusal.option < len(group.options) for refusal in group.refusals):
+        yield f"refusals={group.refusals} names an option that is not there"
+
+
+def _lifetime_faults(problem: Problem, lifetime: Lifetime) -> Iterator[str]:
+    if lifetime.bytes < 0 or not 0 <= lifetime.start <= lifetime.end <= problem.n_positions:
+        yield f"{lifetime.bytes} bytes over [{lifetime.start}, {lifetime.end})"
+    for condition in (lifetime.exists, *(extension.when for extension in lifetime.extensions)):
+        known = all(_is_known(problem, literal) for literal in condition.literals)
+        if not known or not -1 <= condition.wrapped < len(problem.regions):
+            yield f"{condition} names no option of a group, or no region"
+    if any(extension.end > problem.n_positions for extension in lifetime.extensions):
+        yield "an extension ends after the last position"
+
+
+def _is_known(problem: Problem, literal: Literal) -> bool:
+    groups = problem.groups
+    return 0 <= literal.group < len(groups) and 0 <= literal.option < len(groups[literal.group].options)
+
+
+def _is_duration(seconds: float) -> bool:
+    return math.isfinite(seconds) and seconds >= 0

@@ -1,0 +1,180 @@
+"""What callers pass, checked: said before a step is run or anything is solved."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.limits import MOST_NUMBER
+
+_NAMES = 'names or globs of modules ("layers.*"), or several of these'
+_FEW_BYTES = 1000
+"""No step takes so few: a number below it that stands in for budgets was meant as something else."""
+
+
+def check_effort(time_limit_s: Any, gap: Any) -> None:
+    """Refuse what is no limit for the solver.
+
+    Raises:
+        ValueError: one of them is not a number of at least 0.
+    """
+    for name, value, meaning in (
+        ("time_limit_s", time_limit_s, "seconds for the solver, 60 for instance"),
+        ("gap", gap, "a fraction of the step's time, 1e-3 for instance"),
+    ):
+        is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        value: Any = value  # numbers.Real says nothing of how it compares
+        # An int may be too large to be made a float; without end is fine.
+        if not is_real or not value >= 0 or MOST_NUMBER < value < math.inf:
+            shown = "a number of many digits" if is_real and value > MOST_NUMBER else f"{value!r:.80}"
+            raise ValueError(f"{name} is {shown}; it takes a number of at least 0: {meaning}.")
+
+
+def check_points(points: Any, budgets: Any) -> None:
+    """Refuse what is no number of budgets, and a number of them in the place of the budgets.
+
+    Raises:
+        ValueError: `points` is no int of at least 2, or `budgets` is an int that nobody can mean as bytes.
+    """
+    if not hasattr(points, "__index__") or points < 2:
+        raise ValueError(f"points is {points!r:.80}; a curve takes at least 2, an int.")
+    if hasattr(budgets, "__index__") and 0 < budgets < _FEW_BYTES:
+        raise ValueError(
+            f"budgets is {budgets!r}, one budget of so many bytes, and no step takes so few. For a curve over so many "
+            f"budgets write points={budgets!r}."
+        )
+
+
+def several_budgets(budgets: Any) -> list[Any]:
+    """One budget, or several, as a list; whether each is an amount of memory is not looked at.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = list(budgets) if isinstance(budgets, Iterable) and not isinstance(budgets, str) else [budgets]
+    if not found:
+        raise ValueError("budgets is empty; give at least one.")
+    return found
+
+
+def check_batch_sizes(sizes: Any, profiles: Any) -> list[int]:
+    """The batch sizes, in order, each once.
+
+    Args:
+        profiles: those that are given, by batch size; anything else for what makes them.
+
+    Raises:
+        ValueError: they are not several ints of at least 1, or there is no profile of one of them.
+    """
+    try:
+        given = None if isinstance(sizes, (str, Mapping)) else list(sizes)
+    except TypeError:
+        given = None
+    if given is None:
+        hint = f" For this one write batch_sizes=[{sizes!r}]." if hasattr(sizes, "__index__") else ""
+        raise ValueError(
+            f"batch_sizes is {sizes!r:.80}; it takes several ints, [8, 16, 32] for instance.{hint}"
+        )
+    for size in given:
+        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
+            raise ValueError(f"batch_sizes holds {size!r:.80}; a batch size is an int of at least 1.")
+    found = sorted({operator.index(size) for size in given})
+    if not found:
+        raise ValueError("batch_sizes is empty; give at least one.")
+    is_whole = isinstance(profiles, Mapping) and not hasattr(profiles, "__missing__")
+    if missing := [size for size in found if is_whole and size not in profiles]:
+        raise ValueError(
+            f"batch_sizes holds {', '.join(map(str, missing))}, of which no profile was given; there are profiles of "
+            f"{', '.join(map(str, sorted(profiles)))}."
+        )
+    return found
+
+
+def as_patterns(regions: Any, possible: str = _NAMES) -> list[str]:
+    """Names and globs of modules as a list.
+
+    Args:
+        possible: what is, in words.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    found: list[Any]
+    if isinstance(regions, str) or callable(regions) or not isinstance(regions, Iterable):
+        verb, found = "is", [regions]
+    else:
+        verb, found = "holds", list(regions)
+    for item in found:
+        if not isinstance(item, str):
+            raise ValueError(
+                f"regions {verb} a {type(item).__name__}; it takes {possible}. A module's name is what "
+                "model.named_modules() calls it."
+            )
+    return found
+
+
+def matched(patterns: Sequence[str], names: Iterable[str], owner: str) -> dict[str, list[str]]:
+    """For each name or glob the names of the modules that it finds.
+
+    Args:
+        names: of all modules there are.
+        owner: whose they are, in words.
+
+    Raises:
+        ProfilingError: one of them finds none.
+    """
+    names = list(names)
+    found = {}
+    for pattern in patterns:
+        found[pattern] = [
+            n for n in names if any(k == pattern or (k and is_meant(k, pattern)) for k in known_as(n))
+        ]
+        if not found[pattern]:
+            raise ProfilingError(
+                f"regions={pattern!r} matches no module. Modules of {owner} are: {some(names)}."
+            )
+    return found
+
+
+def is_meant(name: str, pattern: str) -> bool:
+    """Whether a name or glob is about the thing of this name, which may have brackets in it itself."""
+    return name == pattern or fnmatchcase(name, pattern)
+
+
+def known_as(name: str) -> tuple[str, ...]:
+    """A module's name, and that without the wrappers that `torch.compile` has put in."""
+    plain = ".".join(part for part in name.split(".") if part != "_orig_mod")
+    return (name, plain) if plain and plain != name else (name,)
+
+
+def outermost(found: Mapping[str, Sequence[str]]) -> list[str]:
+    """The modules that were found and are inside no other one: a glob's "*" crosses dots, and finds those too.
+
+    Args:
+        found: the modules by the name or glob that found them.
+
+    Raises:
+        ProfilingError: all that a name or glob found is inside of others, so it was not meant so.
+    """
+    chosen = dict.fromkeys(name for names in found.values() for name in names)
+    outer = [name for name in chosen if not any(_inside(name, other) for other in chosen)]
+    for names in found.values():
+        if not set(names) & set(outer):
+            other = next(other for other in outer if _inside(names[0], other))
+            raise ProfilingError(f"region {names[0]!r} is inside region {other!r}: choose one of them.")
+    return outer
+
+
+def some(names: Iterable[str]) -> str:
+    """The first of these names, for a message."""
+    shown = [repr(name) for name in names if name]
+    return ", ".join(shown[:12]) + (f" and {len(shown) - 12} more" if len(shown) > 12 else "")
+
+
+def _inside(name: str, other: str) -> bool:
+    return name != other and (other == "" or name.startswith(f"{other}."))

@@ -1,0 +1,260 @@
+"""Cost tables: what ops take on a device that is not here, so that a profile can be planned for it.
+
+    time = entry of the table with this signature                                    "table"
+         = between entries of the same op and type with less and with more work      "interpolated"
+         = max(flops / matrix rate, moved bytes / bandwidth) + launch                "estimated" (roofline)
+
+Work is FLOPs where an op has a formula for them, else moved bytes; between two entries log time is taken to be linear
+in log work. A table says when, on what and with which torch it was recorded (`autoac calibrate`). Rates from a
+datasheet are what a device can do at best: they are multiplied by an assumed efficiency, and never called measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.files import read_json, write_json
+from autoac_solver.records.limits import MOST_NUMBER, Seconds, Size, one_of
+from autoac_solver.records.profile import UNSTEADY, EngineCosts, Op, Profile
+from autoac_solver.records.schema import checked, document, fields_of, row
+
+SCHEMA, SCHEMA_VERSION = "autoac.device", 2  # 2: costs by the engines' names
+
+SOURCES = ("measured", "datasheet")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One measured op.
+
+    Args:
+        signature: its text, see `Profile.signatures`.
+        name: its overload.
+        dtype, flops, moved_bytes: as in `Op`.
+        time_s, spread_s: median, and distance between quartiles.
+    """
+
+    signature: str
+    name: str
+    dtype: str
+    flops: Size
+    moved_bytes: Size
+    time_s: Seconds
+    spread_s: Seconds
+
+    @property
+    def work(self) -> int:
+        """What its time grows with."""
+        return self.flops or self.moved_bytes
+
+
+@dataclass(frozen=True)
+class DeviceTable:
+    """What ops take on a device.
+
+    Args:
+        name: short name, such as "h200".
+        kind: "cpu" or "cuda": whose ops and allocator it stands for.
+        title: the device in words.
+        memory_bytes: its total memory.
+        block_bytes: its allocator rounds sizes up to this.
+        matrix_flops: FLOP/s of matrix products by dtype; "" for any other.
+        bandwidth: bytes/s.
+        launch_s: seconds that any op takes at least.
+        efficiency: what is assumed to be reached of (matrix rate, bandwidth); 1 where they are measured.
+        source: "measured" or "datasheet": where the rates are from.
+        made: on what, when, with which torch, or from which datasheet.
+        costs: the engines' own costs there.
+        entries: measured ops.
+    """
+
+    name: str
+    kind: Annotated[str, one_of("cpu", "cuda")]
+    title: str
+    memory_bytes: Size
+    block_bytes: Annotated[int, Meta(ge=1, le=MOST_NUMBER)]
+    matrix_flops: dict[str, float]
+    bandwidth: float
+    launch_s: Seconds
+    efficiency: tuple[float, float]
+    source: Annotated[str, one_of(*SOURCES)]
+    made: dict[str, str]
+    costs: EngineCosts = field(default_factory=dict, repr=False)
+    entries: tuple[Entry, ...] = field(default=(), repr=False)
+
+    def time_of(self, op: Op, signature: str) -> tuple[float, float, str]:
+        """Seconds, their spread, and how they were found (see `profile.TIMES_FROM`)."""
+        known = self._by_signature.get(signature)
+        if known is not None:
+            return known.time_s, known.spread_s, "table"
+        between = self._interpolated(op)
+        if between is not None:
+            return between, 0.0, "interpolated"
+        return self.roofline_s(op.dtype, op.flops, op.moved_bytes), 0.0, "estimated"
+
+    def roofline_s(self, dtype: str, flops: int, moved_bytes: int) -> float:
+        """max(flops / matrix rate, moved bytes / bandwidth) + launch."""
+        matrix, memory = self.efficiency
+        rate = self.matrix_flops.get(dtype, self.matrix_flops[""])
+        return max(flops / (rate * matrix), moved_bytes / (self.bandwidth * memory)) + self.launch_s
+
+    @cached_property
+    def _by_signature(self) -> dict[str, Entry]:
+        return {entry.signature: entry for entry in self.entries}
+
+    @cached_property
+    def _by_work(self) -> dict[tuple[str, str], list[Entry]]:
+        groups: dict[tuple[str, str], list[Entry]] = {}
+        for entry in sorted(self.entries, key=lambda entry: entry.work):
+            if entry.work and entry.time_s:
+                groups.setdefault((entry.name, entry.dtype), []).append(entry)
+        return groups
+
+    def _interpolated(self, op: Op) -> float | None:
+        work = op.flops or op.moved_bytes
+        entries = self._by_work.get((op.name, op.dtype), [])
+        if not entries or not entries[0].work <= work <= entries[-1].work:
+            return None
+        index = bisect_left(entries, work, key=lambda entry: entry.work)
+        if entries[index].work == work:
+            return entries[index].time_s
+        low, high = entries[index - 1], entries[index]
+        share = math.log(work / low.work) / math.log(high.work / low.work)
+        return math.exp((1 - share) * math.log(low.time_s) + share * math.log(high.time_s))
+
+    def allocated(self, size: int) -> int:
+        """What the allocator takes for this many bytes."""
+        return -(-size // self.block_bytes) * self.block_bytes
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON; the file appears whole or not at all.
+
+        Raises:
+            FileNotFoundError: there is no folder to write it in.
+            IsADirectoryError: there is a folder of that name.
+        """
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data["entries"] = [dataclasses.astuple(entry) for entry in self.entries]
+        write_json(path, SCHEMA, SCHEMA_VERSION, data, _TABLE)
+
+    @classmethod
+    def load(cls, path: str | Path) -> DeviceTable:
+        """Read a table.
+
+        Raises:
+            ProfileError: the file is damaged, of another kind, or from another version.
+        """
+        data = read_json(path, SCHEMA, SCHEMA_VERSION)
+        try:
+            values = fields_of(checked(data, _TABLE))
+            values["entries"] = tuple(Entry(*row) for row in values["entries"])
+            table = cls(**values)
+            _check(table)
+        except ValueError as error:
+            raise ProfileError(
+                f"{path} is not a valid cost table: {error!s:.300}. Record it again."
+            ) from error
+        return table
+
+
+_TABLE = document(DeviceTable, entries=list[row(Entry)])
+
+
+def find_device(device: str | Path) -> DeviceTable:
+    """A table by the name of a known device, or by the path of a file.
+
+    Raises:
+        ProfileError: there is neither; it lists the names.
+    """
+    known = {path.stem: path for folder in _FOLDERS if folder.is_dir() for path in folder.glob("*.json")}
+    path = known.get(str(device).lower(), Path(device))
+    if not path.is_file():
+        raise ProfileError(
+            f"there is no cost table for device {str(device)!r}: known are {', '.join(sorted(known))}, or the path of "
+            "a file that `autoac calibrate` wrote on that device."
+        )
+    return DeviceTable.load(path)
+
+
+_FOLDERS = (
+    Path(__file__).parents[1] / "device_tables",  # where the installed package has them
+    Path(__file__).parents[3] / "profiles" / "devices",  # where they are in the repository
+)
+
+
+def on_device(profile: Profile, table: DeviceTable) -> Profile:
+    """The profile as it would be on another device: sizes rounded as there, times from its table.
+
+    Workspace that was measured on one kind of device says nothing of another kind, and is left out then.
+    """
+    same_kind = profile.device.split(":")[0] == table.kind
+    return replace(
+        profile,
+        device=table.kind,
+        device_name=table.title,
+        device_bytes=table.memory_bytes,
+        costs=table.costs,
+        tape=tuple(_op_on(op, profile, table, same_kind) for op in profile.tape),
+        storage_table=tuple(replace(s, bytes=table.allocated(s.bytes)) for s in profile.storage_table),
+        views_s=0.0 if table.kind == "cuda" else profile.views_s,
+        # Its own times are not used any more.
+        notes=(
+            *(note for note in profile.notes if not note.startswith(UNSTEADY)),
+            *_notes(profile, table, same_kind),
+        ),
+    )
+
+
+def _op_on(op: Op, profile: Profile, table: DeviceTable, same_kind: bool) -> Op:
+    if op.signature < 0:
+        return op  # the optimizer's step, which is no single op
+    time_s, spread_s, time_from = table.time_of(op, profile.signatures[op.signature])
+    launches = table.kind == "cuda"  # the host, while the device computes
+    if launches and time_from == "estimated":
+        time_s -= table.launch_s
+    return replace(
+        op,
+        host_s=table.launch_s if launches else 0.0,
+        time_s=time_s,
+        spread_s=spread_s,
+        rerun_s=0.0,
+        time_from=time_from,
+        workspace_bytes=op.workspace_bytes if same_kind else 0,
+    )
+
+
+def _notes(profile: Profile, table: DeviceTable, same_kind: bool) -> list[str]:
+    made = ", ".join(f"{name} {value}" for name, value in table.made.items())
+    notes = [f"times are for {table.title}, from a cost table whose rates are {table.source} ({made})"]
+    if not same_kind and any(op.workspace_bytes for op in profile.tape if op.signature >= 0):
+        notes.append(f"workspace inside ops was measured on {profile.device}, and is left out")
+    return notes
+
+
+def _check(table: DeviceTable) -> None:
+    if "" not in table.matrix_flops:
+        raise ValueError('matrix_flops must have a rate for ""')
+    _check_units(table)
+
+
+def _check_units(table: DeviceTable) -> None:
+    """No device is a hundred times smaller or larger than all there are: then a number is in another unit."""
+    rates = {f"matrix_flops of {name or 'other types'}": rate for name, rate in table.matrix_flops.items()}
+    for name, unit, value, least, most in (
+        ("memory_bytes", "bytes", table.memory_bytes, 1e7, 1e15),
+        ("bandwidth", "bytes a second", table.bandwidth, 1e8, 1e15),
+        ("launch_s", "seconds", table.launch_s, 0.0, 1e-2),
+        *((name, "operations a second", rate, 1e8, 1e18) for name, rate in rates.items()),
+        *(("efficiency", "shares of a rate", share, 1e-3, 1.0) for share in table.efficiency),
+    ):
+        if not least <= value <= most:
+            raise ValueError(f"{name} is {value:g}, which cannot be {unit}: is it in another unit?")

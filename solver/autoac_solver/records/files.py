@@ -1,0 +1,187 @@
+"""Files written atomically; JSON with a schema name and version."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import tempfile
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.format import format_bytes
+from autoac_solver.records.limits import MOST_DEPTH, MOST_FILE_BYTES
+from autoac_solver.records.schema import checked
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # never goes back: it takes linear time
+_PIECE_BYTES = 2**20
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_json(path: str | Path, schema: str, version: int, data: dict[str, Any], form: Any) -> None:
+    """Write `data` as JSON, see `write_bytes`.
+
+    Args:
+        form: what `data` must be to be read again, see `schema`.
+
+    Raises:
+        ProfileError: it is something else.
+    """
+    try:
+        checked(data, form)
+    except ValueError as error:
+        raise ProfileError(
+            f"{path} cannot be written, as it could not be read again: {error!s:.300}. A module's name must be "
+            "printable text: rename what is named otherwise."
+        ) from error
+    write_text(path, json.dumps({"schema": schema, "schema_version": version, **data}, allow_nan=False))
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` in UTF-8, see `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Write a file that appears whole or not at all, also if the process is killed or the disk is full.
+
+    A file that is there keeps its mode, and a link to a file stays a link.
+
+    Raises:
+        FileNotFoundError, IsADirectoryError, OSError: see `check_writable`; or it cannot be written there.
+    """
+    check_writable(path)
+    target = Path(os.path.realpath(path))
+    try:
+        _replace(target, content)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # not the name of the temporary file
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Put another file in the place of this one, in one move."""
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def check_writable(path: str | Path) -> None:
+    """Refuse a path at which no file can be.
+
+    Raises:
+        FileNotFoundError: there is no folder to write it in.
+        IsADirectoryError: there is a folder of that name.
+        OSError: there is something else that is no file: a device, a pipe, a socket.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise IsADirectoryError(f"{path} cannot be written: it is a folder. Name a file in it.")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {target.parent}.")
+    if target.exists() and not target.is_file():
+        raise OSError(f"{path} cannot be written: it is a device, a pipe or a socket. Name a file.")
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+class _Head(msgspec.Struct):
+    schema: Any = None
+
+
+def schema_of(path: str | Path) -> str | None:
+    """What kind of file it says it is; None for one that says nothing, or cannot be read.
+
+    Raises:
+        ProfileError: it is larger or deeper than what is read.
+    """
+    try:
+        found = msgspec.json.decode(_content(path), type=_Head).schema
+    except (ValueError, RecursionError):  # whoever loads it will say it better
+        return None
+    return found if isinstance(found, str) else None
+
+
+def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
+    """Read a file that `write_json` wrote; nothing in it is taken on trust, see `limits`.
+
+    Returns:
+        Its data, without schema and version.
+
+    Raises:
+        ProfileError: it is damaged, too large, of another kind, or from another version.
+    """
+    try:
+        data = json.loads(
+            _content(path).decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise ProfileError(
+            f"{path} is not readable JSON: it is damaged or truncated ({error!r:.200})."
+        ) from error
+    if not isinstance(data, dict) or data.get("schema") != schema:
+        found = data.get("schema") if isinstance(data, dict) else None
+        what = f"holds {found!r:.80}" if isinstance(found, str) else "is none of autoac's files"
+        raise ProfileError(f"{path} {what}, but {schema!r} was expected.")
+    found_version = data.get("schema_version")
+    if type(found_version) is not int or not 1 <= found_version <= version:
+        raise ProfileError(
+            f"{path} has schema version {found_version!r:.80}; this autoac reads up to {version}. "
+            "Update autoac, or make the file again with this version."
+        )
+    if found_version < version:
+        raise ProfileError(
+            f"{path} was written by an older autoac (schema version {found_version}, now {version}): make it again."
+        )
+    return {name: value for name, value in data.items() if name not in ("schema", "schema_version")}
+
+
+def _content(path: str | Path) -> bytes:
+    """The file's bytes, no more of them than are allowed, and none that would be costly to parse."""
+    with Path(path).open("rb") as file:  # in pieces: a pipe or a device does not say how much is coming
+        content = b"".join(
+            islice(iter(lambda: file.read(_PIECE_BYTES), b""), MOST_FILE_BYTES // _PIECE_BYTES + 1)
+        )
+    if len(content) > MOST_FILE_BYTES:
+        raise ProfileError(f"{path} is larger than {format_bytes(MOST_FILE_BYTES)}, the most that is read.")
+    brackets = _STRING.sub(b"", content).translate(None, _NO_BRACKETS)
+    if max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > MOST_DEPTH:
+        raise ProfileError(f"{path} is nested deeper than {MOST_DEPTH} levels, the most that is read.")
+    return content
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a name that comes twice would hide one of its values."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same name twice")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

@@ -1,0 +1,286 @@
+"""What a plan is on disk: the programs that `apply` runs, what was predicted and proved about them, and their profile.
+
+There is one truth in it: the programs. Every table and picture of a plan is made from them and the profile, see
+`plan.step`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from autoac_solver.records.compiled import EAGER, PointName
+from autoac_solver.records.engines import COMPILE, check_engine
+from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.files import read_json, write_json
+from autoac_solver.records.format import format_bytes
+from autoac_solver.records.limits import Number, Size, Text, one_of
+from autoac_solver.records.policies import APPLIED_POLICY, AppliedPolicy
+from autoac_solver.records.profile import PROFILE, Profile
+from autoac_solver.records.schema import checked, document, fields_of
+from autoac_solver.records.shown import Shown
+
+SCHEMA = "autoac.plan"
+SCHEMA_VERSION = 9  # 8: complete programs, and no tables; 9: reserved memory, the profile's seventh version
+
+Steps = tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A call of a module inside of a region, while which engine replay pauses its recording.
+
+    Args:
+        fqn: the module's name.
+        start, end: its ops are [start, end) of the region's; there is at least one.
+        seen: how many ops are not seen for it, those that only make views among them.
+    """
+
+    fqn: str
+    start: Size
+    end: Size
+    seen: Size = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPlan:
+    """The program for one call of one module.
+
+    Args:
+        fqn: the module's name in the model.
+        call, calls: which of the module's calls in a step, of how many with gradients on.
+        wrapped: whether anything is recomputed; if not, this call is left untouched.
+        steps: for every op in order, its overload's name and whether it is recomputed.
+        pauses: where the recording pauses, in order; none for engine sac.
+        point: how a region is compiled (engine compile), see `records.compiled`.
+    """
+
+    fqn: str
+    call: Size
+    calls: Size
+    wrapped: bool
+    steps: Steps = field(repr=False)
+    pauses: tuple[Pause, ...] = field(default=(), repr=False)
+    point: PointName = EAGER
+
+    @property
+    def name(self) -> str:
+        """The region's name: the module's, with the call's number if it is not the first."""
+        return self.fqn if self.call == 0 else f"{self.fqn}#{self.call}"
+
+
+@dataclass(frozen=True, slots=True)
+class RootCalls:
+    """How the calls of modules that are called several times are spread over the step's calls of the model itself.
+
+    Args:
+        before: for each module how often it was called before each call of the model.
+        fresh: how many calls of the model there are before the first gradient, see `Profile.calls_below_root`.
+    """
+
+    before: Mapping[str, tuple[int, ...]]
+    fresh: Size
+
+
+@dataclass(frozen=True)
+class PlanRecord(Shown):
+    """A plan as data.
+
+    Args:
+        model, model_fingerprint, op_fingerprint, device, torch_version: of the profile it was made from.
+        root_calls: how often the profiled step called the model itself.
+        engine, engine_reason: its name ("replay", "sac"), and why it is that.
+        budget_bytes: the limit for the peak; headroom_bytes of it were left free on purpose.
+        resident_bytes: alive before the step.
+        predicted_peak_bytes, unplanned_peak_bytes: of the step with the plan, and with nothing recomputed.
+        predicted_extra_s, predicted_step_s: seconds that the plan adds, seconds of the step without it.
+        bound_s, gap: no plan adds less than bound_s; gap is the difference as a fraction of the step. Where there are
+            hints, what they count (hint_s) is part of both.
+        status, solver, solve_s: "optimal" or "feasible", by what, in how many seconds.
+        regions: the programs, see `RegionPlan`.
+        several: of the planned modules that are called several times a step; None where counting round and round does.
+        losses: where modules compute cross entropies that are made lean: names of the modules, and of the submodules
+            that run last before, see `build.cross_entropy`.
+        chunked_losses: these are computed over chunks of rows.
+        chunk_dtypes: the types of their logits, if so.
+        profile: what it was made from, so that a plan by itself can be explained and planned anew for other budgets.
+        policies: the user's policies, and what became of them.
+        hint_s: what the hints that are not followed count in what was minimised, seconds.
+        budget_of: what the budget limits: "allocated" or "reserved" memory.
+        allocator: the options of CUDA's caching allocator that it was planned with, as text; "" on other devices.
+        predicted_reserved_bytes: what that allocator reserves at most, by simulation; None on other devices, and where
+            it cannot be told.
+    """
+
+    model: str
+    model_fingerprint: str
+    op_fingerprint: str
+    device: str
+    torch_version: str
+    root_calls: Size
+    engine: str
+    engine_reason: str
+    budget_bytes: Size
+    headroom_bytes: Size
+    resident_bytes: Size
+    predicted_peak_bytes: Size
+    unplanned_peak_bytes: Size
+    predicted_extra_s: Number
+    predicted_step_s: Number
+    bound_s: Number
+    gap: Number
+    status: Annotated[str, one_of("optimal", "feasible")]
+    solver: str
+    solve_s: Number
+    regions: tuple[RegionPlan, ...] = field(repr=False)
+    several: RootCalls | None = field(repr=False)
+    losses: Mapping[str, tuple[str | None, ...]] = field(repr=False)
+    chunked_losses: bool
+    chunk_dtypes: tuple[str, ...]
+    profile: Profile = field(repr=False)
+    policies: tuple[AppliedPolicy, ...] = ()
+    hint_s: Number = 0.0
+    budget_of: Annotated[str, one_of("allocated", "reserved")] = "allocated"
+    allocator: str = ""
+    predicted_reserved_bytes: Size | None = None
+
+    def __str__(self) -> str:
+        share = self.predicted_extra_s / self.predicted_step_s if self.predicted_step_s else 0.0
+        return (
+            f"Plan({self.model}, engine={self.engine!r}, budget={format_bytes(self.budget_bytes)}, "
+            f"predicted peak={format_bytes(self.predicted_peak_bytes)}, predicted overhead={share:.1%}, {self.status})"
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; the file appears whole or not at all.
+
+        Raises:
+            FileNotFoundError, IsADirectoryError, OSError: see `files.check_writable`.
+            ProfileError: a name in it is no printable text.
+        """
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        programs: dict[Steps, int] = {}
+        data["regions"] = [
+            {
+                **{f.name: getattr(region, f.name) for f in dataclasses.fields(region)},
+                "steps": programs.setdefault(region.steps, len(programs)),
+                "pauses": [dataclasses.asdict(pause) for pause in region.pauses],
+            }
+            for region in self.regions
+        ]
+        data["programs"] = list(programs)
+        data["several"] = None if self.several is None else dataclasses.asdict(self.several)
+        data["policies"] = [applied.as_data() for applied in self.policies]
+        data["profile"] = self.profile.as_data()
+        write_json(path, SCHEMA, SCHEMA_VERSION, data, _PLAN)
+
+    @classmethod
+    def load(cls, path: str | Path) -> PlanRecord:
+        """Read a plan.
+
+        Raises:
+            ProfileError: the file is damaged, of another kind, or from a newer version.
+        """
+        data = read_json(path, SCHEMA, SCHEMA_VERSION)
+        try:
+            values = fields_of(checked(data, _PLAN))
+            programs = values.pop("programs")
+            values["regions"] = tuple(_region(found, programs) for found in values["regions"])
+            values["several"] = values["several"] and RootCalls(**fields_of(values["several"]))
+            values["profile"] = Profile.of(values["profile"])
+            values["policies"] = tuple(map(AppliedPolicy.of, values["policies"]))
+            record = cls(**values)
+            _check(record)
+        except ValueError as error:
+            raise ProfileError(f"{path} is not a valid plan: {error!s:.300}. Make it again.") from error
+        return record
+
+
+_PLAN = document(
+    PlanRecord,
+    regions=list[document(RegionPlan, steps=Size, pauses=list[document(Pause)])],
+    programs=list[tuple[tuple[Text, bool], ...]],  # several regions may have the same one
+    several=document(RootCalls, before=dict[str, tuple[Size, ...]]) | None,
+    losses=dict[Text, tuple[Text | None, ...]],
+    profile=PROFILE,
+    policies=list[APPLIED_POLICY],
+)
+
+
+def _region(found: Any, programs: Sequence[Steps]) -> RegionPlan:
+    values = fields_of(found)
+    if values["steps"] >= len(programs):
+        raise ValueError(f"region {values['fqn']!r} has program {values['steps']} of {len(programs)}")
+    pauses = tuple(Pause(**fields_of(pause)) for pause in values["pauses"])
+    return RegionPlan(**{**values, "steps": programs[values["steps"]], "pauses": pauses})
+
+
+_OF_THE_PROFILE = ("model", "model_fingerprint", "op_fingerprint", "device", "torch_version")
+
+
+def _check(record: PlanRecord) -> None:
+    """What no type tells: that what is to be run on a model is of the step that was profiled."""
+    check_engine(record.engine)
+    for name in _OF_THE_PROFILE:
+        if getattr(record, name) != getattr(record.profile, name):
+            raise ValueError(f"{name} is not that of its profile")
+    _check_regions(record)
+    known = {call.fqn for call in record.profile.calls}
+    unknown = names_in(record) - known
+    if unknown:
+        raise ValueError(f"it is about module {min(unknown)!r:.80}, which the profiled step did not call")
+    several = record.several
+    counts = [] if several is None else several.before.values()
+    if any(len(before) != record.root_calls for before in counts):
+        raise ValueError("it has counts for other calls of the model than the profiled step's")
+
+
+def names_in(record: PlanRecord) -> set[str]:
+    """The modules that a plan is put on."""
+    names = {region.fqn for region in record.regions}
+    names |= {pause.fqn for region in record.regions for pause in region.pauses}
+    names |= {name for fqn, last in record.losses.items() for name in (fqn, *last) if name is not None}
+    return names | set(record.several.before if record.several else ())
+
+
+def _check_regions(record: PlanRecord) -> None:
+    """Each region is a call of the profile, with the ops that ran there, and none is given twice or inside another."""
+    calls = {(call.fqn, call.call): call for call in record.profile.calls if call.grad}
+    number_of_calls = Counter(fqn for fqn, _ in calls)
+    ticks = [op.tick for op in record.profile.tape]
+    end = 0
+    for region in record.regions:
+        call = calls.get((region.fqn, region.call))
+        if call is None or region.calls != number_of_calls[region.fqn]:
+            raise ValueError(f"region {region.name!r} is no call of the profiled step")
+        if call.start < end:
+            raise ValueError(f"region {region.name!r} is given twice, out of order or inside another one")
+        end = call.end
+        ops = record.profile.tape[bisect_left(ticks, call.start) : bisect_left(ticks, call.end)]
+        if [name for name, _ in region.steps] != [op.name for op in ops]:
+            raise ValueError(f"region {region.name!r} has other ops than the profiled step")
+        if not region.wrapped and any(again for _, again in region.steps):
+            raise ValueError(f"region {region.name!r} recomputes something, but is not wrapped")
+        if region.point != EAGER and record.engine != COMPILE:
+            raise ValueError(f"region {region.name!r} is compiled, in a plan of engine {record.engine!r}")
+        if record.engine == COMPILE and region.wrapped != (region.point != EAGER):
+            raise ValueError(
+                f"region {region.name!r} is wrapped but not compiled, or compiled but not wrapped"
+            )
+        _check_pauses(region)
+
+
+def _check_pauses(region: RegionPlan) -> None:
+    """Pauses are in order, and nothing is recomputed in them."""
+    end = 0
+    for pause in region.pauses:
+        if not end <= pause.start < pause.end <= len(region.steps):
+            raise ValueError(f"region {region.name!r} has pauses out of order or range")
+        if any(again for _, again in region.steps[pause.start : pause.end]):
+            raise ValueError(f"region {region.name!r} recomputes something while it pauses")
+        end = pause.end

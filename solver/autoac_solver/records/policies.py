@@ -1,0 +1,251 @@
+"""What the user wants of some values, whatever the plan decides about the others: policies, which stack.
+
+The decisions are named as torch's `CheckpointPolicy`:
+
+    MUST_SAVE         not run again in backward: a constraint
+    MUST_RECOMPUTE    not kept from forward, but run again where backward needs it: a constraint
+    PREFER_SAVE       a hint: running it again counts `weight` times its own time more than it takes
+    PREFER_RECOMPUTE  a hint: keeping it counts `weight` times the time that running it again takes
+
+Policies stack in any order: a MUST outweighs all hints, hints add up, and two MUSTs that clash are an error. With a
+weight of at most 1 hints only decide between values: nothing is recomputed that the budget does not ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from autoac_solver.records.arguments import is_meant, known_as
+from autoac_solver.records.errors import PolicyError
+from autoac_solver.records.limits import MOST_NUMBER, Size
+from autoac_solver.records.profile import Op, Profile
+from autoac_solver.records.schema import checked, document, fields_of
+
+DECISIONS = ("MUST_SAVE", "MUST_RECOMPUTE", "PREFER_SAVE", "PREFER_RECOMPUTE")
+
+DEFAULT_WEIGHT = 0.5
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Policy:
+    """One decision, for all values that fit `op`, `module` and `region`; what is left out fits everything.
+
+    Args:
+        decision: one of `DECISIONS`, as text or as a member of torch's `CheckpointPolicy`.
+        op: the ops that make the values: names such as "aten.mm" (all of its overloads) or "aten.mm.default", globs of
+            them, torch's ops themselves (`torch.ops.aten.mm`), or several of these.
+        module: modules in which the values are made, or in modules inside of which: names or globs as in `regions=`.
+        region: the plan's regions in which they are made, by name or glob.
+        weight: of a hint, see above; at least 0.
+        optional: it is no error if the profiled step has nothing that fits.
+        code: with MUST_SAVE and `module`: the module's Python code must not run again either. Engine replay never runs
+            any; under sac no region that such code is a part of is recomputed.
+        name: for messages; left out, the policy is written out.
+
+    Raises:
+        PolicyError: an argument makes no sense.
+    """
+
+    decision: str
+    op: tuple[str, ...]
+    module: tuple[str, ...]
+    region: tuple[str, ...]
+    weight: float
+    optional: bool
+    code: bool
+    name: str
+
+    def __init__(
+        self,
+        decision: Any,
+        *,
+        op: Any = (),
+        module: str | Sequence[str] = (),
+        region: str | Sequence[str] = (),
+        weight: float = DEFAULT_WEIGHT,
+        optional: bool = False,
+        code: bool = False,
+        name: str = "",
+    ) -> None:
+        put = object.__setattr__
+        put(self, "decision", _decision(decision))
+        put(self, "op", _patterns(op))
+        put(self, "module", _patterns(module))
+        put(self, "region", _patterns(region))
+        put(self, "weight", weight)
+        put(self, "optional", optional)
+        put(self, "code", code)
+        put(self, "name", name)
+        if not (self.op or self.module or self.region):
+            raise PolicyError(f'{self!r} names no op, module or region; op="*" means every op.')
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= MOST_NUMBER:
+            raise PolicyError(f"weight={weight!r:.80} of {self!r:.300} is not a finite number of at least 0.")
+        if code and (self.decision != "MUST_SAVE" or not self.module or self.op or self.region):
+            raise PolicyError(
+                f"code=True of {self!r} goes with MUST_SAVE and module= alone: it is about a module's Python code."
+            )
+
+    @property
+    def is_must(self) -> bool:
+        """Whether it is a constraint, not a hint."""
+        return self.decision.startswith("MUST")
+
+    @property
+    def saves(self) -> bool:
+        """Whether it is for saving."""
+        return self.decision.endswith("SAVE")
+
+    def __repr__(self) -> str:
+        parts = [f'"{self.decision}"']
+        for label, patterns in (("op", self.op), ("module", self.module), ("region", self.region)):
+            if patterns:
+                shown = [f'"{p}"' for p in patterns[:4]] + (["..."] if len(patterns) > 4 else [])
+                parts.append(f"{label}={shown[0] if len(shown) == 1 else '(' + ', '.join(shown) + ')'}")
+        if not self.is_must and self.weight != DEFAULT_WEIGHT:
+            parts.append(f"weight={self.weight!r}")
+        return f"Policy({', '.join(parts)}{', code=True' if self.code else ''})"
+
+    def __str__(self) -> str:
+        return self.name or repr(self)
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Policy:
+        """The policy that `as_data` gave, checked.
+
+        Raises:
+            ValueError: it is no valid policy.
+        """
+        return cls.of(checked(data, POLICY))
+
+    @classmethod
+    def of(cls, found: msgspec.Struct) -> Policy:
+        """The policy of what a file holds in the form of `POLICY`."""
+        values = fields_of(found)
+        return cls(values.pop("decision"), **values)
+
+
+POLICY = document(Policy)
+"""How a policy stands in a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedPolicy:
+    """What became of a policy in a plan.
+
+    Args:
+        policy: it.
+        values: how many values it is about. What is decided as one counts as one.
+        followed: how many of them are decided as it says.
+    """
+
+    policy: Policy
+    values: Size
+    followed: Size
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"policy": self.policy.as_data(), "values": self.values, "followed": self.followed}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> AppliedPolicy:
+        """What `as_data` gave; raises ValueError for anything else."""
+        return cls.of(checked(data, APPLIED_POLICY))
+
+    @classmethod
+    def of(cls, found: msgspec.Struct) -> AppliedPolicy:
+        """What became of a policy, of what a file holds in the form of `APPLIED_POLICY`."""
+        values = fields_of(found)
+        if values["followed"] > values["values"]:
+            raise ValueError(f"{values['followed']} of {values['values']} values follow a policy")
+        return cls(**{**values, "policy": Policy.of(values["policy"])})
+
+
+APPLIED_POLICY = document(AppliedPolicy, policy=POLICY)
+"""How what became of a policy stands in a file."""
+
+
+def _decision(decision: Any) -> str:
+    name = decision if isinstance(decision, str) else getattr(decision, "name", repr(decision))
+    if name not in DECISIONS:
+        raise PolicyError(f"decision={name!r:.80} of a policy: possible are {', '.join(DECISIONS)}.")
+    return name
+
+
+def _patterns(given: Any) -> tuple[str, ...]:
+    """Text, an op (whose text is its name), or several of these."""
+    return tuple(map(str, given if isinstance(given, (list, tuple, set, frozenset)) else [given]))
+
+
+def never_recompute(module: str | Sequence[str]) -> Policy:
+    """For modules whose code has side effects (counters, logs, a random choice in Python): it runs once a step.
+
+    Args:
+        module: names or globs of modules.
+    """
+    return Policy("MUST_SAVE", module=module, code=True)
+
+
+SAVE_COLLECTIVES = Policy(
+    "MUST_SAVE",
+    op=("c10d.*", "c10d_functional.*", "_c10d_functional.*", "_c10d_functional_autograd.*", "symm_mem.*"),
+    optional=True,
+    name="SAVE_COLLECTIVES",
+)
+"""Communication happens once a step, as torchtitan has it; it costs more than any memory that it saves."""
+
+SAVE_TOP_K = Policy("MUST_SAVE", op="aten.topk", optional=True, name="SAVE_TOP_K")
+"""The choice of experts is made once a step, as torchtitan has it: it is small, and all that follows hangs on it."""
+
+SAVE_ATTENTION = Policy("MUST_SAVE", op="aten._scaled_dot_product_*", optional=True, name="SAVE_ATTENTION")
+"""The outputs of attention are kept: much time for little memory."""
+
+
+class Matcher:
+    """Which ops of a profile fit which policies.
+
+    Args:
+        profile: not changed.
+        regions: module calls that are regions.
+    """
+
+    def __init__(self, profile: Profile, regions: Iterable[int]) -> None:
+        self._profile = profile
+        self._fits: dict[tuple[tuple[str, ...], tuple[str, ...]], bool] = {}
+        self._region_names: dict[int, tuple[str, str]] = {}
+        for call in regions:
+            self._region_names[call] = profile.calls[call].fqn, profile.module_name(call)
+
+    def fits(self, policy: Policy, op: Op, region: int) -> bool:
+        """Whether a policy is about this op.
+
+        Args:
+            region: the module call that is the op's region, -1 if it is in none.
+        """
+        if policy.op and not self._any(policy.op, op.name, op.name.rpartition(".")[0]):
+            return False
+        if policy.region and (region < 0 or not self._any(policy.region, *self._region_names[region])):
+            return False
+        return not policy.module or self.in_module(policy.module, op.module)
+
+    def in_module(self, patterns: tuple[str, ...], call: int) -> bool:
+        """Whether a module call is one of these modules', or happened in one."""
+        while call >= 0:
+            if self._any(patterns, *known_as(self._profile.calls[call].fqn)):
+                return True
+            call = self._profile.calls[call].parent
+        return False
+
+    def _any(self, patterns: tuple[str, ...], *names: str) -> bool:
+        """Whether a pattern fits one of the names of a thing."""
+        key = patterns, names
+        if key not in self._fits:
+            self._fits[key] = any(is_meant(name, pattern) for pattern in patterns for name in names)
+        return self._fits[key]

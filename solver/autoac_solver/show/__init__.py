@@ -1,0 +1,1 @@
+"""Plans for people: tables, the explanation, pictures, the report page."""

@@ -1,0 +1,146 @@
+"""Why something is not recomputed: modules that are no region, and values that must be saved."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+
+import pandas as pd
+
+from autoac_solver.build.built import Built
+from autoac_solver.build.engines import EngineModel, engine_model
+from autoac_solver.build.regions import Region, choose_regions, refuses_units
+from autoac_solver.build.step import Step
+from autoac_solver.plan.step import PlannedStep, step_of
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.format import format_bytes
+from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.profile import Profile
+
+_SHOWN = 4
+"""Names or reasons in a list; the rest is counted."""
+
+
+def why(record: PlanRecord, module: str) -> str:
+    """What a plan does with a module, and why it does no more: one line for each of its calls that differ.
+
+    Args:
+        module: its name in the model, "" for the model itself.
+
+    Raises:
+        ProfilingError: the profiled step calls no module of this name.
+    """
+    profile, step = record.profile, step_of(record)
+    calls = [index for index, call in enumerate(profile.calls) if call.fqn == module]
+    if not calls:
+        near = difflib.get_close_matches(
+            module, sorted({call.fqn for call in profile.calls}), n=3, cutoff=0.3
+        )
+        known = f" Names that are near: {', '.join(map(repr, near))}." if near else ""
+        raise ProfilingError(f"the profiled step calls no module {module!r}.{known}")
+    return "\n".join(dict.fromkeys(_call(record, step, call) for call in calls))
+
+
+def values_that_must_be_saved(step: PlannedStep, profile: Profile) -> pd.DataFrame:
+    """One row a reason: reason, values, bytes; the largest first."""
+    rows = []
+    for group, storages in zip(step.built.problem.groups, step.built.group_storages, strict=True):
+        if group.must_save:
+            size = sum(profile.storage_table[storage].bytes for storage in storages)
+            rows.append((group.reason, len(storages), size))
+    frame = pd.DataFrame(rows, columns=["reason", "values", "bytes"])
+    found = frame.groupby("reason", as_index=False)[["values", "bytes"]].sum()
+    return found.sort_values(["bytes", "reason"], ascending=[False, True], ignore_index=True)
+
+
+def modules_that_are_refused(record: PlanRecord) -> tuple[tuple[str, str], ...]:
+    """Name and reason of the outermost modules that the engine cannot recompute as one, whatever the budget."""
+    profile, model = record.profile, engine_model(record.engine)
+    step, regions = Step(profile), {(region.fqn, region.call) for region in record.regions}
+    found: dict[str, str] = {}
+    for index, call in enumerate(profile.calls):
+        if not call.grad or any(_is_inside(call.fqn, name) for name in found):
+            continue
+        reason = next(refuses_units(profile, index), "") or next(model.refuses(step, Region(step, index)), "")
+        if reason and (call.fqn, call.call) not in regions:
+            found[call.fqn] = reason
+    return tuple(found.items())
+
+
+def lines(record: PlanRecord, step: PlannedStep) -> Iterator[str]:
+    """For the plan's explanation: what it could not decide on, and why."""
+    table = values_that_must_be_saved(step, record.profile)
+    for reason, values, size in table.head(_SHOWN).itertuples(index=False, name=None):
+        yield f"  must be saved   {values} values, {format_bytes(size)}: {reason}"
+    if len(table) > _SHOWN:
+        yield f"  must be saved   and for {len(table) - _SHOWN} more reasons"
+    if step.built.points:  # what could not be compiled is said elsewhere, and nothing else was to be
+        return
+    refused = modules_that_are_refused(record)
+    for name, reason in refused[:_SHOWN]:
+        yield f"  no region       {repr(name) if name else 'the model itself'}: {reason}"
+    if len(refused) > _SHOWN:
+        yield f"  no region       and {len(refused) - _SHOWN} more modules"
+
+
+def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
+    profile, call = record.profile, record.profile.calls[index]
+    name = profile.module_name(index) or "the model itself"
+    regions = [tape.call for tape in step.built.regions]
+    if index in regions:
+        return f"{name}: {_region(profile, step, regions.index(index))}"
+    around = next((region for region in _ancestors(profile, index) if region in regions), None)
+    if around is not None:
+        return f"{name}: is a part of region {profile.module_name(around)!r}, whose values are decided on one by one"
+    within = [region for region in regions if index in _ancestors(profile, region)]
+    if within:
+        return f"{name}: is not recomputed as one, but in parts: {_some(profile, within)}"
+    if not call.grad:
+        return f"{name}: runs with gradients off, so autograd saves nothing in it"
+    reason = next(_refusals(Step(profile), index, engine_model(record.engine)), "")
+    return f"{name}: is no region: {reason or 'autograd saves nothing in it that a plan could recompute'}"
+
+
+def _region(profile: Profile, step: PlannedStep, region: int) -> str:
+    """What is done in a region, and what must be saved in it."""
+    if step.built.points:
+        row = step.decisions.iloc[region]
+        return f"is a region, {row['op']}: it keeps {format_bytes(int(row['bytes']))} for backward"
+    groups = [i for i, group in enumerate(step.built.problem.groups) if group.region == region]
+    again = [i for i in groups if step.built.is_recomputed(step.options, i)]
+    kept = [i for i in groups if step.built.problem.groups[i].must_save]
+    must = f"; {len(kept)} must be saved, {_reasons(step.built, kept)}" if kept else ""
+    if not again:
+        return f"is a region in which nothing is recomputed: the budget does not ask for it{must}"
+    size = sum(profile.storage_table[s].bytes for i in again for s in step.built.group_storages[i])
+    return f"is a region; {len(again)} of {len(groups)} values are recomputed, {format_bytes(size)}{must}"
+
+
+def _reasons(built: Built, groups: Sequence[int]) -> str:
+    reasons = list(dict.fromkeys(built.problem.groups[group].reason for group in groups))
+    more = f", and {len(reasons) - 2} more reasons" if len(reasons) > 2 else ""
+    return "; ".join(reasons[:2]) + more
+
+
+def _refusals(step: Step, call: int, model: EngineModel) -> Iterator[str]:
+    """Why a module call cannot be a region under an engine."""
+    _, refused = choose_regions(step, [call], model)
+    yield from (refusal.reason for refusal in refused)
+
+
+def _ancestors(profile: Profile, index: int) -> list[int]:
+    found, parent = [], profile.calls[index].parent
+    while parent >= 0:
+        found.append(parent)
+        parent = profile.calls[parent].parent
+    return found
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return not outer or name == outer or name.startswith(f"{outer}.")
+
+
+def _some(profile: Profile, calls: Sequence[int]) -> str:
+    names = [repr(profile.module_name(call)) for call in calls]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

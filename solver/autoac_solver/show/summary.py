@@ -1,0 +1,221 @@
+"""A plan in a few lines: what was asked, what was found, what one should know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoac_solver.build.engines import engine_model
+from autoac_solver.plan.report import about_caches, about_torchs_loss
+from autoac_solver.plan.reserved import about_unknown, is_cuda
+from autoac_solver.plan.step import PlannedStep, step_of
+from autoac_solver.records.format import format_bytes, format_seconds
+from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.profile import Profile
+from autoac_solver.show import refusals
+
+_MEASURED = 0.95
+"""With so large a share of the step's time measured, nobody need be told that the rest is not."""
+_HOST_BOUND = 0.1
+"""Share of the step in which the device waits, from which on it is said."""
+_FEW = 3
+"""Policies, and notes, in a summary."""
+
+
+def summary(record: PlanRecord) -> str:
+    """A plan in at most 15 lines; what is left out is in `explain` and `notes`."""
+    step = step_of(record)
+    policies, losses, said = _policies(record), _losses(record), notes(record)
+    return "\n".join(
+        [
+            *_head(record, step),
+            *_cut(policies, _FEW, "policy"),
+            *losses[:1],
+            *_cut([_row("note", note) for note in said], _FEW, "note"),
+            f"The peak lies at {step.peak_where}.",
+        ]
+    )
+
+
+def summary_lines(record: PlanRecord, step: PlannedStep) -> tuple[str, ...]:
+    """The same for an explanation, with nothing left out."""
+    return (
+        *_head(record, step),
+        *_compiled(record),
+        *_policies(record),
+        *_losses(record),
+        *refusals.lines(record, step),
+        *(_row("note", note) for note in notes(record)),
+    )
+
+
+def notes(record: PlanRecord) -> tuple[str, ...]:
+    """What one should know of a plan: how its step was recorded, and what could be better."""
+    profile = record.profile
+    about = [
+        about_torchs_loss(profile, step_of(record).peak_where),
+        about_caches(profile, record.engine) if engine_model(record.engine).runs_code_twice else "",
+    ]
+    return (*needless(record), *filter(None, about), *profile.notes)
+
+
+def needless(record: PlanRecord) -> tuple[str, ...]:
+    """That the budget takes no checkpointing, if so."""
+    spare_bytes = record.budget_bytes - record.headroom_bytes - record.unplanned_peak_bytes
+    if spare_bytes < 0 or record.predicted_extra_s or record.budget_of == "reserved":
+        return ()
+    return (
+        f"no checkpointing is needed: with nothing recomputed the step takes "
+        f"{format_bytes(record.unplanned_peak_bytes)}, which the budget leaves room for",
+    )
+
+
+def about_times(profile: Profile) -> str:
+    """Where the times of ops are from, if they were not measured with the step; else ""."""
+    shares = profile.time_shares
+    if not shares or shares.get("measured", 0.0) >= _MEASURED:
+        return ""
+    if shares.get("table", 0.0) + shares.get("measured", 0.0) >= _MEASURED:
+        return "times from a cost table"
+    return "times estimated"
+
+
+def share_of_step(seconds: float, record: PlanRecord) -> float:
+    """Seconds as a share of the step with nothing recomputed."""
+    return seconds / record.predicted_step_s if record.predicted_step_s else 0.0
+
+
+def _row(name: str, text: str) -> str:
+    return f"  {name:<14}  {text}"
+
+
+def _cut(rows: Sequence[str], most: int, name: str) -> list[str]:
+    """The first rows, and how many there are more."""
+    if len(rows) <= most:
+        return list(rows)
+    return [*rows[: most - 1], _row(name, f"and {len(rows) - most + 1} more: explain(), or --details")]
+
+
+def _head(record: PlanRecord, step: PlannedStep) -> list[str]:
+    of = " of reserved memory" if record.budget_of == "reserved" else ""
+    headroom = f", {format_bytes(record.headroom_bytes)} of it headroom" if record.headroom_bytes else ""
+    untouched = sum(not region.wrapped for region in record.regions)
+    times = about_times(record.profile)
+    return [
+        f"Plan for {record.model} on {record.device}, engine {record.engine} ({record.engine_reason}).",
+        _row("budget", f"{format_bytes(record.budget_bytes)}{of}{headroom}"),
+        _row(
+            "predicted peak",
+            f"{format_bytes(record.predicted_peak_bytes)}; with nothing recomputed "
+            f"{format_bytes(record.unplanned_peak_bytes)}; resident before the step "
+            f"{format_bytes(record.resident_bytes)}",
+        ),
+        *_reserved(record),
+        *_lanes(step),
+        _row(
+            "extra time",
+            f"{format_seconds(record.predicted_extra_s)} of a step of {format_seconds(record.predicted_step_s)}: "
+            f"{share_of_step(record.predicted_extra_s, record):.1%}" + (f" ({times})" if times else ""),
+        ),
+        _row(
+            "proved",
+            f"{record.status}: no plan is faster by more than {record.gap:.2%} of the step "
+            f"({record.solver}, {record.solve_s:.1f} s)",
+        ),
+        *([_row("sample", record.profile.sample)] if record.profile.sample else []),
+        _row(
+            "regions",
+            f"{len(record.regions)}, of which {untouched} are left untouched (nothing to recompute)",
+        ),
+    ]
+
+
+def _lanes(step: PlannedStep) -> list[str]:
+    """Host and device over the planned step; where the device waits for the host, what would help."""
+    lanes = step.lanes
+    if lanes is None:
+        return []
+    rows = [
+        _row(
+            "two clocks",
+            f"the host works {format_seconds(lanes.host_s)} of the planned step of {format_seconds(lanes.end_s)}, the "
+            f"device {format_seconds(lanes.device_s)}",
+        )
+    ]
+    if lanes.idle_share >= _HOST_BOUND:
+        rows.append(
+            _row(
+                "host-bound",
+                f"the device waits for the host in {lanes.idle_share:.0%} of the step: a larger batch, torch.compile "
+                "or CUDA graphs would help more than other decisions",
+            )
+        )
+    return rows
+
+
+def _reserved(record: PlanRecord) -> list[str]:
+    """What CUDA's caching allocator reserves."""
+    if not is_cuda(record.profile):
+        return []
+    if record.predicted_reserved_bytes is None:
+        return [_row("reserved", f"not predicted: {about_unknown(record.allocator)}")]
+    more = record.predicted_reserved_bytes - record.predicted_peak_bytes
+    under = f" with {record.allocator}" if record.allocator else ""
+    return [
+        _row(
+            "reserved",
+            f"{format_bytes(record.predicted_reserved_bytes)}, {format_bytes(more)} of it not allocated at the peak: "
+            f"CUDA's caching allocator{under}, simulated",
+        )
+    ]
+
+
+def _compiled(record: PlanRecord) -> list[str]:
+    """What was compiled and measured, and what could not be."""
+    table = record.profile.compiled
+    if table is None or not engine_model(record.engine).compiles:
+        return []
+    points = sum(len(region.points) for region in table.regions)
+    rows = [
+        _row(
+            "compiled",
+            f"{points} points of {len(table.regions)} distinct regions were measured in {table.seconds:.0f} s",
+        )
+    ]
+    for region in table.regions:
+        if region.failure:
+            name = record.profile.module_name(region.calls[0])
+            more = f" and {len(region.calls) - 1} more" if len(region.calls) > 1 else ""
+            rows.append(_row("not compiled", f"{name!r}{more}: {region.failure}"))
+    return rows
+
+
+def _losses(record: PlanRecord) -> list[str]:
+    """The cross entropies that the plan makes lean."""
+    how = "is computed over chunks of rows" if record.chunked_losses else "goes backward in place"
+    return [
+        _row(
+            "loss",
+            f"the cross entropy of {repr(fqn) if fqn else 'the model itself'} {how}, with torch's bits",
+        )
+        for fqn in record.losses
+    ]
+
+
+def _policies(record: PlanRecord) -> list[str]:
+    """What became of the user's policies."""
+    lines = []
+    for applied in record.policies:
+        policy, label = applied.policy, ""
+        if not policy.is_must:
+            label = f", {applied.followed} {'kept' if policy.saves else 'recomputed'}"
+        name = f"{policy.name}: {policy.decision}" if policy.name else str(policy)
+        lines.append(_row("policy", f"{name}: {applied.values} values{label}"))
+    if any(not applied.policy.is_must for applied in record.policies):
+        lines.append(
+            _row(
+                "hints",
+                f"those that were not followed count as {format_seconds(record.hint_s)} in what was minimised; what "
+                "was proved is about time and hints together",
+            )
+        )
+    return lines

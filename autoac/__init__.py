@@ -11,56 +11,65 @@ from typing import TYPE_CHECKING, Any
 from autoac._version import __version__
 
 if TYPE_CHECKING:
-    from autoac import measure, policies
-    from autoac.engine.losses import cross_entropy
-    from autoac.planner import batch_tradeoff, plan, profile, solve, tradeoff
+    from autoac import measure, parallel, policies
+    from autoac.api import batch_tradeoff, plan, profile, solve, tradeoff
+    from autoac.automatic import Auto, auto
+    from autoac.execute.cross_entropy.lean import cross_entropy
     from autoac.plans import Plan, Tradeoff
-    from autoac_solver.batches import BatchTradeoff
-    from autoac_solver.errors import (
+    from autoac.step.samples import Samples
+    from autoac_solver.plan.batches import BatchTradeoff
+    from autoac_solver.records.errors import (
         AutoacError,
         BudgetFormatError,
         InfeasibleBudgetError,
         NoPlanInTimeError,
+        ParallelError,
         PlanMismatchError,
         PolicyConflictError,
         PolicyError,
         ProfileError,
         ProfilingError,
     )
-    from autoac_solver.policies import Policy
-    from autoac_solver.profile import Profile
+    from autoac_solver.records.policies import Policy
+    from autoac_solver.records.profile import Profile
 
 _HOMES = {
-    "plan": "autoac.planner",
-    "profile": "autoac.planner",
-    "solve": "autoac.planner",
-    "tradeoff": "autoac.planner",
-    "batch_tradeoff": "autoac.planner",
-    "cross_entropy": "autoac.engine.losses",
-    "BatchTradeoff": "autoac_solver.batches",
+    "plan": "autoac.api",
+    "profile": "autoac.api",
+    "solve": "autoac.api",
+    "tradeoff": "autoac.api",
+    "batch_tradeoff": "autoac.api",
+    "auto": "autoac.automatic",
+    "Auto": "autoac.automatic",
+    "cross_entropy": "autoac.execute.cross_entropy.lean",
+    "BatchTradeoff": "autoac_solver.plan.batches",
     "Plan": "autoac.plans",
-    "Profile": "autoac_solver.profile",
+    "Profile": "autoac_solver.show.notebook",  # which also knows how to show it, and what its peaks are
+    "Samples": "autoac.step.samples",
     "Tradeoff": "autoac.plans",
-    "AutoacError": "autoac_solver.errors",
-    "BudgetFormatError": "autoac_solver.errors",
-    "InfeasibleBudgetError": "autoac_solver.errors",
-    "NoPlanInTimeError": "autoac_solver.errors",
-    "PlanMismatchError": "autoac_solver.errors",
-    "Policy": "autoac_solver.policies",
-    "PolicyConflictError": "autoac_solver.errors",
-    "PolicyError": "autoac_solver.errors",
-    "ProfileError": "autoac_solver.errors",
-    "ProfilingError": "autoac_solver.errors",
+    "AutoacError": "autoac_solver.records.errors",
+    "BudgetFormatError": "autoac_solver.records.errors",
+    "InfeasibleBudgetError": "autoac_solver.records.errors",
+    "NoPlanInTimeError": "autoac_solver.records.errors",
+    "ParallelError": "autoac_solver.records.errors",
+    "PlanMismatchError": "autoac_solver.records.errors",
+    "Policy": "autoac_solver.records.policies",
+    "PolicyConflictError": "autoac_solver.records.errors",
+    "PolicyError": "autoac_solver.records.errors",
+    "ProfileError": "autoac_solver.records.errors",
+    "ProfilingError": "autoac_solver.records.errors",
 }
 
-_MODULES = ("measure", "policies")
+_MODULES = ("measure", "parallel", "policies")
 
 __all__ = [
+    "Auto",
     "AutoacError",
     "BatchTradeoff",
     "BudgetFormatError",
     "InfeasibleBudgetError",
     "NoPlanInTimeError",
+    "ParallelError",
     "Plan",
     "PlanMismatchError",
     "Policy",
@@ -69,11 +78,14 @@ __all__ = [
     "Profile",
     "ProfileError",
     "ProfilingError",
+    "Samples",
     "Tradeoff",
     "__version__",
+    "auto",
     "batch_tradeoff",
     "cross_entropy",
     "measure",
+    "parallel",
     "plan",
     "policies",
     "profile",

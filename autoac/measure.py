@@ -21,21 +21,32 @@ NOTE [ What the profiler does not say ]
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from autoac.compat import cpu_allocations, cpu_ops, raw_events
+from autoac.device import Device, device_for
+from autoac.torch_private import (
+    cpu_allocations,
+    cpu_ops,
+    key_of_storage,
+    local_part,
+    quiet_profiler,
+    raw_events,
+    sparse_parts,
+)
 
 T = TypeVar("T")
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,14 @@ class Measurement(Generic[T]):
     peak_above_start_bytes: int
     end_above_start_bytes: int
     result: T
-    timeline: Timeline | None
+    timeline: Timeline | None = field(repr=False)
+
+    def __repr__(self) -> str:
+        """The bytes, and what kind of result: a model's output would fill the screen."""
+        return (
+            f"Measurement(peak_above_start_bytes={self.peak_above_start_bytes}, "
+            f"end_above_start_bytes={self.end_above_start_bytes}, result: {type(self.result).__name__})"
+        )
 
 
 def measure_peak(fn: Callable[[], T], device: torch.device | str = "cpu") -> Measurement[T]:
@@ -89,16 +107,43 @@ def measure_peak(fn: Callable[[], T], device: torch.device | str = "cpu") -> Mea
     Raises:
         ValueError: for a device whose memory cannot be measured, or that is not there; `fn` is not called.
     """
-    device = torch.device(device)
-    if device.type == "cpu":
-        return _measure_cpu(fn)
-    if device.type != "cuda":
-        raise ValueError(f"cannot measure memory on {str(device)!r}: only on 'cpu' and 'cuda'")
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"cannot measure memory on {str(device)!r}: torch finds {torch.cuda.device_count()} CUDA devices here"
-        )
-    return _measure_cuda(fn, device)
+    with measuring(device) as taken:
+        result = fn()
+    return Measurement(
+        peak_above_start_bytes=taken.peak_above_start_bytes,
+        end_above_start_bytes=taken.end_above_start_bytes,
+        result=result,
+        timeline=taken.timeline,
+    )
+
+
+def in_turn(
+    runs: Mapping[Name, Callable[[], T]],
+    rounds: int,
+    *,
+    shuffle: random.Random | None = None,
+    after_round: Callable[[int], object] = lambda done: None,
+) -> dict[Name, list[T]]:
+    """Runs that take turns, so that the machine's drift meets all of them alike: how times are compared here.
+
+    Args:
+        runs: by name; each is called once a round and returns what it took.
+        rounds: how often.
+        shuffle: puts the runs in another order in each round; None for the order in which they are given.
+        after_round: called with the number of rounds done.
+
+    Returns:
+        What each run returned, a value for each round.
+    """
+    found: dict[Name, list[T]] = {name: [] for name in runs}
+    order = list(runs)
+    for done in range(1, rounds + 1):
+        if shuffle is not None:
+            shuffle.shuffle(order)
+        for name in order:
+            found[name].append(runs[name]())
+        after_round(done)
+    return found
 
 
 def unique_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -108,7 +153,7 @@ def unique_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
         tensors: strided or sparse tensors, on any device; views count with their whole storage.
     """
     # A storage's address in memory is no identity: all empty storages, and all on the meta device, are at 0.
-    by_storage = {s._cdata: s.nbytes() for t in tensors for s in _storages(t)}
+    by_storage = {key_of_storage(s): s.nbytes() for t in tensors for s in _storages(t)}
     return sum(by_storage.values())
 
 
@@ -116,56 +161,79 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     if tensor.layout == torch.strided:
         yield tensor.untyped_storage()
     elif tensor.layout == torch.sparse_coo:
-        yield tensor._indices().untyped_storage()
-        yield tensor._values().untyped_storage()
+        yield from (part.untyped_storage() for part in sparse_parts(tensor))
     else:
         raise ValueError(f"cannot count the bytes of a tensor with layout {tensor.layout}")
 
 
-def _measure_cuda(fn: Callable[[], T], device: torch.device) -> Measurement[T]:
+class Taken:
+    """What was taken in a context of `measuring`; there is something to read when that is over.
+
+    Args:
+        peak_above_start_bytes, end_above_start_bytes, timeline: as in `Measurement`.
+    """
+
+    peak_above_start_bytes: int = 0
+    end_above_start_bytes: int = 0
+    timeline: Timeline | None = None
+
+
+def measuring(device: torch.device | str = "cpu") -> AbstractContextManager[Taken]:
+    """Context that measures as `measure_peak` does, for code that is no function of its own.
+
+    Args:
+        device: the device to measure, CPU or CUDA.
+
+    Raises:
+        ValueError: for a device whose memory cannot be measured.
+    """
+    known = device_for(torch.device(device))
+    if reason := known.not_measurable():
+        raise ValueError(reason)
+    return _measuring_cpu() if known.memory_events else _measuring_by_allocator(known)
+
+
+@contextmanager
+def _measuring_by_allocator(device: Device) -> Iterator[Taken]:
+    taken = Taken()
     gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    start_bytes = torch.cuda.memory_allocated(device)
-    result = fn()
-    torch.cuda.synchronize(device)
-    return Measurement(
-        peak_above_start_bytes=torch.cuda.max_memory_allocated(device) - start_bytes,
-        end_above_start_bytes=torch.cuda.memory_allocated(device) - start_bytes,
-        result=result,
-        timeline=None,
-    )
+    device.synchronize()
+    with device.counting() as counts:
+        yield taken
+        device.synchronize()
+    [count] = counts
+    taken.peak_above_start_bytes = count.peak_bytes - count.before_bytes
+    taken.end_above_start_bytes = count.after_bytes - count.before_bytes
 
 
 ONE_AT_A_TIME = threading.RLock()
 """Held where torch's profiler runs: there is one in a process, and two threads that use it at once break it."""
 
 
-def _measure_cpu(fn: Callable[[], T]) -> Measurement[T]:
+@contextmanager
+def _measuring_cpu() -> Iterator[Taken]:
+    taken = Taken()
     gc.collect()
     # No accumulation, shapes or stacks: they cost time and say nothing about memory.
     with (
         ONE_AT_A_TIME,
         _deaths_of_present_storages() as deaths,
+        quiet_profiler(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as prof,
     ):
-        result = fn()
+        yield taken
     events = sorted([*_allocator_events(prof), *deaths], key=lambda event: event[0])
     time_ns = np.array([when for when, _ in events], dtype=np.int64)
     live_bytes = np.cumsum(np.array([delta for _, delta in events], dtype=np.int64))
     ops = cpu_ops(raw_events(prof))
     start_ns = time_ns[0] if events else 0
-    timeline = Timeline(
+    taken.peak_above_start_bytes = int(live_bytes.max(initial=0))
+    taken.end_above_start_bytes = int(live_bytes[-1]) if events else 0
+    taken.timeline = Timeline(
         time_s=(time_ns - start_ns) * 1e-9,
         live_above_start_bytes=live_bytes,
         op_time_s=(np.array([when for when, _ in ops], dtype=np.int64) - start_ns) * 1e-9,
         op_names=tuple(name for _, name in ops),
-    )
-    return Measurement(
-        peak_above_start_bytes=int(live_bytes.max(initial=0)),
-        end_above_start_bytes=int(live_bytes[-1]) if events else 0,
-        result=result,
-        timeline=timeline,
     )
 
 
@@ -214,7 +282,9 @@ def _present_storages() -> list[torch.UntypedStorage]:
     for tensor in tensors:
         if tensor.device.type == "cpu":
             try:
-                storages |= {s._cdata: s for s in _storages(tensor) if s.device.type == "cpu"}
+                storages |= {
+                    key_of_storage(s): s for s in _storages(local_part(tensor)) if s.device.type == "cpu"
+                }
             except (ValueError, RuntimeError, NotImplementedError):
                 continue  # an opaque subclass without a storage of its own
     return list(storages.values())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,28 +12,32 @@ from typing import Any, TypeVar
 import pandas as pd
 import torch
 
-from autoac.engine import sac
-from autoac.engine.attach import (
-    attach,
-    attach_losses,
-    attach_pausing,
-    attach_root,
-    covered,
-    detach,
-    planned,
-)
-from autoac.engine.chunked import same_by_chunks
-from autoac.engine.program import Program
-from autoac.memory_trace import measured_memory
-from autoac.recorder import device_of, model_fingerprint, unwrapped
-from autoac.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
-from autoac.verify import Report, verify
-from autoac_solver import curve
-from autoac_solver.errors import PlanMismatchError
-from autoac_solver.explanation import Explanation, explain, explanation
-from autoac_solver.losses import chunkable_losses, lean_losses
-from autoac_solver.plan_record import PlanRecord, RegionPlan
-from autoac_solver.profile import NEVER
+from autoac.check.timeline import measured_memory
+from autoac.check.verify import Report, verify
+from autoac.execute.engines import ENGINES
+from autoac.execute.following import NotFollowed
+from autoac.execute.placement import Placement
+from autoac.execute.program import Program
+from autoac.execute.sac import sac
+from autoac.progress import progress_shown
+from autoac.step.model import unwrapped
+from autoac.step.step import TrainingStep
+from autoac_solver.plan import curve
+from autoac_solver.plan.parts import peak_parts
+from autoac_solver.plan.record import predicted_anew
+from autoac_solver.plan.step import step_of
+from autoac_solver.plan.transfer import Outcome
+from autoac_solver.records.compiled import TORCHS
+from autoac_solver.records.engines import COMPILE
+from autoac_solver.records.errors import PlanMismatchError
+from autoac_solver.records.plan import PlanRecord, RegionPlan
+from autoac_solver.records.profile import NEVER, Profile
+from autoac_solver.show import refusals
+from autoac_solver.show.explanation import Explanation, explain, explanation
+from autoac_solver.show.memory import plot_memory
+from autoac_solver.show.notebook import Page, plan_html
+from autoac_solver.show.page import render_report, write_report
+from autoac_solver.show.summary import notes, summary
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -48,13 +50,8 @@ class Plan:
 
     def __init__(self, record: PlanRecord):
         self.record = record
-
-    @functools.cached_property
-    def _id(self) -> str:
-        """Tells on a model whose decisions it carries; a plan that was saved and loaded is the same plan."""
-        decisions = [(region.fqn, region.call, region.wrapped, region.steps) for region in self.regions]
-        content = repr((self.record.model_fingerprint, self.engine, decisions, self.record.chunked_losses))
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        self._placement = Placement(record)
+        self.outcomes: tuple[Outcome, ...] = ()  # of other samples that were given, see `samples`
 
     # -- what it says ------------------------------------------------------------------------------------------
 
@@ -62,6 +59,15 @@ class Plan:
     def predicted_peak_bytes(self) -> int:
         """Largest number of live bytes during the planned step, resident bytes included."""
         return self.record.predicted_peak_bytes
+
+    @property
+    def predicted_reserved_bytes(self) -> int | None:
+        """What CUDA's caching allocator reserves at most during the planned step, as simulated.
+
+        None for plans for other devices, and where the allocator's options (`PYTORCH_CUDA_ALLOC_CONF`) are not
+        understood; `explain` says why.
+        """
+        return self.record.predicted_reserved_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -91,7 +97,7 @@ class Plan:
 
     @property
     def engine(self) -> str:
-        """ "replay" or "sac"."""
+        """The engine's name: "replay", "sac" or "compile"."""
         return self.record.engine
 
     @property
@@ -102,15 +108,61 @@ class Plan:
     @property
     def decisions(self) -> pd.DataFrame:
         """One row a value: region, module, op, bytes, decision ("save", "recompute" or "skip"), time_s."""
-        return self.record.decisions
+        return step_of(self.record).decisions.copy()
+
+    @property
+    def samples(self) -> pd.DataFrame:
+        """One row a sample that `autoac.plan` was given, that which was planned for first.
+
+        Columns: sample, peak_bytes, unplanned_peak_bytes, overhead, fits. A plan that was read from a file knows its
+        own sample only; its profile's notes tell of the others.
+        """
+        own = Outcome(
+            self.record.profile.sample,
+            self.predicted_peak_bytes,
+            self.record.unplanned_peak_bytes,
+            self.predicted_overhead,
+            fits=True,
+        )
+        return pd.DataFrame([dataclasses.asdict(outcome) for outcome in (own, *self.outcomes)])
+
+    def peak_parts(self) -> dict[str, int]:
+        """What is alive at the predicted peak on one rank, in bytes, by what it is.
+
+        Returns:
+            parameters (of sharded ones the shards), gathered (parameters that FSDP2 has gathered there), gradients
+            (with DDP's buckets), optimizer (its state), inputs (the sample, buffers and what else was there before),
+            activations, and other (what ops and collectives take for a while). They add up to the predicted peak.
+        """
+        return peak_parts(self.record)
 
     def memory_timeline(self) -> pd.DataFrame:
         """One row an op of the planned step: op, module, phase, live_bytes in all and by kind of memory."""
-        return self.record.timeline
+        return step_of(self.record).timeline.copy()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What one should know of the plan: how its step was recorded, and what could be better."""
+        return notes(self.record)
+
+    def summary(self) -> str:
+        """The plan in at most 15 lines; `explain` says all there is."""
+        return summary(self.record)
 
     def explain(self) -> str:
         """The plan in words: the peak and who holds it, what is recomputed at what price, what more memory buys."""
         return explain(self.record)
+
+    def why(self, module: str) -> str:
+        """What the plan does with a module, and why it does no more: why it is no region, what in it must be saved.
+
+        Args:
+            module: its name in the model, "" for the model itself.
+
+        Raises:
+            ProfilingError: the profiled step calls no module of this name.
+        """
+        return refusals.why(self.record, module)
 
     def explanation(self) -> Explanation:
         """What `explain` says, as tables. Takes a moment: it solves once more, for a little more memory."""
@@ -126,13 +178,26 @@ class Plan:
         Returns:
             The axes.
         """
-        return self.record.plot_memory(axes, measured)
+        return plot_memory(self.record, axes, measured)
 
     def __repr__(self) -> str:
         return str(self.record)
 
     def _repr_html_(self) -> str:
-        return self.record._repr_html_()
+        return plan_html(self.record)
+
+    def show(self, curve: Any = None, points: int = 8, height: int = 900) -> Page:
+        """The report page in a notebook: with hover and zoom, and a slider over budgets.
+
+        Args:
+            curve, points: as for `report`.
+            height: of the frame, pixels.
+
+        Returns:
+            What Jupyter shows as the page, if it is the last line of a cell.
+        """
+        with progress_shown("planning other budgets", None) as tell:
+            return Page(render_report(self.record, curve=curve, points=points, progress=tell), height)
 
     # -- files -------------------------------------------------------------------------------------------------
 
@@ -144,6 +209,22 @@ class Plan:
             IsADirectoryError: there is a folder of that name.
         """
         self.record.save(path)
+
+    def report(self, path: str | Path, curve: Any = None, points: int = 20) -> None:
+        """Write the plan as a page: one HTML file that opens offline.
+
+        Args:
+            path: of the file, .html; one that is there is replaced.
+            curve: plans for other budgets, from the same profile and for the same engine; None makes them, which takes
+                a while.
+            points: how many budgets to make plans for if there is no curve; 0 shows this plan alone.
+
+        Raises:
+            ValueError: the curve is of another profile or engine.
+            FileNotFoundError, IsADirectoryError: no file can be at this path; before the page is made.
+        """
+        with progress_shown("planning other budgets", None) as tell:
+            write_report(self.record, path, curve=curve, points=points, progress=tell)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -166,48 +247,8 @@ class Plan:
         Raises:
             PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
         """
-        _check_is_module(model)
-        self._check(model)
-        inner = unwrapped(model)
-        self._try_chunked_losses(inner)
-        try:
-            programs_of = self._programs
-            compiled = compiled_modules(inner)
-            for fqn in to_uncompile(compiled, programs_of, self.engine):
-                uncompile(compiled[fqn], self._id)
-            attach_losses(inner, self._losses, self.record.chunked_losses, self._id)
-            for fqn, programs in programs_of.items():
-                for program in programs:
-                    program.warned = False  # to be said anew, of this model
-                attach(inner.get_submodule(fqn), programs, self.engine, self._id)
-            pauses = [pause for calls in programs_of.values() for p in calls for pause in p.pauses.values()]
-            for fqn in {pause.fqn for pause in pauses}:
-                attach_pausing(inner.get_submodule(fqn), fqn, self._id)
-            several = [fqn for fqn, programs in programs_of.items() if len(programs) > 1]
-            if several and "" not in programs_of:
-                calls = self.record.profile.calls_below_root(several)
-                if calls is not None:
-                    attach_root(inner, *calls, self._id)
-        except BaseException:
-            for module in filter(planned, inner.modules()):
-                detach(module)
-            self._recompile(inner)
-            raise
+        self._placement.put_on(model)
         return model
-
-    def _try_chunked_losses(self, model: torch.nn.Module) -> None:
-        """Warn if the device's kernels do not give the same bits by chunks; tried here, so that no step pays for it."""
-        device = device_of(model).type
-        if not self.record.chunked_losses or device not in ("cpu", "cuda"):
-            return
-        dtypes = sorted({loss.dtype for loss in chunkable_losses(self.record.profile)})
-        if not all(same_by_chunks(device, getattr(torch, dtype)) for dtype in dtypes):
-            warnings.warn(
-                f"a cross entropy over chunks of rows does not give the same bits on {device} for {', '.join(dtypes)}, "
-                "so this plan's loss is computed as a whole: its peak may lie above the prediction. Plan with "
-                'policies=[autoac.Policy("MUST_SAVE", op="aten._log_softmax*")] instead.',
-                stacklevel=3,
-            )
 
     def remove(self, model: Model) -> Model:
         """Take the plan off the model, which is then exactly as it was before, and return it.
@@ -215,30 +256,21 @@ class Plan:
         Raises:
             PlanMismatchError: this plan is not on the model, or somebody has put another forward over it since.
         """
-        _check_is_module(model)
-        modules = {
-            name: module
-            for name, module in model.named_modules()
-            if (carried := planned(module)) is not None and carried.plan_id == self._id
-        }
-        if not modules and (self._programs or self._losses):
-            raise PlanMismatchError("this plan is not applied to this model, so there is nothing to remove.")
-        for name, module in modules.items():
-            if covered(module):
-                raise PlanMismatchError(
-                    f"module {name!r} was given another forward after the plan was applied (some libraries wrap it): "
-                    "undo that first, then remove the plan."
-                )
-        for module in modules.values():
-            detach(module)
-        self._recompile(model)
+        self._placement.take_off(model)
         return model
 
-    def _recompile(self, model: torch.nn.Module) -> None:
-        """Let the modules run compiled again that this plan has made run uncompiled."""
-        for module in model.modules():
-            if uncompiled_by(module) == self._id:
-                recompile(module)
+    def check(self, model: torch.nn.Module) -> None:
+        """Check that the plan can be put on a model, and change nothing.
+
+        Raises:
+            PlanMismatchError: as for `apply`.
+        """
+        self._placement.check(model)
+
+    @property
+    def program_id(self) -> str:
+        """Tells this plan's programs and the model that they are for from others; the same in a file."""
+        return self._placement.plan_id
 
     @contextlib.contextmanager
     def applied(self, model: Model) -> Iterator[Model]:
@@ -249,86 +281,14 @@ class Plan:
         finally:
             self.remove(model)
 
-    @functools.cached_property
-    def _programs(self) -> dict[str, list[Program]]:
-        """The programs of each module that has anything to recompute, one for each of its calls.
-
-        They stay the same objects however often the plan is applied: torch's compiler takes another one for other code.
-        """
-        programs: dict[str, list[Program]] = {}
-        for region in self.regions:
-            untouched = Program(region.fqn, (), wrapped=False)
-            calls = programs.setdefault(region.fqn, [untouched] * region.calls)
-            pauses = self.record.pauses(region) if region.wrapped else ()
-            calls[region.call] = Program(region.name, region.steps, region.wrapped, pauses)
-        return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
-
-    @functools.cached_property
-    def _losses(self) -> dict[str, tuple[str | None, ...]]:
-        """As for `attach_losses`."""
-        return lean_losses(self.record.profile)
-
     @property
-    def is_not_followed(self) -> bool:
-        """Whether a region has run ops that the profiled step did not run, since the plan was last applied (replay)."""
-        return any(program.warned for programs in self._programs.values() for program in programs)
+    def is_not_followed(self) -> NotFollowed:
+        """Which regions have run ops that the profiled step did not run, since the plan was last applied.
 
-    @contextlib.contextmanager
-    def _taken_off(self, model: torch.nn.Module) -> Iterator[None]:
-        """Context in which this plan is not on the model, if it is."""
-        _check_is_module(model)
-        carried = [found.plan_id for module in model.modules() if (found := planned(module)) is not None]
-        if self._id not in carried:
-            yield
-            return
-        self.remove(model)
-        try:
-            yield
-        finally:
-            self.apply(model)
-
-    def _check(self, model: torch.nn.Module) -> None:
-        if any(planned(module) for module in model.modules()):
-            raise PlanMismatchError(
-                "this model has a plan applied already: call remove(model) on that plan before applying another."
-            )
-        model = unwrapped(model)
-        found = model_fingerprint(model)
-        if found == self.record.model_fingerprint:
-            self._check_device(device_of(model).type)
-            return
-        if inner := self._place_in(model):
-            raise PlanMismatchError(
-                f"this plan was made for {self.record.model}, which this {type(model).__name__} holds as {inner}: "
-                f"apply the plan to {inner}, or to the model before it is wrapped."
-            )
-        missing = [r.fqn for r in self.regions if r.fqn not in dict(model.named_modules())]
-        detail = f"; it has no module {missing[0]!r}" if missing else ""
-        raise PlanMismatchError(
-            f"this plan was made for {self.record.model} (fingerprint {self.record.model_fingerprint}), and this "
-            f"{type(model).__name__} is another one or has changed since (fingerprint {found}){detail}. Modules, "
-            "parameter shapes, dtypes and which parameters are frozen must be those that were profiled: plan again "
-            "for the model as it is."
-        )
-
-    def _place_in(self, model: torch.nn.Module) -> str:
-        """Where a module of the model is the one that this plan was made for, as code; "" if none is."""
-        for name, module in model.named_modules():
-            if type(module).__name__ != self.record.model:
-                continue  # a fingerprint takes a while
-            if model_fingerprint(module) == self.record.model_fingerprint:
-                is_path = all(part.isidentifier() for part in name.split("."))
-                return f"model.{name}" if is_path else f"model.get_submodule({name!r})"
-        return ""
-
-    def _check_device(self, found: str) -> None:
-        """A model on the meta device computes nothing; any other must be on the kind of device that was planned for."""
-        planned_for = self.record.device.split(":")[0]
-        if found not in (planned_for, "meta"):
-            raise PlanMismatchError(
-                f"this plan was made for {self.record.model} on {self.record.device}, and the model is on {found}: "
-                "bytes, times and ops are other ones there. Move the model before applying the plan, or plan again."
-            )
+        It is false where none has. Otherwise it tells, for each region, which op was expected and which came, the
+        likely cause, and what the peak may be now; printed it is the warning that is given once.
+        """
+        return self._placement.is_not_followed
 
     # -- for those who call checkpoint() themselves ------------------------------------------------------------
 
@@ -359,7 +319,7 @@ class Plan:
         return functools.partial(sac.contexts, self._sac_program(region))
 
     def _sac_program(self, region: str) -> Program:
-        if self.engine != "sac":
+        if not ENGINES[self.engine].is_policy:
             raise PlanMismatchError(
                 f"this plan is for engine {self.engine!r}, whose decisions torch's checkpoint cannot follow exactly: "
                 'plan with engine="sac" to use policy_fn or context_fn.'
@@ -383,10 +343,19 @@ class Plan:
             return None
         return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()
 
+    def on(self, profile: Profile) -> Plan:
+        """The same decisions, with what another profile of the same step predicts of them."""
+        return Plan(predicted_anew(self.record, profile))
+
     # -- trust -------------------------------------------------------------------------------------------------
 
     def verify(
-        self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None
+        self,
+        model: torch.nn.Module,
+        sample: Any,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        *,
+        steps: int = 1,
     ) -> Report:
         """Run one step with the plan and one without from the same state, and compare.
 
@@ -394,18 +363,36 @@ class Plan:
 
         Args:
             model, sample, loss: as for `autoac.plan`.
+            steps: how many steps to compare and measure, each but the first with other random numbers: of a model
+                whose steps vary (layer drop, routed experts) the report has the largest peak, and all of them.
 
         Returns:
             Whether loss, gradients, buffers and random states are equal to the bit, predicted and measured peak, and
-            the ratio of the step times; where something differs, the first op or parameter that does.
+            the ratio of the step times; where something differs, the first op or parameter that does. Of engine compile
+            the step without the plan has the same regions compiled as torch does, and floating values that are equal
+            within `tolerance` are equal.
 
         Raises:
             PlanMismatchError: the plan is not for this model.
             ProfilingError: a callable step leaves nothing to compare: no loss, no gradients, no optimizer's step.
+            ValueError: `steps` is no number of steps.
         """
-        with self._taken_off(model):
-            self._check(model)
-            return verify(self, unwrapped(model), sample, loss)
+        if type(steps) is not int or steps < 1:
+            raise ValueError(f"steps is {steps!r}: at least one step is compared.")
+        with self._placement.taken_off(model):
+            self._placement.check(model)
+            return verify(
+                self, TrainingStep(unwrapped(model), sample, loss), self._compiled_as_torch_does(), steps
+            )
+
+    def _compiled_as_torch_does(self) -> Plan | None:
+        """Where regions are compiled: a plan that compiles them without a budget, so that the two can be compared."""
+        if self.engine != COMPILE or not any(region.wrapped for region in self.regions):
+            return None
+        regions = tuple(
+            dataclasses.replace(region, point=TORCHS) if region.wrapped else region for region in self.regions
+        )
+        return Plan(dataclasses.replace(self.record, regions=regions))
 
     def measure_memory(
         self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None
@@ -422,21 +409,20 @@ class Plan:
             Live bytes, one for each row of `memory_timeline()`; `plot_memory(measured=...)` draws both.
 
         Raises:
-            ValueError: the model is not on CPU.
+            ValueError: the model is not on CPU, or regions are compiled.
             ProfilingError: the step ran other ops than the plan was made for.
         """
-        with self._taken_off(model):
-            self._check(model)
-            return measured_memory(self, unwrapped(model), sample, loss)
-
-
-def _check_is_module(model: Any) -> None:
-    if not isinstance(model, torch.nn.Module):
-        raise PlanMismatchError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
+        if self._compiled_as_torch_does() is not None:
+            raise ValueError(
+                "compiled regions run no ops that memory could be told at: verify() measures the step's peak."
+            )
+        with self._placement.taken_off(model):
+            self._placement.check(model)
+            return measured_memory(self, TrainingStep(unwrapped(model), sample, loss))
 
 
 class Tradeoff(curve.Tradeoff):
-    """A `autoac_solver.curve.Tradeoff` whose plans can be put on models."""
+    """A `autoac_solver.plan.curve.Tradeoff` whose plans can be put on models."""
 
     @classmethod
     def of(cls, found: curve.Tradeoff) -> Tradeoff:
@@ -447,3 +433,27 @@ class Tradeoff(curve.Tradeoff):
     def plans(self) -> Sequence[Plan]:
         """The plan of each row; it is made when it is first looked at."""
         return curve.Lazy(len(self.points), lambda row: Plan(self.record(row)))
+
+    def report(self, path: str | Path, row: int | None = None) -> None:
+        """Write the curve and its plans as a page: one HTML file that opens offline.
+
+        Args:
+            path: of the file, .html; one that is there is replaced.
+            row: of the plan that the page opens with; None for the knee's, or the first.
+
+        Raises:
+            FileNotFoundError, IsADirectoryError: no file can be at this path; before the page is made.
+        """
+        write_report(self.record(self.opening_row if row is None else row), path, curve=self)
+
+    def show(self, row: int | None = None, height: int = 900) -> Page:
+        """The report page in a notebook: with hover and zoom, and a slider over budgets.
+
+        Args:
+            row: as for `report`.
+            height: of the frame, pixels.
+
+        Returns:
+            What Jupyter shows as the page, if it is the last line of a cell.
+        """
+        return Page(render_report(self.record(self.opening_row if row is None else row), curve=self), height)

@@ -1,6 +1,6 @@
 """Policies for `autoac.plan(..., policies=...)`: ready-made ones, and torch's policy functions as policies.
 
-What a policy is and how policies stack: `autoac_solver.policies`.
+What a policy is and how policies stack: `autoac_solver.records.policies`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from autoac.engine.program import find_overload
-from autoac_solver.arguments import is_meant, known_as, some
-from autoac_solver.errors import PolicyError
-from autoac_solver.policies import (
+from autoac.execute.program import find_overload
+from autoac_solver.records.arguments import is_meant, known_as, some
+from autoac_solver.records.errors import PolicyError
+from autoac_solver.records.policies import (
     DEFAULT_WEIGHT,
     SAVE_ATTENTION,
     SAVE_COLLECTIVES,
@@ -22,7 +22,7 @@ from autoac_solver.policies import (
     Policy,
     never_recompute,
 )
-from autoac_solver.profile import Profile
+from autoac_solver.records.profile import Profile
 
 __all__ = [
     "Policies",

@@ -21,7 +21,7 @@ from typing import Annotated
 import typer
 
 from autoac._version import __version__
-from autoac.cli import calibrate, compare, demo, plan, profile, report, run, selfcheck, tradeoff
+from autoac.cli.commands import calibrate, compare, demo, plan, profile, report, run, selfcheck, tradeoff
 from autoac.cli.shell import Command, Commands
 
 app = typer.Typer(

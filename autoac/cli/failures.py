@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoac.cli.users_code import TargetError, where_in
-from autoac_solver.errors import (
+from autoac_solver.records.errors import (
     AutoacError,
     BudgetFormatError,
     InfeasibleBudgetError,
@@ -14,7 +14,7 @@ from autoac_solver.errors import (
     PlanMismatchError,
     ProfileError,
 )
-from autoac_solver.format import format_bytes
+from autoac_solver.records.format import format_bytes
 
 ERROR, USAGE, INFEASIBLE, NO_PLAN_IN_TIME = 1, 2, 3, 4
 
@@ -85,7 +85,12 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
     asked, least = format_bytes(error.budget_bytes), format_bytes(error.minimum_bytes - error.headroom_bytes)
     if error.headroom_bytes:
         asked += f" with {format_bytes(error.headroom_bytes)} of headroom"
-    if error.proven:
+    if error.reserved_for_bytes:
+        said = (
+            f"No plan was found that reserves no more than a budget of {asked}: the least found reserves {least} for "
+            f"{format_bytes(error.reserved_for_bytes)} allocated."
+        )
+    elif error.proven:
         said = f"No plan fits a budget of {asked}: the least possible peak is {least}."
     else:
         said = (

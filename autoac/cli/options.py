@@ -14,38 +14,33 @@ def _remember(context: typer.Context, parameter: typer.CallbackParam, value: boo
     return value
 
 
+def json_file(value: Path | None) -> Path | None:
+    """A file of ours: its name says what it is, and later commands tell files from models by that."""
+    if value is not None and value.suffix != ".json":
+        raise typer.BadParameter(f"{value} is no .json: plans and profiles are JSON.")
+    return writable(value)
+
+
 def writable(value: Path | None) -> Path | None:
     """A file that can be written, found out before any work is done."""
     if value is not None and value.is_dir():
         raise typer.BadParameter(f"{value} is a folder.")
     if value is not None and not value.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {value.parent}.")
+    if value is not None and value.exists() and not value.is_file():
+        raise typer.BadParameter(f"{value} is a device, a pipe or a socket, not a file.")
     return value
 
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", show_default=False, help="package.module:factory or file.py:factory")
 ]
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL_OR_FILE",
-        show_default=False,
-        help="package.module:factory, file.py:factory, or a recorded profile or plan (.json), which needs no torch",
-    ),
-]
-PlanFile = Annotated[
-    Path,
-    typer.Argument(
-        metavar="PLAN",
-        exists=True,
-        dir_okay=False,
-        show_default=False,
-        help="a plan that `autoac plan` wrote",
-    ),
-]
-Budget = Annotated[
-    str,
+SOURCES = (
+    "package.module:factory, file.py:factory, or a recorded profile or plan (.json), which needs no torch"
+)
+Source = Annotated[str, typer.Argument(metavar="MODEL_OR_FILE", show_default=False, help=SOURCES)]
+OptionalBudget = Annotated[
+    str | None,
     typer.Option(
         "--budget",
         "-b",
@@ -53,8 +48,17 @@ Budget = Annotated[
         help="Limit for the peak: 20GB (10^9), 20GiB (2^30), 80% of the device's memory, or bytes.",
     ),
 ]
-Engine = Annotated[Literal["auto", "replay", "sac"], typer.Option(help="What carries the plan out.")]
+Engine = Annotated[
+    Literal["auto", "replay", "sac", "compile"], typer.Option(help="What carries the plan out.")
+]
 Headroom = Annotated[str, typer.Option(help="Part of the budget to leave free, as --budget.")]
+BudgetOf = Annotated[
+    Literal["allocated", "reserved"],
+    typer.Option(
+        "--budget-of",
+        help="What the budget limits; reserved is CUDA's, simulated with the options in PYTORCH_CUDA_ALLOC_CONF.",
+    ),
+]
 Regions = Annotated[
     list[str] | None,
     typer.Option(
@@ -66,6 +70,24 @@ Gap = Annotated[
     float, typer.Option(min=0.0, help="How far from the least time a plan may be, as a fraction of the step.")
 ]
 Threads = Annotated[int | None, typer.Option(min=1, show_default="torch's", help="torch's threads on CPU.")]
+MaxOverhead = Annotated[
+    str | None,
+    typer.Option(
+        "--max-overhead",
+        show_default=False,
+        help="In place of --budget: the least memory with which a step takes at most so much longer, as 5%.",
+    ),
+]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--arg",
+        "-a",
+        metavar="NAME=VALUE",
+        show_default=False,
+        help="An argument for the factory: JSON, such as 8 or true, or else text; may be repeated.",
+    ),
+]
 Json = Annotated[
     bool, typer.Option("--json", callback=_remember, help="Print JSON, and nothing else, on stdout.")
 ]

@@ -54,21 +54,9 @@ class Output:
         if self.verbose or not console.is_terminal:
             yield self._tell_lines(title) if self.verbose else lambda text, share: None
             return
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from autoac.progress import Terminal, drawn
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[now]}"),
-        )
-        # Drawn when there is something to tell, by no thread of its own, which would be measured as well.
-        with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
-            task = bar.add_task(title, total=1.0, now="")
-
-            def tell(text: str, share: float) -> None:
-                bar.update(task, completed=share, now=text, refresh=True)
-
+        with drawn(lambda: Terminal(title, console)) as tell:
             yield tell
 
     def _tell_lines(self, title: str) -> Tell:
@@ -78,9 +66,11 @@ class Output:
 def _console(**where: Any) -> Console:
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=False, **where)
+    # Names from models and files are shown as they are, not as rich's markup.
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, **where}
+    console = Console(**plain)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(highlight=False, width=_WIDTH, **where)
+        console = Console(width=_WIDTH, **plain)
     return console
 
 
@@ -101,6 +91,10 @@ def facts(*pairs: tuple[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in pairs)
 
 
-def mb(n_bytes: float) -> str:
-    """Millions of bytes, for a column in which all numbers have one unit; large ones as GB."""
-    return f"{n_bytes / 1e6:.1f} MB" if n_bytes < 1e11 else f"{n_bytes / 1e9:.1f} GB"
+_GB_FROM = 1e10
+
+
+def in_one_unit(*amounts: float) -> Callable[[float], str]:
+    """How to show bytes in one column or text: all in MB, or in GB where the largest is 10 GB or more."""
+    size, unit = (1e9, "GB") if max(amounts, default=0) >= _GB_FROM else (1e6, "MB")
+    return lambda n_bytes: f"{n_bytes / size:.1f} {unit}"

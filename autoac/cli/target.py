@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
@@ -17,8 +17,8 @@ import typer
 from autoac.cli.users_code import TargetError, shown, where_in
 
 if TYPE_CHECKING:
-    from autoac_solver.policies import Policy
-    from autoac_solver.profile import Profile
+    from autoac_solver.records.policies import Policy
+    from autoac_solver.records.profile import Profile
 
 _FORM = "Write package.module:factory or file.py:factory."
 _RETURNS = (
@@ -43,16 +43,20 @@ class Target:
     optimizer: Any = None
 
 
-def load_target(spec: str) -> Target:
+def load_target(spec: str, arguments: Sequence[str] | None = None) -> Target:
     """The model that `package.module:factory` or `file.py:factory` makes.
 
+    Args:
+        arguments: for the factory, as "name=value".
+
     Raises:
-        typer.BadParameter: the text is of another form, or names what is not there.
+        typer.BadParameter: the text is of another form, or names what is not there; or an argument is of another form.
         TargetError: the user's file or factory failed, or returned something else.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
         raise _bad(f"{spec!r} names no factory. {_FORM}")
+    keywords = _keywords(arguments or ())
     import torch  # a model needs it: if it is missing, this is to be the error
 
     module = _module_from_file(Path(place)) if place.endswith(".py") else _module(place)
@@ -61,7 +65,29 @@ def load_target(spec: str) -> Target:
         raise _bad(f"{place} has no {name!r}{_similar(module)}.")
     if not callable(factory):
         raise _bad(f"{spec} is a {type(factory).__name__}, not a function. {_FORM}")
-    return _checked(spec, _call(spec, factory), torch.nn.Module)
+    return _checked(spec, _call(spec, factory, keywords), torch.nn.Module)
+
+
+def _keywords(arguments: Sequence[str]) -> dict[str, Any]:
+    """`["layers=8", "name=tiny"]` as {"layers": 8, "name": "tiny"}: a value that is JSON is that, all else is text."""
+    found: dict[str, Any] = {}
+    for text in arguments:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise typer.BadParameter(f"{text!r} is no NAME=VALUE.", param_hint="'--arg'")
+        if name in found:
+            raise typer.BadParameter(f"{name} is given twice.", param_hint="'--arg'")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def no_arguments(arguments: Sequence[str] | None) -> None:
+    """Refuse arguments for a factory where there is none."""
+    if arguments:
+        raise typer.BadParameter("it is for a factory.", param_hint="'--arg'")
 
 
 def is_recorded(source: str) -> bool:
@@ -99,22 +125,14 @@ def recorded(source: str) -> Recorded:
     path = Path(source)
     if not path.is_file():
         raise _bad(f"there is no file {source!r}.")
-    from autoac_solver import plan_record
-    from autoac_solver.profile import Profile
+    from autoac_solver.records import plan
+    from autoac_solver.records.files import schema_of
+    from autoac_solver.records.profile import Profile
 
-    if _schema(path) == plan_record.SCHEMA:
-        record = plan_record.PlanRecord.load(path)
+    if schema_of(path) == plan.SCHEMA:
+        record = plan.PlanRecord.load(path)
         return Recorded(record.profile, record.engine, tuple(applied.policy for applied in record.policies))
     return Recorded(Profile.load(path))
-
-
-def _schema(path: Path) -> Any:
-    """What kind of file it says it is; None for what cannot be read, which whoever loads it will say better."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return None
-    return data.get("schema") if isinstance(data, dict) else None
 
 
 # -- the user's code -----------------------------------------------------------------------------------------------
@@ -160,12 +178,12 @@ def _import_failed(what: str, error: Exception) -> TargetError:
     return TargetError(f"{what} cannot be imported: {_said(error)}", hint)
 
 
-def _call(spec: str, factory: Callable[[], Any]) -> Any:
+def _call(spec: str, factory: Callable[..., Any], keywords: dict[str, Any]) -> Any:
     try:
-        return factory()
+        return factory(**keywords)
     except Exception as error:
         hint = (
-            "A factory takes no arguments."
+            "--arg NAME=VALUE passes an argument to the factory."
             if isinstance(error, TypeError) and "argument" in str(error)
             else ""
         )

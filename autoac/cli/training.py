@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from autoac.cli.target import Target
+from autoac.device import device_for
 from autoac.measure import measure_peak, unique_storage_bytes
-from autoac.optimizer import check_optimizer, is_counted, state_tensors
 from autoac.plans import Plan
-from autoac.recorder import device_of, unwrapped
-from autoac.step import make_step
-from autoac.untouched import tensors_of
-from autoac_solver.profile import NEVER, Profile
+from autoac.record.optimizer import is_counted, state_tensors
+from autoac.step.model import device_of, unwrapped
+from autoac.step.restore import tensors_of
+from autoac.step.step import TrainingStep, is_whole_step
+from autoac_solver.records.profile import NEVER, Profile
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,8 @@ def train(
     Raises:
         ProfilingError: the optimizer is none of this model.
     """
-    if target.optimizer is not None:
-        check_optimizer(unwrapped(target.model), target.optimizer)
     device = device_of(unwrapped(target.model))
-    forward_and_backward = make_step(target.model, target.sample, target.loss)
+    forward_and_backward = TrainingStep(target.model, target.sample, target.loss, target.optimizer).run
     update, name = _update(target, learning_rate)
     with_update = target.optimizer is not None or is_counted(plan.record.profile)
 
@@ -101,9 +100,9 @@ def _resident_bytes(profile: Profile, target: Target, device: torch.device) -> i
 
     The constants of a loss and the like only a recorded step finds on CPU: they count as in the profile.
     """
-    if device.type == "cuda":
+    if device_for(device).counts_memory:
         gc.collect()  # as `measure_peak` does before it starts to count
-        return torch.cuda.memory_allocated(device)
+        return device_for(device).memory_allocated()
 
     def size(tensors: Iterable[torch.Tensor]) -> int:
         ours = (t for t in tensors if t.layout is torch.strided and t.device.type == device.type)
@@ -119,7 +118,7 @@ def _update(target: Target, learning_rate: float) -> tuple[Callable[[], Any], st
     """What changes the weights after a step, and what it is called."""
     if target.optimizer is not None:
         return target.optimizer.step, type(target.optimizer).__name__
-    if callable(target.sample) and not isinstance(target.sample, torch.Tensor):
+    if is_whole_step(target.sample):
         return lambda: None, "the sample's own step"
     trained = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
     return torch.optim.SGD(trained, lr=learning_rate).step, f"SGD, learning rate {learning_rate:g}"
@@ -128,6 +127,5 @@ def _update(target: Target, learning_rate: float) -> tuple[Callable[[], Any], st
 def _timed(step: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     start = time.perf_counter()
     result = step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    device_for(device).synchronize()
     return result, time.perf_counter() - start

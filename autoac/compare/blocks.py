@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from autoac.regions import select_modules
+from autoac.step.modules import select_modules
 
 _SMALL = 0.1
 """Lists of blocks of another class with fewer parameters than this share of the largest list's are left out."""

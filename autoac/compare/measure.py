@@ -6,6 +6,7 @@ while the strategy is examined or timed.
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import time
@@ -17,13 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoac.check.verify import same
 from autoac.compare.quiet import MOST_STOLEN
 from autoac.compare.strategies import Strategy
 from autoac.compare.workload import Workload
-from autoac.measure import measure_peak
-from autoac.timing import Disturbance
-from autoac.untouched import tensors_of, untouched
-from autoac.verify import same
+from autoac.device import device_for
+from autoac.measure import in_turn, measure_peak
+from autoac.price.meters import Disturbance
+from autoac.step.restore import tensors_of, untouched
 
 SEED = 1
 _ATTEMPTS = 4
@@ -112,7 +114,7 @@ class Bench:
         self.workload = workload
         self.model = workload.modules
         self.device = device
-        self.clock = _cuda_clock if device.type == "cuda" else _cpu_clock
+        self.clock = device_for(device).step_seconds
         self.resident_bytes = resident_bytes
         self.step = workload.step()
         self.costumes: dict[str, Costume] = {}
@@ -141,8 +143,7 @@ class Bench:
             return Configuration(strategy, error=message)
 
     def _examine(self, strategy: Strategy) -> Configuration:
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what a strategy that ran out of memory has left in pieces
+        device_for(self.device).release_cache()  # what a strategy that ran out of memory has left in pieces
         costume = Costume(self.model, strategy.install)
         if self.reference is None:
             with self._kept(), costume.worn():
@@ -171,14 +172,15 @@ class Bench:
         gc.collect()
         gc.freeze()  # what is here stays; collecting before each step is cheap then
         start = time.perf_counter()
+
+        def told(done: int) -> None:
+            left_s = (time.perf_counter() - start) / done * (rounds - done)
+            tell(f"round {done} of {rounds}, {left_s:.0f} s left", done / rounds)
+
         try:
             with self._kept():
-                for done in range(rounds):
-                    self.order.shuffle(able)
-                    for configuration in able:
-                        self._time(configuration)
-                    left_s = (time.perf_counter() - start) / (done + 1) * (rounds - done - 1)
-                    tell(f"round {done + 1} of {rounds}, {left_s:.0f} s left", (done + 1) / rounds)
+                runs = {number: functools.partial(self._time, one) for number, one in enumerate(able)}
+                in_turn(runs, rounds, shuffle=self.order, after_round=told)
         finally:
             gc.unfreeze()
 
@@ -237,20 +239,3 @@ class _Outcome:
 def _equal(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
     pairs = zip(some, others, strict=True)
     return all(a is b if a is None or b is None else same(a, b) for a, b in pairs)
-
-
-def _cpu_clock(step: Callable[[], object]) -> tuple[float, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
-    step()
-    return time.process_time() - cpu, time.perf_counter() - wall
-
-
-def _cuda_clock(step: Callable[[], object]) -> tuple[float, float]:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    wall = time.perf_counter()
-    start.record()
-    step()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e-3, time.perf_counter() - wall

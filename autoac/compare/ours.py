@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from autoac.compare.strategies import Strategy
 from autoac.plans import Plan
-from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError
-from autoac_solver.format import format_bytes
-from autoac_solver.planning import plan_profile
-from autoac_solver.profile import Profile
+from autoac_solver.plan.planning import plan_profile
+from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeError
+from autoac_solver.records.format import format_bytes
+from autoac_solver.records.profile import Profile
 
 
 def budgets_between(least_bytes: int, most_bytes: int, count: int) -> list[int]:

@@ -14,12 +14,15 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from autoac.compare.measure import Configuration
 from autoac.compare.quiet import MOST_STOLEN
-from autoac_solver.files import read_json, write_json
+from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.files import read_json, write_json
+from autoac_solver.records.schema import checked, document, fields_of
 
 SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 3
 PASSES = 20
@@ -246,11 +249,26 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Write JSON; the file appears whole or not at all."""
-        write_json(path, SCHEMA, SCHEMA_VERSION, asdict(self))
+        write_json(path, SCHEMA, SCHEMA_VERSION, asdict(self), _RESULTS)
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """Read what `save` wrote."""
+        """Read what `save` wrote.
+
+        Raises:
+            ProfileError: the file is damaged, of another kind, or from another version.
+        """
         data = read_json(path, SCHEMA, SCHEMA_VERSION)
-        models = [ModelResult(**{**m, "rows": [Row(**row) for row in m["rows"]]}) for m in data["models"]]
-        return cls(data["conditions"], models)
+        try:
+            values = fields_of(checked(data, _RESULTS))
+        except ValueError as error:
+            raise ProfileError(f"{path} is no valid comparison: {error!s:.300}. Make it again.") from error
+        return cls(values["conditions"], [_model(found) for found in values["models"]])
+
+
+_RESULTS = document(Results, models=list[document(ModelResult, rows=list[document(Row)])])
+
+
+def _model(found: Any) -> ModelResult:
+    values = fields_of(found)
+    return ModelResult(**{**values, "rows": [Row(**fields_of(row)) for row in values["rows"]]})

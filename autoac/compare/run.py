@@ -16,9 +16,10 @@ from autoac.compare.measure import Bench, Configuration, Tell, from_zero_grad
 from autoac.compare.results import ModelResult, Row
 from autoac.compare.strategies import Strategy, by_hand, policies_for
 from autoac.compare.workload import Workload
-from autoac.recorder import device_bytes, device_of
-from autoac_solver.errors import ProfilingError
-from autoac_solver.units import parse_bytes
+from autoac.device import device_for
+from autoac.step.model import device_bytes, device_of
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.units import parse_bytes
 
 AT_PEAK = "ours at the peak of "
 AT_BUDGET = "ours at a budget of "
@@ -115,16 +116,13 @@ def examine(bench: Bench, strategies: Sequence[Strategy], tell: Tell) -> list[Co
 
 def conditions(device: torch.device, dtypes: Iterable[torch.dtype], rounds: int) -> dict[str, str]:
     """What the results depend on."""
-    cuda = device.type == "cuda"
-    name = (
-        torch.cuda.get_device_name(device) if cuda else f"{_processor()}, {_threads(torch.get_num_threads())}"
-    )
+    known = device_for(device)
     cpu_time = "is CPU time of the process, waiting threads asleep, freed memory kept by glibc"
     return {
-        "on": name,
+        "on": known.name() or f"{_processor()}, {_threads(torch.get_num_threads())}",
         "torch": torch.__version__,
         "precision": ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})),
-        "time": "by CUDA events" if cuda else cpu_time,
+        "time": "by CUDA events" if known.asynchronous else cpu_time,
         "rounds": str(rounds),
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from autoac_solver.profile import Profile
+from autoac_solver.records.profile import Profile
 
 aten = torch.ops.aten
 

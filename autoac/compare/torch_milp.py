@@ -21,16 +21,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from autoac import compat
 from autoac.compare.strategies import Strategy, checkpoint_module
 from autoac.compare.workload import Workload
-from autoac.signatures import Signature
-from autoac_solver.errors import ProfilingError
+from autoac.ops.signatures import Signature
+from autoac.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    sac_tools,
+    time_nothing,
+    time_ops_with,
+    tree_map,
+    unset_fake_temporarily,
+)
+from autoac_solver.records.errors import ProfilingError
 
 NAME = "torch sac_milp"
 _TIMED_RUNS = 3
@@ -84,7 +90,7 @@ class _Planner:
     """The statistics of one model, and torch's solver on them."""
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
-        self.tools = compat.sac_tools()
+        self.tools = sac_tools()
         self.tools.logger.setLevel(logging.CRITICAL)  # a budget it cannot meet is no error here
         # Real tensors may take part: those that a loss has closed over.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -94,8 +100,7 @@ class _Planner:
             memory = _memory(self.tools, fake.model, step)
             runtime = _runtime(self.tools, fake.model, step)
             self.estimator = self.tools.SACEstimator()("operator-level-benchmark")
-            if device.type != "cuda":
-                self.estimator._estimate_runtime = _timed
+            time_ops_with(self.estimator, _timed, device)
             with self.estimator:
                 step()
             _drop_empty(self.estimator)
@@ -174,8 +179,7 @@ def _memory(tools: Any, model: nn.Module, step: Callable[[], object]) -> Any:
 def _runtime(tools: Any, model: nn.Module, step: Callable[[], object]) -> Any:
     """The order of modules; the solver takes no times from here."""
     estimator = tools.RuntimeEstimator()
-    estimator._estimate = lambda func, args, kwargs: (func(*args, **(kwargs or {})), 0.0)
-    estimator._estimate_mode_type = "order only"
+    time_nothing(estimator)
     with estimator:
         step()
     for name in estimator.mod_fw_pre_order:
@@ -230,7 +234,7 @@ class _AdvisedPolicy:
 
     def __init__(self, saved: tuple[int, ...]) -> None:
         self.saved = saved
-        self.skipped = compat.sac_tools().OPS_TO_ALWAYS_SKIP
+        self.skipped = sac_tools().OPS_TO_ALWAYS_SKIP
         self.positions = {False: 0, True: 0}  # by whether it is the second run
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

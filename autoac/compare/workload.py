@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoac.recorder import unwrapped
-from autoac.step import Loss, make_step
+from autoac.step.model import unwrapped
+from autoac.step.step import Loss, TrainingStep, is_whole_step
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Workload:
 
     def step(self) -> Callable[[], torch.Tensor | None]:
         """One training step: forward, loss, backward."""
-        return make_step(self.model, self.sample, self.loss)
+        return TrainingStep(self.model, self.sample, self.loss).run
 
     @property
     def modules(self) -> nn.Module:
@@ -42,11 +42,11 @@ class Workload:
         return unwrapped(self.model)
 
     @property
-    def inputs(self) -> Any:
-        """The sample where it is the model's input; nothing where it runs the step by itself."""
-        return () if self.runs_itself else self.sample
+    def inputs(self) -> list[torch.Tensor]:
+        """The sample's tensors; none where it runs the step by itself."""
+        return TrainingStep(self.model, self.sample, self.loss).inputs
 
     @property
     def runs_itself(self) -> bool:
         """Whether the sample is a callable that runs a whole step by itself."""
-        return callable(self.sample) and not isinstance(self.sample, torch.Tensor)
+        return is_whole_step(self.sample)

@@ -1,0 +1,633 @@
+"""One line in a loop: the first training step is recorded as it runs, and the next ones run under a plan.
+
+NOTE [ The loop's steps ]
+  1. Nothing is run for the plan. The loop's own first step is recorded (see `autoac.record.live`), with its batch,
+     autocast, loss, micro-batches, gradient scaling and clipping.
+  2. A step ends before an optimizer that has a parameter of the model steps (with a closure: when its first run is
+     over); where no optimizer of torch is seen, before the first write to a parameter after backward, or before the
+     next call of the model that finds no gradients where backward had left some. So a loop that only accumulates, and
+     neither steps nor clears gradients, has no second step.
+  3. The plan is made when the next step begins, for only then it is known what the loop still holds of the step before
+     (its output, its loss), and whether gradients are there when a step begins. If they are, and were not in the
+     recorded step, as where `zero_grad` comes after forward, that next step is recorded instead.
+  4. Only calls in train mode and with gradients on count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autoac.api import checked, plan_recorded
+from autoac.check.verify import verify as run_verify
+from autoac.device import device_for
+from autoac.execute.larger_inputs import LargerInputs, unwatch_inputs
+from autoac.execute.newcomers import outermost, unwatch_newcomers, watch_newcomers
+from autoac.measure import Taken, measuring
+from autoac.plans import Plan
+from autoac.policies import Policies, listed
+from autoac.progress import LOGGER
+from autoac.record.live import LiveStep, with_leftovers
+from autoac.record.optimizer import state_tensors, with_optimizer
+from autoac.step.model import check_model, device_bytes, device_of, model_fingerprint, unwrapped
+from autoac.step.modules import RegionChoice
+from autoac.step.optimizer import real_optimizer
+from autoac.step.step import TrainingStep, default_loss
+from autoac.torch_private import compiled_attribute, in_backward, is_profiled
+from autoac_solver.plan.planning import limits
+from autoac_solver.records.engines import COMPILE, EngineName
+from autoac_solver.records.errors import AutoacError, ProfilingError
+from autoac_solver.records.files import check_writable
+from autoac_solver.records.format import format_bytes
+from autoac_solver.records.profile import NEVER, Profile, Storage
+
+ON_LARGER = ("warn", "replan", "error")
+
+_KEY = "_autoac_auto"
+_MOST_RECORDINGS = 3
+"""So often a step is recorded because the one before was not like those that follow."""
+
+
+def auto(
+    model: torch.nn.Module,
+    budget: int | str,
+    *,
+    optimizer: Any = None,
+    regions: RegionChoice = None,
+    policies: Policies = (),
+    engine: EngineName = "auto",
+    headroom: int | str = 0,
+    on_larger: Literal["warn", "replan", "error"] = "warn",
+    verify: bool = False,
+    path: str | Path | None = None,
+    measure: bool = False,
+) -> Auto:
+    """Let a training loop run under a budget: its first step is recorded as it trains, then a plan is put on the model.
+
+    Nothing runs until the loop's first training step, and nothing runs twice: gradients, weights and random states are
+    to the bit those of a loop without this line. The first step runs with everything recomputed, which takes the least
+    memory, and is slower, for its ops are timed. What the plan is, is logged to the logger "autoac" in one line.
+
+    A step is taken to begin with the model's first call in train mode and with gradients on, and to end before an
+    optimizer with a parameter of the model steps; see NOTE [ The loop's steps ] for loops without one.
+
+    Args:
+        model: the model as the loop calls it.
+        budget, regions, policies, engine, headroom: as for `autoac.plan`.
+        optimizer: the one that trains the model; left out, it is found when it steps. Wrappers of Trainer, accelerate
+            and Lightning are looked through.
+        on_larger: when the model is called with more elements than were planned for: "warn" once, "replan" from that
+            step on (it is recorded in place of being planned), or "error" before it runs.
+        verify: run `Plan.verify` on the second step's batch before the plan is put on the model, and measure the peak
+            of the first planned step; see `Auto.report` and `Auto.measured_peak_bytes`.
+        path: the plan is saved there, and taken from there if it is for this model, budget and engine.
+        measure: measure the peak of the first planned step.
+
+    Returns:
+        The handle: `.plan`, None before the first step, and `.remove()`.
+
+    Raises:
+        ProfilingError: the model cannot be planned, or the optimizer is not its own.
+        ValueError: an argument makes no sense.
+        OSError: no file can be written at the path.
+
+        The loop's second step raises InfeasibleBudgetError if no plan fits; the model is without a plan then.
+    """
+    if on_larger not in ON_LARGER:
+        raise ValueError(f"on_larger is {on_larger!r}; possible are {', '.join(map(repr, ON_LARGER))}.")
+    policies = listed(policies)
+    check_model(unwrapped(model))
+    if model.__dict__.get(_KEY) is not None:
+        raise ProfilingError("autoac.auto is on this model already: call remove() on its handle first.")
+    if engine == COMPILE:
+        raise ValueError(
+            "autoac.auto records the loop's own step, and compiles nothing by itself. Plan before the loop instead: "
+            "autoac.plan(model, sample, budget, engine='compile').apply(model)."
+        )
+    names = checked(model, budget, regions, policies, engine, headroom)
+    if path is not None:
+        check_writable(path)
+    real = None if optimizer is None else real_optimizer(optimizer, unwrapped(model))
+    wanted = _Wanted(budget, names, tuple(policies), engine, headroom, on_larger, verify, measure or verify)
+    return Auto(model, wanted, real, None if path is None else Path(path))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The arguments of `auto`; `names` are those of the modules chosen as regions."""
+
+    budget: int | str
+    names: list[str] | None
+    policies: tuple[Any, ...]
+    engine: str
+    headroom: int | str
+    on_larger: str
+    verify: bool
+    measure: bool
+
+
+class _Carried:
+    """What a model carries that `auto` is on.
+
+    A copy of the model, or one that was pickled, trains by itself: it carries nothing.
+
+    Args:
+        auto: the handle; None in a copy.
+        below: the instance's attribute `forward` that was there, None for none.
+    """
+
+    def __init__(self, auto: Auto | None, below: Any):
+        self.auto = auto
+        self.below = below
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Carried:
+        return _Carried(None, copy.deepcopy(self.below, memo))
+
+    def __reduce__(self) -> Any:
+        return _Carried, (None, self.below)
+
+
+def auto_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a model that `auto` is on."""
+    carried: _Carried = module.__dict__[_KEY]
+    if carried.auto is not None and not torch.compiler.is_compiling():
+        return carried.auto.called(args, kwargs)
+    return (carried.below or functools.partial(type(module).forward, module))(*args, **kwargs)
+
+
+class _Wrapper:
+    """Our forward on top of whatever the model has."""
+
+    def __init__(self, model: torch.nn.Module, auto: Auto):
+        self.model = model
+        self.auto = auto
+
+    def put_on(self) -> None:
+        below = self.model.__dict__.get("forward")
+        bound = functools.partial(auto_forward, self.model)
+        # For `inspect.signature`, as in `execute.attach`.
+        bound.__wrapped__ = below or types.MethodType(type(self.model).forward, self.model)  # type: ignore[attr-defined]
+        self.model.__dict__[_KEY] = _Carried(self.auto, below)
+        self.model.__dict__["forward"] = bound
+
+    def take_off(self) -> None:
+        """Leave the model as it was; a forward that somebody has put over ours since stays, and goes through."""
+        carried: _Carried | None = self.model.__dict__.get(_KEY)
+        if carried is None:
+            return
+        if getattr(self.model.__dict__.get("forward"), "func", None) is not auto_forward:
+            carried.auto = None
+            return
+        del self.model.__dict__[_KEY]
+        if carried.below is None:
+            del self.model.__dict__["forward"]
+        else:
+            self.model.__dict__["forward"] = carried.below
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """The model's forward as it is below ours."""
+        carried: _Carried | None = self.model.__dict__.get(_KEY)
+        below = self.model.__dict__.get("forward") if carried is None else carried.below
+        return (below or functools.partial(type(self.model).forward, self.model))(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def aside(self) -> Any:
+        """Context without our forward."""
+        self.take_off()
+        try:
+            yield
+        finally:
+            self.put_on()
+
+
+class Auto:
+    """The handle of `autoac.auto`.
+
+    Args:
+        report: what `Plan.verify` found, None where it was not wanted or has not run yet.
+        measured_peak_bytes: of the first planned step with its optimizer's, resident bytes included; None until it
+            is over, or where it was not to be measured.
+    """
+
+    def __init__(self, model: torch.nn.Module, wanted: _Wanted, optimizer: Any, path: Path | None):
+        self.report: Any = None
+        self.measured_peak_bytes: int | None = None
+        self._given = model
+        self._model = unwrapped(model)
+        self._wanted = wanted
+        self._optimizers: list[Any] = [] if optimizer is None else [optimizer]
+        self._path = path
+        self._live: LiveStep | None = None
+        self._profile: Profile | None = None  # of a step that was recorded, and is not planned for yet
+        self._survivors: dict[int, Any] = {}
+        self._workspaces: dict[Any, int] = {}
+        self._provisional: Plan | None = None
+        self._plan: Plan | None = None
+        self._recordings = 0
+        self._had_gradients = False  # when the recorded step began
+        self._stepped = True  # an optimizer has, since the model was last called
+        self._running = False
+        self._larger: LargerInputs | None = None
+        self._newcomers: set[str] = (
+            set()
+        )  # modules that planned steps have called, and the recorded one had not
+        self._kept: Plan | None = None  # to go on with if the next recorded step calls no more modules
+        self._warned: set[str] = set()
+        self._measurement: tuple[contextlib.ExitStack, Taken] | None = None
+        self._measured = not wanted.measure
+        before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda *a: f(*a) if (f := before()) else None),
+            register_optimizer_step_post_hook(lambda *a: f(*a) if (f := after()) else None),
+        ]
+        weakref.finalize(self, _remove, self._hooks)
+        self._wrapper = _Wrapper(model, self)
+        self._wrapper.put_on()
+
+    # For the user.
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None before the first step is over.
+
+        Between the first step and the second it is that for the first as it was recorded.
+        """
+        if self._plan is None and self._profile is not None and self._provisional is None:
+            self._provisional = self._planned(self._counted(self._profile))
+        return self._plan or self._provisional
+
+    @property
+    def known_plan(self) -> Plan | None:
+        """The plan, if it is made already."""
+        return self._plan or self._provisional
+
+    def remove(self) -> None:
+        """Take the plan, and all of this, off the model, which is then as it was before."""
+        self._give_up()
+        self._end_measurement(keep=False)
+        self._take_plan_off()
+        self._wrapper.take_off()
+        _remove(self._hooks)
+
+    def __repr__(self) -> str:
+        return f"Auto({type(self._model).__name__}, {self._plan or self._state()})"
+
+    def _state(self) -> str:
+        return "waiting for the first training step" if self._live is None else "recording a step"
+
+    # The loop's events.
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model is called."""
+        counts = self._model.training and torch.is_grad_enabled() and not in_backward() and not self._running
+        if not counts:  # or a second run of its code, or a call inside of one
+            return self._wrapper.run(args, kwargs)
+        self.begins(args, kwargs)
+        self._running = True
+        try:
+            return self._wrapper.run(args, kwargs)
+        except BaseException:
+            self._give_up()
+            self._end_measurement(keep=False)
+            raise
+        finally:
+            self._running = False
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of the training step begins; for trainers that do not call the model itself.
+
+        Args:
+            args, kwargs: with the batch in them.
+        """
+        if self._live is not None and self._is_over():
+            self._end_record()
+        if self._live is not None:
+            return
+        begins = self._stepped or not self._gradients()
+        self._stepped = False
+        if self._profile is not None and begins:
+            self._settle(args, kwargs)
+        if self._plan is None and self._profile is None and begins:
+            self._take_up_saved(args, kwargs)
+        if self._plan is not None:
+            self._check_planned(args, kwargs, begins)
+        if self._plan is None and self._profile is None and begins:
+            self._begin_record(args, kwargs)
+
+    def _is_over(self) -> bool:
+        tape = self._live.tape  # type: ignore[union-attr]
+        if tape.is_given_up:
+            self._give_up()
+            return False
+        return tape.is_over or (tape.went_backward and not self._gradients())
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """An optimizer is about to step."""
+        if not self._trains(optimizer):
+            return None
+        if all(known is not optimizer for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._then_over(kwargs["closure"])}
+        if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
+            return (args[0], self._then_over(args[1]), *args[2:]), kwargs
+        if not in_backward():  # else it steps for each parameter
+            self._step_is_over()
+        return None
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        if self._measurement is not None and self._trains(optimizer) and not in_backward():
+            self._end_measurement(keep=True)
+
+    def _then_over(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            result = closure()
+            self._step_is_over()
+            return result
+
+        return run
+
+    def _step_is_over(self) -> None:
+        if self._live is not None and self._live.tape.went_backward:
+            self._end_record()
+        self._stepped = True
+
+    def _trains(self, optimizer: Any) -> bool:
+        own = {id(p) for p in self._model.parameters()}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def _gradients(self) -> bool:
+        return any(p.grad is not None for p in self._model.parameters() if p.requires_grad)
+
+    # -- recording ---------------------------------------------------------------------------------------------
+
+    def _begin_record(self, args: Any, kwargs: Any) -> None:
+        device = device_of(self._model)
+        live = LiveStep(
+            self._model, lean_losses=compiled_attribute(self._given) is None, known=self._workspaces
+        )
+        states = [state for optimizer in self._optimizers for state in state_tensors(optimizer, device.type)]
+        with self._wrapper.aside():
+            try:
+                live.begin((args, kwargs), states)
+            except ProfilingError as error:
+                self._say("cannot record", f"autoac: no plan yet. {error}")
+                return
+        self._live = live
+        self._recordings += 1
+        self._had_gradients = self._gradients()
+
+    def _end_record(self) -> None:
+        live = self._live
+        assert live is not None
+        if not live.can_end:
+            self._say("cannot end", "autoac: the step cannot be recorded: a mode or hooks were put on in it.")
+            live.tape.clock.suspended += 1
+            return
+        self._live = None
+        with self._wrapper.aside():
+            profile = live.finish()
+        if not self._model.training:
+            profile = _noted(profile, "the model was put in eval mode in the step")
+        self._profile, self._survivors, self._workspaces = profile, live.survivors, live.workspaces
+
+    def _give_up(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            with self._wrapper.aside():
+                live.give_up()
+
+    def _record_again(self) -> bool:
+        """Let the next step be recorded, unless that was done too often."""
+        if self._recordings >= _MOST_RECORDINGS:
+            return False
+        self._take_plan_off()
+        self._profile = self._provisional = None
+        self._survivors = {}
+        return True
+
+    # -- planning ----------------------------------------------------------------------------------------------
+
+    def _settle(self, args: Any, kwargs: Any) -> None:
+        """Plan for the recorded step, now that the next one begins."""
+        assert self._profile is not None
+        if self._gradients() != self._had_gradients and self._record_again():
+            return
+        profile = self._counted(with_leftovers(self._profile, self._survivors))
+        self._profile, self._provisional, self._survivors = None, None, {}
+        kept, self._kept = self._kept, None
+        if kept is not None and len(_called(kept.record.profile)) >= len(_called(profile)):
+            self._put_plan_on(kept, "no more modules were called; kept the plan of")
+            return
+        try:
+            plan = self._planned(profile)
+        except AutoacError:
+            self.remove()
+            raise
+        if self._wanted.verify:
+            self._verify(plan, args, kwargs)
+        if self._path is not None:
+            plan.save(self._path)
+        self._put_plan_on(plan, "planned")
+
+    def _planned(self, profile: Profile) -> Plan:
+        wanted = self._wanted
+        return plan_recorded(
+            self._given,
+            profile,
+            wanted.budget,
+            names=wanted.names,
+            policies=wanted.policies,
+            engine=wanted.engine,
+            headroom=wanted.headroom,
+        )
+
+    def _counted(self, profile: Profile) -> Profile:
+        """The profile with what the optimizers keep and take."""
+        for optimizer in self._optimizers:
+            try:
+                profile = with_optimizer(profile, self._model, optimizer, measure=not is_profiled())
+            except ProfilingError as error:
+                tensors = state_tensors(optimizer, device_of(self._model).type)
+                size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+                state = Storage(size, NEVER, profile.end, "Optstate", type(optimizer).__name__)
+                noted = _noted(profile, f"of the optimizer only its state is counted, as it is now: {error}")
+                profile = _with_storage(noted, state)
+        return profile
+
+    def _put_plan_on(self, plan: Plan, verb: str) -> None:
+        with self._wrapper.aside():
+            plan.apply(self._given)
+            unwatch_inputs(self._model)  # we look ourselves
+        self._newcomers = watch_newcomers(self._model, _called(plan.record.profile))
+        self._plan = plan
+        self._larger = LargerInputs(plan.record.profile.sample, plan.budget_bytes)
+        LOGGER.info("%s", _in_a_line(verb, plan))
+
+    def _take_plan_off(self) -> None:
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            unwatch_newcomers(self._model)
+            with self._wrapper.aside():
+                plan.remove(self._given)
+
+    def _take_up_saved(self, args: Any, kwargs: Any) -> None:
+        """The plan that was saved by a run before, if it is for this model and what is wanted."""
+        if self._path is None or not self._path.exists() or self._recordings:
+            return
+        plan = Plan.load(self._path)
+        budget_bytes, _ = limits(
+            self._wanted.budget, self._wanted.headroom, device_bytes(device_of(self._model)) or None
+        )
+        fits = (
+            plan.record.model_fingerprint == model_fingerprint(self._model)
+            and plan.record.device.split(":")[0] == device_of(self._model).type
+            and plan.budget_bytes == budget_bytes
+            and self._wanted.engine in ("auto", plan.engine)
+        )
+        if fits:
+            self._put_plan_on(plan, f"took up {self._path}:")
+        else:
+            LOGGER.warning(
+                "the plan in %s is for another model, device, budget or engine: planning anew, and the new plan will "
+                "replace it there",
+                self._path,
+            )
+
+    def _verify(self, plan: Plan, args: Any, kwargs: Any) -> None:
+        """Check on this batch, with the output's loss, that gradients are equal.
+
+        Raises:
+            AutoacError: they are not; the model is left without a plan.
+        """
+
+        def step() -> torch.Tensor:
+            loss = default_loss(self._model(*args, **kwargs))
+            loss.backward()
+            return loss
+
+        sample: Any = step
+        if not kwargs or not args:
+            sample = args or kwargs
+        with self._wrapper.aside():
+            # Whether the loop keeps the output is its own affair, and counted as it does.
+            self.report = run_verify(plan, TrainingStep(self._model, sample, keeps_output=False))
+        if not self.report.equal:
+            self.remove()
+            raise AutoacError(f"the plan does not give the same gradients, so it is not used:\n{self.report}")
+
+    # -- planned steps -----------------------------------------------------------------------------------------
+
+    def _check_planned(self, args: Any, kwargs: Any, begins: bool) -> None:
+        assert self._plan is not None
+        assert self._larger is not None
+        if begins and self._larger.is_other_autocast() and self._record_again():
+            LOGGER.info("%s: recording this step anew", self._larger.words_on_autocast())
+        elif self._larger.are(args, kwargs):
+            self._meets_larger(args, kwargs, begins)
+        elif begins and self._plan.is_not_followed and self._record_again():
+            LOGGER.info("the plan was not followed: recording the next step anew")
+        elif begins and self._newcomers:
+            self._meets_newcomers(self._plan)
+        if begins and self._plan is not None and not self._measured:
+            self._begin_measurement()
+
+    def _meets_larger(self, args: Any, kwargs: Any, begins: bool) -> None:
+        assert self._larger is not None
+        words = self._larger.words(args, kwargs)
+        if self._wanted.on_larger == "error":
+            raise ValueError(f"{words}, or use on_larger='replan'. Nothing was run.")
+        if self._wanted.on_larger == "warn":
+            self._say("larger", f"{words}, or use on_larger='replan'.")
+        elif begins:
+            LOGGER.info("%s: recording this step to plan anew", words)
+            self._recordings = 0
+            self._record_again()
+        else:  # the step has begun: the next one that is so large begins with it
+            self._say(
+                "larger later", f"{words}: a larger batch is planned for where it comes first in its step."
+            )
+
+    def _meets_newcomers(self, plan: Plan) -> None:
+        """The step before has called modules that the recorded one had not, as with layer drop."""
+        names = outermost(self._newcomers)
+        words = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        self._newcomers.clear()
+        if self._record_again():
+            LOGGER.info(
+                "the step before called %s, which the recorded one had not: recording this step", words
+            )
+            self._kept = plan
+            return
+        self._say(
+            "newcomers",
+            f"the steps of this loop vary: {words} were called, and in none of {self._recordings} recorded steps with "
+            "the others. Their memory is not planned for, so a step may take more than the budget: plan beforehand "
+            "with autoac.plan, which plans for a step that calls all modules.",
+        )
+
+    def _begin_measurement(self) -> None:
+        self._measured = True
+        if is_profiled() or device_for(device_of(self._model)).not_measurable():
+            return
+        stack = contextlib.ExitStack()
+        self._measurement = stack, stack.enter_context(measuring(device_of(self._model)))
+
+    def _end_measurement(self, keep: bool) -> None:
+        measurement, self._measurement = self._measurement, None
+        if measurement is None:
+            return
+        stack, taken = measurement
+        stack.close()
+        if keep and self._plan is not None:
+            self.measured_peak_bytes = self._plan.resident_bytes + taken.peak_above_start_bytes
+            LOGGER.info(
+                "measured peak %s, predicted %s, budget %s",
+                format_bytes(self.measured_peak_bytes),
+                format_bytes(self._plan.predicted_peak_bytes),
+                format_bytes(self._plan.budget_bytes),
+            )
+
+    def _say(self, key: str, words: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(words, stacklevel=2)
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _noted(profile: Profile, note: str) -> Profile:
+    return replace(profile, notes=(*profile.notes, note))
+
+
+def _with_storage(profile: Profile, storage: Storage) -> Profile:
+    return replace(profile, storage_table=(*profile.storage_table, storage))
+
+
+def _called(profile: Profile) -> set[str]:
+    """The modules that the recorded step called with gradients on."""
+    return {call.fqn for call in profile.calls if call.grad}
+
+
+def _in_a_line(verb: str, plan: Plan) -> str:
+    wrapped = sum(region.wrapped for region in plan.regions)
+    return (
+        f"{verb} {plan.record.model} for {plan.record.profile.sample or 'its inputs'}: peak "
+        f"{format_bytes(plan.predicted_peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)} (with nothing "
+        f"recomputed {format_bytes(plan.record.unplanned_peak_bytes)}), {wrapped} of {len(plan.regions)} regions "
+        f"recompute, step time {plan.predicted_overhead:+.1%}"
+    )

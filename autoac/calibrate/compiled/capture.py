@@ -1,0 +1,154 @@
+"""What a region is called with: its arguments in the user's own step, caught on the way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoac.step.restore import untouched, values_kept
+from autoac.step.step import TrainingStep
+from autoac.step.uncompiled import uncompiled
+from autoac.torch_private import tree_flatten, tree_map
+from autoac_solver.records.errors import ProfilingError
+
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One call of a module.
+
+    Args:
+        module: whose.
+        args, kwargs: copies of what it was called with; tensors that need a gradient are leaves here.
+        autocast: device and type of the autocast that was on.
+    """
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: tuple[tuple[str, torch.dtype], ...]
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as the region's code finds them: what needs a gradient is the result of an op."""
+        return tree_map(_computed, self.args), tree_map(_computed, self.kwargs)
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """The autocast that was on."""
+        with contextlib.ExitStack() as stack:
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype))
+            yield
+
+
+class _Enough(BaseException):
+    """All calls were caught: the rest of the step need not run. No code of the user's should catch it."""
+
+
+Call = tuple[str, int]
+"""A module's name, and the number of its call with gradients on."""
+
+
+def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> list[tuple[Captured, list[Call]]]:
+    """The calls of some modules, those together that are alike, each with the first one's arguments.
+
+    The step is left once it has made them. Autograd knows what needs a gradient meanwhile, but keeps nothing, so that
+    it takes no more memory than without gradients; a callable step goes backward perhaps, and so keeps what it wants.
+
+    Args:
+        kinds: what calls that are alike have in common besides their arguments' types, shapes and need of a gradient.
+
+    Raises:
+        ProfilingError: the step does not make one of the calls.
+    """
+    model, missing = step.model, set(kinds)
+    found: dict[Hashable, tuple[Captured, list[Call]]] = {}
+    counts: dict[str, int] = {}
+
+    def catch(name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        call = counts[name] = counts.get(name, -1) + 1
+        if (name, call) not in missing:
+            return
+        kind = kinds[name, call], _described(args), _described(kwargs), _autocast()
+        if kind not in found:
+            found[kind] = Captured(module, _copied(args), _copied(kwargs), _autocast()), []
+        found[kind][1].append((name, call))
+        missing.remove((name, call))
+        if not missing:
+            raise _Enough
+
+    def hook(name: str) -> Any:
+        return lambda module, args, kwargs: catch(name, module, args, kwargs)
+
+    written = [*model.parameters(), *model.buffers()]
+    keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _unpacked)
+    with (
+        untouched(model, step.inputs) as restorer,
+        values_kept(written if step.is_whole else model.buffers()),
+        uncompiled(model),
+    ):
+        for name in {name for name, _ in kinds}:
+            handle = model.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True)
+            restorer.later(handle.remove)
+        with contextlib.suppress(_Enough):
+            if step.is_whole:
+                step.run()
+            else:
+                with keeps_nothing:
+                    step.forward()
+    if missing:
+        raise ProfilingError(
+            f"module {min(missing)[0]!r} was called in the recorded step and not in the next one, so it cannot be "
+            "compiled and measured. Have the step call the same modules each time."
+        )
+    return list(found.values())
+
+
+def _described(value: Any) -> Hashable:
+    """What the compiler distinguishes arguments by."""
+    leaves, structure = tree_flatten(value)
+    return str(structure), tuple(_of_leaf(leaf) for leaf in leaves)
+
+
+def _of_leaf(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        strides = leaf.stride() if leaf.layout is torch.strided else ()
+        return type(leaf), tuple(leaf.shape), strides, leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
+
+
+def _unpacked(_: Any) -> Any:
+    raise ProfilingError(
+        "the model goes backward within its forward, so its regions cannot be caught for compiling: pass a callable "
+        "sample that runs the whole step."
+    )
+
+
+def _copied(value: Any) -> Any:
+    return tree_map(_copy, value)
+
+
+def _copy(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, torch.nn.Parameter):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def _computed(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, torch.nn.Parameter):
+        return value.clone()
+    return value
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    on = (device for device in _DEVICES if torch.is_autocast_enabled(device))
+    return tuple((device, torch.get_autocast_dtype(device)) for device in on)

@@ -1,0 +1,127 @@
+"""One region at one point: what its forward keeps, what forward and backward take, by the allocator and the clock.
+
+The region runs by itself, with what it was called with in the user's step. Gradients are asked for by
+`torch.autograd.grad`, so that neither the model's own nor hooks on them are touched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoac.calibrate.compiled.capture import Captured
+from autoac.device import device_for
+from autoac.execute.compiled.code import compiled, run_module
+from autoac.measure import in_turn, measuring, unique_storage_bytes
+from autoac.step.restore import tensors_of
+from autoac.torch_private import key_of_storage, storage_ref
+from autoac_solver.records.compiled import EAGER, CompiledPoint
+
+_TIME_S = 3.0
+"""For the rounds of all points of a region, compiling left out."""
+_ROUNDS = 5, 15
+
+Run = Callable[..., Any]
+
+
+def measured_points(
+    region: Captured, points: Sequence[str], device: torch.device, tell: Callable[[str], None], eager: bool
+) -> tuple[CompiledPoint, ...]:
+    """Compile a region at some points, and measure what they take.
+
+    Args:
+        points: names.
+        tell: called with the point that is compiled next.
+        eager: whether the region as it is written is measured besides.
+
+    Returns:
+        One for each point, in the same order, and `EAGER` last if so.
+    """
+    runs: dict[str, Run] = {}
+    for name in points:
+        tell(name)
+        runs[name] = compiled(type(region.module), name)
+        _forward_and_backward(region, runs[name], device)  # compiles
+    if eager:
+        runs[EAGER] = run_module
+    sizes = {name: _sizes(region, run, device) for name, run in runs.items()}
+    once = {name: functools.partial(_forward_and_backward, region, run, device) for name, run in runs.items()}
+    round_s = sum(sum(run()) for run in once.values())
+    rounds = min(max(int(_TIME_S / max(round_s, 1e-9)), _ROUNDS[0]), _ROUNDS[1])
+    times = in_turn(once, rounds)
+    return tuple(
+        CompiledPoint(
+            name,
+            *sizes[name][:3],
+            forward_s=min(forward for forward, _ in times[name]),
+            backward_s=min(backward for _, backward in times[name]),
+            holds_output=sizes[name][3],
+        )
+        for name in runs
+    )
+
+
+def _forward_and_backward(region: Captured, run: Run, device: torch.device) -> tuple[float, float]:
+    """Seconds of one forward and one backward."""
+    now = device_for(device).now
+    args, kwargs = region.arguments()
+    with region.around():
+        start = now()
+        outputs = _outputs(run(region.module, args, kwargs))
+        forward_s = now() - start
+    gradients = [torch.ones_like(output) for output in outputs]
+    start = now()
+    _backward(region, outputs, gradients)
+    return forward_s, now() - start
+
+
+def _sizes(region: Captured, run: Run, device: torch.device) -> tuple[int, int, int, bool]:
+    """Kept bytes, the most alive in forward and in backward, and whether an output is held for backward."""
+    _forward_and_backward(region, run, device)
+    args, kwargs = region.arguments()
+    given = {key_of_storage(t.untyped_storage()) for t in tensors_of((args, kwargs)) if _is_strided(t)}
+    with region.around(), measuring(device) as forward:
+        result = run(region.module, args, kwargs)
+    made = [
+        t for t in tensors_of(result) if _is_strided(t) and key_of_storage(t.untyped_storage()) not in given
+    ]
+    kept = max(0, forward.end_above_start_bytes - unique_storage_bytes(made))
+    outputs = _outputs(result)
+    gradients = [torch.ones_like(output) for output in outputs]
+    with measuring(device) as backward:
+        _backward(region, outputs, gradients)
+    holds = _holds_output(region, run)
+    return kept, forward.peak_above_start_bytes, backward.peak_above_start_bytes, holds
+
+
+def _holds_output(region: Captured, run: Run) -> bool:
+    """Whether an output lives as long as the graph behind it."""
+    args, kwargs = region.arguments()
+    with region.around():
+        result = run(region.module, args, kwargs)
+    outputs = _outputs(result)
+    graph = [output.grad_fn for output in outputs]
+    refs = [storage_ref(output) for output in outputs if _is_strided(output)]
+    del result, outputs
+    held = any(ref() is not None for ref in refs)
+    del graph
+    return held
+
+
+def _outputs(result: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+
+
+def _backward(region: Captured, outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> Any:
+    """Gradients of all that needs one; they live to the end of the call."""
+    given = [t for t in tensors_of((region.args, region.kwargs)) if t.requires_grad]
+    wanted = [*given, *(p for p in region.module.parameters() if p.requires_grad)]
+    unique = list({id(tensor): tensor for tensor in wanted}.values())
+    return torch.autograd.grad(outputs, unique, gradients, allow_unused=True)
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided

@@ -1,0 +1,153 @@
+"""The table of a model's compiled regions: those that are alike compiled and measured once for each point."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoac.calibrate.compiled.capture import Captured, captured
+from autoac.calibrate.compiled.measured import measured_points
+from autoac.execute.compiled.code import surveying
+from autoac.measure import ONE_AT_A_TIME
+from autoac.step.model import device_of
+from autoac.step.restore import untouched, values_kept
+from autoac.step.step import TrainingStep
+from autoac.step.uncompiled import uncompiled
+from autoac.torch_private import innermost, raised_in_compiler
+from autoac_solver.plan.partitions import blocks, named_calls, whole
+from autoac_solver.plan.planning import Progress
+from autoac_solver.records.compiled import CompiledRegion, CompiledTable
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.profile import Profile
+
+BLOCKS, WHOLE = "blocks", "whole"
+GRANULARITIES = (BLOCKS, WHOLE)
+"""How much of a model one compiled region is where nobody names regions: one of its blocks, or all of it."""
+
+MOST_POINTS = 6
+"""That are compiled of a region. Each takes the compiler some seconds, for all regions that are alike together."""
+
+
+def with_compiled_regions(
+    profile: Profile,
+    step: TrainingStep,
+    names: Sequence[str] | None = None,
+    granularity: str = BLOCKS,
+    progress: Progress | None = None,
+) -> Profile:
+    """The profile with the points of its regions, each compiled and measured on the model.
+
+    The model and the sample are left as they were. Regions that cannot be compiled are in the table with the reason.
+
+    Args:
+        profile: of this step.
+        names: modules to compile; None takes what `granularity` says.
+
+    Raises:
+        ProfilingError: no region can be compiled.
+    """
+    start = time.perf_counter()
+    if names is not None:
+        calls: Sequence[int] = named_calls(profile, names)
+    else:
+        calls = whole(profile) if granularity == WHOLE else blocks(profile)
+    with ONE_AT_A_TIME:
+        regions = _regions(profile, step, calls, progress or (lambda *_: None))
+    if not any(region.points for region in regions):
+        reason = (
+            f": {regions[0].failure}" if regions else ": the model has no block that holds a twentieth of it"
+        )
+        raise ProfilingError(
+            f"no region of the model can be compiled{reason}. Choose other regions (regions=), or take "
+            "engine='replay'."
+        )
+    table = CompiledTable(tuple(regions), seconds=time.perf_counter() - start)
+    failed = [region for region in regions if region.failure]
+    notes = [
+        f"{profile.module_name(region.calls[0])!r} and what is like it runs uncompiled: {region.failure}"
+        for region in failed
+    ]
+    return replace(profile, compiled=table, notes=(*profile.notes, *notes))
+
+
+def _regions(
+    profile: Profile, step: TrainingStep, calls: Sequence[int], progress: Progress
+) -> list[CompiledRegion]:
+    model, device = step.model, device_of(step.model)
+    call_of = {(profile.calls[call].fqn, profile.calls[call].call): call for call in calls}
+    progress("what the regions are called with", 0.0)
+    found = captured(step, {key: _kind(profile, model, call) for key, call in call_of.items()})
+    regions = []
+    for index, (region, keys) in enumerate(found):
+        group = sorted(call_of[key] for key in keys)
+        name = profile.module_name(group[0]) or "the model"
+        words = f"compiling {name}" + (f" and {len(group) - 1} like it" if len(group) > 1 else "")
+
+        def tell(what: str, index: int = index, words: str = words) -> None:
+            progress(f"{words}: {what}", index / len(found))
+
+        with (
+            untouched(model, step.inputs),
+            values_kept(region.module.buffers()),
+            uncompiled(model),
+        ):
+            regions.append(_region(region, tuple(group), device, tell))
+    return regions
+
+
+def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:
+    """What two regions have in common that are compiled once: class, mode, ops and shapes, parameters and buffers."""
+    record = profile.calls[call]
+    module = model.get_submodule(record.fqn)
+    ops = tuple(
+        (op.name, op.signature)
+        for op in profile.tape
+        if record.start <= op.tick < record.end and not op.backward
+    )
+    tensors = tuple(
+        (name, tuple(t.shape), t.dtype, t.requires_grad)
+        for named in (module.named_parameters(), module.named_buffers())
+        for name, t in named
+    )
+    modes = tuple(inside.training for inside in module.modules())
+    return type(module), ops, tensors, modes
+
+
+def _region(region: Captured, calls: tuple[int, ...], device: torch.device, tell: Any) -> CompiledRegion:
+    """One region, compiled and measured; if that fails, with the reason."""
+    if "forward" in region.module.__dict__:
+        return CompiledRegion(calls, (), (), "some library has given the module a forward of its own")
+    try:
+        tell("what it could keep")
+        survey = _survey(region)
+        # Uncompiled, its random ops would draw other numbers, and so a budget would change what is computed.
+        points = measured_points(region, survey.points, device, tell, eager=not survey.draws)
+    except Exception as error:
+        return CompiledRegion(calls, (), (), _reason(error))
+    return CompiledRegion(calls, survey.heavy, points)
+
+
+def _survey(region: Captured) -> Any:
+    from autoac.execute.compiled.partitioner import Surveyed
+
+    args, kwargs = region.arguments()
+    try:
+        with region.around():
+            surveying(MOST_POINTS)(region.module, args, kwargs)
+    except Exception as error:
+        surveyed = raised_in_compiler(error, Surveyed)
+        if surveyed is None:
+            raise
+        return surveyed.found
+    raise ProfilingError("torch.compile has made no graph of it with a backward")
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the first error, without what a terminal could not show."""
+    error = innermost(error)
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return "".join(c for c in f"{type(error).__name__}: {text}"[:300] if c.isprintable())

@@ -1,0 +1,98 @@
+"""A plan of compiled regions is tried on the model before it is handed out, and corrected by what it really takes.
+
+Points are measured one by one. What they take together, the tape and they tell to a fraction of a per cent mostly; the
+rest is measured: one planned step, by the allocator's own account.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autoac.check.verify import KeptOptimizers, written_by
+from autoac.device import device_for
+from autoac.measure import ONE_AT_A_TIME, measure_peak
+from autoac.plans import Plan
+from autoac.step.model import device_of
+from autoac.step.restore import untouched, values_kept
+from autoac.step.step import TrainingStep
+from autoac_solver.plan.step import step_of
+from autoac_solver.records.errors import InfeasibleBudgetError
+from autoac_solver.records.profile import Profile
+
+CLOSE = 0.01
+"""Share of the measured peak by which the predicted one may be off."""
+
+_TRIES = 5
+
+
+def tried(profile: Profile, step: TrainingStep, limit: int, solve: Callable[[Profile], Plan]) -> Plan:
+    """The plan that `solve` finds, once a step with it was measured to be within the limit.
+
+    Args:
+        profile: with compiled regions.
+        limit: bytes that a step may take.
+        solve: from a profile to a plan within the limit.
+
+    Raises:
+        InfeasibleBudgetError: as `solve`, or no plan that was tried is within the limit.
+    """
+    plan = solve(profile)
+    if device_for(device_of(step.model)).not_measurable():
+        return plan
+    best: Plan | None = None
+    least: Plan | None = None
+    for _ in range(_TRIES):
+        measured = peak_with(plan, step)
+        corrected = _corrected(plan, measured)
+        error = corrected.predicted_peak_bytes - plan.predicted_peak_bytes
+        if measured <= limit and (
+            best is None or corrected.record.predicted_extra_s < best.record.predicted_extra_s
+        ):
+            best = corrected
+        if least is None or corrected.predicted_peak_bytes < least.predicted_peak_bytes:
+            least = corrected
+        if measured <= limit and abs(error) <= CLOSE * measured:
+            break
+        try:
+            plan = solve(corrected.record.profile)
+        except InfeasibleBudgetError:
+            if best is None:
+                raise
+            break
+    if best is None:
+        assert least is not None
+        raise InfeasibleBudgetError(limit, least.predicted_peak_bytes, False, (), -1)
+    return best
+
+
+def peak_with(plan: Plan, step: TrainingStep) -> int:
+    """Bytes alive at the most in a step with a plan, by the allocator; the second such step, for the first compiles."""
+    model = step.model
+    peak = 0
+    for measures in (False, True):
+        with (
+            ONE_AT_A_TIME,
+            untouched(model, step.inputs, plan.gradient_at_start),
+            values_kept(written_by(step)),
+            KeptOptimizers(),
+            plan.applied(model),
+        ):
+            if measures:
+                peak = measure_peak(step.run, device_of(model)).peak_above_start_bytes
+            else:
+                step.run()
+    return plan.resident_bytes + peak
+
+
+def _corrected(plan: Plan, measured_bytes: int) -> Plan:
+    """The plan as it would have been with a profile that predicts what was measured."""
+    record = plan.record
+    table = record.profile.compiled
+    assert table is not None
+    live = step_of(record).timeline["live_bytes"].to_numpy()
+    ran = 1 + max(index for index, op in enumerate(record.profile.tape) if op.backward)
+    error = measured_bytes - int(live[:ran].max())
+    counted = max(table.unseen_bytes, -record.resident_bytes)  # no less than nothing is there before the step
+    profile = replace(record.profile, compiled=replace(table, unseen_bytes=counted + error))
+    return plan.on(profile)

@@ -1,0 +1,134 @@
+"""The measured memory of a planned step, put beside the predicted one op by op.
+
+The allocator's events have times, the prediction has positions. The ops tell how they belong together: the plan knows
+which ops run and in what order, and the measured run lists every op with its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import pandas as pd
+import torch
+
+from autoac.check.verify import KeptOptimizers, written_by
+from autoac.measure import Timeline, measure_peak
+from autoac.step.model import check_backwards_may_run, device_of
+from autoac.step.restore import untouched, values_kept
+from autoac.step.step import TrainingStep
+from autoac_solver.plan.step import step_of
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.plan import PlanRecord
+
+_LOOK_AHEAD = 200
+"""Within how many ops of the run an expected one has to come; some (views, composites) are not in the plan."""
+_LOOK_AHEAD_CHUNKED = 2000
+"""The same where a loss, which is few ops of the plan, is computed over chunks of rows."""
+_FEW = 3
+"""If this many that are expected later come first, the op that was to come before them ran under another name."""
+_MOST_MISSING = 0.05
+"""Share of the expected ops that may run under another name, as BatchNorm does when it is replayed."""
+
+
+class AnyPlan(Protocol):
+    """What is asked of a plan."""
+
+    @property
+    def record(self) -> PlanRecord: ...
+    def gradient_at_start(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
+    def applied(self, model: torch.nn.Module) -> Any: ...
+
+
+def measured_memory(plan: AnyPlan, step: TrainingStep) -> pd.Series:
+    """See `Plan.measure_memory`."""
+    model, device = step.model, device_of(step.model)
+    if device.type != "cpu":
+        raise ValueError(
+            f"the model is on {device}: memory over the step is measured on CPU only. verify() measures the peak."
+        )
+    check_backwards_may_run(model)
+    optimizers = KeptOptimizers()
+
+    def run() -> Timeline:
+        with (
+            untouched(model, step.inputs, plan.gradient_at_start),
+            values_kept(written_by(step)),
+            optimizers,
+            plan.applied(model),
+        ):
+            timeline = measure_peak(step.run, device).timeline
+        assert timeline is not None
+        return timeline
+
+    run()  # lazy initialisation is not to count
+    timeline = run()
+    record = plan.record
+    planned = step_of(record)
+    runs = planned.built.runs(record.profile, planned.options)
+    names = planned.timeline["op"].to_numpy(dtype=object)
+    reach = _LOOK_AHEAD_CHUNKED if record.chunked_losses else _LOOK_AHEAD
+    starts = _starts([_as_run(name) for name in names[runs]], timeline, reach)
+    before, highest = _between(starts, timeline)
+    # Where nothing runs, as at the replay of what is kept, memory is what the next op finds.
+    next_op = np.minimum(np.cumsum(runs) - runs, len(starts) - 1)
+    measured = record.resident_bytes + np.where(runs, highest[next_op], before[next_op])
+    return pd.Series(measured, name="measured_bytes")
+
+
+def _as_run(name: str) -> str:
+    """A tape's "aten.mm.default" as the profiler calls it."""
+    return "::".join(name.split(".")[:2])
+
+
+def _starts(expected: Sequence[str], timeline: Timeline, reach: int) -> np.ndarray:
+    """When each expected op began, seconds; where one is missing, when the next one did.
+
+    Args:
+        reach: within how many ops of the run an expected one has to come.
+
+    Raises:
+        ProfilingError: too many are missing.
+    """
+    found = np.full(len(expected), np.nan)
+    names, next_op, missing = timeline.op_names, 0, 0
+
+    def place_of(index: int, start: int, end: int) -> int:
+        # What is recorded as a sum of two gradients autograd may do in place when nobody watches.
+        same = (expected[index], f"{expected[index]}_")
+        return next((i for i in range(start, min(end, len(names))) if names[i] in same), -1)
+
+    def follow(index: int, start: int, end: int) -> bool:
+        """Whether the next few expected ops come one after another."""
+        for later in range(index + 1, min(index + 1 + _FEW, len(expected))):
+            place = place_of(later, start, end)
+            if place < 0:
+                return False
+            start = place + 1
+        return index + _FEW < len(expected)
+
+    for index in range(len(expected)):
+        place = place_of(index, next_op, next_op + reach)
+        if place < 0 or follow(index, next_op, place):  # before another one of this name
+            # An in-place op's range holds the copy that autograd makes of its target, which the tape sees first.
+            inside = next_op >= 2 and place_of(index, next_op - 2, next_op - 1) >= 0
+            missing += not inside
+            continue
+        found[index], next_op = timeline.op_time_s[place], place + 1
+    if missing > _MOST_MISSING * len(expected):
+        raise ProfilingError(
+            f"{missing} of the {len(expected)} ops of the planned step did not run when they were expected: the step "
+            "is not the one that was profiled. Plan again for this model and sample."
+        )
+    return pd.Series(found).bfill().ffill().to_numpy()
+
+
+def _between(starts: np.ndarray, timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes alive, above those at the step's start: just before each op, and the most from there to the next one."""
+    time_s, live = timeline.time_s, timeline.live_above_start_bytes
+    first = np.searchsorted(time_s, starts, side="left")
+    ends = np.append(first[1:], len(time_s))
+    before = np.where(first > 0, live[np.maximum(first - 1, 0)], 0)
+    highest = [live[a:b].max(initial=-(2**62)) for a, b in zip(first, ends, strict=True)]
+    return before, np.maximum(before, highest)

@@ -1,0 +1,365 @@
+"""What a device has of its own: clock, memory, name, random numbers. CPU and CUDA each have a class here.
+
+Of any other kind (`OtherDevice`) neither clock nor memory is read: times are the host's, bytes those of the tensors.
+Which ops a device takes is not said here, see `autoac.record.cuda_ops`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+RandomState = tuple[Callable[[Any], Any], Any]
+"""What sets random states, and the states."""
+
+
+class MemoryCount(NamedTuple):
+    """Bytes by the allocator's own account, before a call, at the most during it, and after it."""
+
+    before_bytes: int
+    peak_bytes: int
+    after_bytes: int
+
+
+class Device(Protocol):
+    """One device, as the rest of autoac sees it.
+
+    Args:
+        device: torch's name of it.
+        known: whether autoac reads its clock and its memory.
+        asynchronous: whether ops run on after the host has launched them.
+        memory_events: whether `torch.profiler` tells what its allocator does.
+        counts_memory: whether its allocator keeps the count itself, see `counted`.
+        on_hosts_processors: whether time that the host loses to others is lost to its ops.
+        block_bytes: what sizes are rounded up to by its allocator.
+        training_dtype: the precision that large models are trained in on it.
+        ruler: what its peak is measured with, in words.
+    """
+
+    device: torch.device
+    known: bool
+    asynchronous: bool
+    memory_events: bool
+    counts_memory: bool
+    on_hosts_processors: bool
+    block_bytes: int
+    training_dtype: torch.dtype
+    ruler: str
+
+    def name(self) -> str:
+        """The model of a GPU, "" for other devices."""
+        ...
+
+    def is_here(self) -> bool:
+        """Whether ops can be run on it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has done what it was given."""
+        ...
+
+    def now(self) -> float:
+        """Seconds by the wall clock, once it has done what it was given."""
+        ...
+
+    def timed(self, call: Callable[[], T]) -> tuple[T, float]:
+        """What a call returns, and the seconds it takes by the device's own clock."""
+        ...
+
+    def launched_s(self, call: Callable[[], object], number: int) -> float:
+        """Seconds that so many calls in a row take together while the device is kept busy."""
+        ...
+
+    def launching_s(self, call: Callable[[], object], number: int) -> float:
+        """Seconds that the host takes for so many calls in a row, 0 where these do not return before they are done."""
+        ...
+
+    def step_seconds(self, step: Callable[[], object]) -> tuple[float, float]:
+        """Seconds of a step: those the device is busy (on CPU the process's CPU time), and those by the wall clock."""
+        ...
+
+    def total_bytes(self) -> int:
+        """Its memory, 0 if unknown."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that is not in use; all of it where nobody tells, as on macOS."""
+        ...
+
+    def allocated_bytes(self, size_bytes: int) -> int:
+        """What its allocator takes for this many bytes."""
+        ...
+
+    def memory_allocated(self) -> int:
+        """Bytes of all tensors on it now, where `counts_memory`."""
+        ...
+
+    def counted(self, call: Callable[[], T]) -> tuple[T, MemoryCount]:
+        """What a call returns, and the allocator's count, where `counts_memory`. Nothing is waited for."""
+        ...
+
+    def counting(self) -> contextlib.AbstractContextManager[list[MemoryCount]]:
+        """As `counted`, for code that is no function: the count is in the list after the context."""
+        ...
+
+    def not_measurable(self) -> str:
+        """Why its memory cannot be measured, "" if it can."""
+        ...
+
+    def release_cache(self) -> None:
+        """Give back the memory that its allocator holds for later."""
+        ...
+
+    def generator_devices(self) -> list[torch.device]:
+        """Devices whose random state `torch.random.fork_rng` has to keep besides the CPU's."""
+        ...
+
+
+class _TimedByHost:
+    """What CPU and unknown devices have in common: the host's clock, and no count of memory."""
+
+    asynchronous = False
+    counts_memory = False
+    block_bytes = 1
+    training_dtype = torch.float32
+    ruler = "the profiler's memory events"
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def name(self) -> str:
+        return ""
+
+    def synchronize(self) -> None:
+        return
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def timed(self, call: Callable[[], T]) -> tuple[T, float]:
+        start = time.perf_counter()
+        result = call()
+        return result, time.perf_counter() - start
+
+    def launched_s(self, call: Callable[[], object], number: int) -> float:
+        call()
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        return time.perf_counter() - start
+
+    def launching_s(self, call: Callable[[], object], number: int) -> float:
+        return 0.0
+
+    def step_seconds(self, step: Callable[[], object]) -> tuple[float, float]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        step()
+        return time.process_time() - cpu, time.perf_counter() - wall
+
+    def total_bytes(self) -> int:
+        return 0
+
+    def free_bytes(self) -> int:
+        if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+            return self.total_bytes()
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+    def allocated_bytes(self, size_bytes: int) -> int:
+        return size_bytes
+
+    def memory_allocated(self) -> int:
+        raise NotImplementedError(f"nobody counts the bytes of all tensors on {self.device}")
+
+    def counted(self, call: Callable[[], T]) -> tuple[T, MemoryCount]:
+        raise NotImplementedError(f"the allocator of {self.device} keeps no count")
+
+    def counting(self) -> contextlib.AbstractContextManager[list[MemoryCount]]:
+        raise NotImplementedError(f"the allocator of {self.device} keeps no count")
+
+    def release_cache(self) -> None:
+        return
+
+    def generator_devices(self) -> list[torch.device]:
+        return []
+
+
+class CpuDevice(_TimedByHost):
+    """The host's processors and memory."""
+
+    known = True
+    memory_events = True
+    on_hosts_processors = True
+
+    def is_here(self) -> bool:
+        return True
+
+    def total_bytes(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def not_measurable(self) -> str:
+        return ""
+
+
+class OtherDevice(_TimedByHost):
+    """A kind of device that autoac does not know (MPS, XPU, meta, ...)."""
+
+    known = False
+    memory_events = False
+    on_hosts_processors = False
+
+    def is_here(self) -> bool:
+        return False
+
+    def not_measurable(self) -> str:
+        return f"cannot measure memory on {str(self.device)!r}: only on 'cpu' and 'cuda'"
+
+
+class CudaDevice:
+    """One GPU."""
+
+    known = True
+    asynchronous = True
+    memory_events = False
+    counts_memory = True
+    on_hosts_processors = False
+    block_bytes = 512  # `kMinBlockSize` in torch's c10/core/AllocatorConfig.h
+    training_dtype = torch.bfloat16
+    ruler = "max_memory_allocated"
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    def is_here(self) -> bool:
+        return torch.cuda.is_available()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def now(self) -> float:
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def timed(self, call: Callable[[], T]) -> tuple[T, float]:
+        start, end = _events()
+        start.record()
+        result = call()
+        end.record()
+        end.synchronize()
+        return result, start.elapsed_time(end) * 1e-3
+
+    def launched_s(self, call: Callable[[], object], number: int) -> float:
+        start, end = _events()
+        call()  # keeps the device busy while the host launches the others
+        start.record()
+        for _ in range(number):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+    def launching_s(self, call: Callable[[], object], number: int) -> float:
+        call()
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        elapsed = time.perf_counter() - start  # the device may not have begun with the last ones
+        torch.cuda.synchronize(self.device)
+        return elapsed
+
+    def step_seconds(self, step: Callable[[], object]) -> tuple[float, float]:
+        start, end = _events()
+        torch.cuda.synchronize()
+        wall = time.perf_counter()
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) * 1e-3, time.perf_counter() - wall
+
+    def total_bytes(self) -> int:
+        return torch.cuda.get_device_properties(self.device).total_memory
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+    def allocated_bytes(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.block_bytes) * self.block_bytes
+
+    def memory_allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def counted(self, call: Callable[[], T]) -> tuple[T, MemoryCount]:
+        with self.counting() as count:
+            result = call()
+        return result, count[0]
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[list[MemoryCount]]:
+        count: list[MemoryCount] = []
+        # The allocator counts when memory is asked for, on the host.
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        yield count
+        after = torch.cuda.memory_allocated(self.device)
+        count.append(MemoryCount(before, torch.cuda.max_memory_allocated(self.device), after))
+
+    def not_measurable(self) -> str:
+        count = torch.cuda.device_count()
+        if (self.device.index or 0) < count:
+            return ""
+        return f"cannot measure memory on {str(self.device)!r}: torch finds {count} CUDA devices here"
+
+    def release_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def generator_devices(self) -> list[torch.device]:
+        return [self.device]
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+KINDS: dict[str, type[CpuDevice | CudaDevice]] = {"cpu": CpuDevice, "cuda": CudaDevice}
+"""The kinds of devices that autoac knows, by torch's name."""
+
+
+@functools.cache
+def device_for(device: torch.device) -> Device:
+    """What autoac knows of a device."""
+    return KINDS.get(device.type, OtherDevice)(device)
+
+
+def cuda_of_build() -> str | None:
+    """The version of CUDA that this torch was built for, None for a build without."""
+    return torch.version.cuda
+
+
+def current_device(kind: str) -> torch.device | None:
+    """The device of a kind that tensors are made on by default, None if there is none here.
+
+    Args:
+        kind: "cpu" or "cuda".
+    """
+    if kind == "cuda":
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    return torch.device(kind)
+
+
+def gpu_random_states() -> list[RandomState]:
+    """The random states of all GPUs, none where CUDA has not been used."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return [(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())]
+    return []

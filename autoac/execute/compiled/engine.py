@@ -1,0 +1,53 @@
+"""Compiled regions as an engine: how a region is run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoac.execute.chains import Chains
+from autoac.execute.compiled.code import compiled
+from autoac.execute.program import Program
+from autoac.torch_private import is_recompile_limit
+from autoac_solver.build.engines import engine_model
+from autoac_solver.build.engines.compile import CompileCosts
+from autoac_solver.records.engines import COMPILE
+
+
+class CompileEngine:
+    """See `Engine`. Compiled modules around or inside of regions run as they are written, for regions are compiled."""
+
+    model = engine_model(COMPILE)
+    eager_only = True
+    is_policy = False
+
+    def run(
+        self,
+        program: Program,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        module: torch.nn.Module,
+    ) -> Any:
+        if torch.compiler.is_compiling():  # somebody compiles around it: the point would be lost
+            return forward(*args, **kwargs)
+        try:
+            return compiled(type(module), program.point)(module, args, kwargs)
+        except Exception as error:
+            if not is_recompile_limit(error):
+                raise
+        if not program.warned:
+            program.warned = True
+            warnings.warn(
+                f"region {program.region!r} was called with more kinds of arguments than torch compiles code for, so "
+                "it runs uncompiled for this one: the budget may not hold. Pad batches to a few lengths, or raise "
+                "torch.compiler's recompile limit.",
+                stacklevel=2,
+            )
+        return forward(*args, **kwargs)
+
+    def measure(self, chains: Chains) -> CompileCosts:
+        return CompileCosts()

@@ -1,0 +1,69 @@
+"""What a compiled region keeps for its backward, at each of its points. Imported only where something is compiled.
+
+The partitioner knows nothing but the point's name, so it can be copied and pickled, and its `uuid` is all that tells
+its choices apart: inductor's and AOTAutograd's caches take it into their keys, and never hand one point's code to
+another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoac.execute.compiled.survey import Survey, survey
+from autoac.torch_private import partitioner
+from autoac.torch_private.partitioner import CustomPartitionerFn, JointGraph, hash_of_files, partitioned
+from autoac_solver.records.compiled import kept_ops, torchs_budget
+
+
+class PointPartitioner(CustomPartitionerFn):
+    """Keeps what a point says.
+
+    Args:
+        point: its name.
+    """
+
+    def __init__(self, point: str) -> None:
+        self.point = point
+
+    def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return partitioned(self._kept, gm, joint_inputs, **kwargs)
+
+    def _kept(self, graph: JointGraph) -> list[Any]:
+        budget = torchs_budget(self.point)
+        return graph.kept_with(kept_ops(self.point)) if budget is None else graph.kept_by_torch(budget)
+
+    def uuid(self) -> Any:
+        return self.point, hash_of_files((__file__, partitioner.__file__))
+
+
+class Surveyed(Exception):
+    """Raised in the place of compiling: what there is to choose from."""
+
+    def __init__(self, found: Survey) -> None:
+        super().__init__("surveyed")
+        self.found = found
+
+
+class Surveyor(CustomPartitionerFn):
+    """Compiles nothing: it looks at a region's graph, and tells what points it could be compiled at.
+
+    Args:
+        most: how many points to propose.
+
+    Raises:
+        Surveyed: always.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def look(graph: JointGraph) -> list[Any]:
+            raise Surveyed(survey(graph, self.most))
+
+        return partitioned(look, gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        return None  # never to be found in a cache

@@ -1,0 +1,114 @@
+"""Which points a region is worth compiling at: a few sets of heavy ops kept, and what torch would keep.
+
+All that is known here is what each would keep, in bytes, and how heavy an op is; the points are measured later, and
+those that turn out to be no good are dropped. A set is proposed by taking from all heavy ops, one by one, that which
+gives up the fewest operations for the bytes that are then not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+FRACTIONS = 1.0, 0.5
+"""Torch's budgets that are proposed. All but 1 only without random ops: below, torch 2.13 draws masks anew."""
+
+_EXACT = 12
+"""With more heavy ops than this, what leaving one out saves is taken to be its own size."""
+
+
+class Graph(Protocol):
+    """What a survey asks of a region's graph, see `torch_private.partitioner.JointGraph`."""
+
+    @property
+    def heavy(self) -> Sequence[Any]: ...
+    @property
+    def draws(self) -> bool: ...
+    @property
+    def is_tagged(self) -> bool: ...
+    def kept_with(self, heavy: Iterable[int]) -> list[Any]: ...
+    def kept_by_torch(self, budget: float) -> list[Any]: ...
+    def kept_bytes(self, values: Sequence[Any]) -> int: ...
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What there is to choose from.
+
+    Args:
+        heavy: names of the heavy ops in order.
+        points: names of the points worth compiling, no two of which keep the same.
+        draws: there are random ops in it. Compiled code draws other numbers than torch's ops.
+    """
+
+    heavy: tuple[str, ...]
+    points: tuple[str, ...]
+    draws: bool
+
+
+def survey(graph: Graph, most: int) -> Survey:
+    """The points of a region's graph that are worth compiling.
+
+    Args:
+        most: how many, at least 2.
+    """
+    heavy = graph.heavy
+    names = tuple(op.name for op in heavy)
+    if graph.is_tagged:  # the user's own checkpoints in it say what is kept
+        return Survey(names, (_of_torch(1.0),), graph.draws)
+    proposed: dict[frozenset[Any], tuple[str, int]] = {}
+
+    def propose(name: str, values: list[Any]) -> None:
+        proposed.setdefault(frozenset(values), (name, graph.kept_bytes(values)))
+
+    for fraction in FRACTIONS if not graph.draws else FRACTIONS[:1]:
+        propose(_of_torch(fraction), graph.kept_by_torch(fraction))
+    torchs = list(proposed.values())
+    for kept in _chain(graph, heavy):
+        propose(_of_ours(kept), graph.kept_with(kept))
+    ours = sorted((v for v in proposed.values() if v not in torchs), key=lambda found: found[1])
+    chosen = _spread([size for _, size in ours], most - len(torchs))
+    points = (name for name, _ in [*torchs, *(ours[i] for i in chosen)])
+    return Survey(names, tuple(points), graph.draws)
+
+
+def _of_torch(fraction: float) -> str:
+    return f"torch:{fraction:g}"
+
+
+def _of_ours(kept: Iterable[int]) -> str:
+    return "save:" + ",".join(map(str, sorted(kept)))
+
+
+def _chain(graph: Graph, heavy: Sequence[Any]) -> list[frozenset[int]]:
+    """Sets of heavy ops kept, from all to none, each with one less."""
+    kept = frozenset(range(len(heavy)))
+    chain = [kept]
+    exact = len(heavy) <= _EXACT
+    while kept:
+        size = graph.kept_bytes(graph.kept_with(kept)) if exact else 0
+
+        def price(op: int, kept: frozenset[int] = kept, size: int = size) -> tuple[float, int]:
+            """Operations for each byte that is not kept without it."""
+            saved = size - graph.kept_bytes(graph.kept_with(kept - {op})) if exact else heavy[op].bytes
+            return (heavy[op].flops / saved if saved > 0 else float("inf")), heavy[op].flops
+
+        kept -= {min(kept, key=price)}
+        chain.append(kept)
+    return chain
+
+
+def _spread(sizes: Sequence[int], most: int) -> list[int]:
+    """Indices of at most so many sizes, the smallest and the largest among them, the others spread over their range.
+
+    Args:
+        sizes: ascending.
+    """
+    if len(sizes) <= most:
+        return list(range(len(sizes)))
+    if most <= 1:
+        return [0][:most]
+    wanted = [sizes[0] + (sizes[-1] - sizes[0]) * i / (most - 1) for i in range(most)]
+    nearest = (min(range(len(sizes)), key=lambda i: abs(sizes[i] - want)) for want in wanted)
+    return sorted({0, len(sizes) - 1, *nearest})

@@ -1,0 +1,265 @@
+"""Cross entropy over chunks of rows, which keeps the logits in place of the log-probabilities, equal to the bit.
+
+Torch's cross entropy makes and keeps the log-probabilities, as large as the logits, which are often the largest tensor
+of the step. Here they are made for some rows at a time: in forward for the loss, and once more in backward for the
+gradient. What is kept is the logits. The gradient is written over them where nobody else has them, else beside them; so
+forward and backward each take one buffer of the logits' size less than the lean loss, for one more log-softmax.
+
+A plan decides whether that is worth its time, see `autoac_solver.build.cross_entropy`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from autoac.torch_private import (
+    backward_keeps_graph,
+    counted_version,
+    disable_dispatch_modes,
+    has_its_storage_alone,
+    in_compiled_autograd,
+    is_fake_type,
+    is_transformed,
+    saved_tensors_hooks_allowed,
+    top_saved_tensors_hooks,
+)
+from autoac_solver.build.cross_entropy import rows_of_a_chunk
+
+_ATEN = torch.ops.aten
+_CLASSES = 1  # the dimension of the classes
+_MODIFIED = (
+    "the {what} of a cross entropy were changed in place after the loss was computed and before its backward, which "
+    "needs them. Change a copy (.clone()). (Logits may be changed under a plan for a step that did so when it was "
+    "profiled.)"
+)
+_SPENT = (
+    "the backward of a cross entropy failed half way, when its gradient was being written over the logits: run the "
+    "forward again."
+)
+
+
+def can_be_chunked(logits: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether this form is for these logits, of those that the lean loss is for; `chunkable_losses` tells it of a tape.
+
+    Not where what autograd saves goes elsewhere: to a region, to the user's own checkpoint, to `save_on_cpu`.
+    """
+    return (
+        weight is None
+        and logits.dim() == 2
+        and logits.stride() == (logits.shape[_CLASSES], 1)
+        and not is_fake_type(type(logits))
+        and top_saved_tensors_hooks() is None
+        and saved_tensors_hooks_allowed()
+        and same_by_chunks(logits.device.type, logits.dtype)
+    )
+
+
+def chunked_cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int
+) -> torch.Tensor:
+    """The loss.
+
+    Args:
+        logits: (rows, classes), for which `can_be_chunked` holds.
+        target: class of each row, int64.
+        reduction: 0 none, 1 mean, 2 sum.
+
+    Returns:
+        The loss: a scalar, or one of each row.
+
+    Raises:
+        IndexError, RuntimeError: a class is out of range.
+    """
+    # Autograd keeps what the hooks return in place of what it would. So there is one tensor on the logits that is
+    # ours alone, and others only where others want them: the caller's, views and their bases.
+    kept: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.detach())
+        return kept[-1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _same):
+        return _ChunkedCrossEntropy.apply(logits, target, reduction, ignore_index, kept)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        reduction: int,
+        ignore_index: int,
+        kept: list[torch.Tensor],
+    ) -> torch.Tensor:
+        column = _column(logits, target, ignore_index)
+        # One class for all rows, or none.
+        labels = (target == ignore_index).to(torch.int64).neg_()
+        loss, total_weight = _ATEN.nll_loss_forward.default(column, labels, None, reduction, -1)
+        ctx.save_for_backward(logits, target, total_weight)
+        ctx.set_materialize_grads(False)
+        ctx.options = reduction, ignore_index
+        ctx.kept = kept
+        ctx.versions = counted_version(logits), counted_version(target)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None, None, None
+        logits, target, total_weight = ctx.saved_tensors  # autograd's error if they are gone
+        if in_compiled_autograd():
+            result = _differentiable(gradient, logits, target, total_weight, *ctx.options)
+            return result, None, None, None, None
+        if ctx.kept is None:
+            raise RuntimeError(_SPENT)
+        alias = ctx.kept[0]
+        _check_unchanged(ctx)
+        keeps_graph = backward_keeps_graph()
+        if torch.is_grad_enabled() or is_transformed(gradient):
+            result = _differentiable(gradient, logits, target, total_weight, *ctx.options)
+        else:
+            del logits
+            over = not keeps_graph and has_its_storage_alone(alias)
+            buffers = _buffers(alias, 2)
+            result = alias if over else torch.empty_like(alias)
+            if over:
+                ctx.kept = None  # from here on they are no longer the logits
+            _into(result, gradient, alias, target, total_weight, *ctx.options, buffers=buffers)
+        if not keeps_graph:
+            ctx.kept = None  # as autograd lets go of what was saved once this returns
+        return result, None, None, None, None
+
+
+def _check_unchanged(ctx: Any) -> None:
+    """Autograd's own check does not look at what hooks have packed."""
+    logits, target, _ = ctx.kept
+    emptied = logits.untyped_storage().nbytes() < logits.numel() * logits.element_size()
+    for what, tensor, version in zip(("logits", "targets"), (logits, target), ctx.versions, strict=True):
+        if counted_version(tensor) != version or (emptied and tensor is logits):
+            raise RuntimeError(_MODIFIED.format(what=what))
+
+
+def _buffers(logits: torch.Tensor, number: int, rows: int | None = None) -> list[torch.Tensor]:
+    """Each for some rows, None for those of a chunk."""
+    shape = rows or rows_of_a_chunk(*logits.shape), logits.shape[_CLASSES]
+    return [logits.new_empty(shape) for _ in range(number)]
+
+
+def _column(
+    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, rows: int | None = None
+) -> torch.Tensor:
+    """The log-probability of each row's own class, (rows, 1).
+
+    Args:
+        rows: as for `_buffers`.
+    """
+    column = logits.new_empty((len(logits), 1))
+    (buffer,) = _buffers(logits, 1, rows)
+    rows = len(buffer)
+    for start in range(0, len(logits), rows):
+        part, classes = logits[start : start + rows], target[start : start + rows]
+        log_probabilities = buffer[: len(part)]
+        _ATEN._log_softmax.out(part, _CLASSES, False, out=log_probabilities)
+        classes = classes.masked_fill(classes == ignore_index, 0).unsqueeze(_CLASSES)
+        try:
+            torch.gather(log_probabilities, _CLASSES, classes, out=column[start : start + rows])
+        except RuntimeError as error:
+            if "out of bounds" not in str(error):
+                raise
+            raise IndexError(f"Target is out of bounds: {error}") from None  # as torch's cross entropy has it
+    return column
+
+
+def _into(
+    result: torch.Tensor,
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    total_weight: torch.Tensor,
+    reduction: int,
+    ignore_index: int,
+    buffers: list[torch.Tensor],
+) -> None:
+    """Write the gradient of the logits, which may be over them.
+
+    Args:
+        gradient: of the loss.
+        buffers: two, from `_buffers`.
+    """
+    rows = len(buffers[0])
+    for start in range(0, len(logits), rows):
+        here = slice(start, start + rows)
+        part = logits[here]
+        log_probabilities, of_loss = (buffer[: len(part)] for buffer in buffers)
+        _ATEN._log_softmax.out(part, _CLASSES, False, out=log_probabilities)
+        _ATEN.nll_loss_backward.grad_input(
+            gradient[here] if gradient.dim() else gradient,
+            log_probabilities,
+            target[here],
+            None,
+            reduction,
+            ignore_index,
+            total_weight,
+            grad_input=of_loss,
+        )
+        _ATEN._log_softmax_backward_data.out(
+            of_loss, log_probabilities, _CLASSES, logits.dtype, out=result[here]
+        )
+
+
+def _differentiable(
+    gradient: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    total_weight: torch.Tensor,
+    reduction: int,
+    ignore_index: int,
+) -> torch.Tensor:
+    """The gradient of the logits by torch's own ops, whole, so that a second derivative can go through it."""
+    log_probabilities = _ATEN._log_softmax.default(logits, _CLASSES, False)
+    of_loss = _ATEN.nll_loss_backward.default(
+        gradient, log_probabilities, target, None, reduction, ignore_index, total_weight
+    )
+    return _ATEN._log_softmax_backward_data.default(of_loss, log_probabilities, _CLASSES, logits.dtype)
+
+
+@functools.cache
+def same_by_chunks(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether this device's kernels give the same bits for some of the rows as for all, tried once for each type."""
+    # There are kernels for few classes and for many, and for rows that are aligned and that are not.
+    with disable_dispatch_modes(), torch.no_grad():
+        return all(
+            _same_for(rows, classes, reduction, torch.device(device_type), dtype)
+            for rows, classes in ((67, 33), (17, 1031), (17, 2048), (17, 32000))
+            for reduction in (0, 1, 2)
+        )
+
+
+def _same_for(rows: int, classes: int, reduction: int, device: torch.device, dtype: torch.dtype) -> bool:
+    values = torch.arange(rows * classes, dtype=torch.float32, device="cpu").view(rows, classes)
+    logits = values.sin().mul(3).to(device, dtype)
+    target = (torch.arange(rows, device="cpu") * 7 % classes).to(device)
+    ignore_index = 7
+    whole = _ATEN._log_softmax.default(logits, _CLASSES, False)
+    loss, total_weight = _ATEN.nll_loss_forward.default(whole, target, None, reduction, ignore_index)
+    labels = (target == ignore_index).to(torch.int64).neg_()
+    ours, weight = _ATEN.nll_loss_forward.default(
+        _column(logits, target, ignore_index, rows=16), labels, None, reduction, -1
+    )
+    if not (torch.equal(ours, loss) and torch.equal(weight, total_weight)):
+        return False
+    gradient = loss.mul(0.7).add(0.1)
+    beside = _differentiable(gradient, logits, target, total_weight, reduction, ignore_index)
+    _into(
+        logits, gradient, logits, target, total_weight, reduction, ignore_index, _buffers(logits, 2, rows=16)
+    )
+    return torch.equal(logits, beside)

@@ -1,0 +1,324 @@
+"""Cross entropy whose backward needs one buffer of the logits' size less than torch's, equal to the bit.
+
+The peak of a step often lies at its loss. Going backward through cross entropy, torch holds the log-probabilities, the
+gradient that comes in for them, and the result, each as large as the logits. That gradient is made there and used
+nowhere else, so the result can be written over it: the same kernels, in place.
+
+A planned model's forward takes it in place of torch's: a torch function mode is on from where the last submodule before
+the loss ends, so little else of the model runs under it. While a step is recorded it is on just there, too, so that the
+record is what a planned step does.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from autoac.device import device_for
+from autoac.execute.cross_entropy.chunked import can_be_chunked, chunked_cross_entropy
+from autoac.torch_private import (
+    being_jit_traced,
+    being_traced,
+    disable_dispatch_modes,
+    function_modes,
+    in_function_transform,
+    is_device_mode,
+    is_fake_type,
+    is_transformed,
+    put_function_mode_on,
+    take_function_mode_off,
+    top_saved_tensors_hooks,
+    torchs_cross_entropy,
+)
+
+_ATEN = torch.ops.aten
+_TORCHS = torchs_cross_entropy or F.cross_entropy
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_CLASSES = 1  # the dimension of the classes
+
+
+def cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """`torch.nn.functional.cross_entropy` that takes less memory: the same loss and gradients to the bit.
+
+    Its backward writes the result over the gradient of the log-probabilities, which torch's keeps beside it: one buffer
+    of the logits' size less. A planned model takes it by itself where its forward calls torch's; it is public for
+    losses that are computed outside of the model. What it has no lean form for is left to torch's: targets that are
+    probabilities, label smoothing, logits of other than 2 or 4 dimensions, devices other than CPU and CUDA.
+
+    Args, Raises: as for `torch.nn.functional.cross_entropy`.
+
+    Returns:
+        The loss: a scalar, or of the target's shape with reduction "none".
+    """
+    # The mode sees torch's only; of several, the last one would be the first to see it.
+    lean = [mode for mode in function_modes() if isinstance(mode, LeanLosses)]
+    return _cross_entropy(
+        *(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing),
+        chunked=bool(lean) and lean[-1].chunks(),
+    )
+
+
+def _cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    chunked: bool,
+) -> torch.Tensor:
+    """As `cross_entropy`; over chunks of rows where that is wanted and possible."""
+    lean = (
+        size_average is None
+        and reduce is None
+        and label_smoothing == 0.0
+        and isinstance(reduction, str)
+        and reduction in _REDUCTIONS
+        and type(ignore_index) is int
+        and _is_lean(input, target, weight)
+    )
+    if not lean:
+        return _TORCHS(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    if torch.is_autocast_enabled(input.device.type):
+        # What autocast does to the arguments of torch's.
+        input, weight = _in_float32(input), None if weight is None else _in_float32(weight)
+    if chunked and can_be_chunked(input, weight):
+        return chunked_cross_entropy(input, target, _REDUCTIONS[reduction], ignore_index)
+    return _CrossEntropy.apply(input, target, weight, _REDUCTIONS[reduction], ignore_index)[0]
+
+
+def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _is_lean(logits: Any, target: Any, weight: Any) -> bool:
+    """Whether these are arguments that the lean form is for, and are fine; torch's says what is wrong with others."""
+    if torch.compiler.is_compiling() or being_traced() or being_jit_traced() or in_function_transform():
+        return False
+    if not all(map(_is_plain, (logits, target, *((weight,) if weight is not None else ())))):
+        return False
+    return (
+        torch.is_grad_enabled()
+        and logits.requires_grad
+        and logits.is_floating_point()
+        and logits.dim() in (2, 4)
+        and logits.numel() > 0
+        and target.dtype == torch.int64
+        and target.shape == (logits.shape[0], *logits.shape[2:])
+        and target.device == logits.device
+        and (weight is None or not weight.requires_grad)
+        and device_for(logits.device).known
+        and (is_fake_type(type(logits)) or same_in_place(logits.device.type, logits.dtype))
+    )
+
+
+def _is_plain(tensor: Any) -> bool:
+    kind = type(tensor)
+    return (
+        kind in (torch.Tensor, torch.nn.Parameter) or is_fake_type(kind)
+    ) and tensor.layout is torch.strided
+
+
+@functools.cache
+def same_in_place(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether this device's kernel gives the same bits when it writes over what it reads, tried once for each type."""
+    # There are kernels for few classes, for many, and for classes that do not lie side by side.
+    shapes = (7, 33), (3, 4099), (2, 5, 3, 7), (2, 1031, 2, 3)
+    with disable_dispatch_modes(), torch.no_grad():
+        return all(_same_for(torch.Size(shape), torch.device(device_type), dtype) for shape in shapes)
+
+
+def _same_for(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> bool:
+    values = torch.arange(shape.numel(), dtype=torch.float32, device="cpu").view(shape)
+    output = values.sin().mul(3).log_softmax(_CLASSES).to(device, dtype)
+    gradient = values.add(0.5).cos().to(device, dtype)
+    beside = _ATEN._log_softmax_backward_data.default(gradient, output, _CLASSES, dtype)
+    return torch.equal(_over(gradient, output), beside)
+
+
+def _over(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """The gradient of the logits, written over that of the log-probabilities."""
+    return _ATEN._log_softmax_backward_data.out(gradient, output, _CLASSES, output.dtype, out=gradient)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Source: `cross_entropy_loss` in ATen's LossNLL.cpp, whose ops these are.
+
+    The log-probabilities are an output so that a second derivative can go through them; nobody else gets them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        reduction: int,
+        ignore_index: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probabilities = _ATEN._log_softmax.default(logits, _CLASSES, False)
+        forward = _ATEN.nll_loss_forward if logits.dim() == 2 else _ATEN.nll_loss2d_forward
+        loss, total_weight = forward.default(log_probabilities, target, weight, reduction, ignore_index)
+        ctx.save_for_backward(log_probabilities, target, weight, total_weight)
+        ctx.set_materialize_grads(False)
+        ctx.options = reduction, ignore_index
+        return loss, log_probabilities
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        loss_gradient, gradient = gradients
+        log_probabilities, target, weight, total_weight = ctx.saved_tensors
+        if loss_gradient is not None:
+            backward = _ATEN.nll_loss_backward if target.dim() == 1 else _ATEN.nll_loss2d_backward
+            of_loss = backward.default(
+                loss_gradient, log_probabilities, target, weight, *ctx.options, total_weight
+            )
+            gradient = of_loss if gradient is None else gradient + of_loss
+        if gradient is None:
+            return None, None, None, None, None
+        if loss_gradient is not None and not torch.is_grad_enabled() and not is_transformed(gradient):
+            # Made right here, so nobody else has it, and no graph of a second derivative needs it.
+            result = _over(gradient, log_probabilities)
+        else:
+            dtype = log_probabilities.dtype
+            result = _ATEN._log_softmax_backward_data.default(gradient, log_probabilities, _CLASSES, dtype)
+        return result, None, None, None, None
+
+
+class LeavesLosses(TorchFunctionMode):
+    """A mode of our own that does not mind whether cross entropy is torch's."""
+
+
+class LeanLosses(LeavesLosses):
+    """Mode in which torch's cross entropy is ours, over chunks of rows if `chunked`.
+
+    But not where there are other saved-tensor hooks than `hooks`, those where the module's own code begins. Inside of a
+    user's own checkpoint, say: its second run would be without this mode, and must save what the first one has saved.
+    """
+
+    def __init__(self, chunked: bool) -> None:
+        super().__init__()
+        self.hooks = top_saved_tensors_hooks()
+        self.chunked = chunked
+        self.ours = functools.partial(_cross_entropy, chunked=chunked)
+
+    def is_like(self, mode: Any) -> bool:
+        """Whether a mode does the same as this one."""
+        return type(mode) is LeanLosses and (mode.hooks, mode.chunked) == (self.hooks, self.chunked)
+
+    def chunks(self) -> bool:
+        """Whether a lean loss that is computed here goes over chunks of rows."""
+        return self.chunked and top_saved_tensors_hooks() == self.hooks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.compiler.is_compiling() and func is F.cross_entropy:
+            # What torch's names so is what has been put in its place, if anything has: that has run already.
+            func = self.ours if top_saved_tensors_hooks() == self.hooks else _TORCHS
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a module has to do with losses that are to be lean.
+
+    Args:
+        computes: a loss is computed in this module's own code.
+        at_once: perhaps before any submodule has run.
+        opens: a loss may be computed next after this module, in the code that calls it.
+        chunked: its losses are computed over chunks of rows.
+    """
+
+    computes: bool
+    at_once: bool
+    opens: bool
+    chunked: bool = False
+
+
+EVERYWHERE = Side(computes=True, at_once=True, opens=False)
+
+
+def sides(losses: Mapping[str, Collection[str | None]], chunked: bool = False) -> dict[str, Side]:
+    """Each module's side, by name, for those that have any.
+
+    Args:
+        losses: names of the modules in whose own code losses are computed, and of the submodules that run last before
+            the first loss of each of their calls, None for none.
+        chunked: the losses are computed over chunks of rows.
+    """
+    opening = {name for names in losses.values() for name in names if name is not None}
+    return {
+        fqn: Side(fqn in losses, None in losses.get(fqn, ()), fqn in opening, chunked)
+        for fqn in losses.keys() | opening
+    }
+
+
+def run_with_losses(side: Side, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a module's forward, with its losses lean."""
+    if side.computes and torch.is_grad_enabled():
+        with _Window(side):
+            result = original(*args, **kwargs)
+    else:
+        result = original(*args, **kwargs)
+    if side.opens and (window := getattr(_running, "window", None)) is not None:
+        window.open()
+    return result
+
+
+class _Window:
+    """Context of one call of a module: `LeanLosses` for the rest of it, once it is opened.
+
+    Args:
+        side: of the module. It opens the window where it begins, or the submodule does after which it has a loss.
+    """
+
+    def __init__(self, side: Side):
+        self.mode = LeanLosses(side.chunked)
+        self.at_once = side.at_once
+        self.is_open = False
+
+    def __enter__(self) -> None:
+        self.outer = getattr(_running, "window", None)
+        _running.window = self
+        self.below = function_modes()
+        if self.at_once:
+            self.open()
+
+    def __exit__(self, *_: Any) -> None:
+        _running.window = self.outer
+        if self.is_open:
+            take_function_mode_off(self.mode)
+
+    def open(self) -> None:
+        """From here on, unless some mode is to see torch's loss, or code in between will take off the topmost mode."""
+        if self.is_open or torchs_cross_entropy is None:
+            return
+        modes = function_modes()
+        if modes and self.mode.is_like(modes[-1]):
+            return  # that of a module around this one does; one a level would take the interpreter's stack
+        if modes == self.below and all(
+            isinstance(mode, LeavesLosses) or is_device_mode(mode) for mode in modes
+        ):
+            self.is_open = True
+            put_function_mode_on(self.mode)
+
+
+_running = threading.local()

@@ -1,0 +1,29 @@
+"""The engines that carry plans out: a folder each, and a line here."""
+
+from __future__ import annotations
+
+from autoac.execute.compiled.engine import CompileEngine
+from autoac.execute.engine import Engine
+from autoac.execute.replay.engine import ReplayEngine
+from autoac.execute.sac.engine import SacEngine
+
+ENGINES: dict[str, Engine] = {}
+"""By name. Where none is asked for it is the first that does what the model needs."""
+
+
+def register(engine: Engine) -> None:
+    """Make an engine known; the planner has to know its model (`autoac_solver.build.engines.register`)."""
+    ENGINES[engine.model.name] = engine
+
+
+def default_engine(*, compiled: bool) -> str:
+    """The engine that is taken where none is asked for.
+
+    Args:
+        compiled: whether `torch.compile` has compiled the model as a whole.
+    """
+    return next(name for name, engine in ENGINES.items() if not (compiled and engine.eager_only))
+
+
+for _engine in (ReplayEngine(), SacEngine(), CompileEngine()):
+    register(_engine)

@@ -1,0 +1,213 @@
+"""Whether a model with a plan runs the ops that the plan was made for: what is noticed, and the one word about it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoac.step.inputs import autocast_in, described, under_autocast, without_autocast
+from autoac.torch_private import remove_forward_hooks
+from autoac_solver.records.format import format_bytes
+
+_SHOWN = 3
+_ATTENTION = ("attention", "softmax", "baddbmm", "bmm")
+_DROPOUT = ("dropout", "bernoulli")
+_CASTS = ("_to_copy", "to_copy")
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Where a region left the profiled step.
+
+    Args:
+        region: its name in the plan.
+        expected: the op that the profiled step ran there, "" if its region was over.
+        came: the op that came in its place.
+        unknown: the first op from there on of which the plan says nothing; often the one that came.
+    """
+
+    region: str
+    expected: str
+    came: str
+    unknown: str
+
+    def __str__(self) -> str:
+        place = f"{self.came} came where {self.expected or 'its end'} was expected"
+        also = "" if self.unknown == self.came else f", then {self.unknown}"
+        return f"{self.region!r}: {place}{also}"
+
+
+@dataclass(frozen=True)
+class NotFollowed:
+    """What `Plan.is_not_followed` tells; it is true if any region has left the profiled step.
+
+    Args:
+        deviations: one for each region that did, in the order in which they did.
+        likely_cause: in words.
+        peak_bytes: what the peak may be if those regions recompute nothing, for the shapes that were planned for.
+        planned_peak_bytes: what was predicted.
+    """
+
+    deviations: tuple[Deviation, ...] = ()
+    likely_cause: str = ""
+    peak_bytes: int = 0
+    planned_peak_bytes: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.deviations)
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """Names of the regions, as in the plan."""
+        return tuple(deviation.region for deviation in self.deviations)
+
+    def __str__(self) -> str:
+        if not self.deviations:
+            return "the plan is followed"
+        count = len(self.deviations)
+        several = "region" if count == 1 else f"{count} regions"
+        names = ", ".join(map(repr, self.regions[:_SHOWN])) + (", ..." if count > _SHOWN else "")
+        places = "; ".join(map(str, self.deviations[:_SHOWN]))
+        peak = ""
+        if self.peak_bytes:
+            peak = (
+                f", so the peak may be up to {format_bytes(self.peak_bytes)} where "
+                f"{format_bytes(self.planned_peak_bytes)} were planned"
+            )
+        return (
+            f"the plan is not followed: {several} {names} runs ops that the profiled step did not run ({places}). "
+            f"Likely cause: {self.likely_cause}. Gradients are right; what the plan does not know is not recomputed"
+            f"{peak}. Plan the step as it is trained; plan.is_not_followed tells all regions."
+        )
+
+
+class Following:
+    """What a plan's regions have run otherwise than was profiled; all its programs share one.
+
+    It tells once, for the whole model: when a call of the root is over, or when a region is first recomputed where the
+    root was not called.
+
+    Args:
+        sample: what was planned for, as in `Profile.sample`.
+        varies: whether the profiled step is known to vary.
+        peaks: from the names of regions to the peak if they recompute nothing, and the planned peak.
+    """
+
+    def __init__(
+        self,
+        sample: str = "",
+        varies: bool = False,
+        peaks: Callable[[Collection[str]], tuple[int, int]] | None = None,
+    ):
+        self.sample = sample
+        self.varies = varies
+        self.peaks = peaks
+        self.waits = False  # for the root's call to be over
+        self.deviations: dict[str, Deviation] = {}
+        self.unknown: set[Any] = set()  # all ops that the plan does not know
+        self.called_with = ""
+        self.told = False
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Following:
+        return self  # as the programs that know it
+
+    def __reduce__(self) -> Any:
+        return Following, (self.sample, self.varies)
+
+    def start_anew(self, waits: bool) -> None:
+        """The plan is put on a model."""
+        self.waits, self.told, self.called_with = waits, False, ""
+        self.deviations, self.unknown = {}, set()
+
+    def deviates(self, region: str, expected: Any, came: Any, unknown: Any) -> None:
+        """A region runs an op that the plan does not know."""
+        with self.lock:
+            self.unknown.add(unknown)
+            if region in self.deviations:
+                return
+            expected = "" if expected is None else str(expected)
+            self.deviations[region] = Deviation(region, expected, str(came), str(unknown))
+        if not self.waits:
+            self.tell()
+
+    def root_is_over(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """A call of the root has returned."""
+        if self.deviations and not self.told:
+            self.called_with = described(args, kwargs) or under_autocast()
+            self.tell()
+
+    def tell(self) -> None:
+        """Warn, unless that was done."""
+        with self.lock:
+            if self.told or not self.deviations:
+                return
+            self.told = True
+        warnings.warn(str(self.report()), stacklevel=4)
+
+    def report(self) -> NotFollowed:
+        """All that is known."""
+        with self.lock:
+            deviations = tuple(self.deviations.values())
+        if not deviations:
+            return NotFollowed()
+        peaks = (0, 0) if self.peaks is None else self.peaks([one.region for one in deviations])
+        return NotFollowed(deviations, self._cause(deviations), *peaks)
+
+    def _cause(self, deviations: tuple[Deviation, ...]) -> str:
+        first, unknown = deviations[0], " ".join(sorted(map(str, self.unknown)))
+        if self.called_with and autocast_in(self.sample) != autocast_in(self.called_with):
+            return (
+                f"the model is called{autocast_in(self.called_with) or ' without autocast'}, and the plan was made"
+                f"{autocast_in(self.sample) or ' without autocast'}: call autoac.plan under the autocast of the loop"
+            )
+        if _of(unknown, _DROPOUT) and not _of(first.expected, _DROPOUT):
+            return "dropout runs that did not: the plan was made in eval mode, or for a rate of 0"
+        if _of(first.expected, _DROPOUT):
+            return "no dropout runs: the model is in eval mode (call model.train()), or its rate is 0 now"
+        if _of(unknown, _ATTENTION) or _of(first.expected, _ATTENTION):
+            return "another attention implementation than was planned with, or another mask"
+        if _of(unknown, _CASTS) or _of(first.expected, _CASTS):
+            return "other types than were planned with (autocast, or a model or input that was converted)"
+        if self.varies:
+            return "the step varies with its data or with random numbers, see the profile's notes"
+        if self.called_with and without_autocast(self.called_with) != without_autocast(self.sample):
+            return f"the model is called with {self.called_with}, and the plan was made for {self.sample}"
+        return "another mode or configuration of the model, or a path in it that depends on data"
+
+
+def _of(op: str, parts: tuple[str, ...]) -> bool:
+    return any(part in op for part in parts)
+
+
+class TellWhenOver:
+    """A forward hook of the root: its call is over, and with it all that its regions run in forward."""
+
+    def __init__(self, following: Following):
+        self.following = following
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TellWhenOver:
+        return self
+
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Say what was noticed."""
+        if not torch.compiler.is_compiling():
+            self.following.root_is_over(args, kwargs)
+
+
+def watch_following(model: torch.nn.Module, following: Following) -> None:
+    """Let a model's root tell, until `unwatch_following`."""
+    following.start_anew(waits=True)
+    model.register_forward_hook(TellWhenOver(following), with_kwargs=True)
+
+
+def unwatch_following(model: torch.nn.Module) -> None:
+    """Take the hook off, if it is there."""
+    remove_forward_hooks(model, TellWhenOver)

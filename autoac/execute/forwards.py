@@ -1,0 +1,46 @@
+"""A module's forward is replaced by one of ours, and found again.
+
+A planned module gets an instance attribute `forward`; parameters, buffers, hooks and `state_dict` stay as they are.
+It is a `functools.partial`, which survives `copy.deepcopy` (a closure would make the copy share the original's
+weights) and pickling (a `types.MethodType` is pickled by the function's name, and comes back as another function). A
+shallow copy (`copy.copy`, the replicas of `nn.DataParallel`) has the very same partial: see `called_module`.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from autoac.step.carried import REGION_KEY
+
+
+class Carried(Protocol):
+    """What a module carries whose forward was replaced.
+
+    Attributes:
+        forward: the instance's own attribute `forward` if it had one (some libraries put theirs there), else None.
+        plan_id: tells which plan it belongs to.
+    """
+
+    forward: Any
+    plan_id: str
+
+
+def put_forward(
+    module: torch.nn.Module, function: Callable[..., Any], carried: Carried, key: str = REGION_KEY
+) -> None:
+    """Let `function(module, ...)` be the module's forward."""
+    bound = functools.partial(function, module)
+    # For `inspect.signature`: transformers' Trainer asks a model's forward which columns of the data it takes.
+    bound.__wrapped__ = carried.forward or types.MethodType(type(module).forward, module)  # type: ignore[attr-defined]
+    module.__dict__[key] = carried
+    module.__dict__["forward"] = bound
+
+
+def original_forward(carried: Carried, module: torch.nn.Module) -> Callable[..., Any]:
+    """The module's forward without what it carries."""
+    return carried.forward or functools.partial(type(module).forward, module)

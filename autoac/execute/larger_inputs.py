@@ -1,0 +1,86 @@
+"""A word when a planned model is called with more than it was planned for, or under another autocast.
+
+The budget may not hold then.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autoac.execute.following import Following
+from autoac.step.inputs import autocast_in, described, elements_in, elements_of, under_autocast
+from autoac.torch_private import remove_forward_pre_hooks
+from autoac_solver.records.format import format_bytes
+
+
+class LargerInputs:
+    """What to know of a plan to tell inputs that are too large for it; a forward pre-hook of the model.
+
+    Args:
+        sample: what was planned for, as in `Profile.sample`; "" if that is not known, and nothing is too large.
+        budget_bytes: of the plan.
+        following: which need not say as well that other ops run under another autocast.
+    """
+
+    def __init__(self, sample: str, budget_bytes: int, following: Following | None = None):
+        self.sample = sample
+        self.budget_bytes = budget_bytes
+        self.following = following
+        self.elements = elements_in(sample)
+        self.warned = False
+
+    def are(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call's tensors have more elements than those that were planned for."""
+        return self.elements > 0 and elements_of(args, kwargs) > self.elements
+
+    def words(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """What is to be said of such a call."""
+        return (
+            f"the model is called with {described(args, kwargs)}, and its plan was made for {self.sample}: this step "
+            f"may take more than the budget of {format_bytes(self.budget_bytes)}. Plan for the largest batch that comes"
+        )
+
+    def is_other_autocast(self) -> bool:
+        """Whether autocast is on, or its type, otherwise than when the plan's step was recorded."""
+        return self.elements > 0 and under_autocast() != autocast_in(self.sample)
+
+    def words_on_autocast(self) -> str:
+        """What is to be said of that."""
+        return (
+            f"the model is called{under_autocast() or ' without autocast'}, and its plan was made for a step"
+            f"{autocast_in(self.sample) or ' without autocast'}: other ops run, and this step may take more than the "
+            f"budget of {format_bytes(self.budget_bytes)}. Call autoac.plan under the autocast of the training loop, "
+            "around nothing else: with torch.autocast(...): plan = autoac.plan(model, sample, ...)"
+        )
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn once."""
+        if self.warned or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not module.training:
+            return
+        if self.is_other_autocast():
+            self.warned = True
+            if self.following is not None:
+                self.following.told = True
+            warnings.warn(self.words_on_autocast(), stacklevel=3)
+            return
+        if self.are(args, kwargs):
+            self.warned = True
+            warnings.warn(
+                self.words(args, kwargs) + ", or let autoac.auto plan anew (on_larger='replan').",
+                stacklevel=3,
+            )
+
+
+def watch_inputs(model: torch.nn.Module, watch: LargerInputs) -> None:
+    """Let a model warn of larger inputs, until `unwatch_inputs`."""
+    if watch.elements:
+        model.register_forward_pre_hook(watch, with_kwargs=True)
+
+
+def unwatch_inputs(model: torch.nn.Module) -> None:
+    """Take the hook off, if it is there."""
+    remove_forward_pre_hooks(model, LargerInputs)

@@ -1,0 +1,291 @@
+"""A plan is put on a model, and taken off it again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import re
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoac.device import device_for
+from autoac.execute.attach import attach, attach_losses, attach_root, check_no_units, covered, detach
+from autoac.execute.cross_entropy.chunked import same_by_chunks
+from autoac.execute.cross_entropy.lean import same_in_place
+from autoac.execute.engines import ENGINES
+from autoac.execute.following import Following, NotFollowed, unwatch_following, watch_following
+from autoac.execute.larger_inputs import LargerInputs, unwatch_inputs, watch_inputs
+from autoac.execute.program import Program
+from autoac.execute.replay.pausing import attach_pausing
+from autoac.step.carried import planned
+from autoac.step.model import device_of, model_fingerprint, unwrapped
+from autoac.step.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
+from autoac.step.units import own_name
+from autoac.torch_private import note_untried
+from autoac_solver.plan.step import step_of
+from autoac_solver.records.errors import PlanMismatchError, ProfileError
+from autoac_solver.records.plan import PlanRecord, names_in
+from autoac_solver.records.profile import VARIES
+
+_NUMBER = re.compile(r"\d+")
+_LOG_SOFTMAX = "aten._log_softmax.default"
+
+
+class Placement:
+    """A plan, as it is put on models.
+
+    Args:
+        record: the plan.
+    """
+
+    def __init__(self, record: PlanRecord):
+        self.record = record
+        self._copies: dict[str, Program] = {}
+
+    @functools.cached_property
+    def plan_id(self) -> str:
+        """Tells on a model whose decisions it carries; a plan that was saved and loaded is the same plan."""
+        decisions = [
+            (region.fqn, region.call, region.wrapped, region.steps, region.point)
+            for region in self.record.regions
+        ]
+        content = repr(
+            (self.record.model_fingerprint, self.record.engine, decisions, self.record.chunked_losses)
+        )
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    def put_on(self, model: torch.nn.Module) -> None:
+        """Put the plan on the model.
+
+        Raises:
+            PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
+        """
+        self.check(model)
+        note_untried()
+        inner = unwrapped(model)
+        self._try_losses(inner)
+        try:
+            programs_of = {**self._programs, **self._alike(inner)}
+            compiled = compiled_modules(inner)
+            for fqn in to_uncompile(compiled, programs_of, eager_only=ENGINES[self.record.engine].eager_only):
+                uncompile(compiled[fqn], self.plan_id)
+            attach_losses(inner, self.record.losses, self.record.chunked_losses, self.plan_id)
+            for fqn, programs in programs_of.items():
+                for program in programs:
+                    program.warned = False  # to be said anew, of this model
+                attach(inner.get_submodule(fqn), programs, self.record.engine, self.plan_id)
+            pauses = [pause for calls in programs_of.values() for p in calls for pause in p.pauses.values()]
+            for fqn in {pause.fqn for pause in pauses}:
+                attach_pausing(inner.get_submodule(fqn), fqn, self.plan_id)
+            if (several := self.record.several) is not None:
+                attach_root(inner, several.before, several.fresh, self.plan_id)
+            if programs_of:
+                watch_following(inner, self._following)
+                sample, budget_bytes = self.record.profile.sample, self.record.budget_bytes
+                watch_inputs(inner, LargerInputs(sample, budget_bytes, self._following))
+        except BaseException:
+            for module in filter(planned, inner.modules()):
+                detach(module)
+            unwatch_inputs(inner)
+            unwatch_following(inner)
+            self._recompile(inner)
+            raise
+
+    def take_off(self, model: torch.nn.Module) -> None:
+        """Take the plan off the model, which is then exactly as it was before.
+
+        Raises:
+            PlanMismatchError: this plan is not on the model, or somebody has put another forward over it since.
+        """
+        _check_is_module(model)
+        modules = {
+            name: module
+            for name, module in model.named_modules()
+            if (carried := planned(module)) is not None and carried.plan_id == self.plan_id
+        }
+        if not modules and (self._programs or self.record.losses):
+            raise PlanMismatchError("this plan is not applied to this model, so there is nothing to remove.")
+        for name, module in modules.items():
+            if covered(module):
+                raise PlanMismatchError(
+                    f"module {name!r} was given another forward after the plan was applied (some libraries wrap it): "
+                    "undo that first, then remove the plan."
+                )
+        for module in modules.values():
+            detach(module)
+        for module in model.modules():
+            unwatch_inputs(module)
+            unwatch_following(module)
+        self._recompile(model)
+
+    @contextlib.contextmanager
+    def taken_off(self, model: torch.nn.Module) -> Iterator[None]:
+        """Context in which this plan is not on the model, if it is."""
+        _check_is_module(model)
+        carried = [found.plan_id for module in model.modules() if (found := planned(module)) is not None]
+        if self.plan_id not in carried:
+            yield
+            return
+        self.take_off(model)
+        try:
+            yield
+        finally:
+            self.put_on(model)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Check that the plan can be put on the model.
+
+        Raises:
+            PlanMismatchError: it was made for another model or another device, or there is a plan on it.
+        """
+        _check_is_module(model)
+        if any(planned(module) for module in model.modules()):
+            raise PlanMismatchError(
+                "this model has a plan applied already: call remove(model) on that plan before applying another."
+            )
+        model = unwrapped(model)
+        found = model_fingerprint(model)
+        missing = sorted(names_in(self.record) - dict(model.named_modules(remove_duplicate=False)).keys())
+        if found == self.record.model_fingerprint and not missing:
+            self._check_device(device_of(model).type)
+            for fqn in self._programs:
+                check_no_units(model.get_submodule(fqn), fqn)
+            return
+        if inner := self._place_in(model):
+            raise PlanMismatchError(
+                f"this plan was made for {self.record.model}, which this {type(model).__name__} holds as {inner}: "
+                f"apply the plan to {inner}, or to the model before it is wrapped."
+            )
+        detail = f"; it has no module {missing[0]!r}" if missing else ""
+        raise PlanMismatchError(
+            f"this plan was made for {self.record.model} (fingerprint {self.record.model_fingerprint}), and this "
+            f"{type(model).__name__} is another one or has changed since (fingerprint {found}){detail}. Modules, "
+            "parameter shapes, dtypes and which parameters are frozen must be those that were profiled: plan again "
+            "for the model as it is."
+        )
+
+    def _place_in(self, model: torch.nn.Module) -> str:
+        """Where a module of the model is the one that this plan was made for, as code; "" if none is."""
+        for name, module in model.named_modules():
+            if own_name(module) != self.record.model:
+                continue  # a fingerprint takes a while
+            if model_fingerprint(module) == self.record.model_fingerprint:
+                is_path = all(part.isidentifier() for part in name.split("."))
+                return f"model.{name}" if is_path else f"model.get_submodule({name!r})"
+        return ""
+
+    def _check_device(self, found: str) -> None:
+        """A model on the meta device computes nothing; any other must be on the kind of device that was planned for."""
+        planned_for = self.record.device.split(":")[0]
+        if found not in (planned_for, "meta"):
+            raise PlanMismatchError(
+                f"this plan was made for {self.record.model} on {self.record.device}, and the model is on {found}: "
+                "bytes, times and ops are other ones there. Move the model before applying the plan, or plan again."
+            )
+
+    def _try_losses(self, model: torch.nn.Module) -> None:
+        """Try the device's kernels for lean losses here, so that no step pays for it in time or bytes.
+
+        Warns if they do not give the same bits by chunks.
+        """
+        device = device_of(model).type
+        if not self.record.losses or not device_for(device_of(model)).known:
+            return
+        for dtype in _types({op.dtype for op in self.record.profile.tape if op.name == _LOG_SOFTMAX}):
+            same_in_place(device, dtype)
+        dtypes = self.record.chunk_dtypes
+        if not all(same_by_chunks(device, dtype) for dtype in _types(dtypes)):
+            warnings.warn(
+                f"a cross entropy over chunks of rows does not give the same bits on {device} for {', '.join(dtypes)}, "
+                "so this plan's loss is computed as a whole: its peak may lie above the prediction. Plan with "
+                'policies=[autoac.Policy("MUST_SAVE", op="aten._log_softmax*")] instead.',
+                stacklevel=4,
+            )
+
+    def _recompile(self, model: torch.nn.Module) -> None:
+        """Let the modules run compiled again that this plan has made run uncompiled."""
+        for module in model.modules():
+            if uncompiled_by(module) == self.plan_id:
+                recompile(module)
+
+    @functools.cached_property
+    def _programs(self) -> dict[str, list[Program]]:
+        """The programs of each module that has anything to recompute, one for each of its calls.
+
+        They stay the same objects however often the plan is applied: torch's compiler takes another one for other code.
+        """
+        programs: dict[str, list[Program]] = {}
+        for region in self.record.regions:
+            untouched = Program(region.fqn, (), wrapped=False)
+            calls = programs.setdefault(region.fqn, [untouched] * region.calls)
+            calls[region.call] = Program(
+                region.name, region.steps, region.wrapped, region.pauses, self._following, region.point
+            )
+        return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
+
+    def _alike(self, model: torch.nn.Module) -> dict[str, list[Program]]:
+        """Programs for modules that the profiled step did not call, but one that is alike, as of a skipped layer.
+
+        Alike are modules whose names differ in numbers only, and that are built the same. Of their programs the one
+        that recomputes most is taken.
+        """
+        called = {call.fqn for call in self.record.profile.calls}
+        known: dict[str, list[str]] = {}
+        for fqn in self._programs:
+            known.setdefault(_NUMBER.sub("*", fqn), []).append(fqn)
+        found: dict[str, list[Program]] = {}
+        for fqn, module in model.named_modules():
+            if fqn in called or not (others := known.get(_NUMBER.sub("*", fqn))):
+                continue
+            other = max(others, key=lambda name: max(map(_recomputed, self._programs[name])))
+            if model_fingerprint(module) == model_fingerprint(model.get_submodule(other)):
+                found[fqn] = [self._copied(max(self._programs[other], key=_recomputed), other, fqn)]
+        return found
+
+    def _copied(self, program: Program, region: str, fqn: str) -> Program:
+        """A region's program for another module; always the same object, as for `_programs`."""
+        if fqn not in self._copies:
+            pauses = [replace(pause, fqn=fqn + pause.fqn[len(region) :]) for pause in program.pauses.values()]
+            self._copies[fqn] = Program(
+                fqn, program.names, program.wrapped, pauses, self._following, program.point
+            )
+        return self._copies[fqn]
+
+    @functools.cached_property
+    def _following(self) -> Following:
+        profile = self.record.profile
+        return Following(profile.sample, any(VARIES in note for note in profile.notes), self._peaks_if)
+
+    def _peaks_if(self, regions: Collection[str]) -> tuple[int, int]:
+        """The peak if these regions recompute nothing, and the planned one; zeros where nothing is predicted."""
+        try:
+            step = step_of(self.record)
+        except ProfileError:  # its programs were changed since, as where engines are calibrated in the model
+            return 0, 0
+        return step.peak_if_saved(regions), self.record.predicted_peak_bytes
+
+    @property
+    def is_not_followed(self) -> NotFollowed:
+        """Which regions have run ops that the profiled step did not run, since the plan was last put on a model."""
+        return self._following.report()
+
+
+def _recomputed(program: Program) -> int:
+    """How many ops it recomputes."""
+    return sum(again for _, again in program.names)
+
+
+def _types(names: Iterable[str]) -> list[torch.dtype]:
+    """The floating types of these names; a file may hold any name."""
+    found = [getattr(torch, name, None) for name in names]
+    return [dtype for dtype in found if isinstance(dtype, torch.dtype) and dtype.is_floating_point]
+
+
+def _check_is_module(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise PlanMismatchError(f"model is a {type(model).__name__}, not a torch.nn.Module.")

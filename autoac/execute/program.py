@@ -1,0 +1,122 @@
+"""What a plan says about one region: its ops in order, and which of them are recomputed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from autoac.execute.following import Following
+from autoac.ops.info import OpInfo, op_info
+from autoac.torch_private import OpOverload
+from autoac_solver.records.compiled import EAGER
+from autoac_solver.records.plan import Pause
+
+Step = tuple[Any, bool, bool, OpInfo | None]
+"""Overload, is it recomputed, does the recording have to look at it at all, facts about it."""
+
+END: Step = (None, False, False, None)
+
+
+class Program:
+    """The decisions for one call of one region.
+
+    Args:
+        region: name of the region, for messages.
+        steps: for every op of the region's forward in order, its overload's name ("aten.mm.default") and whether it
+            is recomputed. Ops that `OpInfo.ignored` tells to ignore do not count.
+        wrapped: whether anything is recomputed; if not, this call of the region is left as it is.
+        pauses: calls of modules in it while which engine replay does not look.
+        following: is told of ops that the profiled step did not run; None makes one for this program alone.
+        point: how it is compiled (engine compile).
+
+    In step with the profile, an op's decision is read off its position. Data-dependent control flow may bring ops in
+    another order; from there on, decisions are looked up by (overload, n-th call in the region), as torch's selective
+    checkpointing matches its saved entries.
+
+    `unnamed` is the same object for all programs with the same decisions: torch's compiler guards on it, and compiles
+    regions that are alike once.
+    """
+
+    def __init__(
+        self,
+        region: str,
+        steps: Iterable[tuple[str, bool]],
+        wrapped: bool = True,
+        pauses: Iterable[Pause] = (),
+        following: Following | None = None,
+        point: str = EAGER,
+    ):
+        self.region = region
+        self.names = tuple(steps)
+        self.wrapped = wrapped
+        self.pauses = {pause.start: pause for pause in pauses}
+        self.following = following or Following()
+        self.point = point
+        self.warned = False
+        self.unnamed = _unnamed(self.names) if region else self
+        self._steps: tuple[Step, ...] | None = None
+        self._by_call: dict[tuple[Any, int], bool] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self  # nothing in it changes
+
+    def __reduce__(self) -> Any:
+        return Program, (
+            *(self.region, self.names, self.wrapped),
+            *(tuple(self.pauses.values()), self.following, self.point),
+        )
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The ops as the recording meets them, and `END` after the last."""
+        if self._steps is None:
+            overloads = [find_overload(name) for name, _ in self.names]
+            infos = [None if overload is None else op_info(overload) for overload in overloads]
+            self._steps = (
+                *(
+                    (overload, recompute, recompute or bool(info and info.writes), info)
+                    for overload, info, (_, recompute) in zip(overloads, infos, self.names, strict=True)
+                ),
+                END,
+            )
+        return self._steps
+
+    def by_call(self, func: Any, nth: int) -> bool | None:
+        """The decision for the n-th call of this overload; None if the profile has no such call."""
+        if self._by_call is None:
+            seen: Counter[Any] = Counter()
+            by_call = {}
+            for overload, recompute, _, _ in self.steps[:-1]:
+                by_call[overload, seen[overload]] = recompute
+                seen[overload] += 1
+            self._by_call = by_call  # whole, for other threads may be reading
+        return self._by_call.get((func, nth))
+
+    def counts_before(self, position: int) -> Counter[Any]:
+        """How often each overload occurs before this position."""
+        return Counter(step[0] for step in self.steps[:position])
+
+
+_UNNAMED: WeakValueDictionary[tuple[tuple[str, bool], ...], Program] = WeakValueDictionary()
+
+
+def _unnamed(names: tuple[tuple[str, bool], ...]) -> Program:
+    found = _UNNAMED.get(names)
+    if found is None:
+        found = _UNNAMED[names] = Program("", names)
+    return found
+
+
+def find_overload(name: str) -> Any:
+    """The op overload with this name, e.g. "aten.mm.default"; None if no such op is registered (yet)."""
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.rpartition(".")
+    try:
+        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except AttributeError:
+        return None
+    return found if isinstance(found, OpOverload) else None  # a file can name any attribute

@@ -1,0 +1,187 @@
+"""One call of a region: its records, kept for backward and run again there.
+
+NOTE [ Replay ]
+  1. The first unpack in a region, of whatever tensor, replays the region's records in order, below autograd. That
+     moment is known from the profile, so the simulator can be exact. Records that no living handle depends on are
+     not run.
+  2. A recomputed tensor is dropped after the last record that reads it; handles keep what they wait for. A record is
+     dropped as soon as it has run, unless backward retains the graph: then a second backward replays again.
+  3. A random op draws the numbers that it drew, see NOTE [ Random numbers ] in `randoms`.
+  4. What is replayed is what ran: autocast, Python side effects, changed globals do not matter. A batch norm is
+     replayed without its running statistics. Gradients are on or off as they were, for some kernels look: oneDNN's
+     LSTM makes its workspace only where they are on. So are the switches of `kernel_flags`, which forward may have set
+     around an op; ops that work on each element alone do not ask for them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from autoac.execute.program import Program
+from autoac.execute.replay.randoms import draw_again
+from autoac.execute.replay.records import MODIFIED, Handle, Record, Slot
+from autoac.ops.geometry import with_geometry
+from autoac.ops.info import tensors_in
+from autoac.torch_private import (
+    backward_keeps_graph,
+    call_below_autograd,
+    counted_version,
+    disable_dispatch_modes,
+)
+from autoac.torch_private.kernel_flags import KernelFlags, kernel_flags, with_kernel_flags
+
+_LOST = (
+    "the record of region {region!r} is gone: it was dropped after the first backward, or a replay of it failed. "
+    "Pass retain_graph=True to the first backward to run a second one."
+)
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """The unpack hook: autograd gets back what `Recording.pack` was given."""
+    if type(packed) is Handle:
+        return packed.unpack()
+    tensor, version, call = packed
+    if call.pending:
+        call.replay(backward_keeps_graph())
+    if version >= 0 and counted_version(tensor) != version:
+        raise RuntimeError(MODIFIED.format(region=call.program.region))
+    return tensor
+
+
+class ReplayCall:
+    """What one call of a region keeps for its backward."""
+
+    __slots__ = (
+        "__weakref__",
+        "flags",
+        "held",
+        "lock",
+        "pending",
+        "program",
+        "recording",
+        "records",
+        "slots",
+    )
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.records: list[Record | None] = []
+        self.slots: list[Slot] = []
+        self.held: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # the storages that records hold, by key
+        self.recording = True  # the region's forward is still running
+        self.pending = False  # recorded and not yet replayed
+        self.lock = threading.Lock()
+        self.flags: KernelFlags = ()  # as they are while it is replayed
+
+    def holds(self, key: int) -> bool:
+        """Whether records hold the storage with this key. One that is gone may have left its address to another."""
+        held = self.held.get(key)
+        return held is not None and held() is not None
+
+    def preserve(self, key: int) -> None:
+        """Give the records that hold this storage a copy of it: it is about to be written in place."""
+        for record in self.records:
+            if record is not None:
+                record.preserve(key)
+        self.held.pop(key, None)
+
+    def replay(self, keep_graph: bool, wanted: Handle | None = None) -> None:
+        """Run the recorded ops that living handles depend on, and give the handles their tensors."""
+        with self.lock:
+            if not self.pending and (wanted is None or wanted.tensor is not None):
+                return  # another thread was first
+            if self.records and self.records[0] is None:
+                raise RuntimeError(_LOST.format(region=self.program.region))
+            self.pending = False
+            self.program.following.tell()  # of a step that does not call the root
+            self.flags = kernel_flags()
+            run, last_use = self._schedule()
+            if not self.recording:
+                call_below_autograd(self._run, run, last_use, keep_graph)
+                return
+            # A backward inside of the region's own forward replays what is recorded so far, unseen by the recording.
+            with disable_dispatch_modes():
+                call_below_autograd(self._run, run, last_use, keep_graph)
+
+    def _schedule(self) -> tuple[list[bool], list[list[Slot]]]:
+        """Which records must run, and which slots no later record reads."""
+        wanted = {slot for slot in self.slots for handle in slot.handles if handle() is not None}
+        read_later: set[Slot] = set()
+        run = [False] * len(self.records)
+        last_use: list[list[Slot]] = [[] for _ in self.records]
+        for position in range(len(self.records) - 1, -1, -1):
+            record = self.records[position]
+            assert record is not None
+            made = [slot for _, slot in record.outputs]
+            if wanted.isdisjoint(made) and wanted.isdisjoint(record.written):
+                continue
+            run[position] = True
+            for slot in made:
+                if slot not in read_later:
+                    last_use[position].append(slot)
+            for _, slot, _ in record.refs:
+                wanted.add(slot)
+                if slot not in read_later:
+                    read_later.add(slot)
+                    last_use[position].append(slot)
+        return run, last_use
+
+    def _run(self, run: list[bool], last_use: list[list[Slot]], keep_graph: bool) -> None:
+        table: dict[Slot, torch.Tensor] = {}
+        records = self.records
+        for position, must_run in enumerate(run):
+            record = records[position]
+            assert record is not None
+            if not keep_graph:
+                records[position] = None
+            if not must_run:
+                continue
+            result = self._run_one(record, table)
+            if len(record.outputs) == 1 and isinstance(result, torch.Tensor):
+                _deliver(record.outputs[0][1], result, table)
+            elif record.outputs:
+                made = list(tensors_in(result))
+                for index, slot in record.outputs:
+                    _deliver(slot, made[index], table)
+                del made
+            del result, record
+            for slot in last_use[position]:
+                table.pop(slot, None)
+
+    def _run_one(self, record: Record, table: dict[Slot, torch.Tensor]) -> Any:
+        for tensor, version in record.kept:
+            if version >= 0 and counted_version(tensor) != version:
+                raise RuntimeError(
+                    f"{record.func} in region {self.program.region!r} must be run again for backward, but one of its "
+                    "inputs was modified by an in-place operation after forward. The profiled step did not do that: "
+                    "profile and plan the step as you train it."
+                )
+        args, kwargs = record.arguments(table)
+        if record.flags is not None and record.flags != self.flags:
+            with with_kernel_flags(record.flags):
+                return self._with_gradients(record, args, kwargs)
+        return self._with_gradients(record, args, kwargs)
+
+    def _with_gradients(self, record: Record, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not record.grad:
+            with torch.no_grad():
+                return self._call(record, args, kwargs)
+        return self._call(record, args, kwargs)
+
+    def _call(self, record: Record, args: Any, kwargs: dict[str, Any]) -> Any:
+        if record.rng is None:
+            return record.func(*args, **kwargs) if kwargs else record.func(*args)
+        return draw_again(record.func, args, kwargs, record.rng, self.program.region)
+
+
+def _deliver(slot: Slot, tensor: torch.Tensor, table: dict[Slot, torch.Tensor]) -> None:
+    table[slot] = tensor
+    for ref in slot.handles:
+        handle = ref()
+        if handle is not None:
+            geometry = handle.geometry
+            handle.tensor = tensor if geometry is None else with_geometry(tensor, geometry)

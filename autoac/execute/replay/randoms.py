@@ -1,0 +1,122 @@
+"""Random numbers of recorded ops: what is stashed of a generator, and how an op draws the same numbers again.
+
+NOTE [ Random numbers ]
+  1. A generator's state is stashed before a recorded op draws from it. The replay of the op starts from there, and
+     leaves the generator as it was found.
+  2. Threads share generators. Regions lock each other out (`drawing`), a thread of somebody else's does not ask. While
+     there are other threads, an op that takes a generator is replayed with a private one. Any other op is replayed on
+     the shared generator, and what it leaves there must be what it left in forward.
+  3. Nor can forward be kept from being disturbed, between the stash and the op. So with other threads around the state
+     after the op is remembered, as a checksum: a replay that ends in another one drew other numbers, and is an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from autoac.ops.info import op_info
+from autoac.torch_private import overload_with_generator
+
+drawing = threading.RLock()
+
+
+class Stash:
+    """A generator's state before an op, and a checksum of that after it where another thread may have interfered."""
+
+    __slots__ = ("end", "generator", "state")
+
+    def __init__(self, generator: torch.Generator):
+        self.generator = generator
+        self.state = generator.get_state()
+        self.end: int | None = None
+
+    def op_is_over(self) -> None:
+        """The op has drawn."""
+        if threading.active_count() > 1:
+            self.end = _checksum(self.generator)
+
+    def has_drawn(self) -> bool:
+        """Whether the generator is no longer as it was."""
+        return not torch.equal(self.state, self.generator.get_state())
+
+
+def draw_again(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], stashes: Sequence[Stash], region: str
+) -> Any:
+    """Run an op with the numbers that it drew when its stashes were made.
+
+    Raises:
+        RuntimeError: another thread has drawn between them.
+    """
+    with drawing:
+        alone = threading.active_count() == 1
+        private = None if alone or len(stashes) > 1 else _with_generator(func, args, kwargs)
+        if private is not None:
+            generator = _private(stashes[0].generator.device)
+            generator.set_state(stashes[0].state)
+            result = private(generator)
+            _check(stashes[0], generator, func, region)
+            return result
+        found = [stash.generator.get_state() for stash in stashes]
+        for stash in stashes:
+            stash.generator.set_state(stash.state)
+        try:
+            result = func(*args, **kwargs)
+            for stash in stashes:
+                if not alone:
+                    _check(stash, stash.generator, func, region)
+            return result
+        finally:
+            for stash, state in zip(stashes, found, strict=True):
+                stash.generator.set_state(state)
+
+
+def _check(stash: Stash, generator: torch.Generator, func: Any, region: str) -> None:
+    if stash.end is not None and _checksum(generator) != stash.end:
+        raise RuntimeError(_DISTURBED.format(op=func, region=region))
+
+
+_DISTURBED = (
+    "{op} in region {region!r} must draw its random numbers again for backward, but another thread has drawn from the "
+    "same generator while it did. Give that thread a `torch.Generator` of its own (`torch.rand(..., generator=g)`), or "
+    "plan with a larger budget, so that the op is not run again."
+)
+
+
+def _with_generator(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Callable[[torch.Generator], Any] | None:
+    """The op as a function of the generator that it draws from; None if it takes none."""
+    where = op_info(func).generator_at
+    if isinstance(where, str):
+        return lambda generator: func(*args, **{**kwargs, where: generator})
+    if where is not None and where < len(args):
+        return lambda generator: func(*args[:where], generator, *args[where + 1 :], **kwargs)
+    taking = None if where is not None else overload_with_generator(func)
+    return None if taking is None else lambda generator: taking(*args, **kwargs, generator=generator)
+
+
+class _Private(threading.local):
+    def __init__(self) -> None:
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+
+_privates = _Private()
+
+
+def _private(device: torch.device) -> torch.Generator:
+    found = _privates.generators.get(device)
+    if found is None:
+        found = _privates.generators[device] = torch.Generator(device)
+    return found
+
+
+def _checksum(generator: torch.Generator) -> int:
+    state = generator.get_state()
+    return zlib.crc32((ctypes.c_char * state.nbytes).from_address(state.data_ptr()))

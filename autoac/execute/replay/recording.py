@@ -1,0 +1,317 @@
+"""A region's forward, recorded: the dispatch mode and the hooks under which it runs.
+
+NOTE [ Never wrong, whatever the decisions ]
+  The recording does not rely on the decisions being consistent, since data-dependent control flow can bring any of
+  them to any op. An in-place op on a recomputed storage is always recorded. An in-place op on a kept storage never
+  is; if a record holds that storage, the record gets a copy first. A tensor that a record or autograd holds and that
+  was written where we cannot see it (outside of the region) is found by its version, as autograd does, and is an
+  error. A storage that is read before any visible op has written it was written by an opaque kernel: it is kept. So is
+  one from where an op has changed its size (`resize_`, `out=` into an empty tensor): views could not be made of it
+  before that op has run again, and not every kernel resizes what it is given.
+
+NOTE [ Pauses ]
+  Most of what the engine costs in forward is that Python sees each op. While one of torch's own layers runs of which
+  the plan records nothing, the mode is set aside; the ops there are taken to have been the profiled ones. Should they
+  be others and write in place, then the version tells: a storage that was to be recomputed is kept from there on, and
+  one that a record holds is an error in replay. What versions do not tell (`.data`) is why other modules do not pause.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoac.execute.program import END, Program
+from autoac.execute.replay.call import ReplayCall, unpack
+from autoac.execute.replay.held import detach_foreign_too, is_foreign, key_of, without_graph
+from autoac.execute.replay.randoms import Stash, drawing
+from autoac.execute.replay.records import Handle, Record, Slot
+from autoac.ops.generators import generators_of
+from autoac.ops.geometry import Geometry
+from autoac.ops.info import OpInfo, op_info, tensors_in, written_tensors
+from autoac.torch_private import (
+    UnwrappedDispatchMode,
+    counted_writes,
+    detach_sharing_version,
+    key_of_storage,
+    put_back,
+    set_aside,
+    version_of,
+)
+from autoac.torch_private.kernel_flags import KernelFlags, kernel_flags
+
+
+class _Running(threading.local):
+    """The recording of the region whose forward runs in this thread, None outside of all."""
+
+    recording: Recording | None = None
+
+
+running = _Running()
+
+
+class Recording(UnwrappedDispatchMode):
+    """The dispatch mode and pack hook under which a region's forward runs."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(self, call: ReplayCall):
+        super().__init__()
+        self.call = call
+        self.steps = call.program.steps
+        self.position = 0
+        self.counts: Any = None  # once out of step: how often each overload was called
+        self.left_at: tuple[Any, Any] = (None, None)  # there: the op that was expected, and the one that came
+        self.pauses = call.program.pauses
+        self.paused = False  # ever
+        self.slots: dict[int, Slot] = {}
+        self.flags: KernelFlags = ()  # the last that were read
+        self.raw: set[int] = set()  # keys of recomputed storages that no visible op has written yet
+
+    # -- decisions ---------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        overload, recompute, look, info = self.steps[self.position]
+        if overload is func and info is not None:
+            self.position += 1
+        else:
+            info = op_info(func)
+            if info.ignored:
+                look = False
+                if info.reshapes:
+                    self._reshaped(args[0])
+            else:
+                recompute = self._out_of_step(func)
+                look = recompute or info.writes
+        if look:
+            return self._run(func, info, types, args, kwargs or {}, recompute)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _reshaped(self, tensor: torch.Tensor) -> None:
+        """An op is about to change in place how this tensor sees its storage, which counts as a write."""
+        if self.call.holds(key_of(tensor)):
+            self.call.preserve(key_of(tensor))
+        slot = self.slot_of(tensor)
+        if slot is not None:
+            slot.version = max(slot.version, version_of(tensor) + 1)
+
+    def _out_of_step(self, func: Any) -> bool:
+        program = self.call.program
+        if self.counts is None:
+            self.left_at = self.steps[self.position][0], func
+            self.counts = program.counts_before(self.position)
+            self.steps, self.position = (END,), 0
+            self.pauses = {}
+        nth = self.counts[func]
+        self.counts[func] += 1
+        decision = program.by_call(func, nth)
+        if decision is None:
+            program.following.deviates(program.region, *self.left_at, func)
+        return bool(decision)
+
+    def pause(self, fqn: str) -> bool:
+        """Stop looking while this module runs, if the plan has it so here and all has been as profiled so far.
+
+        Returns:
+            Whether it was done; then call `resume` afterwards.
+        """
+        pause = self.pauses.get(self.position)
+        if pause is None or pause.fqn != fqn or not set_aside(self):
+            return False
+        self.paused = True
+        self.position = pause.end
+        return True
+
+    def resume(self) -> None:
+        """Look again."""
+        put_back(self)
+
+    # -- recording ---------------------------------------------------------------------------------------------
+
+    def _run(self, func, info: OpInfo, types, args, kwargs, recompute: bool) -> Any:
+        recompute = recompute and info.replayable and not any(map(is_foreign, types))
+        written: tuple[Slot, ...] = ()
+        if info.writes:
+            targets = written_tensors(info, args, kwargs)
+            written = tuple({slot for slot in map(self.slot_of, targets) if slot is not None})
+            if written and not (info.replayable and len(written) == len({key_of(t) for t in targets})):
+                for target in targets:  # earlier values can be recomputed, what this op makes of them is kept
+                    self.slots.pop(key_of(target), None)
+                written = ()
+            recompute = bool(written)
+            if not recompute:
+                for target in targets:
+                    if self.call.holds(key_of(target)):
+                        self.call.preserve(key_of(target))
+            if info.writes_lists:
+                with counted_writes(targets):
+                    return (
+                        self._record(func, info, args, kwargs, written)
+                        if recompute
+                        else func(*args, **kwargs)
+                    )
+        if not recompute:
+            return func(*args, **kwargs)
+        return self._record(func, info, args, kwargs, written)
+
+    def _record(self, func, info: OpInfo, args, kwargs, written: tuple[Slot, ...]) -> Any:
+        if written:
+            for target in written_tensors(info, args, kwargs):
+                self.raw.discard(key_of(target))
+                slot = self.slot_of(target)
+                if slot is not None:
+                    slot.is_written(target)
+        alive = [slot.alive() for slot in written] if info.resizes else []
+        sizes = [(storage, storage.nbytes()) for storage in alive if storage is not None]
+        refs: list[tuple[Any, Slot, Geometry | None]] = []
+        kept: list[tuple[torch.Tensor, int]] = []
+        stored = list(args)
+        if info.statistics is not None and info.updates_statistics(args):
+            stored[info.statistics[0]] = stored[info.statistics[1]] = None
+        for i in info.tensors:
+            if i < len(stored) and isinstance(stored[i], torch.Tensor):
+                stored[i] = self._store(stored[i], i, refs, kept)
+        for i in info.lists:
+            if i < len(stored) and stored[i] is not None:
+                stored[i] = [
+                    None if t is None else self._store(t, (i, j), refs, kept) for j, t in enumerate(stored[i])
+                ]
+        if kwargs:
+            kwargs = dict(kwargs)
+        flags = None
+        if info.has_flags:
+            flags = kernel_flags()
+            if flags == self.flags:
+                flags = self.flags  # one of them for all records
+            self.flags = flags
+        rng = None
+        if info.random or info.unknown:
+            result, rng = self._run_random(func, info, args, kwargs)
+        else:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        for name in info.keywords:
+            value = kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                kwargs[name] = self._store(value, name, refs, kept)
+            elif value is not None:
+                kwargs[name] = [
+                    None if t is None else self._store(t, (name, j), refs, kept) for j, t in enumerate(value)
+                ]
+        if any(storage.nbytes() != n_bytes for storage, n_bytes in sizes):
+            for storage, _ in sizes:  # see NOTE [ Never wrong ]
+                self.slots.pop(key_of_storage(storage), None)
+            return result
+        record = Record(func, tuple(stored), kwargs, refs, kept, rng, written, flags)
+        outputs = []
+        for index, tensor in enumerate((result,) if isinstance(result, torch.Tensor) else tensors_in(result)):
+            slot = self._new_slot(tensor, info)
+            if slot is not None:
+                outputs.append((index, slot))
+        record.outputs = tuple(outputs)
+        if outputs or written:
+            self.call.records.append(record)
+        return result
+
+    def _run_random(self, func, info: OpInfo, args, kwargs) -> tuple[Any, tuple[Stash, ...] | None]:
+        """Run an op that may draw random numbers; with what its replay needs to draw the same."""
+        if not info.unknown and not info.draws_random(args):
+            return func(*args, **kwargs), None
+        with drawing:
+            stashes = tuple(map(Stash, generators_of(info, args, kwargs)))
+            result = func(*args, **kwargs)
+            if info.unknown:
+                stashes = tuple(stash for stash in stashes if stash.has_drawn())
+            for stash in stashes:
+                stash.op_is_over()
+        return result, stashes or None
+
+    def _store(self, tensor: torch.Tensor, where: Any, refs: list, kept: list) -> torch.Tensor | None:
+        """What the record keeps of an argument: nothing but a reference if it will be recomputed, else the tensor."""
+        key = key_of(tensor)
+        slot = self.slot_of(tensor, key)
+        if slot is not None and self.raw and key in self.raw and not slot.written:
+            del self.slots[key]  # an opaque kernel wrote it, see NOTE [ Never wrong ]
+            self.raw.discard(key)
+            slot = None
+        if slot is not None:
+            refs.append((where, slot, slot.geometry_of(tensor)))
+            return None
+        if key:
+            self.call.held[key] = weakref.ref(tensor.untyped_storage())
+        tensor = self.hold(tensor)
+        kept.append((tensor, version_of(tensor)))
+        return tensor
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor without its graph, which would make a cycle: see NOTE [ Who holds what ] 3.
+
+        In the forward of a custom `autograd.Function`, where gradients are off, what has no graph yet gets one if it is
+        returned.
+        """
+        if not torch.is_grad_enabled():
+            return detach_sharing_version(tensor)
+        return without_graph(tensor, detach_sharing_version)
+
+    def slot_of(self, tensor: torch.Tensor, key: int | None = None) -> Slot | None:
+        """The slot of the tensor's storage, whose key may be given, if that will be recomputed."""
+        if key is None:
+            key = key_of(tensor)
+        slot = self.slots.get(key)
+        if slot is None or slot.alive() is None:
+            return None
+        if self.paused and version_of(tensor) > slot.version:
+            del self.slots[key]  # written unseen, see NOTE [ Pauses ]
+            return None
+        return slot
+
+    def _new_slot(self, tensor: torch.Tensor, info: OpInfo) -> Slot | None:
+        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+        if storage is None:
+            return None  # sparse and the like: kept by whoever needs it
+        key = key_of_storage(storage)
+        known = self.slots.get(key)
+        if (known is not None and known.alive() is not None) or self.call.holds(key):
+            return None  # an alias of an argument
+        slot = self.slots[key] = Slot(len(self.call.slots), tensor, storage)
+        self.call.slots.append(slot)
+        self.raw.discard(key)  # of a storage that was here before
+        if info.uninitialised:
+            self.raw.add(key)
+        return slot
+
+    # -- autograd's side ---------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The pack hook."""
+        slot = self.slot_of(tensor)
+        if slot is None or (self.raw and key_of(tensor) in self.raw and not slot.written):
+            return without_graph(tensor, detach_foreign_too), version_of(tensor), self.call
+        handle = Handle(self.call, slot, slot.geometry_of(tensor), version_of(tensor))
+        slot.handles.append(weakref.ref(handle))
+        return handle
+
+    def finish(self) -> None:
+        """The region's forward is over."""
+        self.call.recording = False
+        self.call.pending = bool(self.call.records)
+
+
+def run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one call of a region so that its backward replays what the program says to recompute."""
+    recording = Recording(ReplayCall(program))
+    outer, running.recording = running.recording, recording
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(recording.pack, unpack), recording:
+            result = forward(*args, **kwargs)
+    finally:
+        running.recording = outer
+    recording.finish()
+    return result

@@ -1,0 +1,160 @@
+"""What a region's recording leaves behind: slots, records of ops, and the handles that autograd gets.
+
+NOTE [ Who holds what ]
+  1. An op whose values are to be recomputed leaves a record: the op and its arguments. An argument that will itself
+     be recomputed is stored as a reference (slot and geometry), any other tensor as it is. That strong reference *is*
+     the saving: what nobody asks for is neither kept nor recorded.
+  2. Autograd gets a handle for a tensor on a recomputed storage, and a (tensor, version) pair for any other.
+  3. Handles hold the call strongly, the call knows its handles weakly. No tensor that a call holds has a grad_fn, so
+     there is no reference cycle: when the graph dies, handles, call and records die at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoac.execute.replay.randoms import Stash
+from autoac.ops.geometry import Geometry, certainly_disjoint, clone_with_geometry, geometry_of, with_geometry
+from autoac.torch_private import backward_keeps_graph, in_compiled_autograd, storage_key, version_of
+from autoac.torch_private.kernel_flags import KernelFlags
+
+if TYPE_CHECKING:
+    from autoac.execute.replay.call import ReplayCall
+
+MODIFIED = (
+    "a tensor that backward needs in region {region!r} was modified by an in-place operation after it was saved. "
+    "Without a plan autograd refuses this too; use an out-of-place operation there."
+)
+
+
+class Slot:
+    """A storage that will be recomputed: what its replay must know, and who waits for it."""
+
+    __slots__ = ("alive", "dtype", "handles", "index", "shape", "stride", "version", "written")
+
+    def __init__(self, index: int, tensor: torch.Tensor, storage: torch.UntypedStorage):
+        self.index = index
+        self.alive = weakref.ref(storage)  # dead: another storage may have come to the same address
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.dtype = tensor.dtype
+        self.version = version_of(tensor)  # the latest that is known
+        self.written = False  # in place
+        self.handles: list[weakref.ref[Handle]] = []
+
+    def geometry_of(self, tensor: torch.Tensor) -> Geometry | None:
+        """How this tensor sees the storage; None if just as the op made it."""
+        shape, stride, offset, dtype, conj, neg = geometry = geometry_of(tensor)
+        as_made = not offset and shape == self.shape and stride == self.stride and dtype is self.dtype
+        return None if as_made and not conj and not neg else geometry
+
+    def is_written(self, target: torch.Tensor) -> None:
+        """An op is about to write this tensor on the storage: find the handles that autograd would refuse now.
+
+        Autograd goes by version counters. Parts cut by `unsafe_chunk` have one each, as has `.data`; their writes
+        are no concern of what was saved of another part.
+        """
+        self.written = True
+        self.version = max(self.version, version_of(target) + 1)  # counted once the op has run
+        for ref in self.handles:
+            handle = ref()
+            if handle is not None and version_of(target) >= handle.version:
+                whole = (self.shape, self.stride, 0, self.dtype, False, False)
+                handle.modified |= not certainly_disjoint(geometry_of(target), handle.geometry or whole)
+
+
+class Record:
+    """One op to run again."""
+
+    __slots__ = ("args", "flags", "func", "grad", "kept", "kwargs", "outputs", "refs", "rng", "written")
+
+    def __init__(self, func, args, kwargs, refs, kept, rng, written, flags=None):
+        self.func = func
+        self.grad = torch.is_grad_enabled()  # see NOTE [ Replay ] 4
+        self.args: tuple[Any, ...] = args
+        self.kwargs: dict[str, Any] = kwargs
+        self.refs: list[tuple[Any, Slot, Geometry | None]] = refs  # where in args, what, seen how
+        self.kept: list[tuple[torch.Tensor, int]] = kept  # tensors in args, with their versions
+        self.rng: Sequence[Stash] | None = rng
+        self.flags: KernelFlags | None = flags  # None if they do not matter to it
+        self.written: tuple[Slot, ...] = written
+        self.outputs: tuple[tuple[int, Slot], ...] = ()  # position among the op's output tensors
+
+    def arguments(self, table: dict[Slot, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+        """The op's arguments, with what has been recomputed put in its places."""
+        if not self.refs:
+            return self.args, self.kwargs
+        args, kwargs = list(self.args), self.kwargs
+        for place, (where, _, _) in enumerate(self.refs):
+            kwargs = _put(args, kwargs, where, self.seen(place, table))
+        return args, kwargs
+
+    def seen(self, place: int, table: Mapping[Slot, torch.Tensor]) -> torch.Tensor:
+        """The recomputed tensor to which this one of the references refers."""
+        _, slot, geometry = self.refs[place]
+        return table[slot] if geometry is None else with_geometry(table[slot], geometry)
+
+    def preserve(self, key: int) -> None:
+        """Take a copy of each argument on the storage with this key in its place."""
+        copies = {id(t): clone_with_geometry(t) for t, _ in self.kept if storage_key(t) == key}
+        if copies:
+            self.args = tuple(_swap(value, copies) for value in self.args)
+            self.kwargs = {name: _swap(value, copies) for name, value in self.kwargs.items()}
+            self.kept = [(c, version_of(c)) for c in (copies.get(id(t), t) for t, _ in self.kept)]
+
+
+class Handle:
+    """What autograd holds in place of a tensor that will be recomputed."""
+
+    __slots__ = ("__weakref__", "call", "geometry", "modified", "slot", "tensor", "version")
+
+    def __init__(self, call: ReplayCall, slot: Slot, geometry: Geometry | None, version: int):
+        self.call = call
+        self.slot = slot
+        self.geometry = geometry
+        self.version = version
+        self.modified = False
+        self.tensor: torch.Tensor | None = None
+
+    def unpack(self) -> torch.Tensor:
+        keep_graph = backward_keeps_graph() or self.call.recording
+        if self.tensor is None or self.call.pending:
+            self.call.replay(keep_graph, wanted=self)
+        if self.modified:
+            raise RuntimeError(MODIFIED.format(region=self.call.program.region))
+        tensor = self.tensor
+        assert tensor is not None
+        # A second backward replays again, see NOTE [ Replay ] 2. A captured graph asks once, and holds all handles to
+        # its end.
+        if keep_graph or in_compiled_autograd():
+            self.tensor = None
+        return tensor
+
+
+def _put(args: list[Any], kwargs: dict[str, Any], where: Any, tensor: torch.Tensor) -> dict[str, Any]:
+    """Put the tensor where its reference was taken: a position, a (position, index) or a keyword (and index)."""
+    if type(where) is int:
+        args[where] = tensor
+    elif type(where) is str:
+        kwargs = {**kwargs, where: tensor}
+    else:
+        outer, index = where
+        if type(outer) is int:
+            args[outer] = [*args[outer]]
+            args[outer][index] = tensor
+        else:
+            kwargs = {**kwargs, outer: [*kwargs[outer]]}
+            kwargs[outer][index] = tensor
+    return kwargs
+
+
+def _swap(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return copies.get(id(value), value)
+    if isinstance(value, (list, tuple)):
+        return [_swap(item, copies) for item in value]
+    return value

@@ -1,0 +1,49 @@
+"""The regions whose code an engine runs twice, while it runs: what is planned inside of one is a part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+
+
+class _Running(threading.local):
+    """How many run in this thread, one inside another: a backward in a second run may begin one."""
+
+    first = 0
+    second = 0
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def first_run() -> Iterator[None]:
+    """Context in which a region's code runs in forward."""
+    _running.first += 1
+    try:
+        yield
+    finally:
+        _running.first -= 1
+
+
+@contextlib.contextmanager
+def second_run() -> Iterator[None]:
+    """Context in which a region's code runs again for its backward."""
+    _running.second += 1
+    try:
+        yield
+    finally:
+        _running.second -= 1
+
+
+def in_first_run() -> bool:
+    """Whether this code is part of a region's first run."""
+    return not torch.compiler.is_compiling() and _running.first > 0
+
+
+def in_second_run() -> bool:
+    """Whether this code is part of a region's second run: what it calls are none of the step's calls."""
+    return not torch.compiler.is_compiling() and _running.second > 0

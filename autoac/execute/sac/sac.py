@@ -1,0 +1,426 @@
+"""Engine "sac": the decisions as a policy for torch's own selective activation checkpointing.
+
+`torch.utils.checkpoint` runs the region's Python code again; what the policy says to save is taken from forward. Early
+stop, nesting and determinism checks are torch's. The rules that this brings (no skip, random ops all saved or all
+recomputed, what changes state outside of the region must be saved) are rows of the ILP; `SacPolicy` enforces them
+once more on what really runs, since data-dependent control flow may bring ops in another order than the profile's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autoac.execute.program import Program
+from autoac.execute.running import first_run, second_run
+from autoac.execute.sac.debug import OpLog, compared, debugging, hidden_from_torch
+from autoac.execute.sac.state import ModuleState
+from autoac.ops.arguments import held_in
+from autoac.ops.info import OpInfo, op_info, read_tensors, tensors_in, written_tensors
+from autoac.torch_private import (
+    POLICIES_SEE_RESULTS,
+    TorchDispatchMode,
+    any_autocast,
+    being_traced,
+    counted_writes,
+    detach_sharing_version,
+    disable_dispatch_modes,
+    storage_key,
+    storage_ref,
+    version_of,
+)
+from autoac.torch_private.kernel_flags import kernel_flags, with_kernel_flags
+
+SAVE = CheckpointPolicy.MUST_SAVE
+RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def run(
+    program: Program,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    module: torch.nn.Module | None = None,
+) -> Any:
+    """Run one call of a region under torch's checkpoint with the plan's policy.
+
+    Args:
+        module: whose `forward` it is; what the second run finds in it is what the first one found.
+    """
+    function = functools.partial(forward, **kwargs)
+    if torch.compiler.is_compiling() or being_traced():
+        context_fn = functools.partial(contexts, program.unnamed)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+    objects = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
+    if not debugging():
+        context_fn = functools.partial(contexts, program, objects, module)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+    with hidden_from_torch() as off:
+
+        def context_fn() -> tuple[Any, Any]:
+            off.close()  # the region's own checkpoints are to be debugged
+            return contexts(program, objects, module)
+
+        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+
+
+def contexts(
+    program: Program, objects: Sequence[Any] = (), module: torch.nn.Module | None = None
+) -> tuple[Any, Any]:
+    """The pair of contexts for `checkpoint(context_fn=...)`.
+
+    Args:
+        objects: arguments of the region in which the second run must find what the first one found.
+        module: as for `run`.
+    """
+    if not POLICIES_SEE_RESULTS:
+        raise RuntimeError(
+            f"engine sac needs a torch whose checkpoint policies see the results of ops; {torch.__version__} does not "
+            'show them. Plan with engine="replay", or take the torch that is tested (2.13).'
+        )
+    policy = SacPolicy(program)
+    first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
+    if torch.compiler.is_compiling() or being_traced():
+        return first, second
+    policy.watches = True
+    log = OpLog(program.region) if debugging() else None
+    casts = policy.cast if torch.is_autocast_cache_enabled() and any_autocast() else None
+    state = None if module is None else ModuleState(module)
+    policy.state = state
+    firsts = [first_run(), first, *([] if log is None else [log])]
+    return _Together(firsts), _SecondRun(second, policy, casts, log, objects, state)
+
+
+class _Together:
+    """Several contexts as one; the last one sees ops first."""
+
+    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]):
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as entered:
+            for context in self.contexts:
+                entered.enter_context(context)
+            self.entered = entered.pop_all()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.entered.__exit__(*exception)
+
+
+class _SecondRun:
+    """The second run's context: torch's, errors that name the region, and care where autocast keeps casts of weights.
+
+    In forward a weight that an earlier region has cast is not cast again; the second run starts without those casts.
+    Its additional casts must not be matched with what forward saved: they run past the selective checkpointing. All
+    others come in forward's order, if the second run neither finds casts nor leaves any.
+
+    Args:
+        selective: torch's context.
+        policy: of the first run.
+        casts: storages of the weights that forward has cast itself; None where autocast keeps no casts.
+        log: of the first run, None if it was not kept.
+        objects: arguments in which the second run must find what is in them now.
+        state: of the region's module, None if it is not known.
+    """
+
+    def __init__(
+        self,
+        selective: Any,
+        policy: SacPolicy,
+        casts: set[int] | None,
+        log: OpLog | None,
+        objects: Sequence[Any],
+        state: ModuleState | None,
+    ):
+        self.selective, self.policy, self.casts, self.first = selective, policy, casts, log
+        self.state = state
+        self.objects, self.held = objects, held_in(objects)
+        self.flags = kernel_flags()  # as forward finds them; what it sets itself, it sets again
+
+    def __enter__(self) -> None:
+        if self.held.lost(held_in(self.objects)):
+            raise RuntimeError(
+                self.policy.refusal(
+                    "an object that it is given no longer holds what it held in forward", _GIVEN
+                )
+            )
+        if self.state is not None and (name := self.state.lost()):
+            raise RuntimeError(
+                self.policy.refusal(
+                    f"what its modules hold in {name!r} has changed since forward read it", _GIVEN
+                )
+            )
+        parts = [self.selective]
+        if changed := self.policy.changed():
+            parts.append(_Refusing(changed, self.policy))
+        if self.policy.writes_lists:
+            parts.append(_CountedWrites())
+        self.second = OpLog(self.policy.program.region) if self.first is not None else None
+        if self.second is not None:
+            parts.append(self.second)
+        if self.casts is not None:
+            torch.clear_autocast_cache()
+            parts.append(_AdditionalCasts(self.casts))
+        with contextlib.ExitStack() as entered:
+            if self.flags != kernel_flags():
+                entered.enter_context(with_kernel_flags(self.flags))
+            if self.state is not None:
+                entered.enter_context(self.state)
+            for part in parts:
+                entered.enter_context(part)
+            entered.enter_context(second_run())
+            self.entered = entered.pop_all()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self.entered.__exit__(kind, error, traceback)
+        if self.casts is not None:
+            torch.clear_autocast_cache()
+        if self.first is not None and self.second is not None:
+            found = compared(self.first, self.second, whole=error is None)
+            if found is not None:
+                raise found from error
+        elif isinstance(error, RuntimeError):
+            error.add_note(_SECOND_RUN.format(region=self.policy.program.region))
+
+
+_SECOND_RUN = (
+    "This was in the second run of region {region!r} for backward. To see which op differs from forward, wrap the step "
+    'in `torch.utils.checkpoint.set_checkpoint_debug_enabled(True)`; engine="replay" runs no code twice.'
+)
+
+
+class _Refusing(TorchDispatchMode):
+    """Refuses to run ops again that would not find their inputs as they were; early stop may spare them.
+
+    Args:
+        calls: overloads and their n-th calls in the region.
+        policy: of the first run.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, calls: set[tuple[Any, int]], policy: SacPolicy):
+        super().__init__()
+        self.calls, self.policy = calls, policy
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = func, self.counts[func]
+        self.counts[func] += 1
+        if call in self.calls:
+            raise RuntimeError(
+                self.policy.refusal(f"{func} would run again on what was written since", _WRITTEN)
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class _CountedWrites(TorchDispatchMode):
+    """Writes to lists of tensors count as writes, see `counted_writes`."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        info = op_info(func)
+        with counted_writes(written_tensors(info, args, kwargs) if info.writes_lists else []):
+            return func(*args, **kwargs)
+
+
+class _AdditionalCasts(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self, known: set[int]):
+        super().__init__()
+        self.known = known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _casts_weight(func, args) and storage_key(args[0]) not in self.known:
+            with disable_dispatch_modes():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _casts_weight(func: Any, args: Any) -> bool:
+    """Whether this may be a cast that autocast keeps."""
+    return func is torch.ops.aten._to_copy.default and args[0].is_leaf and args[0].requires_grad
+
+
+_ORDER = (
+    "its ops run in another order than the profiled ones, and selective checkpointing cannot recompute that exactly. "
+    'Plan with engine="replay", which can.'
+)
+_GIVEN = (
+    "its code would run again on something else. Give it an object that nobody changes until backward is over, or "
+    'plan with engine="replay", which runs no code twice.'
+)
+_WRITTEN = (
+    "between forward and backward something has changed that did not in the profiled step. "
+    "Plan from a step that does the same."
+)
+
+
+class _Storages:
+    """Storages that tensors stand on. One that is gone is in here no more, though another may have its address."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self._alive[storage_key(tensor)] = storage_ref(tensor)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        storage = self._alive.get(storage_key(tensor))
+        return storage is not None and storage() is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """What a recomputed op read that is not recomputed.
+
+    Args:
+        call: the op's overload, and the how manieth call of it in the region.
+        alias: a tensor that shares memory and version with what it read.
+        version: what it read of it.
+    """
+
+    call: tuple[Any, int]
+    alias: torch.Tensor
+    version: int
+
+
+class SacPolicy:
+    """`policy_fn(ctx, op, *args, **kwargs)` for one call of a region; make a new one for each call.
+
+    It answers by (overload, n-th call), which is also how torch matches the saved entries.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.counts: Counter[Any] = Counter()
+        self.recomputed = _Storages()
+        self.cast: set[int] = set()  # storages of weights that this region casts itself
+        self.read = _Storages()  # kept storages that a recomputed op reads
+        self.random: CheckpointPolicy | None = None  # what was decided for the region's first random op
+        self.watches = False  # whether to remember what recomputed ops read; not where a compiler traces
+        self.inputs: list[_Input] = []
+        self.aliases: dict[tuple[int, int], torch.Tensor] = {}  # by storage and version
+        self.state: ModuleState | None = None  # of the region's module, where that is known
+        self.writes_lists = False  # whether the region has written the tensors of a list
+
+    def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        info = op_info(func)
+        if self.state is not None and self.state.unread:
+            # Whatever is decided: autograd may save an argument of a saved op, too.
+            for tensor in tensors_in([*args, *kwargs.values()]):
+                if tensor.layout is torch.strided:
+                    self.state.is_read(storage_key(tensor))
+        if _casts_weight(func, args):
+            self.cast.add(storage_key(args[0]))
+        if info.ignored:
+            # A value read by the host (`item`) steers Python code: the second run must read the same one.
+            views = any(isinstance(out, torch.Tensor) for out in tensors_in(ctx.op_output))
+            return RECOMPUTE if views else SAVE
+        nth = self.counts[func]
+        self.counts[func] += 1
+        planned = self.program.by_call(func, nth)
+        if planned is None and self.watches:
+            self.program.following.deviates(self.program.region, None, func, func)
+        decision = RECOMPUTE if planned else SAVE
+        if not info.replayable or info.updates_statistics(args):
+            decision = SAVE
+        if info.writes:
+            decision = self._written(info, args, kwargs)
+        if info.writes_lists:  # below torch's mode these are not counted, see `counted_writes`
+            self.writes_lists = True
+            written = written_tensors(info, args, kwargs)
+            torch.autograd.graph.increment_version([t for t in written if version_of(t) >= 0])
+        if info.random and info.draws_random(args):
+            own = info.generator(args, kwargs) is not None
+            decision = self._random(func, decision, own, in_place=bool(info.writes))
+        if decision is RECOMPUTE:
+            self._note((func, nth), info, args, kwargs, ctx.op_output)
+        return decision
+
+    def _written(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:
+        """An in-place op goes with the op that made the storage; what is written outside of the region is saved."""
+        written = written_tensors(info, args, kwargs)
+        again = [tensor in self.recomputed for tensor in written]
+        if (
+            any(again) and not info.replayable
+        ):  # a collective, which must run as often as the other ranks expect
+            raise RuntimeError(
+                self.refusal(f"{info.name} writes in place what would be computed again, without it", _ORDER)
+            )
+        if written and all(again):
+            return RECOMPUTE
+        if any(again) or any(tensor in self.read for tensor in written):
+            raise RuntimeError(
+                self.refusal(f"{info.name} writes in place what recomputed ops have read", _ORDER)
+            )
+        return SAVE
+
+    def _random(self, func: Any, decision: CheckpointPolicy, own: bool, in_place: bool) -> CheckpointPolicy:
+        """One random state is stashed for the whole region: its random ops are all saved or all recomputed.
+
+        Of a generator of the model's own nothing is stashed: what it draws is saved.
+        """
+        if own:
+            wanted = SAVE
+        elif self.random is None:
+            wanted = self.random = decision
+        else:
+            wanted = self.random
+        if decision is not wanted and in_place:
+            raise RuntimeError(
+                self.refusal(f"{func} draws random numbers for one part of what is recomputed", _ORDER)
+            )
+        return wanted
+
+    def _note(
+        self,
+        call: tuple[Any, int],
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        for tensor in read_tensors(info, args, kwargs):
+            if tensor.layout is torch.strided and tensor not in self.recomputed:
+                self.read.add(tensor)
+                if self.watches:
+                    self._watch(call, tensor)
+        given = {storage_key(t) for t in tensors_in([*args, *kwargs.values()]) if t.layout is torch.strided}
+        for tensor in tensors_in(result):
+            # A view is on what it is a view of.
+            if tensor.layout is torch.strided and storage_key(tensor) not in given:
+                self.recomputed.add(tensor)
+
+    def _watch(self, call: tuple[Any, int], tensor: torch.Tensor) -> None:
+        """Remember what an op read; the alias keeps alive what the second run needs anyway."""
+        version = version_of(tensor)
+        if version < 0:
+            return  # a tensor of inference mode has none
+        key = storage_key(tensor), version
+        if key not in self.aliases:
+            with disable_dispatch_modes():
+                self.aliases[key] = detach_sharing_version(tensor)
+        self.inputs.append(_Input(call, self.aliases[key], version))
+
+    def changed(self) -> set[tuple[Any, int]]:
+        """The recomputed ops whose inputs were written since; from now on nothing more is known or kept alive."""
+        found = {known.call for known in self.inputs if version_of(known.alias) != known.version}
+        self.inputs, self.aliases = [], {}
+        return found
+
+    def refusal(self, what: str, why: str) -> str:
+        """The message of an error."""
+        return f"in region {self.program.region!r}, {what}: {why}"

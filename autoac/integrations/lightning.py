@@ -1,0 +1,58 @@
+"""`AutoACCallback` for Lightning's `Trainer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from autoac.integrations.options import Planned
+from autoac.plans import Plan
+
+
+class AutoACCallback(Callback):
+    """Trains under a memory budget: `Trainer(..., callbacks=[AutoACCallback(budget="20GB")])`.
+
+    The first steps are recorded as they run (the second is unlike the first: Lightning clears gradients after
+    forward), and the next ones run under the plan, which is off again when training ends.
+
+    Args:
+        budget and the others: as for `autoac.auto`.
+    """
+
+    def __init__(self, budget: int | str, **options: Any):
+        super().__init__()
+        self._planned = Planned(budget, **options)
+        self._measured: int | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None before the first step is over."""
+        return self._planned.plan
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Of the first planned step, resident bytes included; None before."""
+        handle = self._planned.handle
+        return self._measured if handle is None else handle.measured_peak_bytes
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Strategy and precision have been set up: wait for the first step."""
+        self._planned.start(pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """A forward comes: `training_step` need not call the module itself."""
+        if self._planned.handle is not None:
+            self._planned.handle.begins((batch,), {})
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the module as it was."""
+        self._stop()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the module as it was."""
+        self._stop()
+
+    def _stop(self) -> None:
+        self._measured = self.measured_peak_bytes
+        self._planned.stop()

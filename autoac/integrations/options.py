@@ -1,0 +1,80 @@
+"""What the callbacks have in common: the arguments of `autoac.auto`, and the plan."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from autoac.automatic import LOGGER, Auto, auto
+from autoac.plans import Plan
+from autoac_solver.records.engines import EngineName
+
+
+class Planned:
+    """Puts `autoac.auto` on a model for the time of a training run.
+
+    Args:
+        budget, options: as for `autoac.auto`; an unknown one is refused here.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        optimizer: Any = None,
+        regions: Any = None,
+        policies: Any = (),
+        engine: EngineName = "auto",
+        headroom: int | str = 0,
+        on_larger: Literal["warn", "replan", "error"] = "warn",
+        verify: bool = False,
+        path: Any = None,
+    ):
+        self.budget = budget
+        self.options = {
+            "optimizer": optimizer,
+            "regions": regions,
+            "policies": policies,
+            "engine": engine,
+            "headroom": headroom,
+            "on_larger": on_larger,
+            "verify": verify,
+            "path": path,
+        }
+        self.handle: Auto | None = None
+        self._last: Plan | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the run, None before its first step is over; it is kept when training ends."""
+        return self._last if self.handle is None else self.handle.plan
+
+    def start(self, model: torch.nn.Module) -> None:
+        """Begin anew with this model; a plan of a run before, which may have failed, is taken off."""
+        self.stop()
+        if turned_off := turn_checkpointing_off(model):
+            LOGGER.info(
+                "%s of %s is off: the plan decides what is recomputed", turned_off, type(model).__name__
+            )
+        self.handle = auto(model, self.budget, **self.options, measure=True)
+
+    def stop(self) -> None:
+        """Take the plan off; `plan` still tells it."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            self._last = handle.known_plan
+            handle.remove()
+
+
+def turn_checkpointing_off(model: torch.nn.Module) -> str:
+    """Turn the model's own checkpointing off, by whichever name it has, and tell the name; "" if it was not on."""
+    # Before transformers 5.23 there is the second name only; later, asking by it warns.
+    new = hasattr(type(model), "is_activation_checkpointing") or hasattr(
+        model, "activation_checkpointing_disable"
+    )
+    name = "activation_checkpointing" if new else "gradient_checkpointing"
+    if not getattr(model, f"is_{name}", False) or not hasattr(model, f"{name}_disable"):
+        return ""
+    getattr(model, f"{name}_disable")()
+    return name

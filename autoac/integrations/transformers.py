@@ -1,0 +1,84 @@
+"""`AutoACCallback` for transformers' `Trainer` and what derives from it, such as TRL's `SFTTrainer`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from autoac.integrations.options import Planned
+from autoac.plans import Plan
+
+
+class AutoACCallback(TrainerCallback):
+    """Trains under a memory budget: `Trainer(..., callbacks=[AutoACCallback(budget="20GB")])`.
+
+    The trainer's own first step is recorded as it runs, with its loss, autocast, accumulation and clipping, and the
+    next ones run under the plan. The trainer's gradient or activation checkpointing is turned off, and that is logged.
+    Predicted and measured peak go to the trainer's loggers as `autoac/...`. The plan is off again when training ends.
+
+    Args:
+        budget and the others: as for `autoac.auto`.
+    """
+
+    def __init__(self, budget: int | str, **options: Any):
+        self._planned = Planned(budget, **options)
+        self._trainer: Any = None
+        self._told = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None before the first step is over."""
+        return self._planned.plan
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Of the first planned step, resident bytes included; None before."""
+        handle = self._planned.handle
+        return self._measured if handle is None else handle.measured_peak_bytes
+
+    _measured: int | None = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: torch.nn.Module | None = None, **_: Any
+    ) -> None:
+        """Checkpointing, mixed precision and wrappers have been set up: wait for the first step."""
+        assert model is not None
+        self._trainer, self._told = _calling_trainer(), False
+        self._planned.start(model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Tell the loggers once there is something to tell."""
+        measured = self.measured_peak_bytes
+        if self._told or measured is None or self._trainer is None:
+            return
+        self._told, plan = True, self._planned.plan
+        assert plan is not None
+        # Not the trainer's own `log`: TRL's also ends the window over which it averages its metrics.
+        Trainer.log(
+            self._trainer,
+            {
+                "autoac/budget_bytes": plan.budget_bytes,
+                "autoac/predicted_peak_bytes": plan.predicted_peak_bytes,
+                "autoac/measured_peak_bytes": measured,
+            },
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave the model as it was."""
+        self._measured = self.measured_peak_bytes
+        self._planned.stop()
+        self._trainer = None
+
+
+def _calling_trainer() -> Any:
+    """The trainer in whose `train` this runs, None if there is none: callbacks are not told."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer):
+            return found
+        frame = frame.f_back
+    return None

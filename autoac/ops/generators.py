@@ -1,0 +1,32 @@
+"""Which generators an op may draw from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoac.ops.info import OpInfo, read_tensors
+from autoac.torch_private import default_generator, is_fake
+
+
+def generators_of(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
+    """The generator that a random op draws from; of an unknown op, all from which it may."""
+    given = info.generator(args, kwargs)
+    if given is not None:
+        return [given]
+    if not info.unknown:
+        return [default_generator(_device(info, args, kwargs))]
+    tensors = [tensor for tensor in read_tensors(info, args, kwargs) if not is_fake(tensor)]
+    devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != "meta")
+    return [default_generator(device) for device in {torch.device("cpu"): None} | devices]
+
+
+def _device(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device)
+    for position in info.tensors:
+        if position < len(args) and args[position] is not None:
+            return args[position].device
+    return torch.device("cpu")

@@ -1,0 +1,224 @@
+"""What an op overload does, read once from its schema: which arguments are tensors, which it writes, is it random.
+
+The recording of a profile and the engines must agree on which ops count, so both ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoac.torch_private import HigherOrderOperator, OpOverload, schema_of
+
+aten = torch.ops.aten
+
+# They return their input's storage although the schema does not say so.
+_UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift"}
+_UNDECLARED_VIEWS |= {"aten::unsafe_chunk", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
+
+# Batch norms update running statistics in training. Position of (running_mean, running_var, training); the latter
+# is None where the op always trains. Replay leaves the statistics alone: the normalisation itself uses the batch's.
+_BATCH_NORM_STATISTICS: dict[str, tuple[int, int, int]] = {
+    "aten::native_batch_norm": (3, 4, 5),
+    "aten::cudnn_batch_norm": (3, 4, 5),
+    "aten::miopen_batch_norm": (3, 4, 5),
+    # These are made of others, but in inference mode they arrive as they are.
+    "aten::batch_norm": (3, 4, 5),
+    "aten::instance_norm": (3, 4, 5),
+    "aten::_batch_norm_impl_index": (3, 4, 5),
+}
+
+_UNINITIALISED = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
+_UNINITIALISED |= {"aten::new_empty_strided", "aten::empty_permuted"}
+
+# Communication must happen as often as the other ranks expect it.
+_COLLECTIVE_NAMESPACES = {
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d_functional",
+    "symm_mem",
+    "fsdp",  # copies in and out of the buffers that FSDP2's collectives write
+}
+_TORCHS_NAMESPACES = {"aten", "prims", "prim", "quantized", "inductor"} | _COLLECTIVE_NAMESPACES
+# What these write, their schemas do not say: the first argument of c10d's ops with a name that ends in "_", and:
+_UNDECLARED_WRITES: dict[str, int] = {"fsdp::all_gather_copy_in": 1}
+_NO_WRITES = {"c10d::monitored_barrier_"}
+_RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_"}
+_NOT_REPLAYABLE = {"aten::set_", "aten::_cudnn_rnn", "aten::_batch_norm_with_update"}
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """Facts about one overload.
+
+    Args:
+        name: such as "aten.mm.default".
+        ignored: it makes and changes no storage (views, metadata, reads by the host): not an op of the tape.
+        reshapes: it changes in place how its first argument sees its storage (`unsqueeze_`).
+        resizes: it may change the shape of what it writes, and the size of its storage: `resize_`, ops with `out=`,
+            and whatever else writes an argument without being the in-place form of an op (observers do).
+        tensors: positions of arguments that are a tensor (or None).
+        lists: positions of arguments that are a list of tensors.
+        keywords: names of keyword-only arguments that are tensors or lists of them.
+        writes: positions (int) or keyword names (str) of the arguments that are written in place.
+        writes_lists: some of these are lists of tensors, and the schema says so.
+        random: it may draw from a generator, see `draws_random`.
+        unknown: it is none of torch's own and not declared random, but may draw all the same: ask the generators.
+        has_flags: torch's switches for kernels may matter to it.
+        generator_at: position or keyword of the generator that it may be given, None if there is none.
+        uninitialised: its output holds no values yet.
+        replayable: it may be run a second time on the same inputs, in principle.
+        statistics: positions of (running mean, running variance, training flag) of a batch norm, else None.
+        dropout_p: position of an attention's dropout probability, -1 if there is none.
+    """
+
+    name: str
+    ignored: bool = False
+    reshapes: bool = False
+    resizes: bool = False
+    tensors: tuple[int, ...] = ()
+    lists: tuple[int, ...] = ()
+    keywords: tuple[str, ...] = ()
+    writes: tuple[int | str, ...] = ()
+    writes_lists: bool = False
+    random: bool = False
+    unknown: bool = False
+    has_flags: bool = False
+    generator_at: int | str | None = None
+    uninitialised: bool = False
+    replayable: bool = True
+    statistics: tuple[int, int, int] | None = None
+    dropout_p: int = -1
+
+    def draws_random(self, args: tuple[Any, ...]) -> bool:
+        """Whether this call draws random numbers: attention does so only with a dropout probability.
+
+        The probability reaches dispatch positionally, so it is read through the schema.
+        """
+        if not self.random:
+            return False
+        if self.dropout_p >= 0:
+            return len(args) > self.dropout_p and args[self.dropout_p] > 0
+        return True
+
+    def generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+        """The generator that this call was given, None if it draws from the device's own."""
+        where = self.generator_at
+        return kwargs.get(where) if isinstance(where, str) else None if where is None else _at(args, where)
+
+    def updates_statistics(self, args: tuple[Any, ...]) -> bool:
+        """Whether this call of a batch norm writes its running statistics."""
+        return self.statistics is not None and bool(args[self.statistics[2]])
+
+
+_INFO: dict[Any, OpInfo] = {}
+
+
+def op_info(func: Any) -> OpInfo:
+    """The facts about an op overload (or higher-order op), cached."""
+    info = _INFO.get(func)
+    if info is None:
+        info = _INFO[func] = _read(func)
+    return info
+
+
+def _read(func: Any) -> OpInfo:
+    if isinstance(func, HigherOrderOperator) or not isinstance(func, OpOverload):
+        # Opaque to us: run as it is, what it makes is kept by whoever needs it.
+        return OpInfo(name=str(func), ignored=True, replayable=False)
+    schema = schema_of(func)
+    tensors, lists, keywords, writes = [], [], [], []
+    dropout_p, generator_at = -1, None
+    for position, argument in enumerate(schema.arguments):
+        kind = str(argument.type)
+        where = argument.name if argument.kwarg_only else position
+        if argument.name == "dropout_p" and not argument.kwarg_only:
+            dropout_p = position
+        if "Generator" in kind:
+            generator_at = where
+        if "Tensor" not in kind:
+            continue
+        if argument.kwarg_only:
+            keywords.append(argument.name)
+        elif "List" in kind:
+            lists.append(position)
+        else:
+            tensors.append(position)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            writes.append(where)
+    declared = tuple(writes)
+    if schema.name in _UNDECLARED_WRITES:
+        writes.append(_UNDECLARED_WRITES[schema.name])
+    elif func.namespace == "c10d" and schema.name.endswith("_") and schema.name not in _NO_WRITES:
+        writes.append(0)
+    makes_tensors = any("Tensor" in str(result.type) for result in schema.returns)
+    metadata_only = torch.Tag.inplace_view in func.tags and schema.name not in _RESIZES
+    ignored = (
+        (func.is_view and not writes)
+        or schema.name in _UNDECLARED_VIEWS
+        or metadata_only
+        or (not makes_tensors and not writes)
+    )
+    return OpInfo(
+        name=str(func),
+        ignored=ignored,
+        reshapes=metadata_only,
+        resizes=bool(writes) and (schema.name in _RESIZES or torch.Tag.inplace not in func.tags),
+        tensors=tuple(tensors),
+        lists=tuple(lists),
+        keywords=tuple(keywords),
+        writes=tuple(writes),
+        writes_lists=any(where in lists for where in declared),
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        unknown=func.namespace not in _TORCHS_NAMESPACES
+        and torch.Tag.nondeterministic_seeded not in func.tags,
+        has_flags=torch.Tag.pointwise not in func.tags or schema.name == "aten::gelu",
+        generator_at=generator_at,
+        uninitialised=schema.name in _UNINITIALISED,
+        replayable=func.namespace not in _COLLECTIVE_NAMESPACES and schema.name not in _NOT_REPLAYABLE,
+        statistics=_BATCH_NORM_STATISTICS.get(schema.name),
+        dropout_p=dropout_p,
+    )
+
+
+def is_collective(name: str) -> bool:
+    """Whether an op of this name is one that other ranks have to join, or a copy that belongs to one."""
+    return name.partition(".")[0] in _COLLECTIVE_NAMESPACES
+
+
+def written_tensors(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that this call writes in place, a batch norm's undeclared running statistics included."""
+    found: list[torch.Tensor] = []
+    for where in info.writes:
+        found.extend(tensors_in(kwargs.get(where) if isinstance(where, str) else _at(args, where)))
+    if info.statistics is not None and info.updates_statistics(args):
+        for where in info.statistics[:2]:
+            found.extend(tensors_in(args[where]))
+    return found
+
+
+def read_tensors(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Every tensor among the arguments, those that are written too."""
+    found: list[torch.Tensor] = []
+    for position in (*info.tensors, *info.lists):
+        found.extend(tensors_in(_at(args, position)))
+    for name in info.keywords:
+        found.extend(tensors_in(kwargs.get(name)))
+    return found
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a tensor, None, or a list of these."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _at(args: tuple[Any, ...], position: int) -> Any:
+    return args[position] if position < len(args) else None

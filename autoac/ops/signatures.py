@@ -1,0 +1,183 @@
+"""What an op's time and workspace depend on: overload, shapes, strides, dtypes, scalars, device.
+
+Identical layers have equal signatures, so each is timed once. A signature's text is the key of a device's cost table,
+and scratch arguments can be made from it, so that an op can be timed where the step itself was not run for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from autoac.torch_private import dense_values
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor argument without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The tensor's description; without strides where its layout has none. Of a jagged one, that of its values."""
+        tensor = dense_values(tensor)
+        stride = tensor.stride() if tensor.layout is torch.strided else None
+        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are those that the shape implies."""
+        expected, step = [], 1
+        for size in reversed(self.shape):
+            expected.append(step)
+            step *= max(size, 1)
+        pairs = zip(self.shape, self.stride or (), reversed(expected), strict=True)
+        return all(size <= 1 or stride == usual for size, stride, usual in pairs)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that are read or written if every element is touched once; an expanded dimension counts once."""
+        count = self.dtype.itemsize
+        for size, stride in zip(self.shape, self.stride or self.shape, strict=True):
+            count *= size if stride else 1
+        return count
+
+    def scratch(self) -> torch.Tensor:
+        """A tensor like it, with values that most ops accept: normal numbers, zeros for integers."""
+        if self.stride is None:
+            raise NotImplementedError("no scratch tensor can be made for a layout without strides")
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            spread = any(
+                size > 1 and not stride for size, stride in zip(self.shape, self.stride, strict=True)
+            )
+            (tensor.as_strided((1,), (1,)) if spread else tensor).fill_(0.5)
+            if not spread and self.dtype.itemsize > 1:
+                tensor.normal_()
+            return tensor
+        return tensor.zero_() if self.is_contiguous else torch.zeros_like(tensor)
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        shape = ",".join(map(str, self.shape))
+        order = "" if self.stride is None or self.is_contiguous else "/" + ",".join(map(str, self.stride))
+        return f"{name}[{shape}{order}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """An op's call without its values; equal calls take equal time."""
+
+    func: Any
+    args: tuple[Hashable, ...]
+    kwargs: tuple[tuple[str, Hashable], ...]
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Any) -> Signature:
+        """The signature of a call."""
+        described = tuple((name, _describe(value)) for name, value in kwargs.items())
+        return cls(func, tuple(map(_describe, args)), described)
+
+    @property
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Every tensor among the arguments."""
+        for value in (*self.args, *(value for _, value in self.kwargs)):
+            yield from _specs(value)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where its first tensor lives; None without one."""
+        return next((spec.device for spec in self.tensors), None)
+
+    @property
+    def dtype(self) -> str:
+        """The type it computes in, for rates: that of its first floating tensor, "" if there is none."""
+        floating = (s.dtype for s in self.tensors if s.dtype.is_floating_point or s.dtype.is_complex)
+        return next((str(dtype).removeprefix("torch.") for dtype in floating), "")
+
+    def scratch(self) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments of this signature on fresh memory.
+
+        Raises:
+            NotImplementedError: one of them cannot be made.
+        """
+        return [_scratch(value) for value in self.args], {name: _scratch(v) for name, v in self.kwargs}
+
+    def fits_in(self, n_bytes: int) -> bool:
+        """Whether arguments like these, results and workspace take no more than so many bytes, by a guess."""
+        return 3 * sum(spec.moved_bytes for spec in self.tensors) < n_bytes
+
+    def moved_bytes(self, created: Iterable[torch.Tensor]) -> int:
+        """Bytes read and written if every element is touched once."""
+        read = sum(spec.moved_bytes for spec in self.tensors)
+        return read + sum(TensorSpec.of(tensor).moved_bytes for tensor in created)
+
+    def __str__(self) -> str:
+        named = [f"{name}={_text(value)}" for name, value in self.kwargs if value is not None]
+        return f"{self.func}({', '.join([*map(_text, self.args), *named])})"
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating-point operations of a matrix product, convolution or attention; 0 for what only moves memory.
+
+    Formulas: `torch.utils.flop_counter`, which does not know attention's kernel for CPU by its name.
+    """
+    packet = getattr(func, "overloadpacket", None)
+    formula = flop_registry.get(_SAME_FLOPS.get(str(packet), packet))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+_SAME_FLOPS = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": torch.ops.aten._scaled_dot_product_flash_attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+def _describe(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return TensorSpec.of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_describe, value))
+    if isinstance(value, torch.Generator):
+        return "generator"
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+def _specs(value: Any) -> Iterator[TensorSpec]:
+    if isinstance(value, TensorSpec):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _specs(item)
+
+
+def _scratch(value: Any) -> Any:
+    if isinstance(value, TensorSpec):
+        return value.scratch()
+    if isinstance(value, tuple):
+        return [_scratch(item) for item in value]
+    return None if value == "generator" else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return str(value).removeprefix("torch.")

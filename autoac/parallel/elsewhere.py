@@ -1,0 +1,78 @@
+"""The step of one rank, recorded in a process that is none: nothing of the model is allocated."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+
+from autoac.parallel.fsdp2 import FSDP2
+from autoac.progress import Tell
+from autoac.record.on_fake import record_fake
+from autoac.record.optimizer import with_optimizer
+from autoac.step.model import device_of, model_fingerprint
+from autoac.step.step import TrainingStep
+from autoac_solver.records.devices import DeviceTable
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.profile import Profile
+
+
+def record_sharded(
+    spec: FSDP2,
+    step: TrainingStep,
+    mode: str,
+    table: DeviceTable | None,
+    lean_losses: bool,
+    progress: Tell | None,
+) -> Profile:
+    """The profile of one of `spec.world_size` ranks; arguments as for `api._recorded`.
+
+    Raises:
+        ProfilingError: the step cannot be recorded so.
+    """
+    if mode == "real":
+        raise ProfilingError(
+            f"FSDP2(world_size={spec.world_size}) is for ranks that are not here, so no step of theirs can be run: "
+            'take mode="fake".'
+        )
+    if step.is_whole:
+        raise ProfilingError(
+            "a callable sample runs your own model, and FSDP2(world_size=...) shards a copy of it: pass the model's "
+            "input as sample, and loss=."
+        )
+    as_cuda = table is not None and table.kind == "cuda" and device_of(step.model).type != "cuda"
+    fingerprint = model_fingerprint(step.model)
+    with spec.sharded(step.model) as (skeleton, shard):
+        shards: dict[str, torch.nn.Parameter] = {}
+
+        def shard_and_tell() -> None:
+            shard()
+            shards.update(skeleton.named_parameters())  # afterwards it is as it was before
+
+        recorded = record_fake(
+            step.of(skeleton), progress, table is None, as_cuda, lean_losses, shard_and_tell
+        )
+        if step.optimizer is not None:
+            trained = torch.nn.ParameterList(shards.values())
+            recorded = with_optimizer(recorded, trained, _optimizer_of(step, shards), measure=table is None)
+    note = (
+        f"of one rank of {spec.world_size} under FSDP2, on fake tensors: collectives take the time of a copy, and the "
+        "buffers that a backend has of its own (gloo, NCCL) are not counted"
+    )
+    return replace(recorded, model_fingerprint=fingerprint, notes=(*recorded.notes, note))
+
+
+def _optimizer_of(step: TrainingStep, shards: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The step's optimizer for the sharded parameters: another object of its class, with the same options."""
+    optimizer = step.optimizer
+    assert optimizer is not None
+    names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+    groups = []
+    for group in optimizer.param_groups:
+        own = [shards[names[id(p)]] if id(p) in names else p for p in group["params"]]
+        groups.append({**group, "params": own})
+    found = copy.copy(optimizer)
+    vars(found).update(state=defaultdict(dict), param_groups=groups)
+    return found

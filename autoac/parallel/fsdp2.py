@@ -1,0 +1,149 @@
+"""FSDP2 (`fully_shard`): each rank holds a part of every parameter, and gathers a unit's parameters around its calls.
+
+What it takes is not computed here: the step is recorded with torch's own code, on the ranks where they are, and else on
+fake tensors with torch's `fake` process group, in which collectives of any number of ranks do nothing. See
+NOTE [ The recorded step ] 5 in `record/tape/tape.py` for what is gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoac.parallel.protocol import Plain
+from autoac.step.modules import RegionChoice, select_modules
+from autoac.step.units import holds_units
+from autoac.torch_private import fake_ranks, is_unit, own_tensors
+from autoac_solver.records.errors import ProfilingError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class FSDP2(Plain):
+    """`torch.distributed.fsdp.fully_shard`.
+
+    Args:
+        world_size: of how many ranks to plan for one; None for the ranks that are there.
+        units: the modules to call `fully_shard` with, besides the model itself: names, globs or a predicate. None for
+            the members of the model's outermost lists of modules (its blocks, mostly).
+        reshard_after_forward, mp_policy: as `fully_shard` takes them, for all units. None lets the model itself keep
+            its own parameters after forward.
+        replicas: how many groups of ranks hold all the shards (HSDP); it divides `world_size`.
+        is_here: whether the ranks are there, and all of them call this.
+    """
+
+    world_size: int | None = None
+    units: RegionChoice = None
+    reshard_after_forward: bool | int | None = None
+    mp_policy: Any = field(default=None, compare=False)
+    replicas: int = 1
+    is_here: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def __post_init__(self) -> None:
+        size = self.world_size
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(f"world_size is {size!r}: how many ranks there are, at least 1.")
+        if not isinstance(self.replicas, int) or self.replicas < 1 or (size or self.replicas) % self.replicas:
+            raise ValueError(f"replicas is {self.replicas!r}: it must divide the {size} ranks.")
+
+    @contextlib.contextmanager
+    def sharded(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Callable[[], None]]]:
+        """Context with a copy of the model, and a function that shards it; nothing of its parameters is copied.
+
+        Args:
+            model: not sharded, on any device.
+
+        Returns:
+            The copy, whose parameters are on the meta device, and what shards it once they are fake.
+
+        Raises:
+            ProfilingError: the model cannot be copied, is sharded already, or this process is a rank itself.
+        """
+        assert self.world_size is not None
+        if is_unit(model) or holds_units(model):
+            raise ProfilingError(
+                "this model is sharded already: leave parallel= out to plan for the ranks that are there, or pass the "
+                "model before fully_shard to plan for others."
+            )
+        units = _chosen(model, self.units)
+        skeleton = _without_values(model)
+        with fake_ranks(self.world_size):
+            mesh = self._mesh()  # here, for it looks at values, which fake tensors have not
+            yield skeleton, lambda: self._shard(skeleton, units, mesh)
+
+    def _mesh(self) -> DeviceMesh:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        assert self.world_size is not None
+        shards = self.world_size // self.replicas
+        if self.replicas == 1:
+            return init_device_mesh("cpu", (shards,))
+        return init_device_mesh("cpu", (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+    def _shard(self, model: torch.nn.Module, units: Iterable[str], mesh: DeviceMesh) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": self.mp_policy or MixedPrecisionPolicy(),
+            "reshard_after_forward": self.reshard_after_forward,
+        }
+        # From the innermost on, as `fully_shard` asks for.
+        for name in sorted(units, key=lambda name: -name.count(".")):
+            fully_shard(model.get_submodule(name), **options)
+        fully_shard(model, **options)
+
+
+def _chosen(model: torch.nn.Module, units: RegionChoice) -> list[str]:
+    """Names of the modules to shard one by one."""
+    if units is not None:
+        return select_modules(model, units) or []
+    found: list[str] = []
+    stack = [("", model)]
+    while stack:
+        name, module = stack.pop()
+        for key, child in module.named_children():
+            below = f"{name}.{key}" if name else key
+            is_listed = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+            if is_listed and next(child.parameters(), None) is not None:
+                found.append(below)
+            else:
+                stack.append((below, child))
+    return sorted(found)
+
+
+def _without_values(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a model whose parameters, and buffers of fractions, are on the meta device.
+
+    Raises:
+        ProfilingError: it cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for kind in own_tensors(module):
+            for tensor in kind.values():
+                if tensor is not None:
+                    memo[id(tensor)] = _empty(tensor)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ProfilingError(
+            f"{type(model).__name__} cannot be copied ({error!r:.200}), and FSDP2 shards a copy of it. Build the model "
+            'on the meta device (`with torch.device("meta")`), without what copy.deepcopy refuses.'
+        ) from error
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor  # positions, masks: small, and looked at
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made

@@ -1,0 +1,80 @@
+"""One plan on all ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from autoac.parallel.ranks import Ranks, together
+from autoac.plans import Plan
+from autoac_solver.records.errors import ParallelError
+from autoac_solver.records.profile import NEVER, Profile
+
+
+def agree(plan: Plan | None, model: torch.nn.Module) -> Plan:
+    """The same plan on all ranks, for models that are the same; every rank calls this.
+
+    Args:
+        plan: a rank's plan, or None. The plan of the first rank that has one is taken.
+        model: the rank's model, wrapped or not.
+
+    Raises:
+        ParallelError: no rank has a plan, the plan is not for a rank's model, or a rank has failed; on all ranks.
+    """
+    with together("agree on a plan") as ranks:
+        have = ranks.all(plan is not None)
+        if not any(have):
+            raise ParallelError("no rank has a plan: pass one on rank 0.", 0)
+        return shared(ranks, have.index(True), plan, model)
+
+
+def shared(ranks: Ranks, owner: int, plan: Plan | None, model: torch.nn.Module) -> Plan:
+    """The plan of one rank, on all ranks, and fit for all their models."""
+    text = _text_of(plan) if ranks.rank == owner and plan is not None else None
+    taken = _plan_in(ranks.from_one(owner, text))
+    taken.check(model)
+    ids = ranks.all(taken.program_id)
+    if len(set(ids)) > 1:
+        raise ParallelError(f"the plan did not arrive as it was sent: its programs are {ids}.", owner)
+    return taken
+
+
+def same_everywhere(ranks: Ranks, facts: dict[str, str]) -> None:
+    """Refuse what differs between ranks.
+
+    Args:
+        facts: what it is, and what it is on this rank.
+
+    Raises:
+        ParallelError: it differs.
+    """
+    for name in facts:
+        found = ranks.all(facts[name])
+        odd = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+        if odd is not None:
+            raise ParallelError(
+                f"the ranks do not have the same {name}: rank 0 has {found[0]}, rank {odd} has {found[odd]}.",
+                odd,
+            )
+
+
+def needs_most(ranks: Ranks, profile: Profile) -> int:
+    """The rank whose step keeps the most, as far as that is known before planning; the first of them."""
+    saved = {tensor.storage for tensor in profile.saved}
+    kept = sum(s.bytes for i, s in enumerate(profile.storage_table) if s.alloc == NEVER or i in saved)
+    found = ranks.all(kept)
+    return found.index(max(found))
+
+
+def _text_of(plan: Plan) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        plan.save(Path(folder) / "plan.json")
+        return (Path(folder) / "plan.json").read_text()
+
+
+def _plan_in(text: str) -> Plan:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "plan.json").write_text(text)
+        return Plan.load(Path(folder) / "plan.json")

@@ -1,0 +1,81 @@
+"""What a wrapper for several processes changes of a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from autoac.parallel.one_plan import agree
+from autoac.plans import Plan
+from autoac.step.model import unwrapped
+from autoac_solver.records.profile import Profile
+
+
+class Parallel(Protocol):
+    """One way to train on several processes."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the ranks are there: all of them plan together, and get one plan."""
+        ...
+
+    def inner(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model without wrappers; its modules' names are those of regions."""
+        ...
+
+    def names(self, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
+        """The modules by the names that they have in the unwrapped model."""
+        ...
+
+    def with_lifetimes(self, profile: Profile, model: torch.nn.Module) -> Profile:
+        """The profile with what the wrapper takes and the recorded step did not show.
+
+        Args:
+            profile: of a step of the unwrapped model.
+            model: the unwrapped model.
+        """
+        ...
+
+    def agree(self, plan: Plan | None, model: torch.nn.Module) -> Plan:
+        """The same plan on all ranks, or the same error on all; see `autoac.parallel.agree`."""
+        ...
+
+
+class Plain:
+    """A model in one process. The base of what is the same for all."""
+
+    @property
+    def is_here(self) -> bool:
+        """See `Parallel`."""
+        return False
+
+    def inner(self, model: torch.nn.Module) -> torch.nn.Module:
+        """See `Parallel`."""
+        return unwrapped(model)
+
+    def names(self, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
+        """See `Parallel`."""
+        return dict(self.inner(model).named_modules())
+
+    def with_lifetimes(self, profile: Profile, model: torch.nn.Module) -> Profile:
+        """See `Parallel`."""
+        return profile
+
+    def agree(self, plan: Plan | None, model: torch.nn.Module) -> Plan:
+        """See `Parallel`."""
+        return agree(plan, model)
+
+
+def check_parallel(parallel: Any) -> None:
+    """Refuse what is no `Parallel`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if parallel is not None and not isinstance(parallel, Plain):
+        raise ValueError(
+            f"parallel is {parallel!r:.80}: pass autoac.parallel.DDP(...) or autoac.parallel.FSDP2(...), or leave it "
+            "out for a model that is wrapped already."
+        )

@@ -1,0 +1,179 @@
+"""Ranks that do something together, through the store by which they found each other: all of them, or none.
+
+NOTE [ All or none ]
+  1. Every rank enters the same sessions in the same order. In a session it tells the others what it has found, waits
+     for what they tell, and leaves.
+  2. A rank in which anything is raised tells so first. Whoever waits sees that within moments, leaves, and raises the
+     same error. The first failure counts: what fails because of it (a collective that nobody joins) does not.
+  3. Every rank gives a sign of life each second. One that gives none for `patience_s` is taken for dead. A rank that
+     waits in a collective for one that has failed waits no longer than `patience_s` either (gloo).
+  4. Only texts go through the store, no pickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from autoac.torch_private import collectives_within, default_store
+from autoac_solver.records.errors import ParallelError
+
+PATIENCE_S = 20.0
+"""How long ranks wait for one of which nothing is heard, seconds."""
+
+_BEAT_S, _LOOK_S = 1.0, 0.02
+_PIECE = 1 << 20
+_sessions = itertools.count()
+
+
+class Ranks:
+    """The ranks in one session; see NOTE [ All or none ].
+
+    Args:
+        what: what they do, in words.
+        patience_s: see rule 3.
+    """
+
+    def __init__(self, what: str, patience_s: float):
+        self.what, self.patience_s = what, patience_s
+        self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._store = default_store().clone()
+        self._name = f"autoac/{next(_sessions)}"
+        self._over = threading.Event()
+        self._rounds = 0
+
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (self._name, *parts)))
+
+    # -- signs of life -----------------------------------------------------------------------------------------
+
+    def _beat(self, store: Any) -> None:
+        for count in itertools.count():
+            store.set(self._key("beat", self.rank), str(count))
+            if self._over.wait(_BEAT_S):
+                return
+
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[None]:
+        """Context in which this rank gives signs of life."""
+        thread = threading.Thread(target=_quietly(self._beat), args=(default_store().clone(),), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join(timeout=2 * _BEAT_S)
+
+    # -- telling and waiting -----------------------------------------------------------------------------------
+
+    def all(self, value: Any) -> list[Any]:
+        """What all ranks tell, in order of ranks; each of them calls this with its own.
+
+        Args:
+            value: what JSON can hold.
+        """
+        self._rounds += 1
+        self.raise_failure()  # also where this rank comes late to a session that the others have given up
+        self._store.set(self._key(self._rounds, self.rank), json.dumps(value))
+        return [json.loads(self._wait(self._key(self._rounds, rank), rank)) for rank in range(self.size)]
+
+    def from_one(self, rank: int, text: str | None) -> str:
+        """A text that one rank has; only that one passes it."""
+        self._rounds += 1
+        if self.rank == rank:
+            assert text is not None
+            pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+            for index, piece in enumerate(pieces):
+                self._store.set(self._key(self._rounds, "piece", index), piece)
+            self._store.set(self._key(self._rounds, "pieces"), str(len(pieces)))
+            return text
+        count = int(self._wait(self._key(self._rounds, "pieces"), rank))
+        return "".join(self._get(self._key(self._rounds, "piece", index)) for index in range(count))
+
+    def _get(self, key: str) -> str:
+        return self._store.get(key).decode()
+
+    def _wait(self, key: str, rank: int) -> str:
+        """What a rank sets under a key."""
+        heard, seen = time.monotonic(), ""
+        while not self._store.check([key]):
+            self.raise_failure()
+            beat = self._key("beat", rank)
+            found = self._get(beat) if self._store.check([beat]) else ""
+            if found != seen:
+                heard, seen = time.monotonic(), found
+            if time.monotonic() - heard > self.patience_s:
+                heard_of = "has given no sign of life" if seen else "has not come to do so"
+                raise ParallelError(
+                    f"rank {rank} {heard_of} for {self.patience_s:g} s, while the others {self.what}. Every rank has "
+                    "to call this, in the same order.",
+                    rank,
+                )
+            time.sleep(_LOOK_S)
+        return self._get(key)
+
+    # -- failures ----------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> ParallelError:
+        """Tell that this rank has failed; returns the error that all ranks raise."""
+        if isinstance(error, ParallelError):
+            mine = {"rank": error.rank, "words": str(error)}
+        else:
+            kind = type(error).__name__
+            mine = {
+                "rank": self.rank,
+                "words": f"rank {self.rank} failed while the ranks {self.what}: {kind}: {error}",
+            }
+        first = self._store.compare_set(self._key("failure"), "", json.dumps(mine)).decode()
+        return _failure(first)
+
+    def raise_failure(self) -> None:
+        """Raise what a rank has failed with, if one has."""
+        if self._store.check([self._key("failure")]):
+            raise _failure(self._get(self._key("failure")))
+
+
+def _failure(text: str) -> ParallelError:
+    found = json.loads(text)
+    return ParallelError(found["words"], found["rank"])
+
+
+def _quietly(beat: Any) -> Any:
+    """Without the store nobody is there to give signs to."""
+
+    def run(store: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            beat(store)
+
+    return run
+
+
+@contextlib.contextmanager
+def together(what: str, patience_s: float | None = None) -> Iterator[Ranks]:
+    """Context in which all ranks do something; if one fails, all raise the same `ParallelError`.
+
+    Args:
+        what: what they do, in words ("plan"). It goes into errors.
+        patience_s: None for `PATIENCE_S`.
+
+    Raises:
+        ParallelError: as said.
+    """
+    patience_s = PATIENCE_S if patience_s is None else patience_s
+    try:
+        ranks = Ranks(what, patience_s)
+        with ranks.alive(), collectives_within(patience_s):
+            try:
+                yield ranks
+                ranks.all(None)  # nobody goes on before all are through
+            except BaseException as error:
+                raise ranks.fail(error) from error
+    except RuntimeError as error:  # torch's DistError: the rank that keeps the store is gone
+        raise ParallelError(f"the processes' store is gone, and with it rank 0: {error!s:.300}", 0) from error

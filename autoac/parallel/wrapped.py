@@ -1,0 +1,34 @@
+"""What a model is wrapped in already."""
+
+from __future__ import annotations
+
+import torch
+
+from autoac.parallel.ddp import DDP
+from autoac.parallel.fsdp2 import FSDP2
+from autoac.parallel.protocol import Plain
+from autoac.step.units import holds_units
+from autoac.torch_private import ddp_around, is_compiled_wrapper, is_ddp, is_unit, wrapped_module
+
+
+def found_on(model: torch.nn.Module) -> Plain:
+    """How this model is trained on several processes, as far as it is wrapped already.
+
+    Args:
+        model: as the training loop calls it. For `ddp.module` the buckets of `ddp` count, but the ranks are not asked.
+    """
+    together = _is_distributed() and torch.distributed.get_world_size() > 1
+    while is_compiled_wrapper(model):
+        model = wrapped_module(model)
+    if not isinstance(model, torch.nn.Module):
+        return Plain()  # it is refused for that, in words of its own
+    if is_ddp(model):
+        return DDP.of(model, is_here=together)
+    if is_unit(model) or holds_units(model):
+        return FSDP2(is_here=together)
+    ddp = ddp_around(model)
+    return Plain() if ddp is None else DDP.of(ddp, is_here=False)
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

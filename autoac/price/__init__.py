@@ -1,0 +1,1 @@
+"""What ops and engines cost on this machine."""

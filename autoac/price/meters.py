@@ -1,0 +1,327 @@
+"""What a tape cannot see: the time of an op, and the bytes that are alive only inside it.
+
+Both are measured by signature (overload, shapes, strides, dtypes, scalars), so identical layers are measured once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoac.device import device_for
+from autoac.ops.info import OpInfo, written_tensors
+from autoac.ops.signatures import Signature
+from autoac.torch_private import AllocationRanges, default_generator
+from autoac_solver.records.profile import UNSTEADY
+
+_BATCHES, _LAUNCHES = 3, 4
+_MOST_WAITING = 0.1
+_MOST_STOLEN = 0.1
+_MOST_SPREAD = 0.5
+"""On a quiet machine 0.01 and 0.1 (of small models 0.2); beside one busy program on two cores 0.3 and up to 3."""
+_ENOUGH = 2
+"""This many samples from where an op stands in the step make those from repeated runs unnecessary."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """How long an op takes, seconds.
+
+    Args:
+        time_s: median of its runs.
+        spread_s: distance between their quartiles.
+        rerun_s: median of its runs in backward, in the replay of a region, where its inputs are seldom in a cache.
+        time_from: see `autoac_solver.records.profile.TIMES_FROM`.
+        host_s: what the host takes to launch it, 0 where it runs as it is called.
+    """
+
+    time_s: float
+    spread_s: float
+    rerun_s: float
+    time_from: str = "measured"
+    host_s: float = 0.0
+
+    @classmethod
+    def estimated(cls, seconds: float, host_s: float = 0.0) -> OpTime:
+        """A time that nobody measured."""
+        return cls(seconds, 0.0, 0.0, "estimated", host_s)
+
+
+class WorkspaceMeter:
+    """Runs ops and measures the most bytes that are alive inside each, on top of what it leaves behind.
+
+    On CPU by the profiler's allocation events, on CUDA by the allocator's own peak; use it within `measuring()`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._known = device_for(device)
+        self.workspace_bytes: dict[Signature, int] = {}
+        self._ranges: AllocationRanges | None = None
+        self._names: dict[str, Signature] = {}
+
+    @contextmanager
+    def measuring(self) -> Iterator[WorkspaceMeter]:
+        """Context in which `run` measures; the results are there after it."""
+        if not self._known.memory_events:
+            yield self
+            return
+        with AllocationRanges() as self._ranges:
+            yield self
+        for name, deltas in self._ranges.deltas.items():
+            self.workspace_bytes[self._names[name]] = _workspace(deltas)
+
+    def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
+        """Run the op once; the first time a signature comes, measured."""
+        signature = Signature.of(func, args, kwargs)
+        if signature in self.workspace_bytes:
+            return func(*args, **kwargs), signature
+        self.workspace_bytes[signature] = 0
+        if self._ranges is not None:
+            name = f"autoac workspace {len(self._names)}"
+            self._names[name] = signature
+            with self._ranges.range(name):
+                return func(*args, **kwargs), signature
+        if self._known.counts_memory:
+            result, count = self._known.counted(lambda: func(*args, **kwargs))
+            self.workspace_bytes[signature] = count.peak_bytes - max(count.before_bytes, count.after_bytes)
+            return result, signature
+        return func(*args, **kwargs), signature
+
+
+def _workspace(deltas: list[int]) -> int:
+    live = peak = 0
+    for delta in deltas:
+        live += delta
+        peak = max(peak, live)
+    return peak - max(live, 0)
+
+
+class SignatureMeter:
+    """Runs ops and measures nothing: for fake tensors, whose ops take no real time."""
+
+    def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
+        """Run the op, and tell its result and signature."""
+        return func(*args, **kwargs), Signature.of(func, args, kwargs)
+
+
+class OpTimer:
+    """Runs ops and measures their times.
+
+    What counts is an op's time where it stands in the step: there its inputs come from where they really are, not from
+    the cache that a repeated run has just filled (for elementwise ops on CPU that makes half of the time). Identical
+    layers give several such samples. For an op that has few, repeated runs are added when its signature first comes,
+    each result dropped before the next run. They take its real arguments, but copies of those that it writes, and draw
+    random numbers that are put back. On CUDA they count alone: a single launch is over before the host has timed it.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.known = device_for(device)
+        self.samples: dict[Signature, list[float]] = {}
+        self.repeated: dict[Signature, list[float]] = {}
+        self.reruns: dict[Signature, list[float]] = {}
+        self.hosts: dict[Signature, float] = {}
+        self._replayed_as: dict[Signature, Signature] = {}  # a batch norm is, without its statistics
+
+    def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
+        """Run the op, and tell its result and signature."""
+        signature = Signature.of(func, args, kwargs)
+        if self.repeats(signature, func, info, args, kwargs):
+            return func(*args, **kwargs), signature  # not timed: the caches are full of what it works on
+        result, _ = self.time(func, args, kwargs, self.samples[signature])
+        return result, signature
+
+    def repeats(self, signature: Signature, func: Any, info: OpInfo, args: Any, kwargs: Any) -> bool:
+        """Time repeated runs of an op whose signature comes first, and tell whether that was done."""
+        self.samples.setdefault(signature, [])
+        if info.statistics is not None:
+            plain = [None if i in info.statistics[:2] else value for i, value in enumerate(args)]
+            self._replayed_as[signature] = Signature.of(func, plain, kwargs)
+        if signature in self.repeated or not _repeatable(func, info, args):
+            return False
+        self.repeated[signature] = self._repeated(signature, func, info, args, kwargs)
+        return True
+
+    def _repeated(self, signature: Signature, func: Any, info: OpInfo, args: Any, kwargs: Any) -> list[float]:
+        with scratch_arguments(info, args, kwargs, self.device) as (args, kwargs):
+            first = self.time(func, args, kwargs, [])[1]  # the first run of a shape may set things up
+            if self.known.asynchronous:
+                self.hosts[signature] = self.launching_s(func, args, kwargs)
+                return self.launched(func, args, kwargs)
+            samples: list[float] = []
+            for _ in range(_repeats(first)):
+                self.time(func, args, kwargs, samples)
+            return samples
+
+    def rerun(self, signature: Signature, run: Callable[[], Any]) -> Any:
+        """Run an op once more in backward."""
+        return self.time(run, (), {}, self.reruns.setdefault(signature, []))[0]
+
+    def time(self, func: Any, args: Any, kwargs: Any, samples: list[float]) -> tuple[Any, float]:
+        """Run an op, add its time to the samples, and return its result and the time."""
+        result, elapsed = self.known.timed(functools.partial(func, *args, **kwargs))
+        samples.append(elapsed)
+        return result, elapsed
+
+    def launched(self, func: Any, args: Any, kwargs: Any) -> list[float]:
+        """Seconds of a launch, from several in a row: around a single one the host's part would count."""
+        call = functools.partial(func, *args, **kwargs)
+        return [self.known.launched_s(call, _LAUNCHES) / _LAUNCHES for _ in range(_BATCHES)]
+
+    def launching_s(self, func: Any, args: Any, kwargs: Any) -> float:
+        """Seconds that the host takes for a launch."""
+        call = functools.partial(func, *args, **kwargs)
+        return min(self.known.launching_s(call, _LAUNCHES) / _LAUNCHES for _ in range(_BATCHES))
+
+    def times(self) -> dict[Signature, OpTime]:
+        """The times by signature."""
+        times = {}
+        # What cannot be repeated is launched like the others.
+        usual_s = statistics.median(self.hosts.values()) if self.hosts else 0.0
+        for signature, samples in self.samples.items():
+            repeated, reruns = self.repeated.get(signature, []), self.reruns
+            if self.known.asynchronous and repeated:
+                samples, reruns = repeated, {}
+            elif len(samples) < _ENOUGH:
+                samples = samples + repeated
+            time_s = statistics.median(samples)
+            replayed_as = self._replayed_as.get(signature, signature)
+            rerun_s = statistics.median(reruns.get(replayed_as, [time_s]))
+            host_s = self.hosts.get(signature, usual_s)
+            times[signature] = OpTime(time_s, spread(samples), rerun_s, host_s=host_s)
+        return times
+
+
+@contextmanager
+def scratch_arguments(
+    info: OpInfo, args: Any, kwargs: Any, device: torch.device
+) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Context with arguments for runs of an op that do not count: what these write and draw leaves no trace.
+
+    Args:
+        device: whose generator the op draws from if it is given none.
+    """
+    generators: list[torch.Generator] = []
+    if info.unknown or info.draws_random(args):  # a custom op need not say so
+        own = info.generator(args, kwargs)
+        generators = [
+            default_generator(torch.device("cpu")),
+            default_generator(device),
+            *([own] if own else []),
+        ]
+    states = [generator.get_state() for generator in generators]
+    copies = {id(tensor): tensor.clone() for tensor in written_tensors(info, args, kwargs)}
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [replaced(item) for item in value]
+        return copies.get(id(value), value)
+
+    try:
+        yield list(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def spread(samples: list[float]) -> float:
+    """Distance between the quartiles, 0 for a single sample."""
+    if len(samples) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return high - low
+
+
+def waited_s() -> float:
+    """Seconds that this process's threads were ready to run and had no processor, 0 where nobody counts it.
+
+    Source: the second number of Linux's `/proc/<pid>/task/<tid>/schedstat`.
+    """
+    waited_ns = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            waited_ns += int(file.read_text().split()[1])
+    return waited_ns * 1e-9
+
+
+def stolen_s() -> float:
+    """CPU seconds, of all processors, that a virtual machine's host has given to others, 0 where nobody counts it.
+
+    Source: "steal" of Linux's `/proc/stat`.
+    """
+    try:
+        total = Path("/proc/stat").read_text().partition("\n")[0].split()
+    except OSError:
+        return 0.0
+    return int(total[8]) * _tick_s() if len(total) > 8 else 0.0
+
+
+def _tick_s() -> float:
+    """What `stolen_s` is counted in."""
+    return 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Disturbance:
+    """What has kept this process from running since this was made."""
+
+    def __init__(self) -> None:
+        self._started, self._waited_s, self._stolen_s = time.perf_counter(), waited_s(), stolen_s()
+
+    def _elapsed_s(self) -> float:
+        return max(time.perf_counter() - self._started, 1e-9)
+
+    @property
+    def waited_share(self) -> float:
+        """See `waited_s`, for each of torch's threads, as a share of the time."""
+        return (waited_s() - self._waited_s) / self._elapsed_s() / torch.get_num_threads()
+
+    @property
+    def stolen_share(self) -> float:
+        """See `stolen_s`, as a share of all processors' time; but for one tick, which may have begun before."""
+        stolen = stolen_s() - self._stolen_s
+        if not stolen:  # or nobody counts it, and there is no tick to ask for
+            return 0.0
+        return max(0.0, stolen - _tick_s()) / self._elapsed_s() / (os.cpu_count() or 1)
+
+
+def unsteady(times: Iterable[OpTime], waited_share: float, stolen_share: float) -> str:
+    """Why these times should not be relied on, "" if they may.
+
+    Args:
+        times: of the distinct ops.
+        waited_share, stolen_share: see `Disturbance`.
+    """
+    known = list(times)
+    total_s = sum(op.time_s for op in known)
+    differ = sum(op.spread_s for op in known) / total_s if total_s else 0.0
+    reasons = []
+    if waited_share > _MOST_WAITING:
+        reasons.append(f"its threads waited for a processor for {waited_share:.0%} of the time")
+    if stolen_share > _MOST_STOLEN:
+        reasons.append(f"the machine's host gave {stolen_share:.0%} of the processors' time to others")
+    if differ > _MOST_SPREAD:
+        reasons.append(f"runs of the same op differ by {differ:.0%} (between their quartiles)")
+    if not reasons or not known:
+        return ""
+    return f"{UNSTEADY}, {' and '.join(reasons)}: profile on a quiet machine before relying on them"
+
+
+def _repeatable(func: Any, info: OpInfo, args: Any) -> bool:
+    """Whether an op can be run several times unnoticed; who knows what else those do that write or draw for others."""
+    pure = not info.writes and not info.random and not info.updates_statistics(args)
+    return info.replayable and (pure or func.namespace == "aten")
+
+
+def _repeats(first_s: float) -> int:
+    """How often to run an op: often while it is short, so that profiling stays within a few steps."""
+    return max(1, min(5, int(0.1 / max(first_s, 1e-6))))

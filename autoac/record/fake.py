@@ -1,0 +1,291 @@
+"""A model without its memory: parameters, buffers and the sample become fake tensors while a step is recorded.
+
+A fake tensor has a shape, strides, a dtype and a device, and no data (torch's `FakeTensorMode`). So a model that does
+not fit, or that was built on the meta device and never had any values, runs its step with nothing allocated.
+
+Whole numbers and truth values stay real where they have values: token ids, masks and positions are small, and code
+looks at them on the host ("is anything masked?"). What it decides then is what it decides in the real step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoac.device import device_for
+from autoac.ops.info import op_info, written_tensors
+from autoac.record.single_draws import known
+from autoac.step.step import TrainingStep
+from autoac.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    is_fake,
+    own_tensors,
+    schema_of,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+    unset_fake_temporarily,
+)
+from autoac_solver.records.errors import ProfilingError
+
+
+@dataclass(frozen=True)
+class Faked:
+    """What stands in for the model's tensors.
+
+    Args:
+        mode: to be entered below everything that records.
+        step: the step with fake tensors in its sample.
+        tensors: the fake parameters, buffers and tensors of the sample.
+        gradients: of the fake tensors, those that were there before the step.
+    """
+
+    mode: FakeTensorMode
+    step: TrainingStep
+    tensors: list[torch.Tensor]
+    gradients: list[tuple[torch.Tensor, torch.Tensor | None]]
+
+    def sharded(self, shard: Callable[[], None]) -> Faked:
+        """What stands in for the tensors once the model is sharded.
+
+        Args:
+            shard: shards the model.
+        """
+        with self.mode:
+            shard()
+        model = self.step.model
+        parameters, others = list(model.parameters()), [*model.buffers(), *self.step.inputs]
+        gradients = [(parameter, parameter.grad) for parameter in (*parameters, *others)]
+        return Faked(self.mode, self.step, [*parameters, *others], gradients)
+
+    def start_anew(self) -> None:
+        """Let the fake tensors be as they were before a step: gradients, and no graph."""
+        for tensor, gradient in self.gradients:
+            tensor.grad = gradient
+            if not tensor.is_leaf:  # a step has written it in place
+                tensor.detach_()
+
+    @contextlib.contextmanager
+    def active(self, above: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """Context in which the step runs.
+
+        Args:
+            above: a dispatch mode that sees what the fake implementations return.
+        """
+        with self.mode, above, _RealWholeNumbers():
+            yield
+
+
+def fake_model(step: TrainingStep, device: torch.device) -> Faked:
+    """Put fake tensors in place of the model's parameters and buffers; what was there is not kept here.
+
+    Tensors that share a storage share one afterwards, and tied parameters stay one.
+
+    Args:
+        step: of a model on any device, meta included. A callable sample is left as it is, for it brings its own
+            tensors.
+        device: where all fake tensors claim to be.
+
+    Raises:
+        ProfilingError: a tensor is of a kind that has no fake counterpart.
+    """
+    mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+    converter = _Converter(mode, device)
+    for name, module in step.model.named_modules():
+        for kind in own_tensors(module):
+            for key, tensor in list(kind.items()):
+                if tensor is not None:
+                    setattr(module, key, converter.fake(tensor, f"{name}.{key}".lstrip(".")))
+    if step.is_whole:
+        return Faked(mode, step, converter.made, converter.gradients)
+    sample = step.sample
+    if not isinstance(sample, (torch.Tensor, tuple, list, dict)):
+        sample = dict(sample)  # a library's own kind of mapping
+    faked = tree_map_only(torch.Tensor, lambda tensor: converter.fake(tensor, "the sample"), sample)
+    return Faked(mode, step.of(step.model, faked), converter.made, converter.gradients)
+
+
+class _Converter:
+    def __init__(self, mode: FakeTensorMode, device: torch.device):
+        self.mode = mode
+        self.device = device
+        self.made: list[torch.Tensor] = []
+        self.gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._alive: list[torch.Tensor] = []  # so that no address is used again
+
+    def fake(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """The fake counterpart of a tensor, always the same one."""
+        if id(tensor) in self._tensors:
+            return self._tensors[id(tensor)]
+        if not _has_fractions(tensor.dtype) and tensor.device == self.device:
+            self._tensors[id(tensor)] = tensor
+            self.made.append(tensor)
+            return tensor
+        parameter = isinstance(tensor, torch.nn.Parameter)
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        if not plain or tensor.layout is not torch.strided:
+            raise ProfilingError(
+                f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, for which there is no fake tensor. "
+                'Profile with mode="real", before the model is sharded or quantised if it is.'
+            )
+        with self.mode, torch.no_grad():
+            whole = self._storage(tensor)
+            fake = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
+            if parameter:
+                fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            else:
+                fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+            if tensor.grad is not None:
+                fake.grad = torch.empty_like(fake)
+                self.made.append(fake.grad)
+            self.gradients.append((fake, fake.grad))
+        self._tensors[id(tensor)] = fake
+        self._alive.append(tensor)
+        self.made.append(fake)
+        return fake
+
+    def _storage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the whole storage under a tensor, one for all tensors of this type on it."""
+        key = (storage_key(tensor), tensor.dtype)
+        if key not in self._storages:
+            size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+            self._storages[key] = torch.empty(size, dtype=tensor.dtype, device=self.device)
+        return self._storages[key]
+
+
+class _RealWholeNumbers(TorchDispatchMode):
+    """Runs for real what computes whole numbers or truth values from such, or from single numbers that are known.
+
+    See `single_draws` for those.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Real storages into which something fake was written: they are there, but what they hold is not known.
+        self.unknown: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        if any(map(is_fake, given)):
+            return self._with_fakes(func, args, kwargs)
+        fractions = [tensor for tensor in given if _has_fractions(tensor.dtype)]
+        if not all(map(_is_known, fractions)):
+            return func(*args, **kwargs)
+        unknown = any(tensor.untyped_storage() in self.unknown for tensor in given)
+        # What is written in place or read by the host is there already; for anything else look at its size first.
+        result = func(*args, **kwargs) if _makes_tensors(func) else None
+        made = _tensors(result)
+        too_large = sum(tensor.numel() for tensor in made) > _MOST_NUMBERS
+        elsewhere = any(
+            tensor.device.type == "meta" or not _is_here(tensor.device) for tensor in (*given, *made)
+        )
+        unlike = not fractions and any(_has_fractions(tensor.dtype) for tensor in made)
+        if too_large or elsewhere or unlike or (fractions and any(tensor.numel() != 1 for tensor in made)):
+            return result
+        if unknown and not _makes_tensors(func) and not _writes(func):
+            raise DataDependentOutputException(func)
+        with unset_fake_temporarily():
+            result = func(*args, **kwargs)
+        if unknown:
+            self.unknown.update(tensor.untyped_storage() for tensor in _tensors(result))
+        if fractions:
+            known.update(tensor.untyped_storage() for tensor in _tensors(result))
+        return result
+
+    def _with_fakes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that has a fake argument; a real tensor that it writes stays the one it is."""
+        result = func(*args, **kwargs)
+        if not _writes(func):
+            return result
+        for target in written_tensors(op_info(func), args, kwargs):
+            if not is_fake(target):
+                self.unknown.add(target.untyped_storage())
+                result = target if isinstance(result, torch.Tensor) else result
+        return result
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+_MOST_NUMBERS = 2**24
+
+
+def _has_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _is_known(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage() in known
+
+
+def _writes(func: Any) -> bool:
+    return isinstance(func, OpOverload) and schema_of(func).is_mutable
+
+
+def _makes_tensors(func: Any) -> bool:
+    returns = schema_of(func).returns if isinstance(func, OpOverload) else ()
+    return not _writes(func) and any("Tensor" in str(result.type) for result in returns)
+
+
+def _is_here(device: torch.device) -> bool:
+    return device_for(device).is_here()
+
+
+@contextlib.contextmanager
+def explained(failed_at: Callable[[], tuple[str, str] | None]) -> Iterator[None]:
+    """Turn what fake tensors cannot do into an error that names the op and the module.
+
+    Args:
+        failed_at: tells the op and the module at which the step broke off, None if not at an op.
+
+    Raises:
+        ProfilingError: an op refused its fake arguments.
+    """
+    try:
+        yield
+    except Exception as error:
+        where = failed_at()
+        if where is None:
+            raise  # the model's own error, no op's
+        op, module = where
+        raise ProfilingError(
+            f"the step cannot be recorded on fake tensors: {op} {_why(error)}, in {module}{_line_of(error)}. "
+            'Profile with mode="real" on a machine where the step fits, or change the model so that its shapes and its '
+            "path do not depend on values (masks instead of selected rows, no .item(), no `if tensor:`)."
+        ) from error
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, UnsupportedOperatorException):
+        return "has no fake implementation"
+    if isinstance(error, DynamicOutputShapeException):
+        return "makes a result whose shape depends on values"
+    if isinstance(error, DataDependentOutputException):
+        return "reads a value on the host"
+    message = str(error).split("\n")[0]
+    return f"refuses them ({type(error).__name__}: {message:.200})"
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line of the user's code, outside of torch and of this package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = ("/torch/", "/autoac/", "<")
+    for frame in reversed(frames):
+        if not any(part in frame.filename for part in own):
+            return f" ({frame.filename.rpartition('/')[2]}, line {frame.lineno}: {frame.line})"
+    return ""

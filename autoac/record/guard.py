@@ -1,0 +1,271 @@
+"""Values that come out of their recomputation with other bits: found while a step is recorded, and never recomputed.
+
+NOTE [ The guard ]
+  1. While a step is recorded the engine recomputes every value of a lean module. In the first step a checksum is taken
+     of each value when an op reads it and when autograd saves it, and again of the recomputed one at the same place.
+  2. A value that differs is not what its op has made of its inputs: code that torch does not see has written it, the op
+     draws random numbers of its own, or it depends on something that was set around it. Its op is marked as one that
+     cannot run a second time, and plans save the value.
+  3. What was computed from such a value differs as well, which says nothing of its own op. So a step with findings is
+     followed by one in which the found values are kept. What differs in the last step is marked, whatever the reason.
+  4. Checksums are of the bytes that an op or autograd sees: the rest of a storage may never have been written. What an
+     op writes in place is looked at when it is next read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoac.execute.replay import Handle, Record, Slot
+from autoac.ops.generators import generators_of
+from autoac.ops.info import OpInfo
+from autoac.ops.private_results import PRIVATE_RESULTS
+from autoac.torch_private import disable_dispatch_modes, is_fake
+
+OpKey = tuple[str, int, str, int]
+"""Module, its call in the step, op, and its call by the module."""
+
+
+class Guard:
+    """Compares what is recomputed in one recorded step with what forward had made.
+
+    Args:
+        unfit: ops whose results are kept, as found in earlier steps.
+    """
+
+    def __init__(self, unfit: Iterable[OpKey] = ()):
+        self.unfit = set(unfit)
+        self.found: set[OpKey] = set()
+        self.derived: set[OpKey] = set()  # see NOTE [ The guard ] 3
+        self.key_of_row: dict[int, OpKey] = {}
+        self._counts: Counter[tuple[str, int, str]] = Counter()
+        self._key: OpKey = ("", 0, "", 0)
+        self._read: list[
+            tuple[int, int]
+        ] = []  # of the op that is being recorded: place in its refs, checksum
+        self._reads: dict[int, tuple[OpKey, list[tuple[int, int]]]] = {}  # by record
+        self._packed: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
+        self._maker: dict[Slot, OpKey] = {}
+        self._differing: set[Slot] = set()
+        self._tainted: set[Slot] = set()
+
+    # -- forward -----------------------------------------------------------------------------------------------
+
+    def about_to_run(self, info: OpInfo, fqn: str, call: int) -> OpInfo:
+        """An op is about to be recorded; what the recording is to take it for."""
+        place = fqn, call, info.name
+        self._key = (*place, self._counts[place])
+        self._counts[place] += 1
+        self._read = []
+        return dataclasses.replace(info, replayable=False) if self._key in self.unfit else info
+
+    def has_run(self, row: int) -> None:
+        """It is in this row of the tape."""
+        self.key_of_row[row] = self._key
+
+    def reads(self, info: OpInfo, tensor: torch.Tensor, where: Any, place: int) -> None:
+        """The op reads a value that will be recomputed, which is this one of its references."""
+        position = where[0] if isinstance(where, tuple) else where
+        if isinstance(position, str) or position in info.writes:
+            return  # taken note of only when the op has run; or overwritten
+        if (checksum := checksum_of(tensor)) is not None:
+            self._read.append((place, checksum))
+
+    def recorded(self, record: Record) -> None:
+        """The op has left a record."""
+        self._reads[id(record)] = self._key, self._read
+
+    def packed(self, handle: Handle, tensor: torch.Tensor) -> None:
+        """Autograd saves a value that will be recomputed."""
+        if (checksum := checksum_of(tensor)) is not None:
+            self._packed[handle] = checksum
+
+    # -- replay ------------------------------------------------------------------------------------------------
+
+    def replaying(self, record: Record, table: Mapping[Slot, torch.Tensor]) -> None:
+        """A record is about to be replayed."""
+        key, reads = self._reads.pop(id(record), (None, []))
+        if key is None:
+            return  # replayed before
+        read = [slot for _, slot, _ in record.refs]
+        for place, checksum in reads:
+            if checksum_of(record.seen(place, table)) != checksum:
+                self._differs(read[place])
+        made = [slot for _, slot in record.outputs if not _is_private(key, record, slot)]
+        for slot in made:
+            self._maker[slot] = key
+        if not (self._differing | self._tainted).isdisjoint(read):
+            self._tainted.update(made, record.written)
+
+    def unpacked(self, packed: Any, tensor: torch.Tensor) -> None:
+        """Autograd gets back what it has saved."""
+        if type(packed) is Handle:
+            checksum = self._packed.pop(packed, None)
+            if checksum is not None and checksum_of(tensor) != checksum:
+                self._differs(packed.slot)
+
+    def _differs(self, slot: Slot) -> None:
+        maker = self._maker.get(slot)
+        if maker is not None and slot not in self._differing:
+            self._differing.add(slot)
+            (self.derived if slot in self._tainted else self.found).add(maker)
+
+    # -- the record --------------------------------------------------------------------------------------------
+
+    def mark(self, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+        """Mark the ops of the last step's tape that cannot run a second time; notes on them for the profile."""
+        unfit = self.unfit | self.found | self.derived
+        marked = [(row, key) for row, key in self.key_of_row.items() if key in unfit]
+        for row, _ in marked:
+            rows[row]["replayable"] = False
+        return _notes(
+            [key for _, key in marked], {rows[row]["name"]: bool(rows[row]["reads"]) for row, _ in marked}
+        )
+
+
+def next_guard(guard: Guard | None) -> Guard | None:
+    """The guard for the step after one with this guard; None if nothing was found."""
+    if guard is None or not (guard.unfit or guard.found):
+        return None
+    return Guard(guard.unfit | guard.found)
+
+
+def _is_private(key: OpKey, record: Record, slot: Slot) -> bool:
+    """Whether this is a kernel's own workspace, of which it may leave parts unwritten."""
+    index = PRIVATE_RESULTS.get(key[2])
+    return any(made is slot and position == index for position, made in record.outputs)
+
+
+def _notes(keys: Sequence[OpKey], reads: Mapping[str, bool]) -> tuple[str, ...]:
+    by_op: dict[str, list[str]] = {}
+    for fqn, _, op, _ in keys:
+        by_op.setdefault(op, []).append(repr(fqn) if fqn else "the model itself")
+    return tuple(
+        f"{op} in {_some(list(dict.fromkeys(modules)))} gave other bits when it was run a second time "
+        f"({_likely(op, reads[op])}): plans save what it makes"
+        for op, modules in by_op.items()
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _likely(op: str, reads_tensors: bool) -> str:
+    if not op.startswith("aten."):
+        return "likely it draws random numbers of its own, or keeps a state"
+    if not reads_tensors:
+        return (
+            "likely its result is then written by code that torch does not see, such as numpy or an extension"
+        )
+    return (
+        "likely its result is then written by code that torch does not see, a flag was set around it, or its kernel "
+        "differs from run to run"
+    )
+
+
+# -- random numbers ------------------------------------------------------------------------------------------------
+
+
+class Draws:
+    """What an op draws that does not say whether it does: make it before the op."""
+
+    def __init__(self, info: OpInfo, args: Any, kwargs: Any):
+        generators = generators_of(info, args, kwargs) if info.unknown else []
+        self.states = [(generator, generator.get_state()) for generator in generators]
+
+    def note(self, keep: Callable[[torch.Generator, torch.Tensor], Any]) -> int:
+        """The op is over: keep the states from which it drew.
+
+        Returns:
+            Their bytes.
+        """
+        drawn = [(g, state) for g, state in self.states if not torch.equal(g.get_state(), state)]
+        for generator, state in drawn:
+            keep(generator, state)
+        return sum(state.nbytes for _, state in drawn)
+
+
+# -- checksums -----------------------------------------------------------------------------------------------------
+
+_WORDS = 1 << 20  # of eight bytes that are looked at together on a device
+_PIECES = 64  # in which a tensor with gaps is copied
+
+
+def checksum_of(tensor: torch.Tensor) -> int | None:
+    """A checksum of a tensor's elements, in the order of memory; None if they cannot be looked at.
+
+    Two tensors of the same size and strides with the same bits have the same. Nothing is copied but, piece by piece,
+    tensors with gaps between their elements.
+    """
+    if tensor.layout is not torch.strided or is_fake(tensor) or tensor.device.type == "meta":
+        return None
+    if tensor.device.type == "cpu":
+        return _on_cpu(tensor)
+    with disable_dispatch_modes(), torch.no_grad():
+        return on_device(tensor)
+
+
+def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Stride and size of each dimension, largest stride first; repeated elements count once."""
+    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
+    return sorted(((stride, size) for stride, size in dims if stride), reverse=True)
+
+
+def _on_cpu(tensor: torch.Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    dims, item = _dims(tensor), tensor.element_size()
+    span = sum(stride * (size - 1) for stride, size in dims) + 1
+    memory: Any = (ctypes.c_char * (span * item)).from_address(tensor.data_ptr())
+    if span == _product(dims):
+        return zlib.crc32(memory)
+    shape, strides = [size for _, size in dims], [stride * item for stride, _ in dims]
+    elements = np.ndarray(shape, np.dtype(f"V{item}"), memory, 0, strides)
+    checksum, step = 0, -(-shape[0] // _PIECES)
+    for start in range(0, shape[0], step):
+        checksum = zlib.crc32(np.ascontiguousarray(elements[start : start + step]).data, checksum)
+    return checksum
+
+
+def _product(dims: Sequence[tuple[int, int]]) -> int:
+    count = 1
+    for _, size in dims:
+        count *= size
+    return count
+
+
+def on_device(tensor: torch.Tensor) -> int:
+    """The same by ops of torch: sums of eight bytes each, weighted by their place."""
+    if not tensor.numel():
+        return 0
+    dims = _dims(tensor)
+    flat = (
+        tensor.as_strided([s for _, s in dims], [s for s, _ in dims])
+        .contiguous()
+        .resolve_conj()
+        .resolve_neg()
+        .reshape(-1)
+        .view(torch.uint8)
+    )
+    flat = flat.clone() if flat.data_ptr() % 8 else flat
+    whole = flat.numel() // 8 * 8
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in (*flat[:whole].view(torch.int64).split(_WORDS), flat[whole:].long()):
+        weights = (2 * torch.arange(part.numel(), device=part.device) + 1) * _MIX
+        # The upper halves once more by themselves: of a product's topmost bit, no weight tells the place.
+        total = total * _MIX + (part * weights).sum() + ((part >> 32) * (weights >> 7)).sum()
+    return int(total)
+
+
+_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+"""An odd number with bits all over (2**64 over the golden ratio), as a signed one."""

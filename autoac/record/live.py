@@ -1,0 +1,296 @@
+"""Record a step of the user's own loop while it trains: nothing is run for the record, and nothing is put back.
+
+NOTE [ A step of the loop ]
+  1. The step begins with the model's first call and ends where the loop says so: before the optimizer steps, or, in a
+     loop without one, before the next call that finds the gradients gone. So all that the loop does belongs to it:
+     micro-batches, the loss outside of the model, autocast, gradient scaling, clipping.
+  2. The lean modules run under the replay engine with everything recomputed, as in `recorder`: gradients are equal to
+     the bit, and the step takes the least memory that there is.
+  3. There is no warm-up. Workspace and times are measured in the same run (`LiveMeter`); what the first step sets up
+     once is found by what is left of it when the next one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoac.ops.info import OpInfo
+from autoac.ops.signatures import Signature
+from autoac.price.engine_costs import engine_costs
+from autoac.price.meters import Disturbance, OpTimer, WorkspaceMeter
+from autoac.record import recorder
+from autoac.record.notes import (
+    note_if_unsteady,
+    note_on_device,
+    notes_if_compiled,
+    notes_if_uncounted,
+)
+from autoac.record.tape import tables as tape_tables
+from autoac.record.tape.before import BeforeStep
+from autoac.record.tape.instrumented import Instrumented
+from autoac.record.tape.tape import Tape
+from autoac.step.inputs import described
+from autoac.step.interrupts import interruptible
+from autoac.step.model import check_model, device_bytes, device_of, model_fingerprint
+from autoac.step.modules import lean_modules
+from autoac.step.restore import Seen, tensors_of
+from autoac.step.uncompiled import uncompiled
+from autoac.step.units import here, own_name
+from autoac.torch_private import (
+    in_backward,
+    is_profiled,
+    local_part,
+    storage_key,
+    top_dispatch_mode,
+    top_saved_tensors_hooks,
+)
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.profile import NEVER, ModuleCall, Profile, Storage
+
+_PROFILED = (
+    "torch's profiler ran in the recorded step, so memory that ops take inside of them may not be counted: let autoac "
+    "record a step without it"
+)
+_ONE_DRAW = (
+    "single random numbers were drawn in the recorded step: if they decide what is called, as for layer drop, then it "
+    "is one draw of many. A step is recorded anew where a later one calls other modules; autoac.plan plans for all of "
+    "them at once"
+)
+
+
+class LiveMeter(OpTimer):
+    """Times ops and, where a signature first comes, measures its workspace as well.
+
+    Args:
+        known: workspaces from an earlier record.
+    """
+
+    def __init__(self, device: torch.device, known: Mapping[Signature, int]):
+        super().__init__(device)
+        self.workspace = WorkspaceMeter(device)
+        self.workspace.workspace_bytes.update(known)
+
+    def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
+        """Run the op, and tell its result and signature."""
+        signature = Signature.of(func, args, kwargs)
+        if signature in self.workspace.workspace_bytes:
+            return super().run(func, info, args, kwargs)
+        if self.repeats(signature, func, info, args, kwargs):
+            return self.workspace.run(func, info, args, kwargs)
+        run = self.workspace.run
+        return self.time(run, (func, info, args, kwargs), {}, self.samples[signature])[0]
+
+
+class _NothingKept(BeforeStep):
+    """Of a step that counts nothing is put back; what was kept would keep gradients alive that the loop clears."""
+
+    def keep_gradient(self, leaf: torch.Tensor) -> None:
+        pass
+
+    def keep_values(self, index: int, tensor: torch.Tensor) -> None:
+        pass
+
+    def keep_shapes(self, seen: Iterable[Seen]) -> None:
+        pass
+
+    def keep_state(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        pass
+
+
+class LiveTape(Tape):
+    """The tape of a step that counts: what it writes stays written.
+
+    Args:
+        parameters: storage keys of the model's parameters.
+    """
+
+    def __init__(self, device: torch.device, meter: OpTimer, parameters: set[int]):
+        super().__init__(device, meter, _NothingKept())
+        self.parameters = parameters
+        self.is_over = False  # somebody has begun to update the parameters
+
+    def _before_write(self, tensor: torch.Tensor) -> None:
+        super()._before_write(tensor)
+        written = tensor.layout is torch.strided and storage_key(tensor) in self.parameters
+        if written and self.went_backward and not in_backward():
+            self.is_over = True
+            self.clock.suspended += 1  # from here on ops are the optimizer's
+
+    @property
+    def went_backward(self) -> bool:
+        """Whether a backward has begun."""
+        return any(row["backward"] for row in reversed(self.ops))
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether no backward can come any more: nothing is held for one."""
+        return not self.went_backward and all(row["released"] != NEVER for row in self.saved.rows)
+
+
+class LiveStep:
+    """One step of the user's loop while it is recorded, from `begin` to `finish` or `give_up`.
+
+    Args:
+        model: not planned.
+        lean_losses: as for `recorder.recorded_step`.
+        known: workspaces from an earlier record.
+    """
+
+    def __init__(self, model: torch.nn.Module, lean_losses: bool, known: Mapping[Signature, int]):
+        check_model(model)
+        self.model = model
+        self.device = device_of(model)
+        self.losses = None if lean_losses else {}
+        self.meter = LiveMeter(self.device, known)
+        keys = {storage_key(local_part(p)) for p in model.parameters() if p.layout is torch.strided}
+        self.tape = LiveTape(self.device, self.meter, keys)
+        # By the user, and there cannot be two: what ops take inside of them is not seen.
+        self.profiled = self.device.type == "cpu" and is_profiled()
+        self.survivors: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def begin(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], others: Iterable[torch.Tensor]) -> None:
+        """Record from here on.
+
+        Args:
+            inputs: positional and keyword arguments that the model is called with.
+            others: tensors that are counted elsewhere, such as an optimizer's state.
+
+        Raises:
+            ProfilingError: a mode or hooks are on under which the step cannot be recorded.
+        """
+        if top_dispatch_mode() is not None or top_saved_tensors_hooks() is not None:
+            raise ProfilingError(
+                "the model is called under a dispatch mode or under saved-tensor hooks (checkpoint, save_on_cpu): a "
+                "step in which it is called without them can be recorded."
+            )
+        model, tape = self.model, self.tape
+        tape.sample = described(*inputs)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        fixed = [*model.parameters(), *gradients, *model.buffers(), *tensors_of(inputs)]
+        tape.storages.note_others(here([*fixed, *others]))
+        for tensor in fixed:
+            tape.storages.index_of(tensor)
+        with contextlib.ExitStack() as stack:
+            stack.callback(tape.restore)
+            if not self.profiled:
+                stack.enter_context(self.meter.workspace.measuring())
+            stack.enter_context(uncompiled(model))
+            stack.enter_context(Instrumented(model, tape, lean_modules(model), self.losses))
+            stack.enter_context(interruptible())  # what runs now is the user's own loop
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(tape.saved.pack, tape.saved.unpack))
+            stack.enter_context(tape)
+            self.started, self.disturbance = time.perf_counter(), Disturbance()
+            self.contexts = stack.pop_all()
+
+    @property
+    def can_end(self) -> bool:
+        """Whether nobody has put a mode or hooks on top of ours and left them there."""
+        hooks = top_saved_tensors_hooks()
+        return top_dispatch_mode() is self.tape and hooks == (self.tape.saved.pack, self.tape.saved.unpack)
+
+    def give_up(self) -> None:
+        """Record no further."""
+        self.contexts.close()
+
+    def finish(self) -> Profile:
+        """End the record, and make the profile of it.
+
+        Raises:
+            ProfilingError: no backward ran.
+        """
+        elapsed = time.perf_counter() - self.started
+        try:
+            times = self.meter.times()
+            tables = tape_tables.finish(self.tape, recorder.names_of(self.model), {}, times)
+            self.survivors = self.tape.storages.survivors(tables["end"])
+        finally:
+            self.contexts.close()
+        tables["tape"] = tape_tables.timed(self.tape.ops, times, self.workspaces)
+        # What the loop lets go of in the step: gradients that are cleared after forward, say.
+        tables["storage_table"] = tuple(
+            replace(storage, alloc=0) if storage.alloc == NEVER and storage.free < tables["end"] else storage
+            for storage in tables["storage_table"]
+        )
+        recorder.check_recorded(tables)
+        return Profile(
+            model=own_name(self.model),
+            model_fingerprint=model_fingerprint(self.model),
+            device=str(self.device),
+            device_bytes=device_bytes(self.device),
+            torch_version=torch.__version__,
+            costs=engine_costs(self.device, recorder.bytes_per_op(tables["tape"])),
+            measured_step_s=elapsed,
+            notes=(
+                "recorded while the model was trained: a step of your own loop, up to the optimizer's",
+                *([_PROFILED] if self.profiled else []),
+                *([_ONE_DRAW] if self.tape.single.count else []),
+                *notes_if_compiled(self.model, self.tape),
+                *notes_if_uncounted(self.tape),
+                *note_if_unsteady(times.values(), self.device, self.disturbance),
+                *note_on_device(self.device),
+            ),
+            **tables,
+        )
+
+    @property
+    def workspaces(self) -> dict[Signature, int]:
+        """What ops take inside of them, in bytes; of a finished step."""
+        return self.meter.workspace.workspace_bytes
+
+
+def with_leftovers(profile: Profile, survivors: dict[int, weakref.ref[torch.UntypedStorage]]) -> Profile:
+    """The profile of a step that begins while the loop still holds tensors of the step before, such as its output.
+
+    A loop lets go of them where it gives their names to others: when the model's call in which they are made is over.
+
+    Args:
+        survivors: storages that were there at the step's end.
+    """
+    last = max((op.tick for op in profile.tape if op.backward), default=profile.end)
+    released = [
+        storage for storage in profile.storage_table if storage.kind == "Input" and storage.free < profile.end
+    ]
+    left = [profile.storage_table[index] for index, ref in survivors.items() if ref() is not None]
+    left = [storage for storage in left if storage.kind != "Gradient" and storage.alloc <= last]
+    roots = [call for call in profile.calls if call.fqn == ""]
+    batches = _for_later(profile, roots)
+    again = []
+    for storage in left:
+        ends = [call.end for call in roots if call.start <= storage.alloc <= call.end]
+        # A loader that is one batch ahead: the recorded step began with such a batch too, and it is counted already.
+        same = [one for one in released if one.bytes == storage.bytes and one.free > storage.alloc]
+        if same and storage in batches:
+            released.remove(same[0])
+            continue
+        free = min(max([storage.alloc, *ends]) + 1, profile.end)
+        again.append(Storage(storage.bytes, 0, free, "Input", "left by the step before"))
+    return replace(profile, storage_table=(*profile.storage_table, *again)) if again else profile
+
+
+def _for_later(profile: Profile, roots: Sequence[ModuleCall]) -> list[Storage]:
+    """What is made outside of the model's calls, from nothing of the model's, and read by no op of the step."""
+
+    def is_of_the_model(storage: Storage) -> bool:
+        within = any(call.start <= storage.alloc <= call.end for call in roots)
+        return within or storage.kind in ("Parameter", "Buffer", "Gradient")
+
+    table = profile.storage_table
+    read = {storage for op in profile.tape for storage in op.reads}
+    derived = {
+        storage
+        for op in profile.tape
+        if op.backward or any(is_of_the_model(table[source]) for source in op.reads)
+        for storage in op.creates
+    }
+    return [
+        storage
+        for index, storage in enumerate(table)
+        if index not in read and index not in derived and not is_of_the_model(storage)
+    ]

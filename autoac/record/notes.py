@@ -1,0 +1,117 @@
+"""What the reader of a profile should know about how it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from autoac.device import device_for
+from autoac.price.isolated_ops import Measured
+from autoac.price.meters import Disturbance, OpTime, unsteady
+from autoac.record.tape.tape import Tape
+from autoac.step.uncompiled import compiled_modules
+
+
+def note_if_unsteady(
+    times: Iterable[OpTime], device: torch.device, disturbance: Disturbance
+) -> tuple[str, ...]:
+    """A note if times that were measured under this should not be relied on."""
+    # On a GPU ops are timed by its own clock, whatever the host waits for.
+    shares = (
+        (disturbance.waited_share, disturbance.stolen_share)
+        if device_for(device).on_hosts_processors
+        else (0.0, 0.0)
+    )
+    note = unsteady(times, *shares)
+    return (note,) if note else ()
+
+
+def note_on_device(device: torch.device) -> tuple[str, ...]:
+    """A note on a device of another kind than those whose clock and memory we read."""
+    if device_for(device).known:
+        return ()
+    return (
+        f"recorded on {device}: autoac reads the clocks and the memory of CPU and CUDA devices only. Here times are "
+        "the host's, which an op that runs on after its launch has not, and bytes are those of the tensors; plans are "
+        "exact all the same, their overhead is a guess, and plan.verify cannot measure their peak",
+    )
+
+
+def notes_if_compiled(model: torch.nn.Module, tape: Tape) -> list[str]:
+    """Notes on compiled modules, which are recorded uncompiled, and on other compiled code, which is hardly seen."""
+    notes = []
+    if modules := list(compiled_modules(model)):
+        notes.append(
+            f"compiled by torch.compile, but recorded uncompiled: {_some(modules)}. With a plan of engine replay that "
+            "recomputes anything they run uncompiled, and its peak holds. To have them compiled, take engine sac, or "
+            "compile them after plan.apply (regions of replay run uncompiled all the same): what compiled code takes "
+            "is not predicted then, so leave headroom, and see what plan.verify measures"
+        )
+    if running := tape.calls.with_compiled_code():
+        notes.append(
+            f"functions compiled by torch.compile run in {_some(running)}: what they keep and take is not seen in "
+            "full, so peaks can be larger than predicted. Have them uncompiled, here and in training, or leave "
+            "headroom and see what plan.verify measures"
+        )
+    return notes
+
+
+_NOT_COUNTED = (
+    "this memory is not counted, so peaks can be larger than predicted. Leave headroom and see what plan.verify "
+    "measures"
+)
+
+
+def notes_if_uncounted(tape: Tape) -> list[str]:
+    """Notes on memory that is not counted: of sparse, jagged and oneDNN tensors, and inside of higher-order ops."""
+    notes = []
+    modules, layouts = tape.calls.with_uncounted()
+    if modules:
+        notes.append(f"tensors of layout {', '.join(layouts)} in {_some(modules)}: {_NOT_COUNTED}")
+    modules, ops = tape.calls.with_unseen_ops()
+    if modules:
+        notes.append(
+            f"what higher-order ops ({', '.join(ops)}) in {_some(modules)} take inside: {_NOT_COUNTED}"
+        )
+    return notes
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) if name else "the model itself" for name in names[:4])
+    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def notes_on_fake(
+    unknown: set[str], found: Measured, distinct: int, measure: bool, as_cuda: bool
+) -> tuple[str, ...]:
+    """Notes on what a step on fake tensors does not tell.
+
+    Args:
+        unknown: names of ops whose workspace fake tensors do not know.
+        found: what was measured of single ops.
+        distinct: how many different ops there are.
+        measure: whether single ops were to be measured.
+        as_cuda: whether it was recorded with the ops that CUDA takes.
+    """
+    notes = [
+        "recorded on fake tensors: nothing of the model was allocated, and whether values come out of their "
+        "recomputation with the same bits could not be looked at: let plan.verify do so before training"
+    ]
+    if as_cuda:
+        notes.append(
+            "recorded without a GPU, with the ops that CUDA takes for attention, dropout and batch norm; profile there "
+            "before training, for other ops may differ"
+        )
+    if unknown:
+        on_cuda = ", and on a GPU recurrent layers run other ops" if as_cuda else ""
+        notes.append(
+            f"the workspace that {', '.join(sorted(unknown))} hands to backward is not known to fake tensors{on_cuda}: "
+            "peaks are predicted too low"
+        )
+    if measure and len(found.times) < distinct:
+        notes.append(
+            f"{distinct - len(found.times)} of {distinct} distinct ops were too long or too large to be run here, or "
+            "refused made-up values: their times are estimated, and their workspace is not known"
+        )
+    return tuple(notes)

@@ -1,0 +1,152 @@
+"""Make a `Profile` of a step on fake tensors: shapes and bytes of its ops; distinct ones are timed by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoac.device import device_for
+from autoac.ops.private_results import PrivateResults
+from autoac.price.engine_costs import device_rates, engine_costs
+from autoac.price.isolated_ops import Measured, measure_on_scratch
+from autoac.price.meters import Disturbance, OpTime, SignatureMeter
+from autoac.record.cuda_ops import CudaOps
+from autoac.record.fake import Faked, explained, fake_model
+from autoac.record.notes import note_if_unsteady, notes_if_compiled, notes_if_uncounted, notes_on_fake
+from autoac.record.recorder import (
+    Losses,
+    Progress,
+    bytes_per_op,
+    check_recorded,
+    losses_of,
+    names_of,
+    recording,
+)
+from autoac.record.single_draws import HIGH, LOW, SingleDraws
+from autoac.record.tape import tables as tape_tables
+from autoac.record.tape.tape import Tape
+from autoac.record.varying import Runs
+from autoac.step.model import check_model, device_bytes, device_of, free_bytes, model_fingerprint
+from autoac.step.restore import untouched
+from autoac.step.step import TrainingStep
+from autoac.step.units import own_name
+from autoac_solver.records.profile import Profile
+
+
+def record_fake(
+    step: TrainingStep,
+    progress: Progress | None = None,
+    measure: bool = True,
+    as_cuda: bool = False,
+    lean_losses: bool = True,
+    shard: Callable[[], None] | None = None,
+) -> Profile:
+    """Record a step on fake tensors: nothing of the model is allocated, and it is left as it was.
+
+    Its parameters may be on the meta device, which stands for the CPU then.
+
+    Args:
+        step: its optimizer is not run.
+        measure: run each distinct op that can be afforded on scratch memory, for its time and workspace. What cannot
+            be is estimated from this device's rates, as is everything without `measure`.
+        as_cuda: record the ops that CUDA takes, see `as_cuda`. They cannot be run here, so `measure` must be off.
+        lean_losses: as for `recorded_step`.
+        shard: called once the model's tensors are fake; the model is a copy that nobody else has.
+
+    Raises:
+        ProfilingError: the step depends on values, or an op has no fake implementation; it names op and module.
+    """
+    model = step.model
+    check_model(model)
+    device = device_of(model)
+    device = torch.device("cpu") if device.type == "meta" else device
+    tell = progress or (lambda *_: None)
+    rates = device_rates(device)
+    most_bytes = free_bytes(device) // 4
+    results = PrivateResults(lambda signature: measure and signature.fits_in(most_bytes))
+    tell("recording on fake tensors", 0.0)
+    with untouched(model, step.inputs):
+        fake = fake_model(step, device)
+        if shard is not None:
+            fake = fake.sharded(shard)
+        runs = Runs()
+
+        def run(outcome: str, losses: Losses | None) -> tuple[Tape, dict[str, Any] | None]:
+            tape = Tape(device, SignatureMeter())
+            tape.single = SingleDraws(outcome)
+            return tape, runs.tried(tape, lambda: _run(fake, tape, results, as_cuda, losses))
+
+        # Twice, for the first sets up what is set up once, such as tables of positions.
+        all_losses = None if lean_losses else {}
+        _, tables = run(HIGH, all_losses)
+        low = run(LOW, all_losses)[1] if runs.draws else None
+        if runs.to_record == LOW:
+            tables = low
+        tell("recording on fake tensors", 0.1)
+        start = time.perf_counter()
+        losses = losses_of(model, tables) if lean_losses and tables else all_losses
+        tape, tables = run(runs.to_record, losses)
+        assert tables is not None
+        elapsed = time.perf_counter() - start
+    check_recorded(tables)
+    signatures = {str(row["signature"]): row for row in tape.ops}
+    found = Measured()
+    disturbance = Disturbance()
+    if measure:
+        found = measure_on_scratch(
+            [row["signature"] for row in tape.ops],
+            {row["signature"]: rates.roofline_s(*_work(row)) for row in tape.ops}.__getitem__,
+            device,
+            most_bytes,
+            lambda share: tell("timing distinct ops on scratch memory", 0.2 + 0.7 * share),
+        )
+    note = note_if_unsteady(found.times.values(), device, disturbance)
+    tell("engine costs", 0.95)
+    launch_s = rates.launch_s if device_for(device).asynchronous else 0.0
+    times = {
+        row["signature"]: found.times.get(row["signature"])
+        or OpTime.estimated(rates.roofline_s(*_work(row)), launch_s)
+        for row in signatures.values()
+    }
+    tables["tape"] = tape_tables.timed(tape.ops, times, found.workspace_bytes)
+    tables["storage_table"] = tape_tables.resized(
+        tape.ops, tables["storage_table"], found.result_bytes, device
+    )
+    return Profile(
+        model=own_name(model),
+        model_fingerprint=model_fingerprint(model),
+        device=str(device),
+        device_bytes=device_bytes(device),
+        torch_version=torch.__version__,
+        costs=engine_costs(device, bytes_per_op(tables["tape"]) if measure else 0),
+        measured_step_s=elapsed,
+        mode="fake",
+        notes=(
+            *notes_on_fake(results.unknown, found, len(signatures), measure, as_cuda),
+            *runs.notes(),
+            *notes_if_compiled(model, tape),
+            *notes_if_uncounted(tape),
+            *note,
+        ),
+        **tables,
+    )
+
+
+def _run(
+    fake: Faked, tape: Tape, results: PrivateResults, as_cuda: bool, losses: Losses | None
+) -> dict[str, Any]:
+    fake.start_anew()
+    with (
+        explained(lambda: tape.failed_at),
+        CudaOps() if as_cuda else contextlib.nullcontext(),
+        recording(fake.step, tape, fake.tensors, losses, fake.active(results)),
+    ):
+        return tape_tables.finish(tape, names_of(fake.step.model), {}, {})
+
+
+def _work(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["dtype"], row["flops"], row["moved_bytes"]

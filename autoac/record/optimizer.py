@@ -1,0 +1,193 @@
+"""The optimizer's part of the step, found without running the user's optimizer: its state, and what `step()` takes."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoac.measure import unique_storage_bytes
+from autoac.ops.info import tensors_in
+from autoac.ops.signatures import Signature, flops_of
+from autoac.price.engine_costs import device_rates
+from autoac.price.isolated_ops import workspaces_on_scratch
+from autoac.step.model import free_bytes
+from autoac.step.optimizer import real_optimizer
+from autoac.step.restore import tensors_of
+from autoac.step.units import here
+from autoac.torch_private import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    TorchDispatchMode,
+    key_of_storage,
+    local_part,
+    storage_key,
+)
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.profile import NEVER, Op, Profile, Storage
+
+OPTIMIZER_STEP = "optimizer.step"
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, device: str) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state on one type of device; some keep counters on the CPU."""
+    found = here([tensor for entry in optimizer.state.values() for tensor in tensors_of(entry)])
+    return [tensor for tensor in found if tensor.device.type == device]
+
+
+def is_counted(profile: Profile) -> bool:
+    """Whether a profile counts an optimizer, as `with_optimizer` adds it."""
+    return any(op.name == OPTIMIZER_STEP for op in profile.tape)
+
+
+def with_optimizer(
+    profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Optimizer, measure: bool = True
+) -> Profile:
+    """The profile of the step with this optimizer's `step()` at its end.
+
+    The state counts as resident, for it is there in every step but the first. A copy of the optimizer takes two steps
+    on fake tensors, so neither the optimizer nor the parameters are touched, and nothing of them is allocated. Where
+    it looks at a value (a norm, to scale by it), 1 stands for that.
+
+    Args:
+        measure: run its matrix products and the ops that convert types once by themselves, for their workspace.
+
+    Raises:
+        ProfilingError: the optimizer has no parameter of this model, or cannot be run on fake tensors.
+    """
+    optimizer = real_optimizer(optimizer, model)
+    device = torch.device(profile.device)
+    try:
+        state_bytes, live = _fake_steps(optimizer, device.type)
+    except Exception as error:
+        raise ProfilingError(
+            f"{type(optimizer).__name__} cannot be run on fake tensors, so its memory is not known ({error!r:.200}). "
+            "Leave optimizer= out and set headroom= to its state and the temporaries of its step."
+        ) from error
+    step_bytes = live.peak_with(_workspaces(live, device)) if measure and live.calls else live.peak_bytes
+    note = f"includes {type(optimizer).__name__}.step(), whose time is not counted"
+    if live.looked_at_values:
+        note += "; it looks at values, for which 1 stood"
+    state = Storage(state_bytes, NEVER, profile.end, "Optstate", type(optimizer).__name__)
+    step = Op(OPTIMIZER_STEP, profile.end, NEVER, False, 0.0, (), (), (), workspace_bytes=step_bytes)
+    at_end = profile.end + 1
+    return replace(
+        profile,
+        end=at_end,
+        tape=(*profile.tape, step),
+        storage_table=(*(_survive(s, profile.end, at_end) for s in profile.storage_table), state),
+        notes=(*profile.notes, note),
+    )
+
+
+def _survive(storage: Storage, end: int, new_end: int) -> Storage:
+    return replace(storage, free=new_end) if storage.free == end else storage
+
+
+def _fake_steps(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, _LiveBytes]:
+    """Bytes of the state, and what a step takes on top of everything that stays."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = copy.copy(optimizer)
+        groups = [
+            {
+                name: _fake_parameters(value, device) if name == "params" else value
+                for name, value in group.items()
+            }
+            for group in optimizer.param_groups
+        ]
+        # Not by setting attributes: a class may pass that on, to the optimizer that was copied.
+        vars(fake).update(state=defaultdict(dict), param_groups=groups)
+        with _LiveBytes(device):
+            fake.step()
+        state_bytes = unique_storage_bytes(state_tensors(fake, device))
+        with _LiveBytes(device) as live:
+            fake.step()
+    return state_bytes, live
+
+
+def _workspaces(live: _LiveBytes, device: torch.device) -> dict[Signature, int]:
+    rates = device_rates(device)
+    estimate_s = {call: rates.roofline_s(call.dtype, *work) for call, (_, *work) in live.calls.items()}
+    return workspaces_on_scratch(live.calls, estimate_s.__getitem__, device, free_bytes(device) // 4)
+
+
+def _fake_parameters(parameters: list[torch.Tensor], device: str) -> list[torch.Tensor]:
+    fakes = []
+    for whole in parameters:
+        real = local_part(whole)
+        place = torch.device(device) if real.is_meta else real.device
+        empty = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=place)
+        fake = torch.nn.Parameter(empty, requires_grad=whole.requires_grad)
+        if whole.requires_grad:
+            fake.grad = torch.empty_like(empty)
+        fakes.append(fake)
+    return fakes
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that ops make, above those at the start.
+
+    Args:
+        calls: ops that may take workspace: the most bytes that are alive around one (before or after), its
+            floating-point operations and the bytes it moves.
+        looked_at_values: whether the step asked for a tensor's value.
+    """
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.device = device
+        self.live_bytes = self.peak_bytes = 0
+        self.calls: dict[Signature, tuple[int, int, int]] = {}
+        self.looked_at_values = False
+        self._known: dict[int, Any] = {}
+
+    def peak_with(self, workspace_bytes: dict[Signature, int]) -> int:
+        """The peak if these ops take so much inside."""
+        return max([self.peak_bytes, *(self.calls[op][0] + size for op, size in workspace_bytes.items())])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        for tensor in given:
+            if storage_key(tensor) not in self._known:
+                self._watch(tensor.untyped_storage(), 0)
+        before = self.live_bytes
+        try:
+            result = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            self.looked_at_values = True
+            return 1.0 if args[0].is_floating_point() else 1
+        for tensor in self._made(result):
+            storage = tensor.untyped_storage()
+            self.live_bytes += storage.nbytes()
+            self._watch(storage, storage.nbytes())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        flops = flops_of(func, args, kwargs, result)
+        if flops or len({tensor.dtype for tensor in given if tensor.dim()}) > 1:
+            self._note(Signature.of(func, args, kwargs), max(before, self.live_bytes), flops)
+        return result
+
+    def _made(self, result: Any) -> Iterator[torch.Tensor]:
+        for tensor in tensors_in(result):
+            if storage_key(tensor) not in self._known and tensor.device.type == self.device:
+                yield tensor
+
+    def _note(self, call: Signature, around: int, flops: int) -> None:
+        known = self.calls.get(call, (0, 0, 0))[0]
+        self.calls[call] = max(known, around), flops, call.moved_bytes(())
+
+    def _watch(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = key_of_storage(storage)
+
+        def died(_: Any) -> None:
+            self.live_bytes -= size
+            del self._known[key]
+
+        self._known[key] = weakref.ref(storage, died)

@@ -1,0 +1,290 @@
+"""Make a `Profile`: a warm-up step that measures workspace, steps that measure times, of which the last is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoac.ops.info import is_collective
+from autoac.price.engine_costs import engine_costs
+from autoac.price.meters import Disturbance, OpTimer, WorkspaceMeter
+from autoac.progress import part
+from autoac.record.guard import Guard, next_guard
+from autoac.record.notes import (
+    note_if_unsteady,
+    note_on_device,
+    notes_if_compiled,
+    notes_if_uncounted,
+)
+from autoac.record.single_draws import CHANCE, HIGH, LOW, SingleDraws
+from autoac.record.tape import tables as tape_tables
+from autoac.record.tape.instrumented import Instrumented
+from autoac.record.tape.tape import Tape
+from autoac.record.unseen import OpOfStep, UnseenWrites, mark
+from autoac.record.varying import Runs
+from autoac.step.model import check_backwards_may_run, check_model, device_bytes, device_of, model_fingerprint
+from autoac.step.modules import lean_modules
+from autoac.step.restore import other_random_numbers, untouched
+from autoac.step.step import TrainingStep
+from autoac.step.uncompiled import compiled_modules, is_inside, uncompiled
+from autoac.step.units import here, own_name
+from autoac.torch_private import local_part, storage_key
+from autoac_solver.build.cross_entropy import losses_in_modules
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.profile import Op, Profile
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share that is done, 0 to 1."""
+
+
+Losses = Mapping[str, Collection[str | None]]
+
+_NO_HOOKS = "don't yet support saved tensor hooks"
+"""In the error of torch.func where hooks are active; it has no type of its own."""
+_TIMED_STEPS = 2
+"""Steps that are timed before the recorded one: in a single step most ops of a backward are run only once."""
+_TIMING_S = 10.0
+"""No further one is begun after so long; but where there are collectives, all ranks run as many."""
+
+
+def record(step: TrainingStep, progress: Progress | None = None) -> Profile:
+    """Run up to four steps and record the last one; the model and the sample are left as they were.
+
+    Args, Raises: as for `recorded_step`.
+    """
+    return recorded_step(step, progress)[0]
+
+
+def recorded_step(
+    step: TrainingStep, progress: Progress | None = None, lean_losses: bool = True
+) -> tuple[Profile, bool]:
+    """Run up to four steps and record the last one; the model and the sample are left as they were.
+
+    A callable sample, which is the user's own code, is called twice only, and once more if it draws single random
+    numbers (see NOTE [ Steps that vary ]).
+
+    Args:
+        step: its optimizer is not run.
+        lean_losses: whether the model's cross entropy is the lean one, as where a plan is on it.
+
+    Returns:
+        The profile, and whether the step gives gradients to nothing but the model's parameters and the sample.
+
+    Raises:
+        ProfilingError: the model is planned already, has no parameters that need a gradient, or the step runs no
+            backward.
+    """
+    model = step.model
+    check_model(model)
+    check_backwards_may_run(model)
+    device = device_of(model)
+    tell = progress or (lambda *_: None)
+    gradients = [
+        p.grad for p in model.parameters() if p.grad is not None
+    ]  # the step adds to those that are there
+    fixed = [*model.parameters(), *gradients, *model.buffers(), *step.inputs]
+    with untouched(model, step.inputs):
+        tell("warm-up step", 0.0)
+        meter = WorkspaceMeter(device)
+        runs = Runs()
+        all_losses = None if lean_losses else {}
+        written_by_others: set[OpOfStep] = set()
+
+        def warmed_up(outcome: str) -> tuple[Tape, dict[str, Any] | None]:
+            warm_up = Tape(device, meter)
+            warm_up.single = SingleDraws(outcome)
+            warm_up.saved.guard = Guard()
+            unseen = UnseenWrites(warm_up.storages, warm_up.calls, warm_up.ops)
+            warm_up.saved.unseen = unseen
+            with meter.measuring():
+                tables = runs.tried(warm_up, lambda: _run(step, warm_up, fixed, all_losses))
+            if tables is not None:
+                written_by_others.update(unseen.found())
+            return warm_up, tables
+
+        warm_up, tables = warmed_up(HIGH)
+        if tables is None:
+            warm_up, tables = warmed_up(CHANCE)
+        if runs.draws and step.is_whole:
+            _, low = warmed_up(LOW)
+            tables = low if runs.to_record == LOW else tables
+        losses = losses_of(model, tables or {}) if lean_losses else {}
+        timer, guard = OpTimer(device), warm_up.saved.guard
+        expected = max(1, len(warm_up.ops))
+        with_others = any(is_collective(row["name"]) for row in warm_up.ops)
+        started, disturbance = time.perf_counter(), Disturbance()
+        for index, outcome in enumerate(_outcomes(step, runs)):
+            timed = Tape(device, timer)
+            timed.single = SingleDraws(outcome)
+            timed.saved.guard = next_guard(guard)
+            told = part(tell, 0.25 + 0.2 * index, 0.45 + 0.2 * index)
+            timed.on_op = lambda done, told=told: told("timed step", done / expected)
+            with other_random_numbers(model, index):
+                if runs.tried(timed, functools.partial(_run, step, timed, fixed, losses)) is not None:
+                    guard = timed.saved.guard
+            if time.perf_counter() - started > _TIMING_S and not with_others:
+                break
+        if (
+            runs.to_record == LOW and runs.low_adds and not step.is_whole
+        ):  # the warm-up has not met all of its ops
+            _, tables = warmed_up(LOW)
+            losses = losses_of(model, tables or {}) if lean_losses else {}
+        tape = Tape(device, timer)
+        tape.single = SingleDraws(runs.to_record)
+        tape.saved.guard = next_guard(guard)
+        told = part(tell, 0.65, 0.9)
+        tape.on_op = lambda done: told("recorded step", done / expected)
+        tape.storages.note_others(here(fixed))
+        start = time.perf_counter()
+        with recording(step, tape, fixed, losses):
+            elapsed = time.perf_counter() - start
+            times = timer.times()
+            note = note_if_unsteady(times.values(), device, disturbance)
+            unfit = () if tape.saved.guard is None else tape.saved.guard.mark(tape.ops)
+            unfit = (*unfit, *mark(tape.ops, tape.calls, written_by_others))
+            tables = tape_tables.finish(tape, names_of(model), meter.workspace_bytes, times)
+            runs.add(tape, tables)
+            its_own = {id(leaf) for leaf in (*model.parameters(), *step.inputs)}.issuperset(
+                map(id, tape.leaves)
+            )
+    tell("engine costs", 0.9)
+    check_recorded(tables)
+    profile = Profile(
+        model=own_name(model),
+        model_fingerprint=model_fingerprint(model),
+        device=str(device),
+        device_bytes=device_bytes(device),
+        torch_version=torch.__version__,
+        costs=engine_costs(device, bytes_per_op(tables["tape"])),
+        measured_step_s=elapsed,
+        notes=(
+            *notes_if_compiled(model, tape),
+            *notes_if_uncounted(tape),
+            *runs.notes(),
+            *unfit,
+            *note,
+            *note_on_device(device),
+        ),
+        **tables,
+    )
+    return profile, its_own
+
+
+def _outcomes(step: TrainingStep, runs: Runs) -> list[str]:
+    """What single draws are in the steps that are timed; the user's own code is run no more often than need be."""
+    if step.is_whole:
+        return []
+    return [LOW, CHANCE] if runs.draws else [CHANCE] * _TIMED_STEPS
+
+
+def bytes_per_op(tape: Sequence[Op]) -> int:
+    """What an op of forward reads and writes on average."""
+    moved = [op.moved_bytes for op in tape if not op.backward]
+    return sum(moved) // max(1, len(moved))
+
+
+@contextlib.contextmanager
+def recording(
+    step: TrainingStep,
+    tape: Tape,
+    fixed: list[torch.Tensor],
+    losses: Losses | None,
+    below: contextlib.AbstractContextManager[None] | None = None,
+) -> Iterator[None]:
+    """Run the step under the tape; within the context everything is as the step has left it.
+
+    Args:
+        fixed: tensors that are there before the step.
+        losses: as for `Instrumented`.
+        below: a context for the step that the tape is to be above of.
+    """
+    tape.storages.indices_of(fixed)
+    try:
+        with (
+            below or contextlib.nullcontext(),
+            uncompiled(step.model),
+            Instrumented(step.model, tape, lean_modules(step.model), losses),
+            torch.autograd.graph.saved_tensors_hooks(tape.saved.pack, tape.saved.unpack),
+            tape,
+            _failures_located(tape),
+            tape.single.of_python(),
+        ):
+            step.run()
+        yield
+    finally:
+        tape.restore()
+
+
+@contextlib.contextmanager
+def _failures_located(tape: Tape) -> Iterator[None]:
+    """The model's own errors are left as they are, with a note of where the step was."""
+    try:
+        yield
+    except ProfilingError:
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and _NO_HOOKS in str(error):
+            raise ProfilingError(
+                "the model takes gradients by torch.func (grad, vjp, jacrev, hessian), inside of which torch "
+                "allows no hooks on saved tensors; autoac needs these, to record a step as well as to run its plans. "
+                "Use torch.autograd.grad(..., create_graph=True) there. The model is as it was."
+            ) from error
+        op, module = tape.failed_at or ("", "")
+        where = f" at {op}, in {module}," if op else ""
+        error.add_note(
+            f"autoac: the step failed{where} while it was recorded; model and sample are as they were. Does the step "
+            "run by itself, with this sample?"
+        )
+        raise
+
+
+def _run(
+    step: TrainingStep,
+    tape: Tape,
+    fixed: list[torch.Tensor],
+    losses: Losses | None,
+) -> dict[str, Any]:
+    with recording(step, tape, fixed, losses):
+        return tape_tables.finish(tape, {}, {}, {})
+
+
+def losses_of(model: torch.nn.Module, tables: dict[str, Any]) -> Losses:
+    """Which modules compute losses, as for `Instrumented`, but for what runs compiled: it has the compiler's loss."""
+    compiled = list(compiled_modules(model))
+
+    def runs_compiled(fqn: str | None) -> bool:
+        return fqn is not None and any(is_inside(fqn, name) for name in compiled)
+
+    found = losses_in_modules(tables["tape"], tables["calls"], lean=False)
+    kept = {fqn: [name for name in names if not runs_compiled(name)] for fqn, names in found.items()}
+    return {fqn: names for fqn, names in kept.items() if names and not runs_compiled(fqn)}
+
+
+def check_recorded(tables: dict[str, Any]) -> None:
+    if not any(op.backward for op in tables["tape"]):
+        raise ProfilingError(
+            "the recorded step ran no backward: does the callable sample run forward, loss and backward of this model, "
+            "with gradients on?"
+        )
+    if not tables["calls"]:
+        raise ProfilingError(
+            "the recorded step called no module of this model: does the callable sample train another one? (Modules of "
+            "TorchScript are not seen.)"
+        )
+
+
+def names_of(model: torch.nn.Module) -> dict[int, tuple[str, str]]:
+    """Kind and name of the storages that belong to the model, by key."""
+    names: dict[int, tuple[str, str]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            names.setdefault(storage_key(local_part(parameter.grad)), ("Gradient", name))
+        names.setdefault(storage_key(local_part(parameter)), ("Parameter", name))
+    for name, buffer in model.named_buffers():
+        names.setdefault(storage_key(local_part(buffer)), ("Buffer", name))
+    return names

@@ -1,0 +1,155 @@
+"""The calls of modules in a recorded step, and to which of them an op belongs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoac.step.units import holds_units, own_name
+from autoac.torch_private import (
+    any_autocast,
+    current_node,
+    in_backward,
+    is_fake,
+    node_number,
+    reads_cached_parametrizations,
+)
+from autoac_solver.records.profile import CACHED, INFERENCE, NEVER, SHARDED
+
+
+class ModuleCalls:
+    """The table of calls, and those that run now.
+
+    Args:
+        rows: the fields of `ModuleCall`, in the order in which the calls began.
+        stack: indices of those that run now, the innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.stack: list[int] = []
+        self._autocast: list[bool] = []  # whether it was on when the modules on the stack were called
+        self._compiled: set[int] = set()  # calls in which compiled code ran
+        self._unseen: dict[int, set[str]] = {}  # call -> higher-order ops in it
+        self._uncounted: dict[int, set[str]] = {}  # call -> layouts of tensors whose memory is not counted
+        self._unpacked_for = (NEVER, NEVER)  # node that unpacked last, and the call it belongs to
+
+    @property
+    def current(self) -> int:
+        """Index of the innermost call, `NEVER` outside of all."""
+        return self.stack[-1] if self.stack else NEVER
+
+    @property
+    def autocast(self) -> bool:
+        """Whether autocast was on when the innermost module was called."""
+        return bool(self._autocast) and self._autocast[-1]
+
+    @property
+    def node_that_unpacked_last(self) -> int:
+        """Sequence number of the backward node."""
+        return self._unpacked_for[0]
+
+    def enter(
+        self, tick: int, fqn: str, call: int, module: torch.nn.Module, inputs: tuple[int, ...], plain: bool
+    ) -> dict[str, Any]:
+        """A module's forward begins; arguments as the fields of `ModuleCall`. Returns its row."""
+        row = {
+            "fqn": fqn,
+            "call": call,
+            "parent": self.current,
+            "class_name": own_name(module),
+            "grad": torch.is_grad_enabled(),
+            "start": tick,
+            "end": NEVER,
+            "inputs": inputs,
+            "views": 0,
+            "plain": plain,
+            "changes_arguments": False,
+            "once": SHARDED
+            if holds_units(module)
+            else CACHED
+            if reads_cached_parametrizations(module)
+            else "",
+        }
+        self.rows.append(row)
+        self.stack.append(len(self.rows) - 1)
+        self._autocast.append(any_autocast())
+        return row
+
+    def leave(self, tick: int, changes_arguments: bool) -> None:
+        """The innermost module's forward ends; `changes_arguments` as in `ModuleCall`."""
+        self._autocast.pop()
+        row = self.rows[self.stack.pop()]
+        row["end"] = tick
+        row["changes_arguments"] |= changes_arguments
+
+    def runs_in_inference_mode(self) -> None:
+        """An op has run in inference mode."""
+        for call in self.stack:
+            self.rows[call]["once"] = self.rows[call]["once"] or INFERENCE
+
+    def count_view(self) -> None:
+        """An op that only makes a view has run."""
+        for call in self.stack:
+            self.rows[call]["views"] += 1
+
+    def of_op(self) -> int:
+        """The call that an op belongs to; in backward, that whose saved tensors its node has unpacked."""
+        if self.stack:
+            return self.stack[-1]
+        sequence, call = self._unpacked_for
+        return call if in_backward() and sequence == sequence_of(current_node()) else NEVER
+
+    def unpacked(self, node: Any, call: int) -> None:
+        """A backward node has unpacked what was saved in this call."""
+        self._unpacked_for = sequence_of(node), call
+
+    def runs_compiled(self, call: int) -> None:
+        """Compiled code has run in this call."""
+        self._compiled.add(call)
+
+    def runs_unseen(self, name: str) -> None:
+        """A higher-order op has run, whose own ops are not seen."""
+        self._unseen.setdefault(self.of_op(), set()).add(name)
+
+    def not_counted(self, tensor: torch.Tensor) -> None:
+        """A tensor has come up whose memory is not that of a strided one."""
+        if not is_fake(tensor):
+            layout = str(tensor.layout).removeprefix("torch.")
+            self._uncounted.setdefault(self.of_op(), set()).add(layout)
+
+    def where(self) -> str:
+        """The module whose forward runs now, or whose backward does, in words."""
+        index = self.of_op()
+        if index == NEVER:
+            return "code outside of all modules"
+        call = self.rows[index]
+        return f"module {call['fqn'] or 'the model itself'!r} ({call['class_name']})"
+
+    def with_compiled_code(self) -> list[str]:
+        """Names of the modules in which code ran that `torch.compile` has compiled."""
+        return self._names(self._compiled)
+
+    def with_uncounted(self) -> tuple[list[str], list[str]]:
+        """Names of the modules whose tensors are not all counted, and the layouts of those that are not."""
+        return self._names(set(self._uncounted)), sorted(set[str]().union(*self._uncounted.values()))
+
+    def with_unseen_ops(self) -> tuple[list[str], list[str]]:
+        """Names of the modules in which higher-order ops run, and of those ops."""
+        modules = set(self._unseen) - {NEVER} or set(self._unseen)  # backward does not always tell the module
+        return self._names(modules), sorted(set[str]().union(*self._unseen.values()))
+
+    def _names(self, calls: set[int]) -> list[str]:
+        names = ("" if call == NEVER else self.rows[call]["fqn"] for call in sorted(calls))
+        return list(dict.fromkeys(names))
+
+
+def sequence_of(node: Any) -> int:
+    """An autograd node's sequence number, -1 for none."""
+    return -1 if node is None else node_number(node)
+
+
+def name_of(node: Any) -> str:
+    """An autograd node's name, "" for none."""
+    return "" if node is None else node.name()

@@ -1,0 +1,130 @@
+"""What autograd does without a dispatch mode, where a recording under one sees something else.
+
+See NOTE [ The recorded step ] 4 in tape.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoac.ops.info import OpInfo
+from autoac.record.tape.calls import name_of, sequence_of
+from autoac.record.tape.clock import Clock
+from autoac.record.tape.saved import SavedTensors
+from autoac.record.tape.storages import Storages
+from autoac.torch_private import (
+    current_node,
+    held_once_as_argument,
+    in_backward,
+    is_dense,
+    next_node_number,
+)
+from autoac_solver.records.profile import NEVER, SCALAR_BYTES
+
+# Out of place under a dispatch mode only; source: `areAnyTensorSubclassLike` in torch's FunctionsManual.cpp.
+_SCATTERS = {"aten.index_put.default", "aten.scatter.src", "aten.scatter_add.default"}
+_SCATTERS |= {"aten.index_add.default", "aten.put.default"}
+_NO_SCATTERS_IN_PLACE = ("CopySlices", "ScatterReduceBackward", "IndexReduceBackward")
+"""Nodes in which these are out of place in any case, or are not the formula's own."""
+_SAVES_NUMBERS = ("aten.mul.Tensor", "aten.div.Tensor", "aten.mul_.Tensor", "aten.div_.Tensor")
+_BCE_NODE = "BinaryCrossEntropyWithLogitsBackward"
+_EXTREMUM_NODES = ("MaxBackward1", "MinBackward1")
+_BCE_OPS = {"aten.sub.Tensor", "aten.mul.Tensor"}
+
+# Autograd brings a gradient to its input's shape and type (`validate_outputs` in torch's engine.cpp) when the node's
+# formula is over, and with it whatever that has unpacked. The formulas of these nodes do not end with either op.
+NODES_FITTED_AFTERWARDS = (
+    "MulBackward0",
+    "DivBackward0",
+    "AddcmulBackward0",
+    "AddmmBackward0",
+    "BaddbmmBackward0",
+)
+FITTING_OPS = {"aten.sum.dim_IntList", "aten._to_copy.default"}
+
+
+class Formulas:
+    """What is known of autograd's own formulas, op by op."""
+
+    def __init__(self, clock: Clock, storages: Storages, saved: SavedTensors):
+        self.clock = clock
+        self.storages = storages
+        self.saved = saved
+        self._scalars: dict[int, dict[str, Any]] = {}  # node -> storage of the number that it has saved
+        self._extremum_bytes = 0  # of the gradient of the last maximum or minimum
+
+    def note_end(self, info: OpInfo) -> None:
+        """Note that what the node has unpacked is no longer held by it, if only such ops follow: autocast casts too."""
+        if not in_backward():
+            return
+        node = current_node()
+        if name_of(node) not in NODES_FITTED_AFTERWARDS:
+            return
+        for row in self.saved.held_by(node):
+            if info.name not in FITTING_OPS:
+                row["dropped"] = NEVER
+            elif row["dropped"] == NEVER:
+                row["dropped"] = self.clock.tick
+
+    def in_place(self, info: OpInfo, args: Any) -> bool:
+        """Whether this is autograd's own op, which it does in place when no mode is active.
+
+        Formulas of single nodes that do so are known by name, and write what the same node has made. Anything else is
+        two gradients that are added up: the first was made by an earlier node than the one that was just evaluated (a
+        sum inside of a node's own formula has a term that this node made), and nobody but the engine holds it.
+        """
+        if not in_backward() or not args or not isinstance(args[0], torch.Tensor):
+            return False
+        if args[0].layout is not torch.strided:
+            return False
+        old, node = args[0], current_node()
+        known = self.storages.known(old)
+        if known is None or not self.storages.rows[known]["backward"] or not is_dense(old):
+            return False  # what forward made and autograd saved is no gradient
+        made_by_node = self.storages.made_by(known) == sequence_of(node)
+        if info.name in _SCATTERS:  # into zeros; what CopySlices has made is the gradient that came in
+            return made_by_node and not any(name in name_of(node) for name in _NO_SCATTERS_IN_PLACE)
+        if info.name in _BCE_OPS and name_of(node).startswith(_BCE_NODE):
+            return made_by_node
+        adds = info.name == "aten.add.Tensor" and len(args) == 2 and _alike(*args)
+        return adds and not made_by_node and held_once_as_argument(old)
+
+    def beside_bytes(self, info: OpInfo, args: Any) -> int:
+        """Bytes that are alive beside this op when no mode is active, and are not under one.
+
+        The gradient of a whole tensor's maximum is written into zeros that are there before the maxima are counted;
+        under a mode it is a product that comes after, and two masks of a byte an element and one number are there.
+        """
+        if not in_backward() or not name_of(current_node()).startswith(_EXTREMUM_NODES):
+            return 0
+        if info.name == "aten.eq.Tensor":
+            self._extremum_bytes = max(0, args[0].numel() * (args[0].element_size() - 2) - 1)
+        return self._extremum_bytes if info.name == "aten.sum.default" else 0
+
+    def note_scalar(self, info: OpInfo, args: Any) -> None:
+        """A Python number that autograd saves for backward: a tensor that no mode and no hook sees.
+
+        It dies when its node has run. Where no node is seen to run it is taken to live to the end of the step.
+        """
+        if in_backward():
+            row = self._scalars.get(sequence_of(current_node()))
+            if row is not None:
+                row["free"] = self.clock.tick + 1
+            return
+        if info.name in _SAVES_NUMBERS and self.storages.device.type == "cpu" and torch.is_grad_enabled():
+            numbers = sum(not isinstance(a, torch.Tensor) for a in args[:2])
+            if numbers and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args[:2]):
+                row = {"bytes": SCALAR_BYTES, "alloc": self.clock.tick, "free": NEVER, "backward": False}
+                self.storages.rows.append(row)
+                self._scalars[next_node_number() - 1] = row
+
+    def keep_scalars(self) -> None:
+        """The graph outlives the step, and with it the numbers in it."""
+        for row in self._scalars.values():
+            row["free"] = NEVER
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return isinstance(b, torch.Tensor) and a.shape == b.shape and a.dtype == b.dtype

@@ -1,0 +1,174 @@
+"""The model while a step of it is recorded: its modules tell the tape of their calls."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from autoac.execute.cross_entropy.lean import EVERYWHERE, run_with_losses, sides
+from autoac.ops.arguments import held_in
+from autoac.record.tape.lean import LeanRecording
+from autoac.record.tape.tape import Tape
+from autoac.step.restore import Restorer
+from autoac.torch_private import (
+    disable_dynamo,
+    is_compiled_wrapper,
+    own_class,
+    resizes_seen,
+    top_saved_tensors_hooks,
+)
+
+_DEEPER, _DEEPEST = 3, 30_000
+"""A call of a module takes three frames of Python or more, and the recording adds four; but the C stack has an end."""
+
+
+class _Stack:
+    """Python's recursion limit, raised while steps are recorded in any thread: there is one for all of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._before = self._raised = 0
+
+    def enter(self) -> None:
+        """A recording begins."""
+        with self._lock:
+            if self._count == 0:
+                self._before = sys.getrecursionlimit()
+                self._raised = max(self._before, min(_DEEPER * self._before, _DEEPEST))
+                sys.setrecursionlimit(self._raised)
+            self._count += 1
+
+    def leave(self) -> None:
+        """A recording is over: with the last one the limit is what it was, unless somebody has changed it since."""
+        with self._lock:
+            self._count -= 1
+            if self._count == 0 and sys.getrecursionlimit() == self._raised:
+                sys.setrecursionlimit(self._before)
+
+
+stack = _Stack()
+
+
+class Instrumented:
+    """Context: every module's forward tells the tape of its calls, and the lean modules run under the engine.
+
+    Args:
+        lean: the modules to run with everything recomputed.
+        losses: which modules compute losses that are to be lean, as for `sides`; None for all that there are.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tape: Tape,
+        lean: set[torch.nn.Module],
+        losses: Mapping[str, Collection[str | None]] | None,
+    ):
+        self.tape = tape
+        self.lean = lean
+        self.sides = None if losses is None else sides(losses)
+        self.counts: Counter[torch.nn.Module] = Counter()
+        self.modules = [
+            (name, module)
+            for name, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule) and not is_compiled_wrapper(module)
+        ]
+        self.depth = 0  # of lean modules
+
+    def __enter__(self) -> None:
+        self.get_rng_state = torch.get_rng_state
+        self._patched = self._patches()
+        self._patched.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._patched.__exit__(*exception)
+
+    @contextlib.contextmanager
+    def _patches(self) -> Iterator[None]:
+        with Restorer() as restorer:
+            stack.enter()
+            restorer.later(stack.leave)
+            restorer.later(setattr, torch, "get_rng_state", self.get_rng_state)
+            torch.get_rng_state = self._seen_rng_state
+            seen = resizes_seen(self.tape.storages.resized)
+            seen.__enter__()
+            restorer.later(seen.__exit__, None, None, None)
+            for name, module in self.modules:
+                restorer.later(_put_forward, module, module.__dict__.get("forward"))
+                module.__dict__["forward"] = types.MethodType(self._wrapper(name, module), module)
+            yield
+
+    def _seen_rng_state(self) -> torch.Tensor:
+        """No dispatch mode sees this allocation, and the user's own checkpoints make it for each of their calls."""
+        state = self.get_rng_state()
+        self.tape.storages.made_outside(state)
+        return state
+
+    def _wrapper(self, name: str, module: torch.nn.Module) -> Callable[..., Any]:
+        own = module.__dict__.get("forward")
+        original = own or types.MethodType(type(module).forward, module)
+        of_torch = own_class(module).__module__.startswith("torch.nn.modules.")
+        plain = of_torch and own is None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            number = self.counts[module]
+            self.counts[module] += torch.is_grad_enabled()
+            held = held_in((args, kwargs))
+            self.tape.enter(name, number, module, (args, kwargs), plain)
+            try:
+                if (
+                    module in self.lean
+                    and not self.depth
+                    and torch.is_grad_enabled()
+                    and self._hooks_are_ours()
+                ):
+                    return self._run_lean(name, original, args, kwargs)
+                return self._run(name, original, args, kwargs)
+            finally:
+                self.tape.leave(held_in((args, kwargs)).entries != held.entries)
+
+        def forward(_: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # A compiled function calls the module: the compiler is not to trace the recording.
+            return (disable_dynamo(run) if torch.compiler.is_compiling() else run)(*args, **kwargs)
+
+        return forward
+
+    def _hooks_are_ours(self) -> bool:
+        """Whether what autograd saves comes to us: not inside of the user's own checkpoint or `save_on_cpu`.
+
+        There the user has decided already; such code is recorded as it runs, and nothing in it becomes a region.
+        """
+        return top_saved_tensors_hooks() == (self.tape.saved.pack, self.tape.saved.unpack)
+
+    def _run(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The module's own forward, with its losses as in a planned model."""
+        side = EVERYWHERE if self.sides is None else self.sides.get(name)
+        return original(*args, **kwargs) if side is None else run_with_losses(side, original, args, kwargs)
+
+    def _run_lean(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        recording = LeanRecording(self.tape, name)
+        self.depth += 1
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(recording.pack, self.tape.saved.unpack), recording:
+                result = self._run(name, original, args, kwargs)
+        finally:
+            self.depth -= 1
+        recording.finish()
+        self.tape.left_lean(result)
+        return result
+
+
+def _put_forward(module: torch.nn.Module, original: Any) -> None:
+    """Give a module its own forward back; None for that of its class."""
+    if original is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = original

@@ -1,0 +1,93 @@
+"""The replay engine while a step is recorded: see NOTE [ The recorded step ] 1 in tape.py."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from autoac.execute.program import Program
+from autoac.execute.replay import Handle, Record, Recording, ReplayCall, Slot
+from autoac.ops.info import OpInfo, op_info
+from autoac.ops.signatures import Signature
+from autoac.price.meters import OpTimer
+from autoac.record.tape.tape import Tape
+from autoac.torch_private import is_fake_type, is_sharded_type, version_of
+
+
+class _TimedCall(ReplayCall):
+    """A region's call whose replay is timed op by op: what it costs to run an op again, where that happens."""
+
+    __slots__ = ("tape",)
+
+    def __init__(self, program: Program, tape: Tape):
+        super().__init__(program)
+        self.tape = tape
+
+    def _run_one(self, record: Record, table: dict[Slot, torch.Tensor]) -> Any:
+        if self.tape.saved.guard is not None:
+            self.tape.saved.guard.replaying(record, table)
+        return super()._run_one(record, table)
+
+    def _call(self, record: Record, args: Any, kwargs: dict[str, Any]) -> Any:
+        meter = self.tape.meter
+        if not isinstance(meter, OpTimer):
+            return super()._call(record, args, kwargs)
+        run = functools.partial(
+            super()._call, record, args, kwargs
+        )  # a random op sets and resets its generator, too
+        return meter.rerun(Signature.of(record.func, args, kwargs), run)
+
+
+class LeanRecording(Recording):
+    """The replay engine while a step is recorded: everything is recomputed, and what is held is held by aliases."""
+
+    def __init__(self, tape: Tape, region: str):
+        super().__init__(_TimedCall(Program(region, ()), tape))
+        self.tape = tape
+        self.saved = tape.saved
+        tape.replays.add(self.call)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        info = op_info(func)
+        if any(map(is_sharded_type, types)):
+            return NotImplemented  # see NOTE [ The recorded step ] 6
+        if info.ignored:
+            return func(*args, **(kwargs or {}))
+        types = tuple(kind for kind in types if not is_fake_type(kind))
+        guard = self.saved.guard
+        if guard is None:
+            return self._run(func, info, types, args, kwargs or {}, True)
+        module = self.tape.calls.rows[self.tape.calls.current]
+        info = self.info = guard.about_to_run(info, module["fqn"], module["call"])
+        result = self._run(func, info, types, args, kwargs or {}, True)
+        guard.has_run(len(self.tape.ops) - 1)
+        return result
+
+    def _record(self, func: Any, info: OpInfo, args: Any, kwargs: Any, written: tuple[Slot, ...]) -> Any:
+        done = len(self.call.records)
+        result = super()._record(func, info, args, kwargs, written)
+        for record in self.call.records[done:]:
+            if self.saved.guard is not None and record is not None:
+                self.saved.guard.recorded(record)
+        return result
+
+    def _store(self, tensor: torch.Tensor, where: Any, refs: list, kept: list) -> torch.Tensor | None:
+        place = len(refs)
+        stored = super()._store(tensor, where, refs, kept)
+        if self.saved.guard is not None and len(refs) > place:
+            self.saved.guard.reads(self.info, tensor, where, place)
+        return stored
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.saved.alias(tensor)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = super().pack(tensor)
+        if type(packed) is Handle and self.saved.guard is not None:
+            self.saved.guard.packed(packed, tensor)
+        if type(packed) is tuple:
+            alias = self.saved.alias(tensor)
+            packed = (alias, version_of(alias), self.call)
+        return self.saved.watch(tensor, packed)

@@ -1,0 +1,137 @@
+"""What autograd saves in a recorded step, when backward asks for it, and when autograd lets go of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from autoac.execute.program import Program
+from autoac.execute.replay import ReplayCall
+from autoac.execute.replay import unpack as replay_unpack
+from autoac.record.guard import Guard
+from autoac.record.tape.calls import ModuleCalls, name_of, sequence_of
+from autoac.record.tape.clock import Clock, Suspended
+from autoac.record.tape.storages import Storages
+from autoac.record.unseen import UnseenWrites
+from autoac.torch_private import COMPILED_NODE, current_node, disable_dispatch_modes, in_backward, version_of
+from autoac_solver.records.profile import NEVER
+
+
+class SavedTensors:
+    """The table of saved tensors, and the hooks that fill it.
+
+    Args:
+        on_fakes: whether the step runs on fake tensors.
+        rows: the fields of `Saved`, in the order in which the tensors were saved.
+        guard: compares what is recomputed, None if nobody does.
+        unseen: looks for writes that no op makes, None if nobody does.
+    """
+
+    def __init__(self, clock: Clock, storages: Storages, calls: ModuleCalls, on_fakes: bool):
+        self.clock = clock
+        self.storages = storages
+        self.calls = calls
+        self.on_fakes = on_fakes
+        self.rows: list[dict[str, Any]] = []
+        self._unpacked: list[int] = []  # by the node that unpacked last
+        self._outside = ReplayCall(Program("", ()))
+        self.guard: Guard | None = None
+        self.unseen: UnseenWrites | None = None
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Another tensor on the same storage, for a holder whose hold is not to count as Python's."""
+        # Not `detach`: that would hold the tensor's base as well. Recorded on fake tensors, a real one (labels that the
+        # loss closes over) would become a fake one here, on a storage of its own.
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        # Nor is it an op of the step.
+        with disable_dispatch_modes() if self.on_fakes and plain else Suspended(self.clock):
+            alias = tensor.data
+        index = self.storages.index_of(tensor)
+        if index is not None:
+            self.storages.held_by(alias, index)
+        return alias
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """The pack hook for code outside of the modules that the engine runs."""
+        alias = self.alias(tensor)
+        return self.watch(tensor, (alias, version_of(alias), self._outside))
+
+    def watch(self, tensor: torch.Tensor, packed: Any) -> Any:
+        """Record that autograd saved this tensor, and when it lets go of it.
+
+        Args:
+            packed: what is to be unpacked.
+
+        Returns:
+            What autograd is to hold.
+        """
+        index = self.storages.index_of(tensor)
+        if self.unseen is not None and not in_backward():
+            self.unseen.reads([tensor])
+        if index is None:
+            self.calls.not_counted(tensor)
+            return _Watched(None, NEVER, packed)
+        self.rows.append(
+            {
+                "storage": index,
+                "module": self.calls.current,
+                "tick": self.clock.next(),
+                "unpacked": NEVER,
+                "released": NEVER,
+                "dropped": NEVER,
+            }
+        )
+        return _Watched(self, len(self.rows) - 1, packed)
+
+    def unpack(self, watched: _Watched) -> torch.Tensor:
+        """The unpack hook."""
+        row = None if watched.saved is None else self.rows[watched.index]
+        if row is not None and row["unpacked"] == NEVER:
+            self._first_unpack(row, watched.index)
+        elif row is not None:
+            row["dropped"] = NEVER  # another backward
+        with Suspended(self.clock):
+            tensor = replay_unpack(watched.packed)
+            if self.guard is not None:
+                self.guard.unpacked(watched.packed, tensor)
+        if row is not None and self.storages.known(tensor) is None:
+            self.storages.recomputed(tensor, row["storage"])
+        return tensor
+
+    def _first_unpack(self, row: dict[str, Any], index: int) -> None:
+        self.storages.poll()
+        row["unpacked"] = self.clock.next()
+        node = current_node()
+        if sequence_of(node) != self.calls.node_that_unpacked_last:
+            self._unpacked = []
+        self._unpacked.append(index)
+        self.calls.unpacked(node, row["module"])
+        if name_of(node) == COMPILED_NODE:
+            self.calls.runs_compiled(row["module"])
+
+    def held_by(self, node: Any) -> Iterator[dict[str, Any]]:
+        """Rows of what this backward node has unpacked and not let go of."""
+        if sequence_of(node) == self.calls.node_that_unpacked_last:
+            yield from (row for row in map(self.rows.__getitem__, self._unpacked) if row["released"] == NEVER)
+
+    def all_released(self) -> bool:
+        """Whether autograd holds nothing of what it was asked for."""
+        return not any(row["released"] == NEVER != row["unpacked"] for row in self.rows)
+
+
+class _Watched:
+    """What autograd holds while a step is recorded; its death is the release."""
+
+    __slots__ = ("index", "packed", "saved")
+
+    def __init__(self, saved: SavedTensors | None, index: int, packed: Any):
+        self.saved = saved
+        self.index = index
+        self.packed = packed
+
+    def __del__(self) -> None:
+        saved: SavedTensors | None = getattr(self, "saved", None)  # an interrupt may come before it is there
+        if saved is not None:
+            saved.rows[self.index]["released"] = saved.clock.next()

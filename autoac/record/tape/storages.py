@@ -1,0 +1,284 @@
+"""The storages of a recorded step: when each of them comes and goes."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from autoac.device import device_for
+from autoac.record.tape.before import BeforeStep
+from autoac.record.tape.calls import sequence_of
+from autoac.record.tape.clock import Clock
+from autoac.step.restore import Seen
+from autoac.torch_private import (
+    current_node,
+    in_backward,
+    is_fake,
+    key_of_storage,
+    local_part,
+    storage_key,
+    storage_users,
+)
+from autoac_solver.records.profile import NEVER
+
+
+class Storages:
+    """The table of storages, which are told apart by their addresses as long as they live.
+
+    A storage dies with its last tensor. What autograd and the engine hold, they hold by aliases: `poll` finds the
+    storages that have no other tensors left.
+
+    Args:
+        device: only storages on this device have a size; others are recorded with zero bytes.
+        before: what was there before the step.
+        not_counted: told of tensors that are not strided.
+        rows: bytes, the ticks `alloc` and `free`, and whether backward made it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        clock: Clock,
+        before: BeforeStep,
+        not_counted: Callable[[torch.Tensor], None],
+    ):
+        self.device = device
+        self.clock = clock
+        self.before = before
+        self.not_counted = not_counted
+        self.rows: list[dict[str, Any]] = []
+        self._by_key: dict[int, int] = {}
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # storage -> aliases that a holder has
+        self._again: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.gathered: set[int] = set()  # lives of storages between a resize by hand and the next
+        self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
+
+    # -- which one is it ---------------------------------------------------------------------------------------
+
+    def known(self, tensor: torch.Tensor) -> int | None:
+        """Index of the tensor's storage if it is in the table."""
+        return self._by_key.get(storage_key(tensor))
+
+    def index_of(self, tensor: torch.Tensor) -> int | None:
+        """Index of the tensor's storage; one not seen before was there before the step."""
+        if tensor.layout is not torch.strided:
+            return None
+        local = local_part(tensor)
+        known = self.known(local)
+        if known is not None:
+            return known
+        if tensor.is_leaf and tensor.requires_grad:
+            self.before.keep_gradient(tensor)
+        return self._register(local, NEVER)
+
+    def indices_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """Indices of the storages of these, in order."""
+        return [index for index in map(self.index_of, tensors) if index is not None]
+
+    def was_before(self, index: int) -> bool:
+        """Whether the storage was there before the step."""
+        return self.rows[index]["alloc"] == NEVER
+
+    def made_by(self, index: int) -> int:
+        """Sequence number of the backward node that made the storage, -1 if none did."""
+        return self._born_in.get(index, -1)
+
+    def by_key(self) -> Iterator[tuple[int, int]]:
+        """(storage key, index) of the storages that are alive."""
+        yield from self._by_key.items()
+
+    def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Bytes of the storages of these, by index."""
+        on_device = [tensor for tensor in tensors if tensor.device.type == self.device.type]
+        return {
+            index: allocated_bytes(tensor.untyped_storage().nbytes(), self.device)
+            for tensor in on_device
+            if (index := self.index_of(tensor)) is not None
+        }
+
+    # -- coming ------------------------------------------------------------------------------------------------
+
+    def note_others(self, known: list[torch.Tensor]) -> None:
+        """Record what else is alive on a CUDA device before the step: cuBLAS's workspace, other people's tensors."""
+        if not device_for(self.device).counts_memory:
+            return
+        sizes = {storage_key(t): t.untyped_storage().nbytes() for t in known if t.device == self.device}
+        ours = sum(allocated_bytes(size, self.device) for size in sizes.values())
+        others = max(0, device_for(self.device).memory_allocated() - ours)
+        self.rows.append({"bytes": others, "alloc": NEVER, "free": NEVER, "backward": False})
+
+    def made(self, tensors: Iterable[torch.Tensor], tick: int | None = None) -> list[int]:
+        """Record those storages that are new; returns their indices.
+
+        Args:
+            tick: when they were made, by default now.
+        """
+        created = []
+        for tensor in map(local_part, tensors):
+            if tensor.layout is not torch.strided:
+                self.not_counted(tensor)
+            elif self.known(tensor) is None:
+                created.append(self._register(tensor, self.clock.tick if tick is None else tick))
+        return created
+
+    def made_outside(self, tensor: torch.Tensor) -> None:
+        """Record a storage that was made outside of any op."""
+        if not self.clock.suspended:
+            self.clock.next()
+            self.made([tensor])
+
+    def grown(self, before: dict[int, int], tensors: Sequence[torch.Tensor]) -> bool:
+        """Record the sizes that the storages of these have now; tells whether any has changed.
+
+        Args:
+            before: their `sizes` as they were.
+        """
+        changed = False
+        for index, n_bytes in self.sizes(tensors if before else ()).items():
+            changed |= n_bytes != before.get(index)
+            self.rows[index]["bytes"] = max(self.rows[index]["bytes"], n_bytes)
+        return changed
+
+    def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:
+        """Somebody has resized a storage by hand, as FSDP2 does with what it gathers: see NOTE [ The recorded step ] 5.
+
+        Args:
+            before, after: its bytes.
+        """
+        if self.clock.suspended or before == after:
+            return
+        key, tick = key_of_storage(storage), self.clock.next()
+        old = self._by_key.pop(key, None)
+        on_device = storage.device.type in (self.device.type, "meta")  # a fake tensor's storage says meta
+        if old is not None:
+            on_device = bool(self.rows[old]["bytes"]) or on_device
+            if self.rows[old]["free"] == NEVER:
+                self.rows[old]["free"] = tick
+            self.gathered.add(old)
+        elif before:
+            self._add_life(storage, before if on_device else 0, NEVER)
+            self.rows[-1]["free"] = tick
+        if after:
+            self._watch(storage, self._add_life(storage, after if on_device else 0, tick))
+
+    def _add_life(self, storage: torch.UntypedStorage, size: int, alloc: int) -> int:
+        """One life of a storage that is resized; returns its index."""
+        index = len(self.rows)
+        n_bytes = allocated_bytes(size, self.device)
+        self.rows.append({"bytes": n_bytes, "alloc": alloc, "free": NEVER, "backward": in_backward()})
+        self._refs[index] = weakref.ref(storage)
+        self.gathered.add(index)
+        return index
+
+    def _register(self, tensor: torch.Tensor, alloc: int) -> int:
+        index = len(self.rows)
+        storage = tensor.untyped_storage()
+        on_device = tensor.device.type == self.device.type  # a fake tensor's storage says meta
+        self.rows.append(
+            {
+                "bytes": allocated_bytes(storage.nbytes(), self.device) if on_device else 0,
+                "alloc": alloc,
+                "free": NEVER,
+                "backward": in_backward(),
+            }
+        )
+        self._watch(storage, index)
+        self._born_in[index] = sequence_of(current_node())
+        return index
+
+    def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
+        key = key_of_storage(storage)
+        self._by_key[key] = index
+        self._refs[index] = weakref.ref(storage, lambda _: self._died(key, index))
+
+    # -- one in place of another -------------------------------------------------------------------------------
+
+    def stand_in(self, result: torch.Tensor, for_tensor: torch.Tensor) -> None:
+        """Let the result's storage be recorded as the other's: without a mode the op would have been in place."""
+        index = self._by_key.pop(storage_key(for_tensor))
+        self._watch(result.untyped_storage(), index)
+
+    def recomputed(self, tensor: torch.Tensor, index: int) -> None:
+        """Backward sees a recomputed storage: to the record it is the one that forward made."""
+        storage = tensor.untyped_storage()
+        key = key_of_storage(storage)
+        self._by_key[key] = index
+        self._again[key] = weakref.ref(storage, lambda _: (self._by_key.pop(key), self._again.pop(key)))
+
+    # -- going -------------------------------------------------------------------------------------------------
+
+    def held_by(self, alias: torch.Tensor, index: int) -> None:
+        """A holder has this alias of the storage, which is not to count."""
+        if self.rows[index]["free"] == NEVER and not self.was_before(index) and index not in self.gathered:
+            self._aliases.setdefault(index, []).append(weakref.ref(alias))
+
+    def poll(self) -> None:
+        """Find the storages that only autograd's and the engine's aliases still hold."""
+        if not self._aliases:
+            return
+        gone = []
+        for index, aliases in self._aliases.items():
+            storage = self._refs[index]()
+            if storage is None:
+                gone.append(index)
+                continue
+            users = storage_users(key_of_storage(storage))
+            del storage
+            if users > len(aliases):
+                continue  # the common case, told without looking at each
+            alive = sum(alias() is not None for alias in aliases)
+            if alive and users <= alive:
+                gone.append(index)
+                self.rows[index]["free"] = self.clock.next()
+            elif not alive:
+                gone.append(index)
+        for index in gone:
+            del self._aliases[index]
+
+    def _died(self, key: int, index: int) -> None:
+        tick = self.clock.next()
+        if self._by_key.get(key) == index:
+            del self._by_key[key]
+        if self.rows[index]["free"] == NEVER:
+            self.rows[index]["free"] = tick
+
+    def survivors(self, end: int) -> dict[int, weakref.ref[torch.UntypedStorage]]:
+        """Those that the step has made and that are there at its end, by index."""
+        rows = enumerate(self.rows)
+        alive = [i for i, row in rows if row["alloc"] != NEVER and row["free"] == end and row["bytes"]]
+        refs = {index: self._refs[index]() for index in alive if index in self._refs}
+        return {index: weakref.ref(storage) for index, storage in refs.items() if storage is not None}
+
+    # -- as they were ------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def shapes_watched(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Context of an op that may change the shape of these, and with it the size of their storages."""
+        before = [
+            Seen.of(tensor)
+            for tensor in tensors
+            if (index := self.index_of(tensor)) is not None and self.was_before(index) and not is_fake(tensor)
+        ]
+        try:
+            yield
+        finally:
+            self.before.keep_shapes(seen for seen in before if seen.changed())
+
+    def restore(self) -> None:
+        """Put back what the step has changed of what was there before."""
+        try:
+            self.before.restore(self._refs)
+        finally:
+            # Callbacks in them hold this object: it would wait for the garbage collector with all that it holds.
+            for table in (self._refs, self._again, self._aliases):
+                table.clear()
+
+
+def allocated_bytes(size: int, device: torch.device) -> int:
+    """What the device's allocator takes for this many bytes."""
+    return device_for(device).allocated_bytes(size)

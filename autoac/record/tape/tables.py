@@ -1,0 +1,126 @@
+"""From a tape to the tables of a `Profile`."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from autoac.ops.private_results import PRIVATE_RESULTS
+from autoac.ops.signatures import Signature
+from autoac.price.meters import OpTime
+from autoac.record.tape.storages import allocated_bytes
+from autoac.record.tape.tape import Tape
+from autoac_solver.records.profile import GATHERED, NEVER, ModuleCall, Op, Saved, Storage
+
+Rows = list[dict[str, Any]]
+
+
+def finish(
+    tape: Tape,
+    names: Mapping[int, tuple[str, str]],
+    workspace: Mapping[Signature, int],
+    times: Mapping[Signature, OpTime],
+) -> dict[str, Any]:
+    """End the tape, whose step is over; returns the tables of a `Profile`.
+
+    Args:
+        names: kind and name of the storages that are known, by storage key.
+        workspace: bytes by signature.
+        times: by signature.
+    """
+    end = _close(tape)
+    gathered = tape.storages.gathered
+    known = {index: names[key] for key, index in tape.storages.by_key() if key in names}
+    known |= dict.fromkeys(gathered, ("Parameter", GATHERED))
+    return {
+        "end": end,
+        "views_s": len(tape.view_times) * statistics.median(tape.view_times or [0.0]),
+        "tape": timed(tape.ops, times, workspace),
+        "signatures": tuple(map(str, _signatures(tape.ops))),
+        "storage_table": tuple(
+            _storage(row, *known.get(index, _kind(row))) for index, row in enumerate(tape.storages.rows)
+        ),
+        "saved": tuple(Saved(**row) for row in tape.saved.rows if row["storage"] not in gathered),
+        "calls": tuple(ModuleCall(**row) for row in tape.calls.rows),
+        "op_fingerprint": _fingerprint(row["name"] for row in tape.ops),
+        "sample": tape.sample,
+    }
+
+
+def _close(tape: Tape) -> int:
+    """Let what is still there end with the step; returns the tick of its end."""
+    tape.storages.poll()
+    if not tape.saved.all_released():  # the graph is still there
+        tape.formulas.keep_scalars()
+    end = tape.clock.next()
+    rows = ((tape.storages.rows, "free"), (tape.saved.rows, "released"), (tape.calls.rows, "end"))
+    for table, field in rows:
+        for row in table:
+            if row[field] == NEVER:
+                row[field] = end
+    for row in tape.saved.rows:
+        if row["dropped"] == NEVER:
+            row["dropped"] = row["released"]
+    return end
+
+
+def timed(ops: Rows, times: Mapping[Signature, OpTime], workspace: Mapping[Signature, int]) -> tuple[Op, ...]:
+    """The ops with their times and workspace."""
+    signatures = _signatures(ops)
+    return tuple(_op(row, times, workspace, signatures) for row in ops)
+
+
+def resized(
+    ops: Rows, table: tuple[Storage, ...], sizes: Mapping[Signature, list[int]], device: torch.device
+) -> tuple[Storage, ...]:
+    """The storages with the sizes that the kernels give them.
+
+    Args:
+        sizes: bytes of the storages that an op makes, in order.
+    """
+    found = list(table)
+    for row in ops:
+        made = sizes.get(row["signature"], [])
+        if row["name"] in PRIVATE_RESULTS:  # known already, and others without gradients
+            continue
+        if len(made) == len(row["creates"]):
+            for storage, n_bytes in zip(row["creates"], made, strict=True):
+                found[storage] = dataclasses.replace(found[storage], bytes=allocated_bytes(n_bytes, device))
+    return tuple(found)
+
+
+def _signatures(ops: Rows) -> dict[Signature, int]:
+    """The distinct signatures in order, with their numbers."""
+    return {signature: i for i, signature in enumerate(dict.fromkeys(row["signature"] for row in ops))}
+
+
+def _op(
+    row: dict[str, Any],
+    times: Mapping[Signature, OpTime],
+    workspace: Mapping[Signature, int],
+    signatures: Mapping[Signature, int],
+) -> Op:
+    row = dict(row)
+    signature, beside_bytes = row["signature"], row.pop("beside_bytes")
+    row["signature"] = signatures[signature]
+    time = times.get(signature, OpTime(0.0, 0.0, 0.0))
+    return Op(**row, **dataclasses.asdict(time), workspace_bytes=workspace.get(signature, 0) + beside_bytes)
+
+
+def _storage(row: dict[str, Any], kind: str, name: str) -> Storage:
+    return Storage(bytes=row["bytes"], alloc=row["alloc"], free=row["free"], kind=kind, name=name)
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, str]:
+    if row["alloc"] == NEVER:
+        return "Input", ""
+    return ("Temp" if row["backward"] else "Activation"), ""
+
+
+def _fingerprint(names: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]

@@ -1,0 +1,286 @@
+"""Record one training step: every op and storage, what autograd saves and when it lets go, and in which module.
+
+NOTE [ The recorded step ]
+  1. It runs in as little memory as we can: some modules are run by the replay engine with everything recomputed.
+     Which modules, does not matter for the record: replayed ops are left out of it, and what the engine and autograd
+     hold is held as aliases (`SavedTensors.alias`), so that the tape can tell when nobody else holds a storage any
+     more.
+  2. So a storage's `free` is when Python and the rest of the step let go of it; what autograd saved is recorded on
+     its own, with the ticks of its first unpack and its release. From these `autoac_solver.build` derives the memory
+     of any choice of regions and decisions.
+  3. A storage that was there before the step is copied before it is first written, and put back at the end. So is the
+     shape of a tensor on it that an op changes in place. A storage that is resized where no op is seen is left at its
+     new size: who does that by hand, as FSDP does, frees what it can make again.
+  4. Under a dispatch mode, autograd does some things out of place that it would do in place (`isTensorSubclassLike`
+     is true for every tensor then): it sums gradients, and scatters them into zeros. They are recorded as what they
+     are without a mode, see `Formulas.in_place`.
+  5. FSDP2 resizes a storage to nothing where it gives up a gathered parameter, and back where it gathers it again: each
+     life in between is a storage of its own. What autograd saves of it keeps nothing alive, no plan does, and what is
+     computed again reads what is gathered by then. It is written over without a copy.
+  6. Of a sharded tensor (DTensor) the tape sees what is here: the ops on the shards, and the collectives between.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from autoac.execute.replay import ReplayCall
+from autoac.ops.info import OpInfo, op_info, read_tensors, tensors_in, written_tensors
+from autoac.ops.signatures import flops_of
+from autoac.price.meters import OpTimer, SignatureMeter, WorkspaceMeter
+from autoac.record.guard import Draws
+from autoac.record.single_draws import SingleDraws
+from autoac.record.tape.before import BeforeStep
+from autoac.record.tape.calls import ModuleCalls
+from autoac.record.tape.clock import Clock, Suspended
+from autoac.record.tape.formulas import Formulas
+from autoac.record.tape.saved import SavedTensors
+from autoac.record.tape.storages import Storages
+from autoac.step.inputs import described, larger
+from autoac.step.restore import tensors_of
+from autoac.torch_private import (
+    HigherOrderOperator,
+    TorchDispatchMode,
+    behind_transforms,
+    counted_writes,
+    disable_dispatch_modes,
+    in_backward,
+    is_fake,
+    is_fake_type,
+    is_sharded_type,
+    local_part,
+    storage_key,
+)
+from autoac_solver.records.profile import INFERENCE
+
+_LIFT = torch.ops.aten.lift_fresh.default
+_CAST = torch.ops.aten._to_copy.default
+_COPY = torch.ops.aten.copy_.default
+_SCATTERS = ("c10d._reduce_scatter_base_", "c10d.reduce_scatter_")
+_TELL_EVERY = 50
+
+
+class Tape(TorchDispatchMode):
+    """The dispatch mode that is below everything else while a step is recorded.
+
+    Args:
+        device: only storages on this device have a size; others are recorded with zero bytes.
+        meter: runs the ops, and measures what it measures by their signatures.
+        before: keeps what was there before the step, and puts it back.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(
+        self,
+        device: torch.device,
+        meter: OpTimer | WorkspaceMeter | SignatureMeter,
+        before: BeforeStep | None = None,
+    ):
+        super().__init__()
+        self.device = device
+        self.meter = meter
+        self.sample = ""  # see `Profile.sample`
+        self.single = SingleDraws()
+        self.failed_at: tuple[str, str] | None = None  # op and module where the step broke off
+        self.on_op: Callable[[int], None] = lambda done: None  # told now and then how many ops are recorded
+        self.ops: list[dict[str, Any]] = []
+        self.view_times: list[float] = []
+        self.replays: weakref.WeakSet[ReplayCall] = weakref.WeakSet()
+        self.clock = Clock()
+        self.before = before or BeforeStep()
+        self.calls = ModuleCalls()
+        self.storages = Storages(device, self.clock, self.before, self.calls.not_counted)
+        self.saved = SavedTensors(self.clock, self.storages, self.calls, isinstance(meter, SignatureMeter))
+        self.formulas = Formulas(self.clock, self.storages, self.saved)
+
+    # -- ops ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.clock.suspended:
+            return func(*args, **kwargs)
+        if any(map(is_sharded_type, types)):
+            return NotImplemented  # DTensor's own dispatch is next, and what it runs comes here
+        try:
+            return self._dispatch(func, args, kwargs)
+        except BaseException:
+            self.failed_at = self.failed_at or (str(func), self.calls.where())
+            raise
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.storages.poll()
+        info = op_info(func)
+        return (self._view if info.ignored else self._op)(func, info, args, kwargs)
+
+    def _view(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        self.calls.count_view()
+        if func is _LIFT and args[0].untyped_storage().resizable():
+            self.clock.next()  # what `torch.tensor` has just made; not numpy's memory, which is not torch's to resize
+        else:  # what is seen here first was there before the step
+            self._note_scattered(tensors_in(args))
+            self.storages.indices_of(tensors_in((*args, *kwargs.values())))
+        with self.storages.shapes_watched(args[:1] if info.reshapes else ()):
+            start = time.perf_counter()
+            result = func(*args, **kwargs)
+            self.view_times.append(time.perf_counter() - start)
+        if isinstance(func, HigherOrderOperator):
+            self.calls.runs_unseen(info.name)
+        self.storages.made(tensors_in(result))  # a higher-order op makes storages, too
+        return result
+
+    def _op(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        tick = self.clock.next()
+        written = written_tensors(info, args, kwargs)
+        if func is _COPY:
+            self._note_scattered(args[1:2])
+        reads = self.storages.indices_of(read_tensors(info, args, kwargs))
+        unseen = None if in_backward() else self.saved.unseen
+        if unseen is not None:
+            unseen.reads(read_tensors(info, args, kwargs))
+        writes = self.storages.indices_of(written)
+        statistics = info.updates_statistics(args)
+        if statistics:
+            reads, writes = [s for s in reads if s not in writes], []
+        for tensor in written:
+            self._before_write(tensor)
+        sizes = self.storages.sizes(written) if info.resizes else {}
+        random_bytes = self._random_bytes(info, args, kwargs)
+        self.formulas.note_end(info)
+        in_place = self.formulas.in_place(info, args)
+        beside_bytes = self.formulas.beside_bytes(info, args)
+        with (
+            self.storages.shapes_watched(written if info.resizes else ()),
+            counted_writes(written if info.writes_lists else []),
+        ):
+            draws = Draws(info, args, kwargs)
+            result, signature = self.meter.run(func, info, args, kwargs)
+            if info.random:
+                result = self.single.drawn(func, args, kwargs, result)
+            random_bytes += draws.note(self.before.keep_state)
+        if in_place:
+            self.storages.stand_in(result, for_tensor=args[0])
+            writes = reads[:1]
+        creates = self.storages.made(tensors_in(result), tick)
+        self.formulas.note_scalar(info, args)
+        if torch.is_inference_mode_enabled():
+            self.calls.runs_in_inference_mode()
+        if not len(self.ops) % _TELL_EVERY:
+            self.on_op(len(self.ops))
+        resized = self.storages.grown(sizes, written)
+        strided = [tensor for tensor in tensors_in(result) if tensor.layout is torch.strided]
+        made = [tensor for tensor in strided if self.storages.known(tensor) in creates]
+        self.ops.append(
+            {
+                "name": info.name,
+                "tick": tick,
+                "module": self.calls.of_op(),
+                "backward": in_backward(),
+                "signature": signature,
+                "beside_bytes": beside_bytes,
+                "reads": tuple(dict.fromkeys(reads)),
+                "writes": tuple(dict.fromkeys(writes)),
+                "creates": tuple(creates),
+                "random_bytes": random_bytes,
+                "replayable": info.replayable
+                and not resized
+                and not any(_is_subclass(kind) for kind in map(type, args)),
+                "side_effect": statistics or info.generator(args, kwargs) is not None,
+                "uninitialised": info.uninitialised,
+                "dtype": signature.dtype,
+                "flops": flops_of(func, args, kwargs, result),
+                "moved_bytes": signature.moved_bytes(made),
+                "cached_cast": self._is_cached_cast(func, args),
+            }
+        )
+        if unseen is not None:
+            unseen.wrote((*written, *tensors_in(result)))
+        return result
+
+    def left_lean(self, result: Any) -> None:
+        """A lean module has returned this."""
+        if self.saved.unseen is not None:
+            self.saved.unseen.reads(tensors_of(result))
+
+    def _note_scattered(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What gloo's reduce-scatter makes inside, where no op is seen, is copied out when it has been waited for."""
+        if self.ops and self.ops[-1]["name"].startswith(_SCATTERS):
+            self.storages.made(tensors, self.ops[-1]["tick"])
+
+    def _is_cached_cast(self, func: Any, args: Any) -> bool:
+        """Whether autocast keeps what this op makes, see `cached_cast` in ATen's autocast_mode.cpp.
+
+        Below its kernels, where this runs, it says that it is off: how it was when the module was called has to do.
+        """
+        if func is not _CAST or in_backward() or not self.calls.autocast:
+            return False
+        weight = args[0]
+        kept = weight.is_leaf and weight.requires_grad and weight.dtype is torch.float32
+        return kept and torch.is_autocast_cache_enabled()
+
+    def _random_bytes(self, info: OpInfo, args: Any, kwargs: Any) -> int:
+        if not info.draws_random(args):
+            return 0
+        generator = info.generator(args, kwargs) or torch.default_generator
+        state = generator.get_state()
+        self.before.keep_state(generator, state)
+        return state.nbytes
+
+    def _before_write(self, tensor: torch.Tensor) -> None:
+        index = self.storages.index_of(tensor)
+        if index is None or index in self.storages.gathered:
+            return
+        key = storage_key(local_part(tensor))
+        with Suspended(self.clock), disable_dispatch_modes():
+            for call in self.replays:
+                if call.holds(key):
+                    call.preserve(key)
+            if self.storages.was_before(index) and not is_fake(tensor):
+                self.before.keep_values(index, tensor)
+
+    # -- modules -----------------------------------------------------------------------------------------------
+
+    def enter(self, fqn: str, call: int, module: torch.nn.Module, inputs: Any, plain: bool) -> None:
+        """A module's forward begins; `plain` as in `ModuleCall`."""
+        self.storages.poll()
+        if not fqn:
+            self.sample = larger(self.sample, described(*inputs))
+        given = [(tensor, behind_transforms(tensor)) for tensor in tensors_of(inputs)]
+        tick = self.clock.next()
+        storages = dict.fromkeys(self.storages.indices_of(behind for _, behind in given))
+        row = self.calls.enter(tick, fqn, call, module, tuple(storages), plain)
+        # What vmap and the like have wrapped is dead at a second run.
+        row["changes_arguments"] = any(tensor is not behind for tensor, behind in given)
+        if any(tensor.is_inference() for tensor, _ in given):
+            row["once"] = INFERENCE
+
+    def leave(self, changes_arguments: bool) -> None:
+        """A module's forward ends; `changes_arguments` as in `ModuleCall`."""
+        self.storages.poll()
+        self.calls.leave(self.clock.next(), changes_arguments)
+
+    # -- afterwards --------------------------------------------------------------------------------------------
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The leaves that may get a gradient in the step."""
+        return self.before.leaves
+
+    def restore(self) -> None:
+        """Put back what the step has changed of what was there before: tensors, gradients of leaves, generators."""
+        self.storages.restore()
+
+
+def _is_subclass(kind: type) -> bool:
+    if not issubclass(kind, torch.Tensor) or is_fake_type(kind):
+        return False
+    return kind not in (torch.Tensor, torch.nn.Parameter)

@@ -1,0 +1,145 @@
+"""Whether a step is the same every time: what the runs of a profile have called, and which of them is planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from autoac.execute.newcomers import outermost
+from autoac.record.single_draws import CHANCE, HIGH, LOW
+from autoac.record.tape.tape import Tape
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.format import format_bytes
+from autoac_solver.records.profile import VARIES
+
+_SHOWN = 4
+_WITHOUT_LAYERS = (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, ProfilingError)
+"""Errors of steps in which too much was skipped: no gradients to go backward from, nothing to stack, no last state."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the step.
+
+    Args:
+        outcome: of its single draws.
+        calls: names of modules, and which of their calls in the step.
+        op_fingerprint: tells this sequence of ops from others.
+        ops: how many there were.
+        peak_bytes: with everything recomputed.
+    """
+
+    outcome: str
+    calls: frozenset[tuple[str, int]]
+    op_fingerprint: str
+    ops: int
+    peak_bytes: int
+
+
+class Runs:
+    """The runs of one step, in order.
+
+    Attributes:
+        draws: whether single random numbers were drawn in any of them.
+        failures: the errors of those that failed with decided draws, by the outcome.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Run] = []
+        self.draws = False
+        self.failures: dict[str, str] = {}
+
+    def tried(self, tape: Tape, run: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Run a step and add it. None if it fails with draws that were decided, see NOTE [ Steps that vary ] 5."""
+        try:
+            tables = run()
+        except torch.OutOfMemoryError:
+            raise
+        except _WITHOUT_LAYERS as error:
+            if not tape.single.has_decided:
+                raise
+            self.draws = True
+            self.failures[tape.single.outcome] = f"{type(error).__name__}: {error!s:.100}"
+            return None
+        self.add(tape, tables)
+        return tables
+
+    def add(self, tape: Tape, tables: Mapping[str, Any]) -> None:
+        """One is over."""
+        calls = frozenset((call.fqn, call.call) for call in tables["calls"] if call.grad)
+        found = Run(
+            tape.single.outcome, calls, tables["op_fingerprint"], len(tables["tape"]), _peak_bytes(tables)
+        )
+        self.all.append(found)
+        self.draws = self.draws or tape.single.count > 0
+
+    @property
+    def to_record(self) -> str:
+        """What single draws are to be in the step that is planned for: with them most modules are called."""
+        decided = [run for run in self.all if run.outcome != CHANCE]
+        if not self.draws or not decided:
+            return CHANCE
+        return max(decided, key=lambda run: (len(run.calls), run.ops)).outcome
+
+    @property
+    def low_adds(self) -> bool:
+        """Whether the least draws call modules that the largest ones do not."""
+        called = {outcome: self._called(outcome) for outcome in (LOW, HIGH)}
+        return not called[LOW] <= called[HIGH]
+
+    def _called(self, outcome: str) -> frozenset[tuple[str, int]]:
+        return frozenset().union(*(run.calls for run in self.all if run.outcome == outcome))
+
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said of a step that varies; of one that does not, nothing. The last run is the recorded one."""
+        failed = tuple(
+            f"with the {'largest' if outcome == HIGH else 'least'} values of the random numbers that it draws one at a "
+            f"time the step fails ({error}), so these were left out"
+            for outcome, error in self.failures.items()
+        )
+        return (*self._on_variation(), *failed)
+
+    def _on_variation(self) -> tuple[str, ...]:
+        if len({run.op_fingerprint for run in self.all}) < 2:
+            return ()
+        recorded = self.all[-1]
+        missing = frozenset().union(*(run.calls for run in self.all)) - recorded.calls
+        ops, peaks = [run.ops for run in self.all], [run.peak_bytes for run in self.all]
+        spread = (
+            f"{min(ops)} to {max(ops)} ops in {len(self.all)} runs, and with everything recomputed a peak of "
+            f"{format_bytes(min(peaks))} to {format_bytes(max(peaks))}"
+        )
+        if not self.draws:
+            return (
+                f"{VARIES} with its data ({spread}): planned for one of {recorded.ops} ops. Which ops others "
+                "run cannot be known beforehand: leave headroom, and measure with plan.verify(model, sample, steps=10)",
+            )
+        largest = "with all modules that any of them called"
+        if missing:
+            largest = (
+                f"in which most modules are called; {_some(missing)} came in others only, and their memory is not "
+                "planned for: leave headroom, and measure with plan.verify(model, sample, steps=10)"
+            )
+        return (
+            f"{VARIES} with random numbers that it draws one at a time, as for layer drop ({spread}): planned for "
+            f"a step {largest}",
+        )
+
+
+def _some(calls: frozenset[tuple[str, int]]) -> str:
+    names = outermost({name for name, _ in calls})
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + rest
+
+
+def _peak_bytes(tables: Mapping[str, Any]) -> int:
+    """The most bytes that are alive at once, with what autograd saved only while it is used."""
+    events: dict[int, int] = {}
+    for storage in tables["storage_table"]:
+        events[storage.alloc] = events.get(storage.alloc, 0) + storage.bytes
+        events[storage.free] = events.get(storage.free, 0) - storage.bytes
+    return max(accumulate(events[tick] for tick in sorted(events)), default=0)

@@ -1,0 +1,39 @@
+"""The caller's autocast as a training loop has it: around forward and loss, anew in every step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from autoac.torch_private import any_autocast
+
+_DEVICES = ("cpu", "cuda")
+
+
+@contextlib.contextmanager
+def forward_autocast() -> Iterator[contextlib.AbstractContextManager[None]]:
+    """Context for forward and loss, of which the loop's autocast begins and ends with this; one for backward with it.
+
+    Autocast keeps its casts of weights until the outermost context ends. Where somebody profiles inside of one, the
+    first step would leave them to the next, which has them then before it begins; a loop makes them in every step.
+    """
+    if not any_autocast():
+        yield contextlib.nullcontext()
+        return
+    torch.clear_autocast_cache()
+    try:
+        yield _off()
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _off() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device in _DEVICES:
+            if torch.is_autocast_enabled(device):
+                dtype = torch.get_autocast_dtype(device)
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=False))
+        yield

@@ -1,0 +1,73 @@
+"""What a model is called with, in words: names, types and shapes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from autoac.step.restore import tensors_of
+
+_MOST = 8
+_UNDER = " under autocast to "
+
+
+def described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The tensors of a call, such as "input_ids int64[4,32], labels int64[4,32]", and autocast if it is on.
+
+    It is "" if there are no tensors.
+    """
+    parts = [f"{name} {_of(tensor)}".strip() for name, tensor in _named(args, kwargs)]
+    rest = sum(tensor.numel() for _, tensor in list(_named(args, kwargs))[_MOST:])
+    words = ", ".join([*parts[:_MOST], *([f"and {len(parts) - _MOST} more [{rest}]"] if rest else [])])
+    return words and words + under_autocast()
+
+
+def under_autocast() -> str:
+    """Such as " under autocast to bfloat16"; "" where autocast is off."""
+    types = [
+        torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    ]
+    return _UNDER + str(types[0]).removeprefix("torch.") if types else ""
+
+
+def autocast_in(description: str) -> str:
+    """What `under_autocast` said when a call was described."""
+    _, found, dtype = description.partition(_UNDER)
+    return found + dtype
+
+
+def without_autocast(description: str) -> str:
+    """A description of a call without what `under_autocast` said."""
+    return description.partition(_UNDER)[0]
+
+
+def elements_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Elements of all tensors of a call."""
+    return sum(tensor.numel() for tensor in tensors_of((args, kwargs)))
+
+
+def elements_in(description: str) -> int:
+    """Elements of all tensors that `described` names."""
+    shapes = re.findall(r"\[([\d,]*)\]", description)
+    return sum(math.prod(int(size) for size in shape.split(",") if size) for shape in shapes)
+
+
+def larger(one: str, other: str) -> str:
+    """Of two descriptions that with more elements."""
+    return other if elements_in(other) > elements_in(one) else one
+
+
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in (*(("", arg) for arg in args), *kwargs.items()):
+        inside = value.items() if isinstance(value, Mapping) else [(name, value)]
+        for key, item in inside:
+            for tensor in tensors_of(item):
+                yield str(key), tensor
+
+
+def _of(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"

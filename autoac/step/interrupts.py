@@ -1,0 +1,77 @@
+"""Ctrl-C comes while the user's step runs, or when the model is as it was: not while it is changed or put back."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+
+class _HeldBack:
+    """The handler of SIGINT within `held_back`.
+
+    Args:
+        before: the handler that was there, which usually raises KeyboardInterrupt.
+        allowed: whether it is called at once. It is not once it has been, so that a second Ctrl-C cannot come while the
+            first one's KeyboardInterrupt goes up.
+        came: whether there is an interrupt that it has not been told of.
+    """
+
+    def __init__(self, before: Callable[[int, FrameType | None], Any]):
+        self.before = before
+        self.allowed = False
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.allowed:
+            self.came = True
+            return
+        self.allowed = False
+        self.before(number, frame)
+        self.allowed = True
+
+    def tell(self) -> None:
+        """Pass on an interrupt that came."""
+        if self.came:
+            self.came = False
+            self.before(signal.SIGINT, None)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Context in which Ctrl-C waits, for its end or for the next `interruptible` in it."""
+    before = signal.getsignal(signal.SIGINT)
+    if not _is_main_thread() or not callable(before) or isinstance(before, _HeldBack):
+        yield
+        return
+    handler = _HeldBack(before)
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is handler:
+            signal.signal(signal.SIGINT, before)
+        handler.tell()
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Context in which Ctrl-C comes at once, inside of `held_back` too."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not _is_main_thread() or not isinstance(handler, _HeldBack):
+        yield
+        return
+    handler.tell()
+    handler.allowed = True
+    try:
+        yield
+    finally:
+        handler.allowed = False
+
+
+def _is_main_thread() -> bool:
+    """Whether signals are handled in this thread: in others no KeyboardInterrupt comes."""
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,93 @@
+"""What is asked of the user's model before and around a step: may it be profiled, where is it, which one is it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import cast
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from autoac.device import device_for
+from autoac.step.carried import planned
+from autoac.step.units import own_name
+from autoac.torch_private import (
+    counts_backwards,
+    ddp_around,
+    is_compiled_wrapper,
+    is_ddp,
+    wrapped_module,
+)
+from autoac_solver.records.errors import ProfilingError
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Refuse what cannot be profiled, before anything runs."""
+    if not isinstance(model, torch.nn.Module):
+        raise ProfilingError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
+    if any(planned(module) for module in model.modules()):
+        raise ProfilingError(
+            "this model has a plan applied: call plan.remove(model) before profiling it again."
+        )
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        raise ProfilingError(
+            "this model has lazy parameters or buffers that are not initialised: run it once first."
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ProfilingError(
+            "no parameter of this model requires grad, so a training step has nothing to do."
+        )
+    devices = {p.device for p in model.parameters() if p.requires_grad}
+    if len(devices) > 1:
+        raise ProfilingError(
+            f"the model's parameters are on {sorted(map(str, devices))}; one device is supported."
+        )
+
+
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The module itself where `torch.compile` or `DistributedDataParallel` returned a wrapper of it."""
+    while True:
+        if is_compiled_wrapper(model):
+            model = wrapped_module(model)
+        elif is_ddp(model):
+            model = cast("torch.nn.Module", model.module)
+        else:
+            return model
+
+
+def check_backwards_may_run(model: torch.nn.Module) -> None:
+    """Refuse to run steps of a module whose backwards a wrapper counts, before anything runs.
+
+    Raises:
+        ProfilingError: it is in a `DistributedDataParallel` with a static graph that has seen no backward yet.
+    """
+    ddp = ddp_around(model)
+    if ddp is not None and counts_backwards(ddp):
+        raise ProfilingError(
+            "this model is in a DistributedDataParallel with static_graph=True that has not seen its first backward: "
+            "it would take those of the recorded steps for it, and then never reduce gradients as it should. Plan "
+            "before wrapping (plan, plan.apply(model), DistributedDataParallel(model, static_graph=True)), or after "
+            "the first training step. Nothing was run."
+        )
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """The device of the model's trained parameters."""
+    return next(p.device for p in model.parameters() if p.requires_grad)
+
+
+def device_bytes(device: torch.device) -> int:
+    """The device's total memory in bytes, 0 if unknown."""
+    return device_for(device).total_bytes()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that is not in use, in bytes; its total where nobody tells, as on macOS."""
+    return device_for(device).free_bytes()
+
+
+def model_fingerprint(model: torch.nn.Module) -> str:
+    """Tells this model's structure from others: names and classes of modules, shapes and types of parameters."""
+    lines = [f"{name}:{own_name(module)}" for name, module in model.named_modules()]
+    lines += [f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}" for name, p in model.named_parameters()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -1,0 +1,75 @@
+"""The optimizer that the user means, where another library has wrapped it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from autoac_solver.records.errors import ProfilingError
+
+_HELD_AS = {
+    "AcceleratedOptimizer": "optimizer",
+    "LightningOptimizer": "_optimizer",
+    "_FabricOptimizer": "_optimizer",
+}
+"""Classes of accelerate and Lightning that pass on to another optimizer, and the attribute that holds it.
+
+By name: neither library is imported here.
+"""
+
+
+def real_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer itself, out of what accelerate and Lightning wrap it in.
+
+    Raises:
+        ProfilingError: it is none, is not this model's, or passes on to another in a way that is not known.
+    """
+    _check_is_optimizer(optimizer)
+    while (attribute := _holds_another(optimizer)) is not None:
+        optimizer = getattr(optimizer, attribute)
+        _check_is_optimizer(optimizer)
+    _check_is_no_proxy(optimizer)
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ProfilingError("the optimizer has no parameter of this model: pass the one that trains it.")
+    return optimizer
+
+
+def _check_is_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
+        raise ProfilingError(
+            f"optimizer is {optimizer!r:.80}: pass the optimizer object that trains the model."
+        )
+
+
+def _holds_another(optimizer: Any) -> str | None:
+    return next(
+        (_HELD_AS[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in _HELD_AS), None
+    )
+
+
+def _check_is_no_proxy(optimizer: Any) -> None:
+    """Refuse what keeps its state in another optimizer: a copy of it would write there."""
+    own = getattr(optimizer, "__dict__", {})
+    passed_on = [
+        name for name in ("param_groups", "state") if name not in own or _is_property(optimizer, name)
+    ]
+    inner = next((name for name, value in own.items() if isinstance(value, torch.optim.Optimizer)), None)
+    if not passed_on and inner is None:
+        return
+    why = (
+        f"its {' and '.join(passed_on)} are another object's"
+        if passed_on
+        else f"it holds another one, .{inner}"
+    )
+    raise ProfilingError(
+        f"optimizer is a {type(optimizer).__name__}, which wraps another optimizer ({why}): its memory cannot be found "
+        "without touching that one. Pass the optimizer inside of it."
+    )
+
+
+def _is_property(optimizer: Any, name: str) -> bool:
+    found = inspect.getattr_static(type(optimizer), name, None)
+    return found is not None and hasattr(type(found), "__set__")

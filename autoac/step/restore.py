@@ -1,0 +1,298 @@
+"""Run steps of a model and leave no trace: parameters, buffers, gradients, random states, attributes are put back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoac.device import gpu_random_states
+from autoac.ops.geometry import Geometry, geometry_of
+from autoac.step.interrupts import held_back
+from autoac.step.units import roots_of_units, settle_units
+from autoac.torch_private import (
+    is_view,
+    key_of_storage,
+    leave_modes,
+    modes_entered,
+    parts_of,
+    reset_units,
+    set_version,
+    storage_key,
+    version_of,
+)
+
+
+class Restorer:
+    """Context that owns what is to be put back: all of it is at the end, the last that was registered first.
+
+    One that fails, or into which an interrupt comes, is tried once more, and the others have their turn whatever
+    happens. Ctrl-C waits while the context is entered, while it is left and in between, except where the step runs:
+    see `interrupts`.
+    """
+
+    def __init__(self) -> None:
+        self._actions: list[Callable[[], Any]] = []
+
+    def later(self, action: Callable[..., Any], *args: Any) -> None:
+        """Call this at the end. Register it before the change that it takes back."""
+        self._actions.append(functools.partial(action, *args))
+
+    def __enter__(self) -> Restorer:
+        self._held_back = held_back()
+        self._held_back.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            put_back(reversed(self._actions))
+        finally:
+            self._actions.clear()
+            self._held_back.__exit__(*exception)
+
+
+@contextlib.contextmanager
+def untouched(
+    model: torch.nn.Module,
+    inputs: Iterable[torch.Tensor],
+    gradient: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: tensor.grad,
+) -> Iterator[Restorer]:
+    """Put everything a step changes back, also when it fails.
+
+    Args:
+        inputs: the tensors of the sample.
+        gradient: what a leaf's gradient is to be at the step's start; by default what it is.
+
+    Returns:
+        What more can be registered with.
+
+    Values that are written in place are not copied here (that would double the parameters' memory): the recording
+    copies a storage before its first write and puts it back itself, see `BeforeStep`.
+    """
+    inputs = list(inputs)
+    settle_units(model)
+    with Restorer() as restorer:
+        for set_state, state in _random_states(model):
+            restorer.later(set_state, state)
+        leaves = [t for t in (*model.parameters(), *inputs) if t.is_leaf]
+        for tensor in leaves:
+            restorer.later(setattr, tensor, "grad", tensor.grad)
+        for tensor in _unique((*inputs, *_tensors_in(model))):
+            restorer.later(Graph.of(tensor).put_back)
+        for module in model.modules():
+            restorer.later(_restore, module, _attributes(module))
+        restorer.later(leave_modes, modes_entered())
+        for tensor in leaves:
+            tensor.grad = gradient(tensor)
+        try:
+            yield restorer
+        except BaseException:
+            put_back(functools.partial(reset_units, root) for root in roots_of_units(model))
+            raise
+
+
+@contextlib.contextmanager
+def values_kept(tensors: Iterable[torch.Tensor], places: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+    """Context after which these tensors have the values, the shapes and the storages that they had before.
+
+    Args:
+        tensors: copied here; of a wrapper subclass, which may have no ops for that, its parts.
+        places: not copied; only their shapes and storages are put back.
+    """
+    tensors = [part for tensor in tensors for part in parts_of(tensor)]
+    with Restorer() as restorer:
+        for tensor in tensors:
+            restorer.later(_write, tensor, tensor.detach().clone())
+        for tensor in (*tensors, *places):
+            if tensor.layout is torch.strided:
+                restorer.later(Seen.of(tensor).put_back)
+        yield
+
+
+def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    if not torch.equal(tensor, values):
+        tensor.data.copy_(values)  # uncounted: a graph that holds it finds what it held
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What autograd knew of a tensor: whether it requires a gradient, of what it was computed, its version."""
+
+    tensor: torch.Tensor
+    requires_grad: bool
+    is_leaf: bool
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Graph:
+        """As it is now."""
+        return cls(tensor, tensor.requires_grad, tensor.is_leaf, version_of(tensor))
+
+    def put_back(self) -> None:
+        """Let autograd know of the tensor what it knew. It keeps a graph if it had one, or is a view of what has."""
+        tensor = self.tensor
+        if self.is_leaf and not tensor.is_leaf and not is_view(tensor):
+            tensor.detach_()
+        if tensor.is_leaf and tensor.requires_grad != self.requires_grad:
+            tensor.requires_grad_(self.requires_grad)
+        if self.version >= 0:
+            set_version(tensor, self.version)
+
+
+def _tensors_in(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters, buffers, and the tensors that modules have as attributes."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for module in model.modules():
+        yield from (value for value in module.__dict__.values() if isinstance(value, torch.Tensor))
+
+
+def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How a tensor saw which storage, and the storage's size: what `resize_` or an op's `out=` may change."""
+
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    n_bytes: int
+    geometry: Geometry
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Seen:
+        """As it is now."""
+        storage = tensor.untyped_storage()
+        return cls(tensor, storage, storage.nbytes(), geometry_of(tensor))
+
+    def changed(self) -> bool:
+        """Whether it is otherwise now."""
+        return self.storage.nbytes() != self.n_bytes or self._moved()
+
+    def put_back(self) -> None:
+        """Let the tensor be as it was; what is in the storage is another matter."""
+        if self.storage.nbytes() != self.n_bytes:
+            self.storage.resize_(self.n_bytes)
+        if self._moved():
+            shape, stride, offset, *_ = self.geometry
+            with torch.no_grad():
+                self.tensor.set_(self.storage, offset, shape, stride)
+
+    def _moved(self) -> bool:
+        there = storage_key(self.tensor) == key_of_storage(self.storage)
+        return not there or geometry_of(self.tensor) != self.geometry
+
+
+def put_back(actions: Iterable[Callable[[], Any]]) -> None:
+    """Run all of these, whatever happens: one that fails, or into which Ctrl-C comes, is tried once more.
+
+    Raises:
+        BaseException: the first one that came, after all of them have had their turn.
+    """
+    first: BaseException | None = None
+    for action in actions:
+        for _ in range(2):
+            try:
+                action()
+                break
+            except BaseException as error:
+                first = first or error
+    if first is not None:
+        raise first
+
+
+def random_states(model: torch.nn.Module) -> list[Any]:
+    """Every random state that a step of this model may advance, in a fixed order."""
+    return [state for _, state in _random_states(model)]
+
+
+@contextlib.contextmanager
+def other_random_numbers(model: torch.nn.Module, seed: int) -> Iterator[None]:
+    """Context in which every generator that a step of this model may draw from starts at a seed; put back after it."""
+    with Restorer() as restorer:
+        for set_state, state in _random_states(model):
+            restorer.later(set_state, state)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+        for module in model.modules():
+            for value in module.__dict__.values():
+                if isinstance(value, torch.Generator):
+                    value.manual_seed(seed)
+        yield
+
+
+def _random_states(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    states: list[tuple[Any, Any]] = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+    ]
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"]
+        states.append((numpy.random.set_state, numpy.random.get_state()))
+    states += gpu_random_states()
+    for module in model.modules():
+        for value in module.__dict__.values():
+            if isinstance(value, torch.Generator):
+                states.append((value.set_state, value.get_state()))
+    return states
+
+
+_CONTAINERS = (dict, set, list)
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, tuple[Any, list[Any] | None]]:
+    """The module's attributes, and what is in those that are containers (its parameters, buffers, hooks, ...)."""
+    return {
+        name: (value, _contents(value) if isinstance(value, _CONTAINERS) else None)
+        for name, value in module.__dict__.items()
+    }
+
+
+def _contents(container: Any) -> list[Any]:
+    return list(container.items()) if isinstance(container, dict) else list(container)
+
+
+def _restore(module: torch.nn.Module, attributes: dict[str, tuple[Any, list[Any] | None]]) -> None:
+    module.__dict__.clear()
+    for name, (value, contents) in attributes.items():
+        module.__dict__[name] = value
+        if contents is None or _same_items(_contents(value), contents):
+            continue  # not to be written without need: some dictionaries are frozen
+        if isinstance(value, list):
+            value[:] = contents
+        else:
+            value.clear()
+            value.update(contents)
+
+
+def _same_items(found: list[Any], contents: list[Any]) -> bool:
+    """Whether they are the same objects in the same order; for pairs, their keys and values."""
+    return len(found) == len(contents) and all(
+        a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
+        for a, b in zip(found, contents, strict=True)
+    )
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a nest of tuples, lists, mappings and data classes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_of(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors_of(getattr(value, name, None))

@@ -1,0 +1,60 @@
+"""Several batches to plan for, where their shapes differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autoac.step.inputs import described
+from autoac.step.step import is_whole_step
+
+
+class Samples:
+    """Several batches in place of one, for `sample=` of `autoac.plan` and `autoac.profile`.
+
+    The step with the highest peak is planned for. Of batches with the same shapes only the first is looked at.
+
+    Args:
+        batches: samples as `autoac.plan` takes them one by one: a list, or a DataLoader.
+        count: how many to take; None takes all.
+
+    Raises:
+        ValueError: there is no batch, or one of them is a callable, whose shapes are not known.
+    """
+
+    def __init__(self, batches: Iterable[Any], count: int | None = None):
+        if count is not None and (type(count) is not int or count < 1):
+            raise ValueError(
+                f"Samples takes {count!r} batches: give a number from 1 on, or leave it out for all."
+            )
+        if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes, Mapping)):
+            raise ValueError(
+                f"Samples is given a {type(batches).__name__}; it takes several batches: a list of samples, or a "
+                "DataLoader and a number, as in autoac.Samples(loader, 8)."
+            )
+        by_shape: dict[str, Any] = {}
+        for batch in itertools.islice(batches, count):
+            if is_whole_step(batch):
+                raise ValueError(
+                    "Samples takes the model's inputs; a callable runs a whole step of its own: plan for one of them."
+                )
+            by_shape.setdefault(shapes_of(batch), batch)
+        if not by_shape:
+            raise ValueError("Samples is given no batch.")
+        self.batches: list[Any] = list(by_shape.values())
+
+    def __repr__(self) -> str:
+        return f"Samples({'; '.join(map(shapes_of, self.batches))})"
+
+
+def batches_of(sample: Any) -> list[Any]:
+    """The batches in a `Samples`; any other sample alone."""
+    return sample.batches if isinstance(sample, Samples) else [sample]
+
+
+def shapes_of(sample: Any) -> str:
+    """A sample in words, as in `Profile.sample`."""
+    if isinstance(sample, Mapping):
+        return described((), sample)
+    return described(sample if isinstance(sample, tuple) else (sample,), {})

@@ -1,0 +1,182 @@
+"""The user's training step as one object: forward, loss and backward of a model on a sample, and the optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autoac.step.autocast import forward_autocast
+from autoac.step.interrupts import interruptible
+from autoac.step.optimizer import real_optimizer
+from autoac.step.restore import tensors_of
+from autoac.torch_private import alias_unseen
+from autoac_solver.records.errors import ProfilingError
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+class TrainingStep:
+    """One training step. Whatever can be refused before anything runs is refused when this is built.
+
+    Args:
+        model: as it will be trained.
+        sample: the model's input: a tensor, a tuple (positional arguments) or a mapping (keyword arguments); or a
+            callable without arguments that runs one whole step (forward, loss, backward).
+        loss: from the model's output to a scalar; None is `default_loss`.
+        optimizer: the one that trains the model; one that another library has wrapped is unwrapped.
+        keeps_output: whether the model's output stays alive until backward is over, as in the usual training loop.
+
+    Raises:
+        ProfilingError: one of these is of the wrong kind, or they do not go together.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        sample: Any,
+        loss: Loss | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        keeps_output: bool = True,
+    ):
+        _check_sample(sample)
+        _check_loss(loss, sample)
+        self.model = model
+        self.sample = sample
+        self.loss = loss
+        self.keeps_output = keeps_output
+        self.optimizer = None if optimizer is None else real_optimizer(optimizer, model)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the sample is no input of the model, but the user's own code for a step."""
+        return is_whole_step(self.sample)
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors of the sample; none of a callable, which brings its own."""
+        return [] if self.is_whole else list(tensors_of(self.sample))
+
+    def of(self, model: torch.nn.Module, sample: Any = None) -> TrainingStep:
+        """The same step of another form of the model, and with another form of the sample if one is given."""
+        step = copy.copy(self)  # what was refused was refused of the form that the user gave
+        step.model, step.sample = model, self.sample if sample is None else sample
+        return step
+
+    def forward(self) -> Any:
+        """The model's output for the sample.
+
+        Containers are the model's own, so that it may take its batch apart (`batch.pop("labels")`), and so are tensors
+        without a gradient: one that it writes in place would keep the graph of this step.
+        """
+        with interruptible():
+            return self._forward()
+
+    def _forward(self) -> Any:
+        if isinstance(self.sample, torch.Tensor):
+            return self.model(_fresh(self.sample))
+        if isinstance(self.sample, tuple):
+            return self.model(*map(_fresh, self.sample))
+        return self.model(**{name: _fresh(value) for name, value in self.sample.items()})
+
+    def run(self) -> torch.Tensor | None:
+        """Run forward, loss and backward; returns the loss (of a callable sample, the tensor that it returns if any).
+
+        Autocast that is on around is taken as the loop will have it: on for forward and loss only, without casts of
+        weights from before.
+        """
+        with interruptible():
+            return self._run()
+
+    def _run(self) -> torch.Tensor | None:
+        if self.is_whole:
+            result = self.sample()
+            return result.detach() if isinstance(result, torch.Tensor) else None
+        with forward_autocast() as backward_autocast:
+            output = self._forward()
+            value = (self.loss or default_loss)(output)
+        if not self.keeps_output:
+            del output
+        if not torch.is_grad_enabled():
+            raise ProfilingError(
+                "gradients are off (torch.no_grad, torch.inference_mode), so there is no training step to run. Turn "
+                "them on around this call."
+            )
+        if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ProfilingError(
+                f"the loss is no scalar with a gradient (it is {shape}). Pass loss=, a function from the "
+                "model's output to a scalar tensor, and check that some parameter requires grad."
+            )
+        with backward_autocast:
+            value.backward()
+        return value.detach()
+
+
+def is_whole_step(sample: Any) -> bool:
+    """Whether this is no input of the model, but the user's own code for a step."""
+    return callable(sample) and not isinstance(sample, (torch.Tensor, tuple, Mapping))
+
+
+_OF_LISTS = " For a list of arguments pass tuple(sample); for a list of batches, autoac.Samples(sample)."
+
+
+def _check_sample(sample: Any) -> None:
+    possible = (
+        "a tensor, a tuple (positional arguments), a mapping (keyword arguments), or a callable without arguments that "
+        "runs one whole step (forward, loss, backward)"
+    )
+    if isinstance(sample, Mapping):
+        odd = next((name for name in sample if not isinstance(name, str)), None)
+        if odd is not None:
+            raise ProfilingError(
+                f"sample is a mapping with the key {odd!r:.80}: keys are names of the model's arguments. To pass the "
+                "mapping itself as an argument, put it in a tuple: (mapping,)."
+            )
+    elif not isinstance(sample, (torch.Tensor, tuple)) and not callable(sample):
+        hint = _OF_LISTS if isinstance(sample, list) else ""
+        raise ProfilingError(f"sample is a {type(sample).__name__}; it must be {possible}.{hint}")
+
+
+def _check_loss(loss: Any, sample: Any) -> None:
+    if loss is None:
+        return
+    if not callable(loss) or isinstance(loss, type):
+        raise ProfilingError(
+            f"loss is {loss!r:.80}: pass a function from the model's output to a scalar tensor, or leave it out for "
+            "the output's .loss, the output if scalar, or the mean of its floating tensors."
+        )
+    if is_whole_step(sample):
+        raise ProfilingError("loss= goes with a sample; a callable sample computes its losses itself.")
+
+
+def _fresh(value: Any) -> Any:
+    """The same values in new lists and dictionaries, and new tensors on the same storages."""
+    if type(value) is dict:
+        return {key: _fresh(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_fresh, value))
+    if type(value) is torch.Tensor and not value.requires_grad:
+        return alias_unseen(value)
+    return value
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """The output's `.loss`, or the output if scalar, else the mean of its floating tensors."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    if isinstance(output, torch.Tensor) and output.numel() == 1:
+        return output.squeeze()
+    floating = [t for t in tensors_of(output) if t.is_floating_point() or t.is_complex()]
+    floating = [t for t in floating if t.requires_grad]
+    if not floating:
+        raise ProfilingError(
+            "the model's output has no floating tensor that needs a gradient, so there is no loss to go backward from. "
+            "Pass loss=, a function from the output to a scalar, and check that some parameter requires grad."
+        )
+    means = [(t.abs() if t.is_complex() else t).mean() for t in floating]
+    return means[0] if len(means) == 1 else torch.stack([m.float() for m in means]).mean()

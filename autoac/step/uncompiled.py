@@ -1,0 +1,104 @@
+"""Modules that `torch.compile` has compiled, `module.compile()` or `torch.compile(module)`, run as they are written.
+
+What a compiled module keeps for backward and what memory its kernels take is the compiler's choice, and no dispatch
+mode sees all of it. So a step is recorded with every module uncompiled, and a plan that says which ops are recomputed
+has to find these ops when the step runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from autoac.step.restore import Restorer
+from autoac.torch_private import compiled_attribute, is_compiled_wrapper, put_compiled_back, wrapped_module
+
+_KEY = "_autoac_uncompiled"
+
+
+class _Compiled:
+    """What a module carries that runs uncompiled: the attribute to be put back.
+
+    A copy has none, for torch does not copy it either: a copied module is not compiled, and a copied wrapper compiles
+    anew, around the regions in it.
+    """
+
+    def __init__(self, value: Any = None, plan_id: str = ""):
+        self.value = value
+        self.plan_id = plan_id
+
+    def __reduce__(self) -> Any:
+        return _Compiled, (None, self.plan_id)
+
+
+def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules that are compiled, by name; the model itself is not looked for inside of a wrapper of it."""
+    return {name: module for name, module in model.named_modules() if compiled_attribute(module)}
+
+
+def to_uncompile(compiled: Iterable[str], regions: Iterable[str], *, eager_only: bool) -> list[str]:
+    """Which of the compiled modules have to run uncompiled for a plan to hold.
+
+    Those inside a region that does not run compiled as a whole: torch's compiler traces a compiled region with its
+    policy, but a policy outside of compiled code does not see the ops that are meant.
+
+    Args:
+        compiled: names of all compiled modules.
+        regions: names of the regions in which something is recomputed.
+        eager_only: all of them, if there is any region: the engine runs ops again one by one, and the bytes are to be
+            those of the record.
+    """
+    compiled, regions = list(compiled), list(regions)
+    if eager_only:
+        return compiled if regions else []
+    eager = [region for region in regions if not any(is_inside(region, name) for name in compiled)]
+    return [name for name in compiled if any(is_inside(name, region) for region in eager)]
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Whether a module's name is another one's or that of a module in it."""
+    return not outer or name == outer or name.startswith(outer + ".")
+
+
+def uncompile(module: torch.nn.Module, plan_id: str = "") -> None:
+    """Let a compiled module run as it is written, until `recompile`."""
+    attribute = compiled_attribute(module)
+    assert attribute is not None
+    module.__dict__[_KEY] = _Compiled(module.__dict__.pop(attribute), plan_id)
+    if is_compiled_wrapper(module):
+        module.__dict__["forward"] = wrapped_module(module)
+
+
+def recompile(module: torch.nn.Module) -> None:
+    """Put back what `uncompile` took, unless somebody has compiled the module anew since."""
+    carried: _Compiled = module.__dict__[_KEY]
+    if carried.value is not None:
+        if is_compiled_wrapper(module):
+            module.__dict__["forward"] = carried.value
+        else:
+            put_compiled_back(module, carried.value)
+    del module.__dict__[_KEY]  # last: until then, this can be called again
+
+
+def uncompiled_by(module: torch.nn.Module) -> str | None:
+    """The `plan_id` with which the module was uncompiled, None if it was not."""
+    carried: _Compiled | None = module.__dict__.get(_KEY)
+    return None if carried is None else carried.plan_id
+
+
+@contextlib.contextmanager
+def uncompiled(model: torch.nn.Module) -> Iterator[None]:
+    """Context in which all modules of the model run as they are written."""
+    with Restorer() as restorer:
+        for module in compiled_modules(model).values():
+            restorer.later(_recompile_if_uncompiled, module)
+            uncompile(module)
+        yield
+
+
+def _recompile_if_uncompiled(module: torch.nn.Module) -> None:
+    if uncompiled_by(module) is not None:
+        recompile(module)

@@ -1,0 +1,121 @@
+"""Autograd: nodes, the running backward, saved-tensor hooks."""
+
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# (private names are what this file is for; torch's type stubs do not know them)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def call_below_autograd(function: Callable[..., None], *args: Any) -> None:
+    """Call it so that its ops record no graph although gradients are on, and without autocast; modes see them.
+
+    Source: `_AutoDispatchBelowAutograd` (torch/csrc/utils/python_dispatch.cpp), `_DisableAutocast` and
+    `_set_grad_enabled` (torch/csrc/autograd/init.cpp).
+    """
+    grad = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)  # as `torch.enable_grad` does, in a tenth of the time
+    try:
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            function(*args)
+    finally:
+        torch._C._set_grad_enabled(grad)
+
+
+def any_autocast() -> bool:
+    """Whether autocast is on for any device in this thread.
+
+    Source: `torch._C._is_any_autocast_enabled` (torch/csrc/autograd/init.cpp).
+    """
+    return torch._C._is_any_autocast_enabled()
+
+
+def next_node_number() -> int:
+    """The sequence number that this thread's next autograd node gets; inside an op's dispatch, its own is one less.
+
+    Source: `torch._C._autograd._get_sequence_nr` (torch/csrc/autograd/init.cpp).
+    """
+    return torch._C._autograd._get_sequence_nr()
+
+
+def node_number(node: Any) -> int:
+    """The sequence number of an autograd node: those made later in a thread have larger ones.
+
+    Source: `Node._sequence_nr` (torch/csrc/autograd/python_cpp_function.cpp).
+    """
+    return node._sequence_nr()
+
+
+def current_node() -> Any:
+    """The autograd node that is being evaluated, None outside of backward.
+
+    Source: `torch._C._current_autograd_node` (torch/csrc/Module.cpp).
+    """
+    return torch._C._current_autograd_node()
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass.
+
+    Source: `torch._C._current_graph_task_id` (torch/csrc/Module.cpp).
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the running backward retains the graph; true outside of a backward pass.
+
+    Source: `torch._C._autograd._get_current_graph_task_keep_graph` (torch/csrc/autograd/init.cpp).
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """The pack and unpack hook that autograd calls now, None if there are none.
+
+    Source: `torch._C._autograd._top_saved_tensors_default_hooks` (torch/csrc/autograd/init.cpp).
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def saved_tensors_hooks_allowed() -> bool:
+    """Whether saved-tensor hooks may be used here (`torch.autograd.graph.disable_saved_tensors_hooks`).
+
+    Source: `torch._C._autograd._saved_tensors_hooks_is_enabled` (torch/csrc/autograd/init.cpp).
+    """
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
+def in_function_transform() -> bool:
+    """Whether `torch.func` transforms what runs here (grad, vmap, jvp, ...), or forward-mode derivatives are taken.
+
+    Source: `torch._C._functorch.peek_interpreter_stack` (torch/csrc/functorch/init.cpp), `_current_level` in
+    torch/autograd/forward_ad.py.
+    """
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for several, as in `torch.func.vmap` or a gradient with `is_grads_batched`.
+
+    Source: `torch._C._functorch.is_functorch_wrapped_tensor` and its like (torch/csrc/functorch/init.cpp).
+    """
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
+def behind_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor behind those that `torch.func.vmap`, `jvp` and the like hand to the function they transform.
+
+    Those have no storage of their own that could be asked for; dispatch modes and saved-tensor hooks see the plain one.
+
+    Source: `torch._C._functorch.get_unwrapped` (torch/csrc/functorch/init.cpp).
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor

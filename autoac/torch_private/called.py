@@ -1,0 +1,52 @@
+"""Which module a call of its `forward` attribute is of: torch's `Module.__call__` does not pass it on."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+
+def called_module(bound: torch.nn.Module) -> torch.nn.Module:
+    """The module that is called, for a function that is its `forward` through `functools.partial(function, bound)`.
+
+    That is `bound`, or a shallow copy of it: copies share the partial, but have weights of their own. `Module.__call__`
+    runs directly below, and has the module in its `self`. Call it from that function.
+
+    Source: `Module._call_impl` in torch/nn/modules/module.py.
+    """
+    if torch.compiler.is_compiling():
+        return bound
+    caller = sys._getframe(2).f_locals.get("self")
+    if caller is bound or not isinstance(caller, torch.nn.Module):
+        return bound
+    return caller if _share_forward(caller, bound) else bound
+
+
+def _share_forward(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    forward = a.__dict__.get("forward")
+    return forward is not None and forward is b.__dict__.get("forward")
+
+
+def remove_forward_pre_hooks(module: torch.nn.Module, kind: type) -> None:
+    """Take off the hooks before forward that are of a class.
+
+    They are found on the module, for its copies have them as well, and no handle for them. Source:
+    `Module.register_forward_pre_hook` (torch/nn/modules/module.py).
+    """
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, kind):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def remove_forward_hooks(module: torch.nn.Module, kind: type) -> None:
+    """Take off the hooks after forward that are of a class; see `remove_forward_pre_hooks`.
+
+    Source: `Module.register_forward_hook` (torch/nn/modules/module.py).
+    """
+    for key, hook in list(module._forward_hooks.items()):
+        if isinstance(hook, kind):
+            del module._forward_hooks[key]
+            module._forward_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)

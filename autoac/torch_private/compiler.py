@@ -1,0 +1,123 @@
+"""`torch.compile`, its modules and its compiled backward. Nothing here imports the compiler: that takes seconds."""
+
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# (private names are what this file is for; torch's type stubs do not know them)
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+import torch
+
+Raised = TypeVar("Raised", bound=BaseException)
+
+disable_dynamo = torch._disable_dynamo
+"""Decorator: `torch.compile` does not trace into the function. Imports the compiler only when it is called.
+
+Source: `torch._disable_dynamo` (torch/_compile.py).
+"""
+
+
+def is_compiled_wrapper(model: Any) -> bool:
+    """Whether this is what `torch.compile(module)` returns.
+
+    Source: `torch._dynamo.OptimizedModule` (torch/_dynamo/eval_frame.py).
+    """
+    # Not imported: nothing can have been compiled, and importing it is slow.
+    dynamo = sys.modules.get("torch._dynamo")
+    wrapper = getattr(dynamo, "OptimizedModule", None)  # not there yet while another thread imports it
+    return wrapper is not None and isinstance(model, wrapper)
+
+
+WRAPPED = "_orig_mod"
+"""The name of the module in what `torch.compile(module)` returns.
+
+Source: `OptimizedModule._orig_mod` (torch/_dynamo/eval_frame.py).
+"""
+
+
+def wrapped_module(wrapper: Any) -> torch.nn.Module:
+    """The module in what `torch.compile(module)` has returned.
+
+    Source: `OptimizedModule._orig_mod` (torch/_dynamo/eval_frame.py).
+    """
+    return wrapper._orig_mod
+
+
+def compiled_attribute(module: torch.nn.Module) -> str | None:
+    """The instance attribute through which this module's calls run compiled, None if they do not.
+
+    `module.compile()` sets one that the class has as None; the wrapper of `torch.compile(module)` has a `forward` of
+    its own.
+
+    Source: `Module._compiled_call_impl` (torch/nn/modules/module.py), `OptimizedModule` (torch/_dynamo/eval_frame.py).
+    """
+    if is_compiled_wrapper(module):
+        return "forward"
+    return "_compiled_call_impl" if module.__dict__.get("_compiled_call_impl") is not None else None
+
+
+def put_compiled_back(module: torch.nn.Module, attribute: Any) -> None:
+    """Let calls of a module run compiled again, by the attribute it had, unless somebody has compiled it anew.
+
+    Source: `Module._compiled_call_impl` (torch/nn/modules/module.py).
+    """
+    module.__dict__.setdefault("_compiled_call_impl", attribute)
+
+
+COMPILED_NODE = "CompiledFunctionBackward"
+"""Name of the autograd node that stands for all that a graph of AOTAutograd has computed.
+
+Source: `CompiledFunction` in torch/_functorch/_aot_autograd/runtime_wrappers.py.
+"""
+
+
+def in_compiled_autograd() -> bool:
+    """Whether the running backward is one that compiled autograd has captured.
+
+    Source: `in_compiled_autograd_region` in torch/_dynamo/compiled_autograd.py.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: it is slow
+    return compiled is not None and compiled.in_compiled_autograd_region
+
+
+COMPILE_OPTION = "custom_partitioner_fn"
+"""The option of `torch.compile` by which inductor is given a partitioner.
+
+Source: torch/_inductor/config.py.
+"""
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Whether this was raised since a compiled function has met too many kinds of arguments.
+
+    Source: `FailOnRecompileLimitHit` (torch/_dynamo/exc.py), for functions compiled with `fullgraph=True`.
+    """
+    dynamo = sys.modules.get("torch._dynamo.exc")
+    return dynamo is not None and isinstance(error, dynamo.FailOnRecompileLimitHit)
+
+
+def raised_in_compiler(error: BaseException, kind: type[Raised]) -> Raised | None:
+    """What a backend has raised, found in what `torch.compile` raises for it; None if that was something else.
+
+    Source: `BackendCompilerFailed.inner_exception` (torch/_dynamo/exc.py).
+    """
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, kind):
+        found = _inner(found)
+    return found
+
+
+def innermost(error: BaseException) -> BaseException:
+    """What went wrong first, of what `torch.compile` raises.
+
+    Source: `BackendCompilerFailed.inner_exception` (torch/_dynamo/exc.py).
+    """
+    while (inner := _inner(error)) is not None:
+        error = inner
+    return error
+
+
+def _inner(error: BaseException) -> BaseException | None:
+    return getattr(error, "inner_exception", None) or error.__cause__

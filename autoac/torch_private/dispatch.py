@@ -1,0 +1,103 @@
+"""Dispatch modes and the ops that they see. `TorchDispatchMode` is in torch/utils/_python_dispatch.py."""
+
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# (private names are what this file is for; torch's type stubs do not know them)
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+OpOverload = torch._ops.OpOverload
+"""An op's overload, such as `torch.ops.aten.add.Tensor`.
+
+Source: torch/_ops.py.
+"""
+
+HigherOrderOperator = torch._ops.HigherOrderOperator
+"""An op that takes functions, such as `torch.cond`.
+
+Source: torch/_ops.py.
+"""
+
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+"""An overload's schema: its arguments and results, and which of them it writes.
+
+Source: `OpOverload._schema` (torch/_ops.py), a `FunctionSchema` (aten/src/ATen/core/function_schema.h).
+"""
+
+
+class UnwrappedDispatchMode(TorchDispatchMode):
+    """A dispatch mode that ops reach directly, also those that compiled code runs.
+
+    torch wraps the `__torch_dispatch__` of any other mode in `torch._dynamo.disable`, which costs a microsecond an op.
+
+    Source: `TorchDispatchMode.__init_subclass__` in torch/utils/_python_dispatch.py.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def top_dispatch_mode() -> Any:
+    """The dispatch mode that sees an op first, None if there is none.
+
+    Source: `torch.utils._python_dispatch._get_current_dispatch_mode`.
+    """
+    return torch.utils._python_dispatch._get_current_dispatch_mode()
+
+
+def disable_dispatch_modes() -> Any:
+    """Context in which no dispatch mode sees an op. It acts from its construction on: make it where it is entered.
+
+    Under fake tensors, whose kernels are themselves a dispatch mode, the modes are put aside one by one: the tensors
+    bring their own mode back.
+
+    Source: `torch._C._DisableTorchDispatch` (torch/csrc/autograd/init.cpp), `_disable_current_modes` in
+    torch/utils/_python_dispatch.py.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return torch.utils._python_dispatch._disable_current_modes()
+    return torch._C._DisableTorchDispatch()
+
+
+def set_aside(mode: Any) -> bool:
+    """Take a dispatch mode off the stack, if it is the topmost; `put_back` it. Tells whether it was.
+
+    Source: `torch._C._pop_torch_dispatch_stack` and its like (torch/csrc/autograd/init.cpp).
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    top = torch._C._pop_torch_dispatch_stack(None)
+    if top is mode:
+        return True
+    torch._C._push_on_torch_dispatch_stack(top)
+    return False
+
+
+put_back = torch._C._push_on_torch_dispatch_stack
+"""Put a dispatch mode on the stack again, as the topmost.
+
+Source: `torch._C._push_on_torch_dispatch_stack` (torch/csrc/autograd/init.cpp).
+"""
+
+
+def being_traced() -> bool:
+    """Whether ops are being written down by a proxy mode (`make_fx`, AOTAutograd), not run.
+
+    Source: `torch._C._get_dispatch_mode` (torch/csrc/autograd/init.cpp), the key of `ProxyTorchDispatchMode`.
+    """
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def being_jit_traced() -> bool:
+    """Whether `torch.jit.trace` is writing ops down.
+
+    Source: `torch._C._get_tracing_state` (torch/csrc/jit/python/python_tracer.cpp).
+    """
+    return torch._C._get_tracing_state() is not None

@@ -1,0 +1,223 @@
+"""Models that are spread over processes: sharded parameters, FSDP2's units, DDP's reducer, the processes' store.
+
+Nothing here imports torch's distributed packages before somebody else has: that takes a while.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# (private names are what this file is for; torch's type stubs do not know them)
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+
+from autoac_solver.records.errors import ProfilingError
+
+
+def _class(module: str, name: str) -> type | None:
+    """A class of torch, None while its module has not been imported: nothing can be one of it then."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+# -- sharded tensors -----------------------------------------------------------------------------------------------
+
+
+def is_sharded_type(kind: type) -> bool:
+    """Whether tensors of this type are DTensors: of their values only a part is here.
+
+    Source: `DTensor` (torch/distributed/tensor/_api.py).
+    """
+    sharded = _class("torch.distributed.tensor", "DTensor")
+    return sharded is not None and issubclass(kind, sharded)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What is here of a DTensor; any other tensor itself.
+
+    Source: `DTensor._local_tensor` (torch/distributed/tensor/_api.py).
+    """
+    return tensor._local_tensor if is_sharded_type(type(tensor)) else tensor
+
+
+# -- FSDP2 ---------------------------------------------------------------------------------------------------------
+
+
+def is_unit(module: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was called with this module: its parameters are gathered around its calls.
+
+    Source: `FSDPModule` (torch/distributed/fsdp/_fully_shard/_fully_shard.py), to whose subclass it changes the class.
+    """
+    kind = _class("torch.distributed.fsdp", "FSDPModule")
+    return kind is not None and isinstance(module, kind)
+
+
+def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """The class that the module had before `fully_shard` put a subclass of it in its place.
+
+    Source: `FSDPModule._orig_cls_mro_index` (torch/distributed/fsdp/_fully_shard/_fully_shard.py).
+    """
+    kind: Any = type(module)
+    return kind.__mro__[kind._orig_cls_mro_index] if is_unit(module) else kind
+
+
+def set_units_up(root: torch.nn.Module) -> None:
+    """Let a root of FSDP2 do what it does at its first call, so that a step that is taken back takes nothing of it.
+
+    It registers hooks for state dictionaries, for one.
+
+    Source: `FSDPState._lazy_init` (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
+    """
+    cast("Any", root)._get_fsdp_state()._lazy_init()
+
+
+def reset_units(root: torch.nn.Module) -> None:
+    """Let a root of FSDP2 be as between two steps, after one that broke off.
+
+    Source: `FSDPModule.reset_iter_state` (torch/distributed/fsdp/_fully_shard/_fully_shard.py); public, but not there
+    in releases before 2.13, which leave the model as the step left it.
+    """
+    reset: Any = getattr(root, "reset_iter_state", None)
+    if reset is not None:
+        reset()
+
+
+# -- DDP -----------------------------------------------------------------------------------------------------------
+
+
+def is_ddp(module: Any) -> bool:
+    """Whether this is a `DistributedDataParallel`.
+
+    Source: torch/nn/parallel/distributed.py; public, here for `ddp_around`.
+    """
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel)
+
+
+def ddp_around(model: torch.nn.Module) -> Any:
+    """The living `DistributedDataParallel` whose reducer waits for this module's gradients, None if there is none.
+
+    A reducer hangs hooks on what accumulates gradients, where Python cannot see them; so all objects are looked at.
+
+    Source: `Reducer::Reducer` (torch/csrc/distributed/c10d/reducer.cpp).
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    for found in gc.get_objects():
+        is_whole = issubclass(type(found), ddp) and found.__dict__.get("_modules")
+        if is_whole and any(module is model for module in found.module.modules()):
+            return found
+    return None
+
+
+def counts_backwards(ddp: Any) -> bool:
+    """Whether its reducer, of a static graph, is still to see the first backward, and will take any for it.
+
+    Source: `DistributedDataParallel._static_graph_delay_allreduce_enqueued` (torch/nn/parallel/distributed.py),
+    `Reducer::static_graph_first_iteration` (torch/csrc/distributed/c10d/reducer.cpp).
+    """
+    return bool(ddp.static_graph) and not ddp._static_graph_delay_allreduce_enqueued
+
+
+def bucket_options(ddp: Any) -> tuple[bool, list[torch.nn.Parameter]]:
+    """Whether gradients are views of the buckets, and the parameters that have a place in them.
+
+    Source: `DistributedDataParallel._module_parameters` (torch/nn/parallel/distributed.py).
+    """
+    return bool(ddp.gradient_as_bucket_view), list(ddp._module_parameters)
+
+
+# -- processes -----------------------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """The store through which the processes found each other.
+
+    Source: `_get_default_store` (torch/distributed/distributed_c10d.py).
+    """
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def collectives_within(seconds: float) -> Iterator[None]:
+    """Context in which a collective that another rank does not join fails after so long (gloo).
+
+    Source: `_world`, `_set_pg_timeout` (torch/distributed/distributed_c10d.py), `Backend.options` of the group.
+    """
+    c10d = torch.distributed.distributed_c10d
+    before: list[tuple[Any, timedelta]] = []
+    for group in list(c10d._world.pg_map):
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if type(backend).__name__ == "ProcessGroupGloo":
+                before.append((backend, backend.options._timeout))
+    try:
+        for backend, _ in before:
+            backend._set_default_timeout(timedelta(seconds=seconds))
+        yield
+    finally:
+        for backend, timeout in before:
+            backend._set_default_timeout(timeout)
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Context in which this process is rank 0 of so many, and collectives do nothing, on fake tensors too.
+
+    Source: `FakeStore` (torch/testing/_internal/distributed/fake_pg.py); the import of
+    torch/distributed/_tools/fake_collectives.py gives c10d's ops implementations for fake tensors.
+
+    Raises:
+        ProfilingError: this process is a rank already.
+    """
+    if not torch.distributed.is_available():
+        raise ProfilingError(
+            "this torch is built without torch.distributed, which runs the step of a sharded model."
+        )
+    if torch.distributed.is_initialized():
+        raise ProfilingError(
+            "this process is a rank already, and to plan for ranks that are not there it has to be one of theirs: do "
+            "so in a process without init_process_group. For the ranks that are there, shard the model and leave "
+            "parallel= out."
+        )
+    importlib.import_module("torch.distributed._tools.fake_collectives")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    excepthook = sys.excepthook  # torch puts one in its place that speaks of ranks
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+        sys.excepthook = excepthook
+
+
+@contextmanager
+def resizes_seen(seen: Callable[[torch.UntypedStorage, int, int], None]) -> Iterator[None]:
+    """Context in which this is told of each storage that Python resizes, with its bytes before and after.
+
+    Source: `StorageBase.resize_` (torch/csrc/StorageMethods.cpp), which `torch.UntypedStorage` inherits.
+    """
+    original = torch.UntypedStorage.resize_
+    was_own = "resize_" in vars(torch.UntypedStorage)
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        before = storage.nbytes()
+        result = original(storage, size)
+        seen(storage, before, storage.nbytes())
+        return result
+
+    torch.UntypedStorage.resize_ = resize
+    try:
+        yield
+    finally:
+        if was_own:
+            torch.UntypedStorage.resize_ = original
+        else:
+            del torch.UntypedStorage.resize_

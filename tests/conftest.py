@@ -8,6 +8,7 @@ os.environ.setdefault(
     "OMP_WAIT_POLICY", "PASSIVE"
 )  # threads that spin while they wait take the others' cores
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's start and stop messages
+os.environ.setdefault("AUTOAC_PROGRESS", "0")  # no bars in notebooks that tests run
 # Under pytest-xdist the workers, and the processes that they start, share the cores among themselves.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 
@@ -21,6 +22,15 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables have one width: pytest-xdist tells its workers another."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture
+def fresh_accelerator() -> Iterator[None]:
+    """accelerate keeps the mixed precision of a process's first `Accelerator`."""
+    state = pytest.importorskip("accelerate").state.AcceleratorState
+    state._reset_state(reset_partial_state=True)
+    yield
+    state._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

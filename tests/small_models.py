@@ -9,7 +9,7 @@ from torch import nn
 
 import autoac
 from autoac.plans import Plan
-from autoac_solver.profile import Profile
+from autoac_solver.records.profile import Profile
 
 WIDTH, BATCH, BLOCKS = 16, 64, 3
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import autoac
-from autoac.regions import select_modules
-from autoac_solver.errors import PolicyError, ProfilingError
+from autoac.step.modules import select_modules
+from autoac_solver.records.errors import PolicyError, ProfilingError
 from tests.small_models import Blocks, batch, make
 
 MODEL = make()

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 import autoac
 from autoac.plans import Plan
 from autoac.policies import SAVE_TOP_K, as_policies, check_modules, from_function, never_recompute
-from autoac_solver.profile import Profile
-from tests.exact.harness import Case, assert_plan_exact
+from autoac_solver.records.profile import Profile
+from tests.execute.exact.harness import Case, assert_plan_exact
 from tests.small_models import WIDTH, Blocks, assert_same, batch, least_bytes, make, step, tight_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -311,7 +311,7 @@ def test_random_policies_stay_exact(engine: str):
     assert done >= 4
 
 
-def test_the_readmes_example():
+def test_the_example_of_the_docs():
     """As it stands there."""
 
     class Layer(nn.Module):
@@ -337,8 +337,8 @@ def test_the_readmes_example():
                 x = layer(x)
             return x
 
-    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-    example = readme.partition("### Policies")[2].partition("```python\n")[2].partition("```")[0]
+    page = (Path(__file__).resolve().parents[1] / "docs" / "guides" / "policies.md").read_text()
+    example = page.partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {"autoac": autoac, "torch": torch, "model": Model(), "sample": batch()}
     exec(example, names)
     plan = names["plan"]

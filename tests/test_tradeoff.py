@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +14,9 @@ import torch
 import autoac
 from autoac.compare.strategies import checkpoint_module
 from autoac.measure import measure_peak
-from autoac.step import make_step
-from autoac_solver.baselines import blocks_of, checkpointed
-from autoac_solver.profile import Profile
+from autoac.step.step import TrainingStep
+from autoac_solver.plan.baselines import blocks_of, checkpointed
+from autoac_solver.records.profile import Profile
 from tests import real_models
 from tests.small_models import WIDTH, assert_same, batch, least_bytes, make, step, tight_plan
 
@@ -43,7 +46,7 @@ def test_baselines_are_what_torchs_checkpoint_takes(name: str, every: int) -> No
     torch.manual_seed(0)
     case = getattr(real_models, name)()
     model = case.model.train()
-    run = make_step(model, case.sample, case.loss)
+    run = TrainingStep(model, case.sample, case.loss).run
     recorded = autoac.profile(model, case.sample, loss=case.loss)
     calls = blocks_of(recorded)[::every]
     assert all(
@@ -127,3 +130,50 @@ def test_the_optimizer_of_each_model_counts() -> None:
         autoac.batch_tradeoff(make_batch, "10MB", [8], optimizer=optimizer) for optimizer in (None, adam)
     )
     assert with_adam.curves[8].resident_bytes > 2 * plain.curves[8].resident_bytes
+
+
+def test_pictures_in_notebooks_take_the_colour_of_the_text(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that they can be read in a dark theme, too: no white ground, no black line."""
+    pytest.importorskip("matplotlib")
+    curve = autoac.tradeoff(profile, points=3)
+    for html in (
+        tight_plan(profile, "replay")._repr_html_(),
+        curve._repr_html_(),
+        profile._repr_html_() or "",
+    ):
+        picture = html[html.index("<svg") : html.index("</svg>")].lower()
+        assert "currentcolor" in picture
+        assert not re.search(r"#fff(fff)?\b|#000(000)?\b|#010203", picture)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'autoac[plot]'" in curve._repr_html_()
+
+
+def test_a_plan_in_a_few_lines_as_a_page_and_in_a_cell(profile: Profile, tmp_path: Path) -> None:
+    plan = tight_plan(profile, "replay")
+    lines = plan.summary().splitlines()
+    assert len(lines) <= 15
+    assert lines[:4] == plan.explain().splitlines()[:4]
+    assert set(profile.notes) <= set(plan.notes)
+    curve = autoac.tradeoff(profile, points=3)
+    plan.report(tmp_path / "plan.html", curve=curve)
+    assert f"{plan.budget_bytes:,} bytes" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    curve.report(tmp_path / "curve.html", row=0)
+    assert f"{curve[0].budget_bytes:,} bytes" in (tmp_path / "curve.html").read_text(encoding="utf-8")
+    for page in (plan.show(curve), curve.show(), plan.show(points=0)):
+        frame = page._repr_html_()
+        assert frame.startswith('<iframe srcdoc="&lt;!DOCTYPE html&gt;')
+        assert frame.count("<") == 2  # the page is inside of an attribute
+
+
+def test_a_summary_has_15_lines_whatever_there_is_to_say(profile: Profile) -> None:
+    notes = tuple(f"note {i}" for i in range(9))
+    policies = [
+        autoac.Policy("PREFER_SAVE", op=op) for op in ("aten.relu", "aten.addmm", "aten.add", "aten.mul")
+    ]
+    noted = dataclasses.replace(profile, notes=notes, sample="x float32[64,16]")
+    plan = autoac.solve(noted, "1GB", policies=policies)
+    assert len(plan.summary().splitlines()) <= 15
+    assert "more: explain(), or --details" in plan.summary()
+    assert set(notes) <= set(plan.notes)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from autoac.cli import app
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FACTORIES = "tests/cli/factories.py"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -29,9 +29,13 @@ def repository(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def invoke(*arguments: Any) -> Result:
-    """A command in this process."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+def invoke(*arguments: Any, answer: str | None = None) -> Result:
+    """A command in this process.
+
+    Args:
+        answer: what there is to be read from stdin.
+    """
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=answer)
 
 
 def done(*arguments: Any) -> Result:

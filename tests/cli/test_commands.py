@@ -15,9 +15,9 @@ import autoac
 from autoac.cli.failures import understand
 from autoac.cli.target import Target
 from autoac.cli.training import train
-from autoac_solver.errors import InfeasibleBudgetError, NoPlanInTimeError
-from autoac_solver.plan_record import PlanRecord
-from autoac_solver.profile import Profile
+from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeError
+from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.profile import Profile
 from tests.cli.conftest import FACTORIES, done, invoke
 from tests.small_models import batch, make
 
@@ -180,11 +180,11 @@ def test_a_least_budget_that_is_not_proven_is_not_called_that() -> None:
 
 
 def test_no_plan_in_time(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoac_solver import planning
-    from autoac_solver.ilp import solve
+    from autoac_solver.optimise.ilp import solve
+    from autoac_solver.plan import planning
     from tests.solver.generators import tangled
 
-    problem = tangled(0, n_units=300, n_instances=2000)
+    problem = tangled(0, n_groups=300, n_instances=2000)
 
     def too_late(*_: Any, **options: Any) -> Any:
         return solve(problem, 10**9, time_limit_s=options["time_limit_s"])
@@ -216,6 +216,71 @@ def test_a_plan_made_from_a_plan_has_its_engine_and_says_so(
     done("tradeoff", first, "--budget", "1GB", "-o", curve)
     loaded = autoac.Tradeoff.load(curve)
     assert (loaded.engine, loaded.engine_reason) == ("sac", reason)
+
+
+def test_a_plan_in_few_lines_and_in_full(recorded: Path, between: int) -> None:
+    short = done("plan", recorded, "--budget", between).stdout.splitlines()
+    full = done("plan", recorded, "--budget", between, "--details").stdout.splitlines()
+    assert short[-1] == "--details says more."
+    assert len(short) <= 16 < len(full)
+    assert [line.split("(HiGHS")[0] for line in short[:5]] == [line.split("(HiGHS")[0] for line in full[:5]]
+    assert any(line.startswith("The budget costs") for line in full)
+
+
+def test_a_budget_that_takes_no_checkpointing_says_so(recorded: Path, between: int) -> None:
+    note = "no checkpointing is needed"
+    said = answer("plan", recorded, "--budget", "1GB")
+    assert not said["is_checkpointing_needed"]
+    assert [text for text in said["notes"] if note in text]
+    assert note in done("plan", recorded, "--budget", "1GB").stdout
+    said = answer("plan", recorded, "--budget", between)
+    assert said["is_checkpointing_needed"]
+    assert not [text for text in said["notes"] if note in text]
+    assert set(Profile.load(recorded).notes) <= set(said["notes"])
+    assert said["sample"] == Profile.load(recorded).sample
+
+
+def test_the_least_memory_for_a_slowdown(recorded: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    said = answer("plan", recorded, "--max-overhead", "10%", "-o", path)
+    plan = autoac.solve(Profile.load(recorded), max_overhead=0.1)
+    assert said["budget_bytes"] == said["predicted_peak_bytes"] == plan.predicted_peak_bytes
+    assert 0 <= said["predicted_overhead"] <= 0.1
+    assert answer("plan", recorded, "--max-overhead", "0.1")["budget_bytes"] == plan.budget_bytes
+    assert autoac.Plan.load(path).regions == plan.regions
+    for options, text in (
+        ([], "give one of the two"),
+        (["--budget", "1GB", "--max-overhead", "5%"], "give one of the two"),
+        (["--max-overhead", "5"], "'--max-overhead': max_overhead is 5.0; write"),
+        (["--max-overhead", "little"], "max_overhead is 'little'; write"),
+    ):
+        refused = invoke("plan", recorded, *options)
+        assert refused.exit_code == 2
+        assert text in " ".join(refused.stderr.split())
+
+
+def test_plans_and_profiles_are_json_and_that_is_said_before_the_work(tmp_path: Path) -> None:
+    for command in (["plan", "no_such_file.py:f", "--budget", "1GB"], ["profile", "no_such_file.py:f"]):
+        result = invoke(*command, "-o", tmp_path / "plan.txt")
+        assert result.exit_code == 2
+        assert "plan.txt is no .json" in " ".join(result.stderr.split())
+
+
+def test_factories_take_arguments(recorded: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    said = answer("profile", f"{FACTORIES}:takes_arguments", "--arg", "size=4", "-o", path)
+    assert said["ops"] == len(Profile.load(recorded).tape)
+    for options, text in (
+        (["--arg", "size"], "'size' is no NAME=VALUE."),
+        (["--arg", "size=1", "-a", "size=2"], "size is given twice."),
+    ):
+        refused = invoke("profile", f"{FACTORIES}:takes_arguments", *options, "-o", path)
+        assert refused.exit_code == 2
+        assert text in refused.stderr
+    refused = invoke("profile", f"{FACTORIES}:takes_arguments", "--arg", "width=1", "-o", path)
+    assert refused.exit_code == 1
+    assert "width" in refused.stderr
+    assert "it is for a factory" in invoke("plan", recorded, "--budget", "1GB", "--arg", "size=1").stderr
 
 
 # -- tradeoff ------------------------------------------------------------------------------------------------------
@@ -267,6 +332,31 @@ def test_report_writes_a_page(plan_file: Path, tmp_path: Path) -> None:
         assert said["bytes"] == path.stat().st_size
         assert "<html" in path.read_text(encoding="utf-8").lower()
     assert invoke("report", plan_file, "-o", tmp_path / "report.html", "--points", 1).exit_code == 2
+
+
+def test_report_of_a_curve_solves_nothing(
+    plan_file: Path, recorded: Path, between: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curve, page = tmp_path / "curve.json", tmp_path / "page.html"
+    done("tradeoff", recorded, "--points", 3, "-o", curve)
+    monkeypatch.setattr(
+        "autoac_solver.show.page.render.plan_budgets", lambda *_, **__: pytest.fail("it solves")
+    )
+    assert answer("report", curve, "-o", page)["points"] == 3
+    assert answer("report", plan_file, "--curve", curve, "-o", page)["points"] == 3
+    assert f"{between:,} bytes" in page.read_text(encoding="utf-8")
+    for options, text in (
+        ([curve, "--points", 5], "the curve has its budgets"),
+        ([curve, "--curve", curve], "is a curve itself"),
+    ):
+        refused = invoke("report", *options, "-o", page)
+        assert refused.exit_code == 2
+        assert text in refused.stderr
+    other = tmp_path / "other.json"
+    done("tradeoff", recorded, "--points", 2, "--engine", "sac", "-o", other)
+    refused = invoke("report", plan_file, "--curve", other, "-o", page)
+    assert refused.exit_code == 2
+    assert "engine='replay'" in refused.stderr
 
 
 def test_report_writes_pages_only(plan_file: Path, tmp_path: Path) -> None:
@@ -405,3 +495,83 @@ def test_no_gpu_is_a_usage_error():
     result = invoke("selfcheck", "--device", "cuda")
     assert result.exit_code == 2
     assert "there is no CUDA device here" in result.stderr
+
+
+# -- plan --hf -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def configured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model's configuration and no weights."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("configured")
+    transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64,
+        attention_dropout=0.1,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_plan_for_a_configuration_is_followed_by_the_model(configured: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = tmp_path / "plan.json"
+    sizes = ("--hf", configured, "--batch", 2, "--seq", 32, "--dtype", "float32", "--optimizer", "none")
+    said = answer("plan", *sizes, "--budget", 500_000, "-o", path)
+    assert said["predicted_peak_bytes"] <= 500_000 < said["unplanned_peak_bytes"]
+    plan = autoac.Plan.load(path)
+    config = AutoConfig.from_pretrained(configured)
+    config.use_cache = False
+    ids = torch.randint(64, (2, 32))
+    model, sample = AutoModelForCausalLM.from_config(config).train(), {"input_ids": ids, "labels": ids}
+    report = plan.verify(model, sample)
+    assert report.ok, report
+
+
+def test_plan_for_a_configuration_on_a_gpu_that_is_not_here(configured: Path) -> None:
+    options = ("--seq", 64, "--device", "h200", "--budget", "80%")
+    plain = answer("plan", "--hf", configured / "config.json", "--optimizer", "none", *options)
+    assert (plain["model"], plain["device"]) == ("LlamaForCausalLM", "cuda")
+    assert plain["budget_bytes"] == 112_800_000_000
+    trained = answer("plan", "--hf", configured, *options)
+    more = answer("plan", "--hf", configured, "--batch", 2, "--dtype", "bfloat16", *options)
+    parameters = 2 * 64 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 96 + 2 * 32) + 32
+    state = trained["resident_bytes"] - plain["resident_bytes"]
+    assert 8 * parameters <= state <= 8 * parameters + 1000
+    assert more["resident_bytes"] < trained["resident_bytes"]
+    assert more["unplanned_peak_bytes"] > more["resident_bytes"]
+
+
+def test_plan_for_a_configuration_refuses_what_makes_no_sense(configured: Path, tmp_path: Path) -> None:
+    def refused(*arguments: object) -> str:
+        result = invoke("plan", "--budget", "1GB", *arguments)
+        assert result.exit_code == 2
+        return " ".join(result.stderr.split())
+
+    assert "give either MODEL_OR_FILE or --hf" in refused()
+    assert "give either MODEL_OR_FILE or --hf" in refused(MODEL, "--hf", configured, "--seq", 4)
+    assert "it goes with --hf only" in refused(MODEL, "--device", "h200")
+    assert "say how many tokens" in refused("--hf", configured)
+    assert "no file or folder" in refused("--hf", tmp_path / "nowhere", "--seq", 4)
+    assert "the model has 64 positions" in refused("--hf", configured, "--seq", 65)
+    other = tmp_path / "config.json"
+    other.write_text('{"model_type": "vit"}')
+    result = invoke("plan", "--budget", "1GB", "--hf", other, "--seq", 4)
+    assert result.exit_code == 1
+    assert "causal language models" in result.stderr
+
+
+def test_plan_for_a_configuration_runs_no_code_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "ours", "auto_map": {"AutoConfig": "ours.Config", "AutoModelForCausalLM": "ours.Model"}}'
+    )
+    (tmp_path / "ours.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
+    result = invoke("plan", "--budget", "1GB", "--hf", tmp_path, "--seq", 4, answer="y\n")
+    assert result.exit_code == 1
+    assert not list(tmp_path.rglob("ran"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autoac.cli.output import _console, table
 from tests.cli.conftest import FACTORIES, invoke
 
 
@@ -37,7 +38,7 @@ def test_what_names_no_model_is_usage(spec: str, text: str) -> None:
     [
         (["plam"], "No such command 'plam'."),
         (["--nonsense"], "No such option: --nonsense"),
-        (["plan", "p.json"], "Missing option '--budget' / '-b'."),
+        (["plan", "p.json"], "'--budget' or '--max-overhead': give one of the two."),
         (["plan", "p.json", "--budget", "1GB", "--engine", "magic"], "'auto', 'replay', 'sac'"),
         (["tradeoff", "p.json", "--points", "1"], "greater than or equal to 2"),
         (["run", "m.py:f", "--plan", __file__, "--engine", "sac"], "a plan has its engine"),
@@ -63,7 +64,7 @@ def test_help_without_arguments() -> None:
     ("factory", "text"),
     [
         ("raises", f"error: {FACTORIES}:raises failed: ValueError in raises ({FACTORIES}, line "),
-        ("takes_arguments", "hint: A factory takes no arguments."),
+        ("takes_arguments", "hint: --arg NAME=VALUE passes an argument to the factory."),
         ("returns_a_model", f"error: {FACTORIES}:returns_a_model returned a Blocks."),
         ("returns_four", "returned a tuple of 4."),
         ("returns_no_model", "returned is a str, not a torch.nn.Module."),
@@ -157,3 +158,13 @@ def test_missing_libraries_say_how_to_get_them(
     assert "error: matplotlib is not installed here." in result.stderr
     assert "pip install 'autoac[plot]'" in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_names_are_no_markup(capsys: pytest.CaptureFixture[str]):
+    """A model's name comes from its code or from a file."""
+    shown = table("Trade-off of [link=http://a.b]x[/link] [/x] :smile:", "[bold]name", "n")
+    shown.add_row("[red]row[/red]", "1")
+    _console().print(shown, markup=False, emoji=False)
+    said = "".join(capsys.readouterr().out.split())  # titles are broken to the table's width
+    for text in ("[link=http://a.b]x[/link][/x]:smile:", "[bold]name", "[red]row[/red]"):
+        assert text in said

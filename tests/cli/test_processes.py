@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from autoac_solver.curve import Tradeoff
-from autoac_solver.profile import Profile
+from autoac_solver.plan.curve import Tradeoff
+from autoac_solver.records.profile import Profile
 from tests.cli.conftest import FACTORIES, ROOT, command_line, environment, process
 
 MODEL = f"{FACTORIES}:small"
@@ -110,7 +110,7 @@ def test_tables_are_not_cut_where_there_is_no_terminal(recorded: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"), [("autoac pro", "profile"), ("autoac plan --bud", "--budget")]
+    ("words", "expected"), [("autoac pro", "profile"), ("autoac plan --head", "--headroom")]
 )
 def test_completion(words: str, expected: str) -> None:
     code = "from autoac.cli import app; app(prog_name='autoac')"

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from autoac.compare.blocks import find_blocks
-from autoac_solver.errors import ProfilingError
+from autoac_solver.records.errors import ProfilingError
 from tests.small_models import make
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from autoac import planner
+from autoac import api as planner
 from autoac.compare import quiet
 from autoac.compare.results import Results
 from autoac.measure import unique_storage_bytes
@@ -19,7 +19,7 @@ from autoac.plans import Plan
 from tests.cli.conftest import FACTORIES, done, environment, invoke
 from tests.small_models import batch, make
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def test_a_wrong_plan_is_told_and_fails(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_stored_results_are_still_readable() -> None:
-    stored = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    stored = sorted((ROOT / "benchmarks" / "results").rglob("compare.json"))
     assert stored
     for path in stored:
         for model in Results.load(path).models:

@@ -15,8 +15,8 @@ from autoac.compare.run import compare
 from autoac.compare.strategies import Strategy, by_hand, checkpoint_module, policies_for
 from autoac.compare.workload import Workload
 from autoac.measure import unique_storage_bytes
-from autoac_solver.errors import ProfilingError
-from autoac_solver.profile import Profile
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.profile import Profile
 from tests.small_models import attributes, batch, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -226,7 +226,7 @@ class StolenTime:
 )
 def test_samples_that_the_host_has_disturbed_are_taken_again(monkeypatch, seconds, kept, again) -> None:
     stolen = StolenTime(seconds)
-    monkeypatch.setattr("autoac.timing.stolen_s", stolen.stolen_s)
+    monkeypatch.setattr("autoac.price.meters.stolen_s", stolen.stolen_s)
     measured = bench(workload())
     measured.clock = stolen.clock
     configuration = measured.examine(Strategy("none", "none", lambda model: None))

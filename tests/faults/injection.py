@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoac.compat import in_backward
-from tests.exact.harness import assert_nothing_active
+from autoac.torch_private import in_backward
+from tests.execute.exact.harness import assert_nothing_active
 
 KINDS: tuple[Callable[[], BaseException], ...] = (
     lambda: LookupError("on purpose"),

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import autoac
 from autoac.plans import Plan
-from autoac_solver.profile import Profile
+from autoac_solver.records.profile import Profile
 from tests.faults.injection import live_storages
 from tests.small_models import assert_same, batch, make, step, tight_plan
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = [f"blocks.{i}" for i in range(3)]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,8 +95,8 @@ def test_threads_that_plan_and_verify_at_once():
 
 CURVE = """
 import sys
-from autoac_solver.planning import plan_budgets
-from autoac_solver.profile import Profile
+from autoac_solver.plan.planning import plan_budgets
+from autoac_solver.records.profile import Profile
 profile = Profile.load(sys.argv[1])
 seen = 0
 def tell(what, share):
@@ -124,8 +124,8 @@ def test_ctrl_c_keeps_the_curve_so_far():
 
 PLANNING = """
 import sys
-from autoac_solver.planning import plan_profile
-from autoac_solver.profile import Profile
+from autoac_solver.plan.planning import plan_profile
+from autoac_solver.records.profile import Profile
 profile = Profile.load(sys.argv[1])
 print("ready", flush=True)
 try:
@@ -166,7 +166,7 @@ def interrupted(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 SAVING = """
 import os, sys
-from autoac_solver.plan_record import PlanRecord
+from autoac_solver.records.plan import PlanRecord
 first, second = PlanRecord.load(sys.argv[1]), PlanRecord.load(sys.argv[2])
 print("ready", flush=True)
 for _ in sys.stdin:

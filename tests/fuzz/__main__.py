@@ -17,6 +17,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 import torch
 
 from tests.fuzz.check import check_model
+from tests.fuzz.models import models
 from tests.fuzz.run import run_examples
 
 
@@ -27,6 +28,9 @@ def main() -> int:
         "--seed", type=int, default=1_000_000, help="of the first round; each takes the next one"
     )
     parser.add_argument("--examples", type=int, default=100, help="models in a round")
+    parser.add_argument(
+        "--opaque", action="store_true", help="with kernels, flags and threads that torch does not see, too"
+    )
     parser.add_argument(
         "--measured", type=float, default=0.5, help="share of the plans whose peak is measured"
     )
@@ -39,7 +43,11 @@ def main() -> int:
     while time.monotonic() < until:
         try:
             run_examples(
-                lambda spec: check_model(spec, tally, given.measured), given.examples, number, shrink=True
+                lambda spec: check_model(spec, tally, given.measured),
+                given.examples,
+                number,
+                models(opaque=given.opaque),
+                shrink=True,
             )
         except BaseException:
             traceback.print_exc()

@@ -20,9 +20,9 @@ import torch
 import autoac
 from autoac.measure import Measurement, measure_peak
 from autoac.plans import Plan
-from autoac_solver.errors import ProfilingError
-from autoac_solver.profile import EngineCosts, Op, Profile
-from tests.exact.harness import assert_nothing_active, differences, nothing_leaks
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.profile import Op, Profile
+from tests.execute.exact.harness import assert_nothing_active, differences, nothing_leaks
 from tests.fuzz.models import Model, ModelSpec, build, loss_of, sample_of
 
 ENGINES = ("replay", "sac")
@@ -73,7 +73,7 @@ def with_given_times(profile: Profile) -> Profile:
     def timed(op: Op) -> Op:
         return replace(op, time_s=(1 + zlib.crc32(op.name.encode()) % 10) * 1e-5, rerun_s=0.0)
 
-    return replace(profile, tape=tuple(map(timed, profile.tape)), views_s=0.0, costs=EngineCosts())
+    return replace(profile, tape=tuple(map(timed, profile.tape)), views_s=0.0, costs={})
 
 
 def reference(spec: ModelSpec, tally: Counter[str]) -> dict[str, Any] | None:

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.fuzz.opaque import OPAQUE
+
 SIZE = 32
 
 
@@ -310,8 +312,8 @@ class Step:
     """One line of a stage's forward.
 
     Args:
-        kind: "unary", "view", "binary", "in place", "in place binary", "layer", "again" (a layer of this stage once
-            more) or "block" (a stage inside this one).
+        kind: "unary", "opaque", "view", "binary", "in place", "in place binary", "layer", "again" (a layer of this
+            stage once more) or "block" (a stage inside this one).
         name: of the function or layer, in the tables above; "" for "again" and "block".
         first, second: which values it takes, counted back from the last one.
         quiet: gradients are off.
@@ -357,6 +359,7 @@ class ModelSpec:
 
 TABLES: dict[str, dict[str, Any]] = {
     "unary": UNARY,
+    "opaque": OPAQUE,
     "view": VIEWS,
     "binary": BINARY,
     "in place": IN_PLACE,
@@ -446,11 +449,13 @@ def sample_of(spec: ModelSpec) -> dict[str, torch.Tensor]:
 # -- strategies --------------------------------------------------------------------------------------------------------
 
 
-def _steps(inner: st.SearchStrategy[StageSpec] | None) -> st.SearchStrategy[Step]:
+def _steps(inner: st.SearchStrategy[StageSpec] | None, opaque: bool) -> st.SearchStrategy[Step]:
     # What is to be drawn more often comes more than once.
     first, second = st.sampled_from([0, 0, 0, 1, 2, 3]), st.integers(0, 3)
     kinds = ["unary", "unary", "unary", "view", "binary", "binary", "layer", "layer", "layer"]
     kinds += ["in place", "in place binary", "again"]
+    if opaque:
+        kinds += ["opaque"] * 5
 
     def of(kind: str) -> st.SearchStrategy[Step]:
         names = st.sampled_from(list(TABLES[kind])) if kind in TABLES else st.just("")
@@ -463,20 +468,27 @@ def _steps(inner: st.SearchStrategy[StageSpec] | None) -> st.SearchStrategy[Step
     return st.one_of(choices)
 
 
-def _stages(inner: st.SearchStrategy[StageSpec] | None, most: int) -> st.SearchStrategy[StageSpec]:
-    steps = st.lists(_steps(inner), min_size=3, max_size=most).map(tuple)
+def _stages(
+    inner: st.SearchStrategy[StageSpec] | None, most: int, opaque: bool
+) -> st.SearchStrategy[StageSpec]:
+    steps = st.lists(_steps(inner, opaque), min_size=3, max_size=most).map(tuple)
     outputs = st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple)
     return st.builds(StageSpec, steps, outputs)
 
 
-def models(most_steps: int = 9, least_calls: int = 3, most_calls: int = 6) -> st.SearchStrategy[ModelSpec]:
+def models(
+    most_steps: int = 9, least_calls: int = 3, most_calls: int = 6, opaque: bool = False
+) -> st.SearchStrategy[ModelSpec]:
     """Specs of models.
 
     Args:
         most_steps: lines of a stage.
         least_calls, most_calls: of stages.
+        opaque: with functions that torch does not see into, too.
     """
-    stages = st.lists(_stages(_stages(None, 5), most_steps), min_size=1, max_size=3).map(tuple)
+    stages = st.lists(_stages(_stages(None, 5, opaque), most_steps, opaque), min_size=1, max_size=3).map(
+        tuple
+    )
     order = st.lists(st.integers(0, 2), min_size=least_calls, max_size=most_calls).map(tuple)
     return st.builds(
         ModelSpec,

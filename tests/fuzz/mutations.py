@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from autoac_solver.plan_record import PlanRecord, RegionPlan
+from autoac_solver.plan.programs import with_regions
+from autoac_solver.records.plan import PlanRecord, RegionPlan
 
 Steps = tuple[tuple[str, bool], ...]
 
@@ -93,7 +94,7 @@ def mutated(record: PlanRecord, modules: list[str], dice: random.Random) -> tupl
         regions[index], regions[other] = _exchanged(region, regions[other])
     elif what == "gone":
         del regions[index]
-    return what, replace(record, regions=tuple(regions))
+    return what, with_regions(record, regions)
 
 
 def _exchanged(a: RegionPlan, b: RegionPlan) -> tuple[RegionPlan, RegionPlan]:

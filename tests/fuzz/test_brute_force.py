@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 
 import autoac
-from autoac_solver.partitions import partitions
-from autoac_solver.stacking import stacked
+from autoac_solver.build.stacking import stacked
+from autoac_solver.plan.partitions import partitions
 from tests.fuzz.check import ENGINES, reference, with_given_times
 from tests.fuzz.models import ModelSpec, build, loss_of, models, sample_of
 from tests.fuzz.run import run_examples
@@ -34,15 +34,15 @@ def check_problems(spec: ModelSpec, tally: Counter[str]) -> None:
     for engine in ENGINES:
         for calls in partitions(profile, engine):
             problem = stacked(profile, calls, engine, ()).built.problem
-            if not 0 < sum(not unit.must_save for unit in problem.units) <= MOST_UNITS:
+            if not 0 < sum(not group.must_save for group in problem.groups) <= MOST_UNITS:
                 continue
             dice = random.Random(spec.seed)
             tally["budgets"] += assert_agrees_with_exhaustive_search(problem, budgets_around(dice), "auto")
             tally[engine] += 1
-            tally["several regions"] += len({unit.region for unit in problem.units}) > 1
-            tally["must be saved"] += any(unit.must_save for unit in problem.units)
+            tally["several regions"] += len({group.region for group in problem.groups}) > 1
+            tally["must be saved"] += any(group.must_save for group in problem.groups)
             tally["written in place"] += any(
-                profile.tape[op].writes for unit in problem.units for op in unit.ops
+                profile.tape[op].writes for group in problem.groups for op in group.ops
             )
 
 

@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 
 import autoac
-from autoac_solver.devices import DeviceTable, on_device
-from autoac_solver.errors import AutoacError, ProfileError
-from autoac_solver.explanation import explain
-from autoac_solver.plan_record import PlanRecord
-from autoac_solver.planning import plan_profile
-from autoac_solver.profile import Profile
+from autoac_solver.plan.planning import plan_profile
+from autoac_solver.plan.step import step_of
+from autoac_solver.records.devices import DeviceTable, on_device
+from autoac_solver.records.errors import AutoacError, ProfileError
+from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.profile import Profile
+from autoac_solver.show.explanation import explain
 from tests.fuzz.check import with_given_times
 from tests.fuzz.mutations import damaged, damaged_text
 from tests.small_models import batch, make
 
-PROFILES = Path(__file__).resolve().parent.parent.parent / "profiles"
+PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,9 +66,10 @@ def use_profile(profile: Profile, dice: random.Random) -> None:
 
 def use_plan(record: PlanRecord) -> None:
     with suppress(AutoacError):  # a changed plan may contradict its profile, or itself
+        step = step_of(record)
         assert explain(record)
-    assert len(record.decisions.columns)
-    assert len(record.timeline.columns)
+        assert len(step.decisions.columns)
+        assert len(step.timeline.columns)
 
 
 def outcomes(
@@ -98,7 +100,7 @@ def test_damaged_profiles(profile_data: Any, tmp_path: Path):
     dice = random.Random(3)
     contents = values_damaged(profile_data, 500)
     tally = outcomes(Profile.load, tmp_path / "a.json", contents, lambda profile: use_profile(profile, dice))
-    assert min(tally["loaded"], tally["refused"]) > 90, tally
+    assert min(tally["loaded"], tally["refused"]) > 60, tally
 
 
 def test_damaged_plans(plan_data: Any, tmp_path: Path):
@@ -122,16 +124,28 @@ def refusal(path: Path) -> str:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data["tape"]["name"].__setitem__(0, "a\x1b[31mb"), "Op.name is 'a.+x1b.31mb', not str"),
-        (lambda data: data["calls"]["fqn"].__setitem__(0, "a" * 20_000), "ModuleCall.fqn is 'aaa"),
-        (lambda data: data.__setitem__("model", "\ud800"), "model is '.+ud800', not str"),
-        (lambda data: data["storage_table"]["bytes"].__setitem__(0, 10**30), "Storage.bytes is 10000"),
+        (lambda data: data["tape"]["name"].__setitem__(0, "a\x1b[31mb"), r"tape.name\[0\]` is 'a.+x1b.31mb'"),
+        (
+            lambda data: data["calls"]["fqn"].__setitem__(0, "a" * 20_000),
+            r"<= 10000 - at `\$.calls.fqn\[0\]` is 'aaa",
+        ),
+        (
+            lambda data: data.__setitem__("model", "\ud800"),
+            r"control characters - at `\$.model` is '.+ud800'",
+        ),
+        (lambda data: data["storage_table"]["bytes"].__setitem__(0, 10**30), r"table.bytes\[0\]` is 10000"),
         (lambda data: data["storage_table"]["bytes"].__setitem__(slice(2), [2**60] * 2), "bytes of memory"),
         (lambda data: data["tape"]["tick"].reverse(), "is out of order"),
         (lambda data: data["calls"]["parent"].__setitem__(1, -5), "inside of one that is not there"),
-        (lambda data: data["tape"]["time_s"].__setitem__(0, 1e300), "Op.time_s is 1e.300, not float"),
-        (lambda data: data.__setitem__("end", 10**9 * -1), "end is negative"),
-        (lambda data: data["costs"].__setitem__("replay_op", 10**400), "costs"),
+        (lambda data: data["tape"]["time_s"].__setitem__(0, 1e300), r"at `\$.tape.time_s\[0\]` is 1e.300"),
+        (lambda data: data.__setitem__("end", 10**9 * -1), r">= 0 - at `\$.end` is -1000000000"),
+        (lambda data: data["costs"].__setitem__("replay", {"op": 10**400}), r"at `\$.costs\[...\]\[...\]`"),
+        (lambda data: data["tape"].__setitem__("more", []), r"unknown field `more` - at `\$.tape`"),
+        (
+            lambda data: data["tape"]["tick"].pop(),
+            r"columns of Op are of different lengths .*tick \d+, module \d+",
+        ),
+        (lambda data: data["calls"]["views"].__setitem__(1, 10**6), "has fewer views than the calls in it"),
     ],
 )
 def test_refusals_say_what_is_wrong(
@@ -153,7 +167,7 @@ def test_names_with_markup_are_names(profile_data: Any, tmp_path: Path):
 
 
 def test_what_never_ends_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("autoac_solver.files.MOST_FILE_BYTES", 2**22)
+    monkeypatch.setattr("autoac_solver.records.files.MOST_FILE_BYTES", 2**22)
     assert "is larger than 4.194 MB" in refusal(Path("/dev/zero"))
 
 

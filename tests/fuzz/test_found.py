@@ -7,6 +7,7 @@ import pytest
 
 import autoac
 from autoac.plans import Plan
+from autoac_solver.plan.programs import with_regions
 from tests.fuzz.check import check_model, measure, plans_for, reference, step, with_given_times
 from tests.fuzz.models import ModelSpec, StageSpec, Step, build, loss_of, sample_of
 
@@ -104,6 +105,6 @@ def test_buffer_that_is_read_again_after_the_next_call_wrote_it_sac():
         replace(region, wrapped=True, steps=tuple((name, True) for name, _ in region.steps))
         for region in plan.regions
     ]
-    changed = Plan(replace(plan.record, regions=(regions[0], *plan.regions[1:])))
+    changed = Plan(with_regions(plan.record, [regions[0], *plan.regions[1:]]))
     with pytest.raises(RuntimeError, match=r"aten.clone.default would run again on what was written since"):
         step(changed.apply(build(spec)), spec)

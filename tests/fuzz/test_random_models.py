@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.fuzz.check import check_model
+from tests.fuzz.models import models
 from tests.fuzz.run import run_examples
 
 pytestmark = [
@@ -19,6 +20,17 @@ EXAMPLES = 15
 MOST_FAULTS = 0.03
 """Share of the measured plans whose peak may be above the prediction, one or two a shard: none was of 451. Those that
 torch's own cycles lift, with a plan or without, are counted apart."""
+
+
+OPAQUE_MODELS = 12
+"""With kernels, flags and threads that torch does not see, among them those that have shown faults."""
+
+
+@pytest.mark.parametrize("number", [4, 6])
+def test_random_models_with_what_torch_does_not_see(number: int):
+    tally: Counter[str] = Counter()
+    run_examples(lambda spec: check_model(spec, tally, 0.0), OPAQUE_MODELS // 2, number, models(opaque=True))
+    assert tally["cases"] >= OPAQUE_MODELS, dict(tally)
 
 
 @pytest.mark.slow

@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from autoac_solver import InfeasibleBudgetError, Problem, Simulator, minimum_peak, simulate, solve, violations
+from autoac_solver import (
+    InfeasibleBudgetError,
+    Problem,
+    Simulator,
+    minimum_peak,
+    simulate,
+    solve,
+    violations,
+)
 from tests.solver import reference
 from tests.solver.reference import Choice
 
@@ -25,8 +33,8 @@ def assert_agrees_with_exhaustive_search(problem: Problem, budgets: Budgets, sol
     minimum_bytes = min(choice.peak_bytes for choice in choices)
     least = minimum_peak(problem, solver=solver)
     assert (least.status, least.peak_bytes) == ("optimal", minimum_bytes)
-    assert simulate(problem, least.recomputed).peak_bytes == minimum_bytes
-    assert not violations(problem, least.recomputed)
+    assert simulate(problem, least.decisions).peak_bytes == minimum_bytes
+    assert not violations(problem, least.decisions)
     tried = 0
     for budget_bytes in budgets(choices, minimum_bytes):
         tried += 1
@@ -40,8 +48,8 @@ def assert_agrees_with_exhaustive_search(problem: Problem, budgets: Budgets, sol
         assert solution.status == "optimal" or solution.gap <= ROUNDING
         assert solution.extra_s == pytest.approx(min(feasible), rel=1e-9, abs=1e-12)
         assert solution.bound_s <= min(feasible) * (1 + 1e-9)
-        assert simulate(problem, solution.recomputed).peak_bytes == solution.peak_bytes <= budget_bytes
-        assert not violations(problem, solution.recomputed)
+        assert simulate(problem, solution.decisions).peak_bytes == solution.peak_bytes <= budget_bytes
+        assert not violations(problem, solution.decisions)
     return tried
 
 

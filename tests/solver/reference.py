@@ -6,66 +6,66 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoac_solver.problem import Condition, Instance, Problem, Unit
+from autoac_solver.problem.problem import SAVE, Condition, DecisionGroup, Lifetime, Literal, Problem
 
 
-def holds(problem: Problem, condition: Condition, recomputed: Sequence[bool]) -> bool:
+def is_true(literal: Literal, decisions: Sequence[int]) -> bool:
+    """Whether the group takes the option, or does not if that is what the literal says."""
+    return (decisions[literal.group] == literal.option) == literal.positive
+
+
+def holds(problem: Problem, condition: Condition, decisions: Sequence[int]) -> bool:
     """Whether each literal that the condition has is true."""
-    if condition.recomputed != -1 and not recomputed[condition.recomputed]:
+    if not all(is_true(literal, decisions) for literal in condition.literals):
         return False
-    if condition.kept != -1 and recomputed[condition.kept]:
-        return False
-    return condition.wrapped == -1 or is_wrapped(problem, condition.wrapped, recomputed)
+    return condition.wrapped == -1 or is_wrapped(problem, condition.wrapped, decisions)
 
 
-def is_wrapped(problem: Problem, region: int, recomputed: Sequence[bool]) -> bool:
-    """Whether any unit of the region is recomputed."""
-    return any(again for unit, again in zip(problem.units, recomputed, strict=True) if unit.region == region)
+def is_wrapped(problem: Problem, region: int, decisions: Sequence[int]) -> bool:
+    """Whether any group of the region is not saved."""
+    pairs = zip(problem.groups, decisions, strict=True)
+    return any(option != SAVE for group, option in pairs if group.region == region)
 
 
-def is_alive(problem: Problem, instance: Instance, recomputed: Sequence[bool], position: int) -> bool:
-    """Whether an instance lives at a position."""
-    ends = [holder.end for holder in instance.holders if holds(problem, holder.when, recomputed)]
-    lives = instance.start <= position < max([instance.end, *ends])
-    return lives and holds(problem, instance.exists, recomputed)
+def is_alive(problem: Problem, lifetime: Lifetime, decisions: Sequence[int], position: int) -> bool:
+    """Whether a lifetime covers a position."""
+    ends = [e.end for e in lifetime.extensions if holds(problem, e.when, decisions)]
+    lives = lifetime.start <= position < max([lifetime.end, *ends])
+    return lives and holds(problem, lifetime.exists, decisions)
 
 
-def live_bytes(problem: Problem, recomputed: Sequence[bool]) -> list[int]:
+def live_bytes(problem: Problem, decisions: Sequence[int]) -> list[int]:
     """Bytes at each position."""
     return [
         problem.resident_bytes
-        + sum(i.bytes for i in problem.instances if is_alive(problem, i, recomputed, position))
+        + sum(i.bytes for i in problem.lifetimes if is_alive(problem, i, decisions, position))
         for position in range(problem.n_positions)
     ]
 
 
-def extra_s(problem: Problem, recomputed: Sequence[bool]) -> float:
+def extra_s(problem: Problem, decisions: Sequence[int]) -> float:
     """Seconds added to the step."""
-    units_s = sum(unit.time_s for unit, again in zip(problem.units, recomputed, strict=True) if again)
-    wraps_s = (r.wrap_s for k, r in enumerate(problem.regions) if is_wrapped(problem, k, recomputed))
-    shared_s = (s.time_s for s in problem.shared if any(recomputed[unit] for unit in s.units))
-    return units_s + sum(wraps_s) + sum(shared_s)
+    pairs = zip(problem.groups, decisions, strict=True)
+    options_s = sum(group.options[option].time_s for group, option in pairs)
+    wraps_s = (r.wrap_s for k, r in enumerate(problem.regions) if is_wrapped(problem, k, decisions))
+    shared_s = (s.time_s for s in problem.shared if any(is_true(o, decisions) for o in s.literals))
+    return options_s + sum(wraps_s) + sum(shared_s)
 
 
-def hint_s(problem: Problem, recomputed: Sequence[bool]) -> float:
+def hint_s(problem: Problem, decisions: Sequence[int]) -> float:
     """What the hints count that are not followed."""
-    total = 0.0
-    for unit, again in zip(problem.units, recomputed, strict=True):
-        if unit.hint_s > 0 and again:
-            total += unit.hint_s
-        if unit.hint_s < 0 and not again:
-            total -= unit.hint_s
-    return total
+    pairs = zip(problem.groups, decisions, strict=True)
+    return sum(group.options[option].hint_s for group, option in pairs)
 
 
-def permitted(problem: Problem, recomputed: Sequence[bool]) -> bool:
+def permitted(problem: Problem, decisions: Sequence[int]) -> bool:
     """Whether no rule is broken."""
-    for unit, again in zip(problem.units, recomputed, strict=True):
-        if again and (unit.must_save or not all(recomputed[other] for other in unit.requires)):
+    for group, option in zip(problem.groups, decisions, strict=True):
+        if any(refusal.option == option for refusal in group.refusals):
             return False
-        if unit.must_recompute and not again:
+        if not all(is_true(literal, decisions) for literal in group.options[option].requires):
             return False
-        if unit.same_as != -1 and recomputed[unit.same_as] != again:
+        if group.same_as != -1 and decisions[group.same_as] != option:
             return False
     return True
 
@@ -74,19 +74,20 @@ def permitted(problem: Problem, recomputed: Sequence[bool]) -> bool:
 class Choice:
     """One row of the exhaustive table."""
 
-    recomputed: tuple[bool, ...]
+    decisions: tuple[int, ...]
     peak_bytes: int
     extra_s: float
     objective_s: float
 
 
-def _options(unit: Unit) -> tuple[bool, ...]:
-    return tuple(again for again in (False, True) if not (unit.must_save if again else unit.must_recompute))
+def _options(group: DecisionGroup) -> list[int]:
+    refused = {refusal.option for refusal in group.refusals}
+    return [option for option in range(len(group.options)) if option not in refused]
 
 
 def all_choices(problem: Problem, peak_bytes) -> list[Choice]:
     """Every permitted decision; `peak_bytes` counts its peak."""
-    decisions = itertools.product(*map(_options, problem.units))
+    decisions = itertools.product(*map(_options, problem.groups))
     return [
         Choice(d, peak_bytes(d), extra_s(problem, d), extra_s(problem, d) + hint_s(problem, d))
         for d in decisions

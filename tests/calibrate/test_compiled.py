@@ -1,0 +1,290 @@
+"""Engine compile, from the profile to the trained step. What is compiled here takes the compiler half a minute."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoac
+from autoac.calibrate.compiled import table
+from autoac.calibrate.compiled.capture import captured
+from autoac.calibrate.compiled.tried import peak_with, tried
+from autoac.execute.compiled.code import compiled
+from autoac.plans import Plan
+from autoac.step.step import TrainingStep
+from autoac_solver.records.compiled import TORCHS, CompiledTable
+from autoac_solver.records.profile import Profile
+from tests.small_models import WIDTH, Block, Blocks, assert_same, attributes, batch, step
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+"""Dynamo looks there, and hides the warning itself where warnings are no errors."""
+
+
+class Stemmed(Blocks):
+    """All blocks are alike: the first one's input needs a gradient, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(self.stem(x), scale)
+
+
+def make() -> Stemmed:
+    """Always the same model."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Stemmed()
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the compiler keeps what it compiles, empty at first."""
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.mktemp("inductor")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
+        patch.setattr(table, "MOST_POINTS", 3)
+        yield path
+
+
+@pytest.fixture(scope="module")
+def profile(folder: Path) -> Profile:
+    """Three equal blocks with dropout, compiled at three points; the model is as it was."""
+    model = make()
+    before, random = attributes(model), torch.get_rng_state()
+    found = autoac.profile(model, batch(), loss=loss, engine="compile")
+    assert attributes(model) == before
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in model.parameters())
+    return found
+
+
+def budgets(profile: Profile, points: int = 3) -> list[int]:
+    return [int(b) for b in autoac.tradeoff(profile, points=points, engine="compile").frame["budget_bytes"]]
+
+
+def planned(profile: Profile, budget: int) -> Plan:
+    """A plan that was tried, as `autoac.plan` does it."""
+    return tried(
+        profile,
+        TrainingStep(make(), batch(), loss),
+        budget,
+        lambda found: autoac.solve(found, budget, engine="compile"),
+    )
+
+
+def test_equal_blocks_are_compiled_once_for_each_point(profile: Profile):
+    assert isinstance(profile.compiled, CompiledTable)
+    [region] = profile.compiled.regions
+    assert [profile.calls[call].fqn for call in region.calls] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert region.heavy == ("addmm", "addmm")
+    # Random numbers drawn by uncompiled code would be others, so the block as it is written is no point.
+    assert next(point.name for point in region.points) == TORCHS
+    assert {point.name.partition(":")[0] for point in region.points[1:]} == {"save"}
+    kept = [point.kept_bytes for point in region.points]
+    assert len(set(kept)) == len(kept)
+    smallest = min(region.points, key=lambda point: point.kept_bytes)
+    hidden = 64 * 4 * 16 * 4
+    assert smallest.kept_bytes < hidden < region.points[0].kept_bytes
+    assert smallest.backward_bytes > region.points[0].backward_bytes
+
+
+def test_regions_whose_inputs_need_no_gradient_are_others():
+    model = Blocks()
+    found = captured(TrainingStep(model, batch(), loss), {(f"blocks.{i}", 0): "block" for i in range(3)})
+    assert [calls for _, calls in found] == [[("blocks.0", 0)], [("blocks.1", 0), ("blocks.2", 0)]]
+    first, others = (region for region, _ in found)
+    assert (first.module, others.module) == (model.blocks[0], model.blocks[1])
+    assert not first.args[0].requires_grad
+    assert others.args[0].requires_grad
+    assert others.args[0].is_leaf
+    assert others.kwargs == {"scale": 1.0}
+    assert not others.arguments()[0][0].is_leaf
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert model.seen == 0
+    with pytest.raises(
+        autoac.ProfilingError, match="'head' was called in the recorded step and not in the next"
+    ):
+        captured(TrainingStep(model, batch(), loss), {("head", 1): ""})
+
+
+def test_budgets_are_met_as_predicted_and_gradients_are_those_of_any_budget(profile: Profile):
+    """The whole step by the allocator's own account; masks are the same, or gradients would be far off."""
+    peaks, gradients = [], []
+    for budget in budgets(profile):
+        plan = planned(profile, budget)
+        model = make()
+        report = plan.verify(model, batch(), loss)
+        assert report.ok, str(report)
+        assert report.tolerance == 1e-6
+        assert report.measured_peak_bytes <= budget
+        assert report.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+        peaks.append(report.measured_peak_bytes)
+        with plan.applied(model):
+            gradients.append(step(model))
+    assert peaks == sorted(peaks)
+    assert peaks[0] < 0.9 * peaks[-1]
+    for found in gradients[1:]:
+        for a, b in zip(gradients[0], found, strict=True):
+            assert torch.equal(a, b) if not a.is_floating_point() else (a - b).norm() <= 1e-6 * a.norm()
+
+
+def test_a_step_with_masks_of_another_plan_would_be_noticed(profile: Profile):
+    """The comparison above can fail: other random numbers give gradients that are far off."""
+    plan, model = planned(profile, budgets(profile)[0]), make()
+    with plan.applied(model):
+        first, other = step(model, seed=5)[1], step(model, seed=6)[1]
+    assert (first - other).norm() > 1e-2 * first.norm()
+
+
+def test_a_plan_is_corrected_by_what_a_step_takes(profile: Profile):
+    assert profile.compiled is not None
+    budget = budgets(profile)[1]
+    for unseen in (-300_000, 5_000):
+        wrong = dataclasses.replace(
+            profile, compiled=dataclasses.replace(profile.compiled, unseen_bytes=unseen)
+        )
+        plan = planned(wrong, budget)
+        measured = peak_with(plan, TrainingStep(make(), batch(), loss))
+        assert measured <= budget
+        assert measured == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+
+
+def test_plan_apply_remove_save_and_load(profile: Profile, tmp_path: Path):
+    """`autoac.plan` itself, on a model whose blocks were compiled before in this process."""
+    model, budget = make(), budgets(profile)[0]
+    plan = autoac.plan(model, batch(), budget, loss=loss, engine="compile")
+    assert plan.engine == "compile"
+    assert plan.predicted_peak_bytes <= budget
+    assert all(region.wrapped for region in plan.regions)
+    before = attributes(model)
+    plan.apply(model)
+    expected = step(model)
+    plan.remove(model)
+    assert attributes(model) == before
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.explain() == plan.explain()
+    model = make()
+    with loaded.applied(model):
+        assert_same(step(model), expected)
+        with torch.no_grad():  # as it is written
+            model(batch())
+
+
+def test_another_plan_never_gets_the_code_of_the_first(profile: Profile, folder: Path):
+    """One folder for all: compiled anew, all is found there, and each point keeps what it kept."""
+    from torch._dynamo.utils import counters
+
+    assert profile.compiled is not None
+    regions = profile.compiled.regions
+    torch._dynamo.reset()
+    compiled.cache_clear()
+    counters.clear()
+    model = make()
+    anew = table.with_compiled_regions(profile, TrainingStep(model, batch(), loss))
+    assert counters["aot_autograd"]["autograd_cache_hit"] == sum(len(region.points) for region in regions)
+    assert counters["aot_autograd"]["autograd_cache_miss"] == 1  # the survey, which compiles nothing
+    assert anew.compiled is not None
+    sizes = [
+        [(p.name, p.kept_bytes, p.forward_bytes, p.backward_bytes) for found in some for p in found.points]
+        for some in (regions, anew.compiled.regions)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+class Breaking(Block):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        x = super().forward(x, scale)
+        torch._dynamo.graph_break()
+        return x
+
+
+def test_a_region_that_cannot_be_compiled_runs_as_it_is_written(profile: Profile):
+    model = make()
+    model.blocks[1] = Breaking(0.1)
+    recorded = autoac.profile(model, batch(), loss=loss, engine="compile")
+    assert recorded.compiled is not None
+    failed = [region for region in recorded.compiled.regions if region.failure]
+    assert [recorded.calls[call].fqn for region in failed for call in region.calls] == ["blocks.1"]
+    assert "graph_break" in failed[0].failure
+    assert sum("'blocks.1'" in note and "uncompiled" in note for note in recorded.notes) == 1
+    budget = budgets(recorded)[0]
+    plan = autoac.solve(recorded, budget, engine="compile")
+    assert [region.fqn for region in plan.regions] == ["blocks.0", "blocks.2"]
+    report = plan.verify(model, batch(), loss)
+    assert report.equal
+    assert "not compiled    'blocks.1'" in plan.explain()
+
+
+def test_where_nothing_can_be_compiled_it_says_so(folder: Path):
+    model = make()
+    for i in range(3):
+        model.blocks[i] = Breaking(0.1)
+    with pytest.raises(autoac.ProfilingError, match=r"no region of the model can be compiled.*graph_break"):
+        autoac.plan(model, batch(), "1GB", loss=loss, engine="compile")
+    with pytest.raises(autoac.ProfilingError, match="no block that holds a twentieth"):
+        table.with_compiled_regions(
+            autoac.profile(nn.Linear(4, 4), torch.ones(2, 4)),
+            TrainingStep(nn.Linear(4, 4), torch.ones(2, 4)),
+            [],
+        )
+
+
+def test_more_kinds_of_arguments_than_torch_compiles_code_for(profile: Profile):
+    plan, model = planned(profile, budgets(profile)[0]), make()
+    with plan.applied(model), torch._dynamo.config.patch(recompile_limit=1):
+        step(model)
+        with pytest.warns(UserWarning, match=r"region 'blocks\.\d' was called with more kinds of arguments"):
+            gradients = step(model, batch()[:7])
+    assert all(torch.isfinite(t).all() for t in gradients[:2])
+
+
+def test_infeasible(profile: Profile):
+    with pytest.raises(autoac.InfeasibleBudgetError) as caught:
+        autoac.solve(profile, profile.resident_bytes + 1, engine="compile")
+    least = caught.value.minimum_bytes
+    assert caught.value.proven
+    assert autoac.solve(profile, least, engine="compile").predicted_peak_bytes == least
+    with pytest.raises(autoac.InfeasibleBudgetError):
+        autoac.solve(profile, least - 1, engine="compile")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"granularity": "layers"}, "possible are 'blocks', 'whole'"),
+        ({"granularity": "whole", "engine": "replay"}, "goes with engine='compile'"),
+        ({"policies": [autoac.Policy("MUST_SAVE", op="aten.mm*")]}, "follows no policies"),
+    ],
+)
+def test_what_cannot_be_asked_for(said: dict[str, Any], message: str):
+    with pytest.raises((ValueError, autoac.PolicyError), match=message):
+        autoac.plan(make(), batch(), "1GB", **{"engine": "compile", **said})
+
+
+def test_what_does_not_go_with_compiled_regions(profile: Profile):
+    plan, model = autoac.solve(profile, budgets(profile)[0], engine="compile"), make()
+    with pytest.raises(ValueError, match=r"verify\(\) measures"):
+        plan.measure_memory(model, batch(), loss)
+    with pytest.raises(autoac.PlanMismatchError, match="engine 'compile'"):
+        plan.policy_fn("blocks.0")
+    with pytest.raises(ValueError, match="Plan before the loop instead"):
+        autoac.auto(model, "1GB", engine="compile")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"), [({"mode": "fake"}, "mode='fake'"), ({"device": "h200"}, "h200")]
+)
+def test_compiled_regions_are_measured_on_the_device_at_hand(said: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        autoac.profile(make(), batch(), engine="compile", **said)

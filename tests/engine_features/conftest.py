@@ -1,5 +1,0 @@
-"""As for tests of exactness: both engines, one thread, nothing left behind."""
-
-from tests.exact.conftest import _nothing_active, _one_thread, engine
-
-__all__ = ["_nothing_active", "_one_thread", "engine"]

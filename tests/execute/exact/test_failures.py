@@ -1,0 +1,258 @@
+"""What goes wrong in a step: clear errors instead of wrong gradients, and a next step that is right."""
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoac.execute import replay
+from autoac.execute.program import Program
+from autoac.execute.sac import sac
+from tests.execute.exact.harness import (
+    Case,
+    assert_exact,
+    assert_gradients_of_a_step,
+    assert_nothing_active,
+    differences,
+    nothing_leaks,
+    plan_with,
+    planned,
+    plans,
+    run,
+)
+
+X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(64, 64), nn.Linear(64, 64), nn.BatchNorm1d(64)
+        self.broken = ""
+
+    def forward(self, x):
+        y = torch.tanh(self.norm(F.dropout(self.first(x), 0.1)))
+        if self.broken == "forward":
+            raise LookupError("on purpose, in forward")
+        if self.broken == "backward":
+            y.register_hook(_fail)
+        return x + self.second(torch.sin(y))
+
+
+def _fail(gradient):
+    raise LookupError("on purpose, in backward")
+
+
+def mean_square(model: nn.Module) -> torch.Tensor:
+    return model(X).square().mean()
+
+
+CASE = Case(lambda: nn.Sequential(Block(), Block(), Block()), mean_square, regions=("0", "1", "2"))
+
+
+# -- exceptions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("fraction", [0.0, 0.3])
+def test_next_step_after_an_exception(engine, where, which, fraction):
+    plan = plans(CASE, engine, [fraction])[fraction]
+
+    def forward(model):
+        """A step that fails, with its traces wiped off, and then the one that counts."""
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        state = torch.get_rng_state()
+        model[which].broken = where
+        with pytest.raises(LookupError, match=f"on purpose, in {where}"):
+            mean_square(model).backward()
+        assert_nothing_active()
+        model[which].broken = ""
+        model.zero_grad(set_to_none=True)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
+        torch.set_rng_state(state)
+        return mean_square(model)
+
+    failing = Case(CASE.build, forward, CASE.regions)
+    found = run(failing, plan)
+    assert not differences(found, run(CASE))
+
+
+def test_exception_in_forward_leaves_no_memory(engine):
+    """What was recorded up to the exception goes with it."""
+    plan = plans(CASE, engine, [0.0])[0.0]
+    model = planned(CASE, plan)
+    model[1].broken = "forward"
+
+    def fail():
+        with pytest.raises(LookupError):
+            model(X)
+
+    with nothing_leaks():
+        fail()
+
+
+def test_exception_in_backward_leaves_no_memory(engine):
+    """Torch's own queue holds on to the rest of that backward, up to the next one in this thread."""
+    plan = plans(CASE, engine, [0.0])[0.0]
+    model = planned(CASE, plan)
+    with nothing_leaks():
+        model[1].broken = "backward"
+        with pytest.raises(LookupError):
+            mean_square(model).backward()
+        model[1].broken = ""
+        mean_square(model).backward()
+        torch.ones(1, requires_grad=True).backward()
+
+
+# -- saved tensors modified by the user --------------------------------------------------------------------------------
+
+
+class Squared(nn.Module):
+    """Autograd saves its first value, an intermediate one, and its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        self.inner = torch.sigmoid(self.linear(x))
+        return torch.exp(torch.sin(self.inner))
+
+
+SQUARED = Case(
+    lambda: nn.Sequential(nn.Linear(64, 64), Squared()), lambda model: model(X).mean(), regions="1"
+)
+
+
+def everything(region: str, op: str, nth: int) -> bool:
+    return True
+
+
+SAME_AS_AUTOGRAD = "modified by an in-?place operation"
+
+
+def modified_step(model, what):
+    """A step of the model in which the user changes what backward needs."""
+    values = {"weight": model[1].linear.weight, "input": model[0](X)}
+    values["output"] = model[1](values["input"])
+    values["inner"] = model[1].inner
+    loss = values["output"].mean()
+    with torch.no_grad():
+        values[what].mul_(2)
+    loss.backward()
+
+
+@pytest.mark.parametrize("what", ["input", "inner", "output", "weight"])
+@pytest.mark.parametrize("saved", ["all", "some"])
+def test_saved_tensors_modified_by_the_user(what, saved):
+    """An error as without a plan, where the tensor or what it is recomputed from is the one that was saved."""
+    with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
+        modified_step(SQUARED.model(), what)
+    recomputed = {"all": "", "some": "aten.sin.default"}[saved]
+    model = planned(SQUARED, plan_with(SQUARED, "replay", lambda region, op, nth: op == recomputed))
+    with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
+        modified_step(model, what)
+    assert_nothing_active()
+
+
+@pytest.mark.parametrize("what", ["input", "weight"])
+def test_inputs_of_recomputed_values_modified_by_the_user(what):
+    model = planned(SQUARED, plan_with(SQUARED, "replay", everything))
+    with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
+        modified_step(model, what)
+
+
+class Doubled(nn.Module):
+    """Autograd does not save its input, but what it saves is recomputed from it."""
+
+    def forward(self, x):
+        return torch.exp(torch.sin(x * 2))
+
+
+def test_what_only_the_plan_needs_modified_by_the_user():
+    """Without a plan that is allowed. With one it is an error, unless the profiled step did it."""
+
+    def forward(model):
+        x = model[0](X)
+        y = model[1](x)
+        x.mul_(2)
+        return y.mean() + x.mean()
+
+    def unmodified(model):
+        return model(X).mean()
+
+    def build():
+        return nn.Sequential(nn.Linear(64, 64), Doubled())
+
+    plan = plan_with(Case(build, unmodified, regions="1"), "replay", everything)
+    with pytest.raises(
+        RuntimeError, match=r"aten.mul.Tensor in region '1' must be run again .* plan the step as you"
+    ):
+        run(Case(build, forward, regions="1"), plan)
+    assert_exact(Case(build, forward, regions="1"), "replay")
+
+
+@pytest.mark.parametrize("what", ["inner", "output"])
+def test_recomputed_values_modified_by_the_user(what):
+    """The value that backward needs is recomputed as it was: the gradients are those of the step without the change."""
+    model = planned(SQUARED, plan_with(SQUARED, "replay", everything))
+    modified_step(model, what)
+    assert_gradients_of_a_step(model, SQUARED)
+
+
+def modifies_what_it_saved(x: torch.Tensor) -> torch.Tensor:
+    y = torch.sigmoid(x)
+    z = y * y
+    y.add_(1)
+    return z + y
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_saved_tensor_modified_inside_its_region(recompute):
+    """Whether it is recomputed or not, autograd would refuse it."""
+    x = X.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
+        modifies_what_it_saved(x).sum().backward()
+    names = ["sigmoid.default", "mul.Tensor", "add_.Tensor", "add.Tensor"]
+    program = Program("it", [(f"aten.{name}", recompute) for name in names])
+    with pytest.raises(RuntimeError, match=SAME_AS_AUTOGRAD):
+        replay.run(program, modifies_what_it_saved, (x,), {}).sum().backward()
+    assert x.grad is None
+
+
+def test_torch_whose_policies_see_no_results_is_refused_by_sac(monkeypatch):
+    """As that of older releases, which also ask the policy a second time."""
+    case = Case(
+        build=lambda: nn.Sequential(Block(), nn.Linear(64, 1)),
+        forward=lambda model: model(X).square().mean(),
+        regions=("0",),
+    )
+    model = planned(case, plan_with(case, "sac", lambda region, op, nth: op == "aten.tanh.default"))
+    assert sac.POLICIES_SEE_RESULTS
+    monkeypatch.setattr(sac, "POLICIES_SEE_RESULTS", False)  # not before: profiling measures what sac costs
+    with pytest.raises(RuntimeError, match=r"needs a torch whose checkpoint policies see .* engine=.replay"):
+        case.forward(model)
+
+
+def test_a_view_that_a_record_keeps_does_not_keep_the_graph_of_its_base():
+    """Made with gradients off it has no graph of its own, but its base has one."""
+
+    def region(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            rows = x[1:]
+        return (rows + weight).sin()
+
+    program = Program("region", [("aten.add.Tensor", True), ("aten.sin.default", False)])
+    weight = torch.randn(3, requires_grad=True)
+    saved_before = torch.randn(4, 3) * 1.0
+    freed = weakref.ref(saved_before.untyped_storage())
+    x = saved_before.requires_grad_().sin()
+    result = replay.run(program, region, (x, weight), {})
+    del x, saved_before
+    assert freed() is None
+    result.sum().backward()
+    assert weight.grad is not None

@@ -1,0 +1,172 @@
+"""Random numbers: dropout that is partly saved, attention's dropout, generators of the user's own."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoac.execute.replay import ReplayCall
+from tests.execute.exact.harness import (
+    Case,
+    assert_exact,
+    assert_plan_exact,
+    decisions,
+    differences,
+    plan_with,
+    run,
+)
+from tests.features.feature import feature
+
+X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+BERNOULLI = "aten.bernoulli_.float"  # what dropout draws its mask with on CPU
+MASK_OPS = {"aten.empty_like.default", BERNOULLI, "aten.div_.Scalar"}
+
+
+def dropouts() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Linear(64, 64), nn.Dropout(0.1), nn.GELU()),
+        *(nn.Dropout(0.3), nn.Linear(64, 64)),
+        *(nn.Dropout(0.5), nn.Tanh()),
+    )
+
+
+DROPOUTS = Case(
+    build=lambda: nn.Sequential(dropouts(), dropouts()),
+    forward=lambda model: model(X).square().mean(),
+    regions=("0", "1"),
+)
+
+
+@feature("dropout")
+def test_dropout(engine):
+    made = assert_exact(DROPOUTS, engine)
+    assert any(decisions(made[0.0], BERNOULLI))
+
+
+@feature("dropouts of one region partly saved", "replay")
+@pytest.mark.parametrize("saved", range(3))
+def test_one_of_three_dropouts_saved(saved):
+    """The recomputed ones before and after the saved one draw the same masks as in forward."""
+    partly = plan_with(DROPOUTS, "replay", lambda region, op, nth: not (op in MASK_OPS and nth == saved))
+    assert decisions(partly, BERNOULLI) == [nth != saved for nth in range(3)] * 2
+    assert_plan_exact(DROPOUTS, partly)
+
+
+def test_dropouts_of_one_region_saved_under_sac():
+    """Its random ops go together, but each region has a random state of its own."""
+    partly = plan_with(DROPOUTS, "sac", lambda region, op, nth: not (op in MASK_OPS and region == "0"))
+    assert decisions(partly, BERNOULLI) == [False] * 3 + [True] * 3
+    assert_plan_exact(DROPOUTS, partly)
+
+
+@feature("dropouts of one region partly saved", "sac", cell="refused")
+def test_one_of_three_dropouts_saved_is_refused_under_sac():
+    """Torch restores one random state for the whole region, so its masks would be other ones."""
+    partly = plan_with(DROPOUTS, "sac", lambda region, op, nth: not (op in MASK_OPS and nth == 1))
+    with pytest.raises(RuntimeError, match=r'draws random numbers for one part .* Plan with engine="replay"'):
+        run(DROPOUTS, partly)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_attention_with_dropout(engine):
+    x = torch.linspace(-1, 1, 4 * 16 * 32).reshape(4, 16, 32)
+    case = Case(
+        build=lambda: nn.Sequential(Attention(), Attention()),
+        forward=lambda model: model(x).square().mean(),
+        regions=("0", "1"),
+    )
+    assert_exact(case, engine)
+
+
+class OwnGenerator(nn.Module):
+    """Noise from a generator of its own, by an op that makes a tensor and by one that fills one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        x = torch.tanh(self.linear(x)) * torch.rand(x.shape, generator=self.generator)
+        keep = torch.empty_like(x).bernoulli_(0.8, generator=self.generator)
+        return torch.sin(x * keep) * torch.rand_like(x)
+
+
+@feature("a generator of the model's own")
+def test_own_generator(engine):
+    case = Case(
+        build=lambda: nn.Sequential(OwnGenerator(), OwnGenerator()),
+        forward=lambda model: model(X).square().mean(),
+        regions=("0", "1"),
+    )
+    expected = run(case)
+    assert "generator 0.generator of step 0" in expected
+    assert_exact(case, engine)
+
+
+class PythonNoise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.sin(self.linear(x) * random.random())
+
+
+TORCH_RANDOM_ONLY = pytest.mark.xfail(
+    reason="torch's checkpoint runs Python again and restores torch's numbers only"
+)
+
+
+@feature("random numbers of Python and numpy in a region")
+@pytest.mark.parametrize("engine", ["replay", pytest.param("sac", marks=TORCH_RANDOM_ONLY)])
+def test_python_random_numbers(engine):
+    """Replay runs no Python code twice."""
+
+    def forward(model):
+        random.seed(5)
+        return model(X).square().mean()
+
+    case = Case(lambda: nn.Sequential(PythonNoise(), PythonNoise()), forward, regions=("0", "1"))
+    assert_exact(case, engine)
+
+
+def test_randomised_relu(engine):
+    """One op writes the noise that it draws into a tensor it is given, and autograd has saved that tensor before."""
+    case = Case(
+        build=lambda: nn.Sequential(
+            nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.RReLU()),
+            nn.Sequential(nn.Linear(64, 64), nn.RReLU()),
+        ),
+        forward=lambda model: model(X).square().mean(),
+        regions=("0", "1"),
+    )
+    assert_exact(case, engine)
+
+
+def test_replay_that_draws_other_numbers_is_noticed(monkeypatch):
+    """A check of the harness: a broken engine must not pass it."""
+    plan = plan_with(DROPOUTS, "replay", lambda region, op, nth: True)
+    expected = run(DROPOUTS)
+    run_one = ReplayCall._run_one
+
+    def without_state(call, record, table):
+        record.rng = None
+        return run_one(call, record, table)
+
+    monkeypatch.setattr(ReplayCall, "_run_one", without_state)
+    found = differences(run(DROPOUTS, plan), expected)
+    assert any("gradient" in name for name in found)
+    assert any("RNG" in name for name in found)

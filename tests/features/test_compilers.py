@@ -1,0 +1,461 @@
+"""Compilers and higher-order ops: compiled autograd, regional compilation, `flex_attention`, `torch.cond`."""
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import autoac
+from autoac.measure import measure_peak
+from autoac.plans import Plan
+from autoac.step.modules import select_modules
+from autoac.step.uncompiled import to_uncompile
+from autoac_solver.records.profile import Profile
+from tests.blocks import REGIONS, X, all_but_gelu, blocks, mean_square
+from tests.execute.exact.harness import Case, assert_exact, differences, plan_with, planned, plans, run
+from tests.features.feature import feature
+from tests.small_models import least_bytes
+
+# -- compilers and higher-order ops ------------------------------------------------------------------------------------
+
+
+QUIET = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin"),
+]
+"""Torch's compiler warns about what it does itself."""
+
+
+def quiet(test: Any) -> Any:
+    for mark in QUIET:
+        test = mark(test)
+    return test
+
+
+@quiet
+@pytest.mark.slow
+@feature("compiled autograd: same gradients")
+def test_compiled_autograd(engine):
+    import torch._dynamo.compiled_autograd
+
+    case = Case(blocks, mean_square, REGIONS)
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        loss = mean_square(model)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = gradients(case.model())
+    found = gradients(planned(case, plan_with(case, engine, all_but_gelu)))
+    assert len(found) == 12
+    assert all(map(torch.equal, found, expected))
+    torch._dynamo.reset()
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+@quiet
+@pytest.mark.slow
+@feature("compiled autograd: memory saved, its graph run as captured")
+def test_memory_under_compiled_autograd(engine):
+    """Unpack hooks fire one by one. `torch.compile` would break the graph at each, and its frames hold what it gave."""
+    import torch._dynamo.compiled_autograd
+
+    def peak(model: nn.Module) -> int:
+        def run_once() -> None:
+            model.zero_grad(set_to_none=True)
+            loss = mean_square(model)
+            with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+                loss.backward()
+
+        run_once()
+        model.zero_grad(set_to_none=True)
+        return measure_peak(run_once, torch.device("cpu")).peak_above_start_bytes
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Mlp() for _ in range(8)))
+
+    def mean_square(model: nn.Module) -> torch.Tensor:
+        return model(x).square().mean()
+
+    x = torch.randn(256, 64)
+    profile = autoac.profile(make(), x, loss=lambda output: output.square().mean())
+    plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine)
+    assert peak(plan.apply(make())) < 0.8 * peak(make())
+    torch._dynamo.reset()
+
+
+@quiet
+@pytest.mark.slow
+@feature("regional compilation: compiled modules inside regions, which run uncompiled")
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiled_module_inside_a_region(engine, backend):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return torch.tanh(F.gelu(self.linear(torch.sin(x))))
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.linear = Inner(), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return torch.sin(torch.tanh(self.linear(self.inner(torch.cos(x)))))
+
+    def build() -> nn.Module:
+        model = nn.Sequential(Outer(), Outer())
+        for outer in model.modules():
+            if isinstance(outer, Inner):
+                outer.compile(backend=backend)
+        return model
+
+    case = Case(build, mean_square, ("0", "1"))
+    for recomputed in (lambda region, op, nth: True, lambda region, op, nth: "tanh" not in op):
+        plan = plan_with(case, engine, recomputed)
+        assert not differences(run(case, plan), run(case))
+    x = torch.randn(256, 64)
+    model = build()
+    model(x).mean().backward()  # compiled before it is planned
+    model.zero_grad(set_to_none=True)
+    profile = autoac.profile(model, x)
+    plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine, regions=["0", "1"])
+    report = plan.verify(model, x)
+    assert report.ok
+    assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=1e-3)
+    torch._dynamo.reset()
+
+
+def compiled_blocks(wrapped: bool, **options: Any) -> nn.Sequential:
+    """Blocks that have been compiled, and have run."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mlp() for _ in range(4)))
+    for index, block in enumerate(model):
+        if wrapped:
+            model[index] = torch.compile(block, backend="aot_eager", **options)  # type: ignore[call-overload]
+        else:
+            block.compile(backend="aot_eager", **options)
+    model(SAMPLE).mean().backward()
+    model.zero_grad(set_to_none=True)
+    return model
+
+
+SAMPLE = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
+
+
+def compiled_plan(model: nn.Module, engine: str, capfd: pytest.CaptureFixture[str]) -> Plan:
+    capfd.readouterr()
+    profile = autoac.profile(model, SAMPLE)
+    assert capfd.readouterr() == ("", "")
+    (note,) = (note for note in profile.notes if "compiled" in note)
+    assert note.startswith(
+        "compiled by torch.compile, but recorded uncompiled: '0', '1', '2', '3'. With a plan of "
+    )
+    least = least_bytes(profile, engine)
+    plan = autoac.solve(profile, least + (profile_peak(profile) - least) // 3, engine=engine)
+    assert {region.wrapped for region in plan.regions} == {True, False}
+    return plan
+
+
+def profile_peak(profile: Profile) -> int:
+    return autoac.solve(profile, 10**12).record.unplanned_peak_bytes
+
+
+@quiet
+@feature("regional compilation: regions compiled before the plan", "replay", cell="yes, they run uncompiled")
+@pytest.mark.parametrize("wrapped", [False, True], ids=["in place", "wrapped"])
+@pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
+def test_regions_compiled_before_the_plan(wrapped, fullgraph, capfd):
+    model = compiled_blocks(wrapped, fullgraph=fullgraph)
+    before = [dict(vars(module)) for module in model.modules()]
+    plan = compiled_plan(model, "replay", capfd)
+    report = plan.verify(model, SAMPLE)
+    assert report.ok
+    assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=1e-4)
+    plan.apply(model)
+    copied = copy.deepcopy(model)
+    steps = [gradients(model)]
+    if not (
+        wrapped and fullgraph
+    ):  # the copy of a wrapper compiles anew, and breaks its graph around each region
+        steps += [gradients(copied), gradients(pickle.loads(pickle.dumps(copied)))]
+    plan.remove(copied)
+    plan.remove(model)
+    for step in (*steps, gradients(copied)):
+        assert all(map(torch.equal, step, gradients(model)))
+    model.zero_grad(set_to_none=True)
+    assert [dict(vars(module)) for module in model.modules()] == before
+    torch._dynamo.reset()
+
+
+@quiet
+@pytest.mark.slow
+@feature(
+    "regional compilation: regions compiled before the plan", "sac", cell="yes, peak only about as predicted"
+)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["in place", "wrapped"])
+def test_regions_compiled_before_the_plan_under_sac(wrapped, capfd):
+    model = compiled_blocks(wrapped)
+    plan = compiled_plan(model, "sac", capfd)
+    report = plan.verify(model, SAMPLE)
+    assert report.equal
+    assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=0.05)
+    assert report.measured_peak_bytes < 0.9 * report.unplanned_peak_bytes
+    torch._dynamo.reset()
+
+
+@quiet
+def test_a_plan_that_is_applied_again_is_not_compiled_again():
+    """Torch stops compiling a function after eight times."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mlp() for _ in range(3)))
+    profile = autoac.profile(model, SAMPLE)
+    plan = autoac.solve(profile, least_bytes(profile, "sac"), engine="sac")
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    for block in model:
+        block.compile(backend=backend)
+    counts = []
+    for _ in range(3):
+        with plan.applied(model):
+            gradients(model)
+        counts.append(len(compiled))
+    assert counts[0] == counts[-1] > 0
+    torch._dynamo.reset()
+
+
+def test_a_wrapper_named_as_a_region_stands_for_its_module():
+    model = nn.Sequential(Mlp(), Mlp())
+    model[1] = torch.compile(model[1])  # type: ignore[call-overload]
+    assert select_modules(model, "*") == select_modules(model, ["0", "1"]) == ["0", "1._orig_mod"]
+    assert select_modules(model, "1") == ["1._orig_mod"]
+
+
+def test_what_runs_uncompiled():
+    compiled = ["0", "1.inner", "2"]
+    assert to_uncompile(compiled, [], eager_only=True) == []
+    assert to_uncompile(compiled, ["1"], eager_only=True) == compiled
+    assert to_uncompile(compiled, ["0", "1", "2.inner"], eager_only=False) == ["1.inner"]
+    assert to_uncompile(["", "1.inner"], ["1"], eager_only=False) == []
+    assert to_uncompile(["1.inner"], [""], eager_only=False) == ["1.inner"]
+
+
+@quiet
+def test_a_module_compiled_anew_under_a_plan_stays_so(capfd):
+    model = compiled_blocks(wrapped=False)
+    plan = compiled_plan(model, "replay", capfd)
+    plan.apply(model)
+    model[0].compile(backend="eager")
+    anew = model[0]._compiled_call_impl
+    plan.remove(model)
+    assert model[0]._compiled_call_impl is anew
+    assert model[1]._compiled_call_impl is not None
+    torch._dynamo.reset()
+
+
+@quiet
+def test_a_compiled_function_is_noted_and_may_call_the_model(capfd):
+    model = nn.Sequential(Mlp(), Mlp())
+    step = torch.compile(lambda: model(SAMPLE).square().mean(), backend="aot_eager")
+    activation = torch.compile(F.gelu, backend="aot_eager")
+    step().backward()
+    model.zero_grad(set_to_none=True)
+    capfd.readouterr()
+    profile = autoac.profile(model, lambda: step().backward())
+    assert {call.fqn for call in profile.calls} >= {"0", "1"}
+    assert "ignored" not in capfd.readouterr().err
+    model[1] = Calls(activation)
+    noted = autoac.profile(model, SAMPLE).notes[0]
+    assert noted.startswith(
+        "functions compiled by torch.compile run in '1': what they keep and take is not seen"
+    )
+    torch._dynamo.reset()
+
+
+class Calls(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x.sin())
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Of one step."""
+    model.zero_grad(set_to_none=True)
+    model(SAMPLE).mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@quiet
+@feature("regional compilation: regions compiled after `apply`")
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiled_region(engine, backend):
+    case = Case(blocks, mean_square, REGIONS)
+    plan = plan_with(case, engine, all_but_gelu)
+    model = planned(case, plan)
+    for block in model:
+        block.compile(backend=backend)
+    torch.manual_seed(3)
+    mean_square(model).backward()
+    plain = case.model()
+    torch.manual_seed(3)
+    mean_square(plain).backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    torch._dynamo.reset()
+
+
+@quiet
+def test_regions_that_are_alike_are_compiled_once_under_sac():
+    """Otherwise the ninth would reach the compiler's limit, and all from there on would run uncompiled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mlp() for _ in range(24)))
+    profile = autoac.profile(model, SAMPLE)
+    least, most = least_bytes(profile, "sac"), autoac.solve(profile, 2**40, engine="sac").predicted_peak_bytes
+    plan = autoac.solve(profile, (least + most) // 2, engine="sac")
+    wrapped = [region.steps for region in plan.regions if region.wrapped]
+    assert len(wrapped) > torch._dynamo.config.recompile_limit
+    expected = gradients(model)
+    plan.apply(model)
+    backend = CompileCounterWithBackend("aot_eager")
+    for block in model:
+        block.compile(backend=backend)
+    assert all(map(torch.equal, gradients(model), expected))
+    found = backend.frame_count
+    torch._dynamo.reset()
+    # One for those that are not wrapped; and one more where the input needs no gradient.
+    assert found <= len(set(wrapped)) + 2
+
+
+@quiet
+@pytest.mark.slow
+@feature("regional compilation: regions compiled after `apply`")
+def test_memory_of_regions_compiled_after_apply(engine):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mlp() for _ in range(4)))
+    profile = autoac.profile(model, SAMPLE)
+    plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine)
+    expected = gradients(model)
+    plan.apply(model)
+    for block in model:
+        block.compile(backend="aot_eager")
+    assert all(map(torch.equal, gradients(model), expected))
+    model.zero_grad(set_to_none=True)
+
+    def step() -> None:
+        output = model(SAMPLE)
+        output.mean().backward()
+
+    peak = plan.resident_bytes + measure_peak(step).peak_above_start_bytes
+    assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.05)
+    torch._dynamo.reset()
+
+
+class Flex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        q, k, v = (t.unflatten(2, (2, 16)).transpose(1, 2) for t in self.qkv(torch.sin(x)).chunk(3, -1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is slow where it is not compiled
+            y = flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: torch.where(i >= j, score, -1e9))
+        return torch.sin(F.gelu(self.out(y.transpose(1, 2).flatten(2))))
+
+
+@feature("higher-order ops: `flex_attention` on CPU", cell="refused")
+def test_flex_attention_on_cpu(engine):
+    """By torch, which has no backward of it there; with a plan as without. Without gradients it runs."""
+    x = X.reshape(2, 64, 32)
+    case = Case(lambda: nn.Sequential(Flex(), Block32()), lambda m: m(x).square().mean(), ("1",))
+    with pytest.raises(NotImplementedError, match="FlexAttention does not support backward on CPU"):
+        run(case)
+    with pytest.raises(NotImplementedError, match="FlexAttention does not support backward on CPU"):
+        autoac.profile(case.model(), x)
+    frozen = Case(lambda: nn.Sequential(Frozen(Flex()), Block32(), Block32()), case.forward, ("1", "2"))
+    assert_exact(frozen, engine)
+
+
+@feature("higher-order ops: `flex_attention` on CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_flex_attention_on_cuda(engine):
+    x = X.reshape(2, 64, 32).cuda()
+    case = Case(lambda: nn.Sequential(Flex(), Flex()).cuda(), lambda m: m(x).square().mean(), ("0", "1"))
+    for plan in plans(case, engine, [0.0, 0.5]).values():
+        assert not differences(run(case, plan), run(case))
+
+
+class Block32(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return torch.sin(torch.tanh(self.linear(F.gelu(self.linear(torch.cos(x))))))
+
+
+class Frozen(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with torch.no_grad():
+            return self.inner(x)
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(torch.sin(x)))
+        y = torch.cond(y.sum() > 0, lambda t: t.sin() * 2, lambda t: t.cos(), (y,))
+        return torch.sin(F.gelu(y))
+
+
+BRANCHES = Case(lambda: nn.Sequential(Branch(), Branch()), mean_square, ("0", "1"))
+
+
+@quiet
+@feature("higher-order ops: `torch.cond`", "replay")
+def test_cond():
+    assert_exact(BRANCHES, "replay")
+
+
+@quiet
+@feature("higher-order ops: `torch.cond`", "sac", cell="refused")
+def test_cond_under_sac():
+    """By torch: its selective checkpointing has no rule for it."""
+    plan = plan_with(BRANCHES, "sac", lambda region, op, nth: True)
+    with pytest.raises(NotImplementedError, match=r"no rule .* cond and mode <torch\.utils"):
+        run(BRANCHES, plan)

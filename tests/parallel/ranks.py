@@ -1,0 +1,49 @@
+"""Starts this package's workers as the ranks of one job, and brings back what they tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+def run_ranks(
+    worker: str, folder: Path, size: int = 2, timeout_s: float = 420.0
+) -> list[dict[str, Any] | None]:
+    """What each rank wrote, None for one that wrote nothing; all of them are over within the time.
+
+    Args:
+        worker: file beside this one, called with the path that it is to write JSON to.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "solver", HERE)))
+    common = {**os.environ, "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = []
+    for rank in range(size):
+        command = [sys.executable, "-W", "ignore", str(HERE / worker), str(folder / f"{rank}.json")]
+        environment = {**common, "RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+        with (folder / f"{rank}.log").open("w") as log:
+            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    until = time.monotonic() + timeout_s
+    try:
+        for process in started:
+            process.wait(max(0.1, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        logs = "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(size))
+        raise AssertionError(f"the ranks hang:\n{logs}") from None
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    found = [folder / f"{rank}.json" for rank in range(size)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in found]

@@ -1,0 +1,156 @@
+"""What needs no ranks: plans for ranks that are not there, refusals, what is gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoac
+from autoac.parallel import DDP, FSDP2
+from autoac.parallel.ddp import BUCKETS
+from autoac_solver.build.built import Built
+from autoac_solver.plan.step import step_of
+from autoac_solver.records.profile import NEVER, Profile
+from tests.parallel.models import Net, batch, make
+
+UNITS = ["layers.*", "pair.*"]
+BLOCK_BYTES = 4 * (32 * 128 * 2 + 128 + 32 + 64)
+
+
+def sharded_profile(**options: Any) -> Profile:
+    return autoac.profile(make(), batch(), mode="fake", parallel=FSDP2(units=UNITS, **options))
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return sharded_profile(world_size=4)
+
+
+def built_for(profile: Profile, budget: int, engine: str) -> tuple[autoac.Plan, Built]:
+    plan = autoac.solve(profile, budget, engine=engine)
+    return plan, step_of(plan.record).built
+
+
+def test_units_are_gathered_for_their_own_forward_and_backward(profile: Profile):
+    gathered = [storage for storage in profile.storage_table if storage.is_gathered]
+    sizes = [storage.bytes for storage in gathered]
+    # Of the five blocks, the weights of two layers and the norm's, each twice.
+    assert sum(sizes) == 2 * 5 * BLOCK_BYTES + 2 * 4 * (32 * 32 + 32)
+    assert all(storage.alloc != NEVER and storage.free < profile.end for storage in gathered)
+
+
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+def test_no_plan_keeps_a_gathered_parameter_alive(profile: Profile, engine: str):
+    """In the planned step each life of it begins and ends where FSDP2 gathers it and gives it up."""
+    loose, _ = built_for(profile, 10**9, engine)
+    plan, built = built_for(profile, int(0.75 * loose.predicted_peak_bytes), engine)
+    assert any(region.wrapped for region in plan.regions)
+    gathered = [index for index, storage in enumerate(profile.storage_table) if storage.is_gathered]
+    lifetimes = [life for life in built.problem.lifetimes if life.storage in gathered]
+    assert sorted(life.storage for life in lifetimes) == gathered
+    assert not any(life.extensions for life in lifetimes)
+    assert not any(saved.storage in gathered for saved in profile.saved)
+    most = 2 * BLOCK_BYTES + 2 * 4 * (32 * 32 + 32)  # a unit, and the root's, which stay
+    assert plan.peak_parts()["gathered"] <= most
+    assert sum(plan.peak_parts().values()) == plan.predicted_peak_bytes
+
+
+def test_more_ranks_hold_less():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    numel = sum(p.numel() for p in model.parameters())
+    parts = {}
+    for size in (2, 16):
+        plan = autoac.plan(
+            model,
+            batch(),
+            "1GB",
+            optimizer=optimizer,
+            mode="fake",
+            parallel=FSDP2(size, UNITS),
+            device="h200",
+        )
+        parts[size] = plan.peak_parts()
+        assert plan.record.device == "cuda"
+    for size, found in parts.items():
+        # CUDA's allocator rounds each tensor up to 512 bytes.
+        tensors = len(list(model.parameters()))
+        assert 4 * numel / size <= found["parameters"] <= 4 * numel / size + 512 * tensors
+        assert 8 * numel / size <= found["optimizer"] <= 8 * numel / size + 1024 * tensors
+    assert parts[16]["gathered"] == parts[2]["gathered"]
+
+
+def test_parameters_that_stay_gathered_take_more(profile: Profile):
+    kept = sharded_profile(world_size=4, reshard_after_forward=False)
+    assert autoac.solve(kept, "1GB").predicted_peak_bytes > autoac.solve(profile, "1GB").predicted_peak_bytes
+
+
+def test_the_model_is_left_as_it_was_and_takes_the_plan(profile: Profile):
+    model = make()
+    kinds = [type(module) for module in model.modules()]
+    before = [parameter.clone() for parameter in model.parameters()]
+    plan = autoac.plan(model, batch(), "1GB", mode="fake", parallel=FSDP2(world_size=8))
+    assert [type(module) for module in model.modules()] == kinds
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not torch.distributed.is_initialized()
+    plan.apply(model)
+    assert "no region" in plan.explain()
+    assert "layers.0" in plan.why("")
+
+
+def test_a_model_on_the_meta_device():
+    with torch.device("meta"):
+        model, sample = Net(), torch.empty(128, 32)
+    found = autoac.profile(model, sample, mode="fake", parallel=FSDP2(world_size=4, units=UNITS))
+    assert found.resident_bytes == sharded_profile(world_size=4).resident_bytes
+
+
+def test_groups_of_ranks_that_hold_all_shards():
+    groups = sharded_profile(world_size=8, replicas=2)
+    assert groups.resident_bytes == sharded_profile(world_size=4).resident_bytes
+    assert any(op.name.startswith("c10d.allreduce_") for op in groups.tape)
+
+
+def test_buckets():
+    plain = autoac.profile(make(), batch())
+    size = sum(4 * p.numel() for p in make().parameters())
+    for view in (False, True):
+        found = autoac.profile(make(), batch(), parallel=DDP(gradient_as_bucket_view=view))
+        [buckets] = [s for s in found.storage_table if s.name == BUCKETS]
+        assert buckets.bytes == size + 8 * len(list(make().parameters()))
+        grown = (
+            autoac.solve(found, "1GB").predicted_peak_bytes - autoac.solve(plain, "1GB").predicted_peak_bytes
+        )
+        assert (grown < buckets.bytes) == view
+
+
+class HasOneThatCannotBeCopied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.lines = (line for line in "ab")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_refusals():
+    model = make()
+    with pytest.raises(autoac.ProfilingError, match="so no step of theirs can be run"):
+        autoac.profile(model, batch(), mode="real", parallel=FSDP2(world_size=4))
+    with pytest.raises(autoac.ProfilingError, match="a callable sample runs your own model"):
+        autoac.profile(model, lambda: None, parallel=FSDP2(world_size=4))
+    with pytest.raises(autoac.ProfilingError, match="cannot be copied"):
+        autoac.profile(HasOneThatCannotBeCopied(), torch.ones(1, 2), parallel=FSDP2(world_size=4))
+    with pytest.raises(autoac.ProfilingError, match="matches no module"):
+        autoac.profile(model, batch(), parallel=FSDP2(world_size=4, units=["blocks.*"]))
+    with pytest.raises(ValueError, match="parallel is 'fsdp'"):
+        autoac.profile(model, batch(), parallel="fsdp")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="world_size is 0"):
+        FSDP2(world_size=0)
+    with pytest.raises(ValueError, match="must divide"):
+        FSDP2(world_size=8, replicas=3)
+    assert not torch.distributed.is_initialized()

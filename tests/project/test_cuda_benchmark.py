@@ -1,0 +1,87 @@
+"""`python -m benchmarks.cuda` runs on CPU with tiny models, so that it does not break where there is a GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.cuda.__main__ import main
+from benchmarks.cuda.jobs import jobs
+from benchmarks.cuda.report import render
+from benchmarks.cuda.training import SIZES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TINY = ["--device", "cpu", "--tiny", "--output"]
+LEFT_OUT = ["selfcheck", "device table"]
+
+
+def results(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())["results"]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # by torch.compile itself
+def test_every_job_and_the_report(tmp_path: Path):
+    """All but selfcheck and the device's table, which have tests of their own and take long."""
+    folder = tmp_path / "results"
+    names = [name for name, _ in jobs(torch.device("cpu"), SIZES["tiny"], folder, with_table=True)]
+    assert main([*TINY, str(folder), "--without", *LEFT_OUT]) == 0
+    found = results(folder)
+    assert [name for name in names if name not in LEFT_OUT] == list(found)
+    failed = {name: result["error"] for name, result in found.items() if "error" in result}
+    assert set(failed) <= {"gpt/sac_milp", "llama/sac_milp"}, (
+        failed
+    )  # torch's planner need not be able to run
+    for model in ("gpt", "llama"):
+        for number in range(2):
+            row = found[f"{model}/ours {number}"]
+            assert row["peak_bytes"] == row["predicted_peak_bytes"] <= row["budget_bytes"]
+            assert row["bits"] == found[f"{model}/none"]["bits"]
+            assert row["predicted_reserved_bytes"] is None  # nothing is reserved on CPU
+    assert found["gpt/largest batch"]["ours"] >= found["gpt/largest batch"]["none"] >= 1
+    text = (folder / "report.md").read_text()
+    for part in (
+        "## Environment",
+        "## GPT-2 medium's shape",
+        "## a Llama",
+        "## Engine costs",
+        "compiled blocks",
+    ):
+        assert part in text
+    assert "Not measured" not in text
+    assert (folder / "report.png").exists()
+
+    before = (folder / "results.json").read_bytes()
+    assert main([*TINY, str(folder), "--without", *LEFT_OUT]) == 0
+    assert (folder / "results.json").read_bytes() == before  # there was nothing left to do
+
+
+def test_what_time_did_not_suffice_for_is_named_and_taken_up_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    assert main([*TINY, str(tmp_path), "--minutes", "0", "--only", "bandwidth"]) == 0
+    assert "1 jobs are left" in capsys.readouterr().out
+    assert "Run the command again to go on with: bandwidth." in (tmp_path / "report.md").read_text()
+    assert main([*TINY, str(tmp_path), "--only", "bandwidth"]) == 0
+    assert list(results(tmp_path)) == ["bandwidth"]
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", "--output", str(tmp_path), "--minutes", "0"])
+    assert "results of another conditions" in capsys.readouterr().err
+
+
+def test_a_failure_is_a_row(tmp_path: Path):
+    row = {"error": "RuntimeError: no | yes"}
+    about = {"error": "OutOfMemoryError: far too large"}
+    text = render({"gpt/profile": about, "engine costs": row}, ["llama/none"])
+    assert "It could not be profiled: OutOfMemoryError" in text
+    assert "no / yes" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_without_a_gpu_it_says_what_can_be_done(capsys: pytest.CaptureFixture, tmp_path: Path):
+    with pytest.raises(SystemExit):
+        main(["--output", str(tmp_path)])
+    assert "no CUDA device here; --device cpu --tiny" in capsys.readouterr().err

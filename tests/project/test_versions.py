@@ -1,0 +1,48 @@
+"""The runner of other versions of torch, without another torch: what it reads, and the row that it writes."""
+
+import datetime
+import re
+from pathlib import Path
+
+from autoac import torch_private
+from tests import versions
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.a" name="test_one"/>
+<testcase classname="tests.a" name="test_two[x]"><failure message="no">no</failure></testcase>
+<testcase classname="tests.a" name="test_two[x]"><error message="no">no</error></testcase>
+<testcase classname="tests.a" name="test_three"><skipped type="pytest.skip" message="no GPU"/></testcase>
+<testcase classname="tests.a" name="test_four"><skipped type="pytest.xfail" message="known"/></testcase>
+</testsuite></testsuites>"""
+
+DAY = datetime.date(2026, 1, 2)
+
+
+def test_counts(tmp_path: Path):
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    found = versions.outcome(tmp_path / "junit.xml")
+    assert found == versions.Outcome(passed=1, skipped=1, expected=1, failed=("test_two[x]",))
+    row = versions.row("2.99.0+cu1", "3.11.7", DAY, ["tests/a.py"], found)
+    assert row == "| 2.99.0+cu1 | 3.11.7 | 2026-01-02 | `tests/a.py` | 1 | 1: `test_two[x]` | 1 | 1 |\n"
+
+
+def test_a_row_takes_the_place_of_one_of_the_same_kind_and_the_newest_torch_comes_first():
+    page = f"before\n{versions.BEGIN}{versions.HEAD}{versions.END}after\n"
+    good = versions.Outcome(7, 0, 0)
+    for torch in ("2.9.0", "2.15.0+cpu", "2.13.0"):
+        page = versions.with_row(page, versions.row(torch, "3.11.7", DAY, [], good))
+    page = versions.with_row(page, versions.row("2.9.0", "3.11.7", DAY, [], versions.Outcome(8, 0, 0)))
+    assert [row.split(" | ")[0] for row in versions.rows(page)] == ["| 2.15.0+cpu", "| 2.13.0", "| 2.9.0"]
+    assert versions.rows(page)[-1].split(" | ")[4] == "8"
+    assert page.startswith("before\n")
+    assert page.endswith(versions.END + "after\n")
+
+
+def test_what_is_called_tried_has_passed_all_tests():
+    """The pinned version does so with every change, any other one in a row of the table."""
+    rows = [row.strip("| \n").split(" | ") for row in versions.rows(versions.PAGE.read_text())]
+    complete = {row[0].partition("+")[0] for row in rows if row[3] == versions.EVERYTHING and row[5] == "0"}
+    pinned = re.search(r"torch==(\S+)", (versions.ROOT / "constraints" / "torch.txt").read_text())
+    assert pinned is not None
+    assert pinned[1] in torch_private.TRIED_VERSIONS
+    assert set(torch_private.TRIED_VERSIONS) <= complete | {pinned[1]}

@@ -1,0 +1,89 @@
+"""Where autograd's formulas take memory in their own way: peaks are as predicted, with a plan and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import autoac
+
+X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+PLACES = torch.arange(64 * 64).reshape(64, 64) * 7 % 64
+ROWS = torch.arange(64) * 5 % 64
+
+Middle = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self, middle: Middle) -> None:
+        super().__init__()
+        self.middle = middle
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.middle(self.first(x))))
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    y = torch.sin(x)
+    y *= 0.5
+    y /= 3.0
+    return y.mul_(2.0).div_(7)
+
+
+def scattered(reduce: str, include_self: bool) -> Middle:
+    return lambda x: torch.scatter_reduce(x.sin(), 0, PLACES, x.cos(), reduce, include_self=include_self)
+
+
+def reduced_rows(reduce: str) -> Middle:
+    return lambda x: torch.index_reduce(x.sin(), 0, ROWS, x.cos() + 2, reduce)
+
+
+def by_condition(x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(
+        x.sum() > 0, lambda x: torch.sin(torch.cos(x)), lambda x: torch.cos(x) * torch.sin(x), (x,)
+    )
+
+
+def plans(middle: Middle) -> tuple[nn.Module, list[autoac.Plan]]:
+    """A model, and plans for the least budget and for an ample one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(middle) for _ in range(3)))
+    profile = autoac.profile(model, X)
+    with pytest.raises(autoac.InfeasibleBudgetError) as least:
+        autoac.solve(profile, 1)
+    return model, [autoac.solve(profile, budget) for budget in (least.value.minimum_bytes, 10**9)]
+
+
+def measured_peak(model: nn.Module, plan: autoac.Plan) -> int:
+    """The peak of a planned step by the allocator's account, resident bytes included."""
+    return plan.verify(model, X).measured_peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize(
+    "middle",
+    [in_place]
+    + [scattered(reduce, own) for reduce in ("amax", "amin", "mean") for own in (True, False)]
+    + [reduced_rows(reduce) for reduce in ("amax", "amin", "mean", "prod")],
+)
+def test_peak(middle: Middle):
+    model, made = plans(middle)
+    for plan in made:
+        assert measured_peak(model, plan) == plan.predicted_peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_higher_order_ops_are_noted():
+    """Nobody sees what their branches take, so it is said."""
+    model, (least, _) = plans(by_condition)
+    (note,) = [note for note in least.record.profile.notes if "higher-order" in note]
+    assert note.startswith(
+        "what higher-order ops (cond) in '0', '1', '2' take inside: this memory is not counted"
+    )
+    assert measured_peak(model, least) > least.predicted_peak_bytes
+    plain = autoac.profile(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), X)
+    assert not any("higher-order" in note for note in plain.notes)

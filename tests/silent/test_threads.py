@@ -1,0 +1,183 @@
+"""Another thread draws random numbers while a planned model trains: right gradients, or an error that says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoac.execute import replay
+from autoac.execute.program import Program
+from autoac.execute.replay import ReplayCall, randoms
+from tests.execute.exact.harness import Case, plan_with
+
+X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
+
+
+@pytest.fixture
+def other_thread() -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """Runs a function in a thread that lives as long as the test, and waits for what it returns."""
+    asked, done = threading.Event(), threading.Event()
+    state: dict[str, Any] = {"stop": False}
+
+    def loop() -> None:
+        while True:
+            asked.wait()
+            asked.clear()
+            if state["stop"]:
+                return
+            state["result"] = state["function"]()
+            done.set()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+
+    def run(function: Callable[[], Any]) -> Any:
+        state["function"] = function
+        done.clear()
+        asked.set()
+        assert done.wait(60)
+        return state["result"]
+
+    yield run
+    state["stop"] = True
+    asked.set()
+    thread.join()
+
+
+def draw() -> torch.Tensor:
+    return torch.rand(3)
+
+
+def region(x: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "dropout":
+        return torch.sin(nn.functional.dropout(torch.tanh(x), 0.5))
+    if kind == "rand_like":
+        return torch.sin(torch.tanh(x) * torch.rand_like(x))
+    return torch.sin(torch.native_dropout(torch.tanh(x), 0.5, True)[0])
+
+
+OPS = {
+    "dropout": ["tanh", "empty_like", "bernoulli_.float", "div_.Scalar", "mul.Tensor", "sin"],
+    "rand_like": ["tanh", "rand_like", "mul.Tensor", "sin"],
+    "native_dropout": ["tanh", "native_dropout", "sin"],
+}
+TAKES_A_GENERATOR = {"dropout": True, "rand_like": True, "native_dropout": False}
+KINDS = pytest.mark.parametrize("kind", OPS)
+
+
+def program(kind: str) -> Program:
+    names = [f"aten.{name}" if "." in name else f"aten.{name}.default" for name in OPS[kind]]
+    return Program("blocks.0", [(name, True) for name in names])
+
+
+def gradient(kind: str, planned: bool, between: Callable[[], Any] = lambda: None) -> torch.Tensor:
+    torch.manual_seed(0)
+    x = X.clone().requires_grad_()
+    y = replay.run(program(kind), region, (x, kind), {}) if planned else region(x, kind)
+    between()
+    y.sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@KINDS
+def test_draws_between_forward_and_backward(kind, other_thread):
+    expected = gradient(kind, planned=False)
+    assert torch.equal(gradient(kind, planned=True, between=lambda: other_thread(draw)), expected)
+
+
+@KINDS
+def test_draws_while_an_op_is_replayed(kind, other_thread, monkeypatch):
+    """The other thread gets the numbers that are its turn, and backward the ones it had."""
+    expected = gradient(kind, planned=False)
+    after = torch.rand(6)
+    drawn: list[torch.Tensor] = []
+    check = randoms._check
+
+    def drawing_first(*given: Any) -> None:
+        drawn.append(other_thread(draw))
+        check(*given)
+
+    monkeypatch.setattr(randoms, "_check", drawing_first)
+    if TAKES_A_GENERATOR[kind]:
+        assert torch.equal(gradient(kind, planned=True), expected)
+        assert torch.equal(torch.cat([*drawn, draw()]), after)
+    else:
+        with pytest.raises(RuntimeError, match="another thread has drawn from the same generator"):
+            gradient(kind, planned=True)
+    assert len(drawn) == 1
+
+
+@KINDS
+def test_draws_between_the_stash_and_the_op_are_refused(kind, other_thread, monkeypatch):
+    stash = randoms.Stash.__init__
+
+    def drawing_afterwards(self: Any, generator: torch.Generator) -> None:
+        stash(self, generator)
+        other_thread(draw)
+
+    monkeypatch.setattr(randoms.Stash, "__init__", drawing_afterwards)
+    message = r"in region 'blocks.0' must draw .* another thread .* `torch.Generator` of its own"
+    with pytest.raises(RuntimeError, match=message):
+        gradient(kind, planned=True)
+
+
+def test_a_planned_model_beside_a_thread_that_draws_all_the_time():
+    case = Case(
+        build=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(3))),
+        forward=lambda model: model(X).square().mean(),
+        regions=("0", "1", "2"),
+    )
+    plan = plan_with(case, "replay", lambda region, op, nth: True)
+    model = plan.apply(case.model())
+    stop = threading.Event()
+
+    def loop() -> None:
+        while not stop.wait(0.0005):
+            draw()
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        outcomes = [_step_is_right(model) for _ in range(60)]
+    finally:
+        stop.set()
+        thread.join()
+    assert False not in outcomes
+    assert True in outcomes
+
+
+def _step_is_right(model: Any) -> bool | None:
+    """Whether the last layer's gradient is that of the masks of forward; None if backward was refused."""
+    model.zero_grad()
+    results: list[torch.Tensor] = []
+    hook = model.register_forward_hook(lambda module, args, output: results.append(output.detach()))
+    loss = model(X).square().mean()
+    hook.remove()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        if "another thread" not in str(error):
+            raise
+        return None
+    expected = (2 * 2 * results[0] / results[0].numel()).sum(0)  # dropout has doubled what it has kept
+    return torch.allclose(model[2][0].bias.grad, expected, atol=1e-6)
+
+
+def test_alone_nothing_is_remembered_of_the_generator(monkeypatch: pytest.MonkeyPatch):
+    call: list[ReplayCall] = []
+
+    def seen(x: torch.Tensor) -> torch.Tensor:
+        assert replay.running.recording is not None
+        call.append(replay.running.recording.call)
+        return region(x, "dropout")
+
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # other tests may have left some
+    replay.run(program("dropout"), seen, (X.clone().requires_grad_(),), {})
+    (stash,) = [record.rng for record in call[0].records if record is not None and record.rng]
+    assert stash[0].end is None

@@ -1,0 +1,490 @@
+"""`autoac.auto` in loops as people write them: nothing of training changes, and peaks are to the byte as predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import autoac
+from autoac.automatic import Auto
+from autoac.measure import measure_peak
+from autoac.torch_private import top_dispatch_mode
+from tests.small_models import BATCH, WIDTH, Blocks, make
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ENOUGH = 10**9
+Step = Callable[[Blocks, Any, torch.Tensor, torch.Tensor], None]
+
+
+def batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        x = torch.randn(BATCH, WIDTH, generator=generator)
+        yield x, torch.randint(0, WIDTH, (BATCH,), generator=generator)
+
+
+def bare(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def accumulating(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+        (F.cross_entropy(model(part), target) / 2).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clearing_late(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def clearing_to_zeros(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def under_autocast(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def autocast_around_forward(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(x)
+    F.cross_entropy(output.float(), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def autocast_around_all(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def autocast_uncached(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def with_closure(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def by_hand(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+
+
+class Scaled:
+    """A step with gradient scaling; infinite gradients skip the optimizer's step."""
+
+    def __init__(self) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+
+    def __call__(self, model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = F.cross_entropy(model(x), y)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad()
+
+
+LOOPS: dict[str, Callable[[], Step]] = {
+    "bare": lambda: bare,
+    "accumulating": lambda: accumulating,
+    "clearing late": lambda: clearing_late,
+    "clearing to zeros": lambda: clearing_to_zeros,
+    "under autocast": lambda: under_autocast,
+    "autocast around forward": lambda: autocast_around_forward,
+    "autocast around all": lambda: autocast_around_all,
+    "autocast uncached": lambda: autocast_uncached,
+    "closure": lambda: with_closure,
+    "by hand": lambda: by_hand,
+    "scaled": Scaled,
+}
+
+
+class Run:
+    """A loop of a few steps from always the same start."""
+
+    def __init__(self, step: Step, budget: int | str | None, steps: int = 5, **options: Any) -> None:
+        self.model = make(blocks=6).train()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.handle: Auto | None = None
+        if budget is not None:
+            self.handle = autoac.auto(self.model, budget, **options)
+        self.peaks: list[int] = []
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            for n, (x, y) in enumerate(batches(steps)):
+                if budget is not None and n == steps - 1:
+                    measured = measure_peak(lambda x=x, y=y: step(self.model, optimizer, x, y))
+                    self.peaks.append(measured.peak_above_start_bytes)
+                else:
+                    step(self.model, optimizer, x, y)
+            self.random_state = torch.get_rng_state()
+
+    @property
+    def plan(self) -> autoac.Plan:
+        assert self.handle is not None
+        assert self.handle.plan is not None
+        return self.handle.plan
+
+    @property
+    def measured_peak_bytes(self) -> int:
+        return self.plan.resident_bytes + self.peaks[-1]
+
+    def assert_trained_as(self, other: Run) -> None:
+        for name, value in self.model.state_dict().items():
+            assert torch.equal(value, other.model.state_dict()[name]), name
+        assert torch.equal(self.random_state, other.random_state)
+
+
+def budget_of(plan: autoac.Plan, share: float) -> int:
+    """Between what is there before the step and the peak without a plan."""
+    return int(plan.resident_bytes + share * (plan.record.unplanned_peak_bytes - plan.resident_bytes))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loop_trains_as_without_and_keeps_to_its_budget(loop: str):
+    without = Run(LOOPS[loop](), None)
+    ample = Run(LOOPS[loop](), ENOUGH)
+    ample.assert_trained_as(without)
+    budget = budget_of(ample.plan, 0.85)
+    tight = Run(LOOPS[loop](), budget)
+    tight.assert_trained_as(without)
+    assert not tight.plan.is_not_followed
+    assert any(region.wrapped for region in tight.plan.regions)
+    cleared_inside = {"closure"}  # the measured step begins with gradients, which die before the forward
+    gradients = sum(p.nbytes for p in tight.model.parameters()) if loop in cleared_inside else 0
+    assert tight.measured_peak_bytes + gradients <= budget
+    assert tight.measured_peak_bytes + gradients == pytest.approx(tight.plan.predicted_peak_bytes, rel=1e-3)
+
+
+def test_output_that_the_loop_still_holds_is_counted():
+    held: list[torch.Tensor] = []
+
+    def holding(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        output = model(x)
+        held[:] = [output]
+        F.cross_entropy(output, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = Run(holding, ENOUGH)
+    assert run.plan.resident_bytes - Run(bare, ENOUGH).plan.resident_bytes == held[0].nbytes
+    assert run.measured_peak_bytes == run.plan.predicted_peak_bytes
+
+
+def test_what_the_loop_keeps_of_the_output_is_no_batch_of_a_loader():
+    """As large as the batch, which dies in the step; a loader that is one batch ahead leaves such a storage, too."""
+    held: list[torch.Tensor] = []
+
+    def keeping(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        box = [x.clone()]
+
+        def loss() -> torch.Tensor:
+            given = box.pop()
+            output = model(given)
+            held[:] = [output.detach() - 1]
+            return F.cross_entropy(output, y)
+
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = Run(keeping, ENOUGH)
+    assert run.plan.resident_bytes - Run(bare, ENOUGH).plan.resident_bytes >= held[0].nbytes
+
+
+def test_bad_arguments_are_refused_at_once(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        autoac.auto(make(), ENOUGH, path=tmp_path / "nowhere" / "plan.json")
+    with pytest.raises(autoac.ProfilingError, match="str"):
+        autoac.auto("model", ENOUGH)  # type: ignore[arg-type]
+
+
+def test_nothing_runs_before_the_first_step():
+    model = make().eval()
+    handle = autoac.auto(model, ENOUGH)
+    assert handle.plan is None
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+    model(torch.randn(4, WIDTH))  # not in train mode
+    assert handle.plan is None
+    assert "waiting" in repr(handle)
+
+
+def test_plan_is_there_after_the_first_step():
+    run = Run(bare, ENOUGH, steps=1)
+    assert run.plan.predicted_peak_bytes == Run(bare, ENOUGH).plan.predicted_peak_bytes
+
+
+def test_remove_leaves_the_model_as_it_was():
+    model = make().train()
+    before = dict(model.__dict__)
+    handle = autoac.auto(model, ENOUGH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = next(batches(1))
+    for stop_after in ("call", "step", "planned step"):
+        model(x) if stop_after == "call" else bare(model, optimizer, x, y)
+    handle.remove()
+    assert model.__dict__ == before
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    bare(model, optimizer, x, y)
+
+
+def test_removed_while_it_records():
+    model = make().train()
+    handle = autoac.auto(model, ENOUGH)
+    output = model(next(batches(1))[0])
+    handle.remove()
+    assert top_dispatch_mode() is None
+    output.sum().backward()
+
+
+def test_failed_step_is_not_recorded():
+    model = make().train()
+    handle = autoac.auto(model, ENOUGH)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(4, WIDTH + 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(3):
+        bare(model, optimizer, x, y)
+    assert handle.plan is not None
+    assert f"[{BATCH},{WIDTH}]" in handle.plan.record.profile.sample
+
+
+def test_forward_without_backward_is_not_the_step():
+    model = make().train()
+    handle = autoac.auto(model, ENOUGH)
+    model(torch.randn(4, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(3):
+        bare(model, optimizer, x, y)
+    assert handle.plan is not None
+    assert len([call for call in handle.plan.record.profile.calls if call.fqn == ""]) == 1
+
+
+def test_impossible_budget_is_told_in_the_second_step_and_the_model_is_free():
+    model = make().train()
+    autoac.auto(model, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = next(batches(1))
+    bare(model, optimizer, x, y)
+    with pytest.raises(autoac.InfeasibleBudgetError):
+        bare(model, optimizer, x, y)
+    assert "forward" not in model.__dict__
+    bare(model, optimizer, x, y)
+
+
+def larger(model: Blocks, optimizer: Any) -> None:
+    bare(model, optimizer, torch.randn(2 * BATCH, WIDTH), torch.zeros(2 * BATCH, dtype=torch.int64))
+
+
+def test_larger_batch_warns_once():
+    run = Run(bare, ENOUGH, steps=2)
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"float32\[128,16\].*made for float32\[64,16\].*on_larger='replan'"):
+        larger(run.model, optimizer)
+    larger(run.model, optimizer)
+
+
+def test_larger_batch_is_an_error_before_it_runs():
+    run = Run(bare, ENOUGH, steps=2, on_larger="error")
+    seen = run.model.seen.clone()
+    with pytest.raises(ValueError, match="Nothing was run"):
+        larger(run.model, torch.optim.SGD(run.model.parameters(), lr=0.1))
+    assert torch.equal(run.model.seen, seen)
+
+
+def test_larger_batch_is_planned_for():
+    run = Run(bare, ENOUGH, steps=2, on_larger="replan")
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    larger(run.model, optimizer)
+    larger(run.model, optimizer)
+    assert "[128,16]" in run.plan.record.profile.sample
+
+
+def test_saved_plan_is_taken_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "plan.json"
+    first = Run(bare, ENOUGH, steps=2, path=path)
+    budget = budget_of(first.plan, 0.85)
+    with caplog.at_level(logging.INFO, "autoac"):
+        tight = Run(bare, budget, path=path)
+        assert "planning anew" in caplog.text
+        caplog.clear()
+        again = Run(bare, budget, path=path)
+    assert "took up" in caplog.text
+    assert len(caplog.records) == 1
+    assert again.plan.predicted_peak_bytes == tight.plan.predicted_peak_bytes
+    again.assert_trained_as(Run(bare, None))
+
+
+def test_verified_plan_and_measured_peak():
+    run = Run(bare, budget_of(Run(bare, ENOUGH, steps=2).plan, 0.85), verify=True, steps=4)
+    assert run.handle is not None
+    assert run.handle.report.ok, run.handle.report
+    assert run.handle.measured_peak_bytes == run.plan.predicted_peak_bytes
+    run.assert_trained_as(Run(bare, None, steps=4))
+
+
+def test_copy_of_the_model_trains_by_itself():
+    run = Run(bare, ENOUGH, steps=1)
+    other = copy.deepcopy(run.model)
+    x, y = next(batches(1))
+    bare(other, torch.optim.SGD(other.parameters(), lr=0.1), x, y)
+    assert other.blocks[0].up.weight is not run.model.blocks[0].up.weight
+
+
+def test_under_saved_tensor_hooks_nothing_is_recorded():
+    model = make().train()
+    handle = autoac.auto(model, ENOUGH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = next(batches(1))
+    with pytest.warns(UserWarning, match="saved-tensor hooks"), torch.autograd.graph.save_on_cpu():
+        bare(model, optimizer, x, y)
+    assert handle.plan is None
+    bare(model, optimizer, x, y)
+    assert handle.plan is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_default_types(dtype: torch.dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        models = []
+        for planned in (False, True):
+            torch.manual_seed(1)
+            model = Blocks(blocks=4).train()
+            handle = autoac.auto(model, ENOUGH) if planned else None
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for x, y in batches(4):
+                bare(model, optimizer, x.to(dtype), y)
+            models.append(model)
+        assert handle is not None
+        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+        x, y = next(batches(1))
+        x = x.to(dtype)
+        measured = measure_peak(lambda: bare(models[1], optimizer, x, y))
+        plan = handle.plan
+        assert plan is not None
+        predicted = plan.predicted_peak_bytes
+        assert plan.resident_bytes + measured.peak_above_start_bytes == pytest.approx(predicted, rel=1e-3)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_arguments_are_refused_at_once():
+    model = make()
+    with pytest.raises(ValueError, match="on_larger"):
+        autoac.auto(model, ENOUGH, on_larger="stop")  # type: ignore[arg-type]
+    with pytest.raises(autoac.ProfilingError, match="no parameter of this model"):
+        autoac.auto(model, ENOUGH, optimizer=torch.optim.SGD(make().parameters(), lr=1))
+    handle = autoac.auto(model, ENOUGH)
+    with pytest.raises(autoac.ProfilingError, match="on this model already"):
+        autoac.auto(model, ENOUGH)
+    handle.remove()
+
+
+def test_applied_plan_warns_of_larger_inputs():
+    model, x = make().train(), torch.randn(BATCH, WIDTH)
+    profile = autoac.profile(model, x)
+    assert profile.sample == f"float32[{BATCH},{WIDTH}]"
+    ample = autoac.solve(profile, ENOUGH)
+    plan = autoac.solve(profile, budget_of(ample, 0.85))
+    assert "sample          float32[64,16]" in plan.explain()
+    with plan.applied(model), contextlib.ExitStack() as stack:
+        model(x)
+        with pytest.warns(UserWarning, match=r"called with float32\[128,16\], and its plan was made for"):
+            model(torch.cat([x, x]))
+        stack.enter_context(torch.no_grad())
+        model(torch.cat([x, x]))
+    model(torch.cat([x, x]))
+    assert not model._forward_pre_hooks
+
+
+class Dropping(Blocks):
+    """Skips a block now and then."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        for block in self.blocks:
+            if torch.rand(()) > 0.3:
+                x = block(x, scale)
+        return self.head(x)
+
+
+def dropping(budget: int | None, steps: int = 25) -> tuple[Dropping, Auto | None]:
+    torch.manual_seed(0)
+    model = Dropping(blocks=5).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = None if budget is None else autoac.auto(model, budget)
+    for x, y in batches(steps):
+        bare(model, optimizer, x, y)
+    return model, handle
+
+
+def test_steps_that_call_other_modules_are_recorded_until_none_calls_more(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="autoac"):
+        ample, handle = dropping(ENOUGH)
+    assert handle is not None
+    plan = handle.plan
+    assert plan is not None
+    recorded = [record for record in caplog.messages if "which the recorded one had not" in record]
+    assert 1 <= len(recorded) <= 2
+    assert any("single random numbers were drawn" in note for note in plan.record.profile.notes)
+    called = {call.fqn for call in plan.record.profile.calls}
+    full = plan.record.unplanned_peak_bytes
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        tight, tight_handle = dropping(int(plan.resident_bytes + 0.7 * (full - plan.resident_bytes)))
+    assert tight_handle is not None
+    assert tight_handle.plan is not None
+    assert any(region.wrapped for region in tight_handle.plan.regions)
+    assert {call.fqn for call in tight_handle.plan.record.profile.calls} == called
+    words = [str(warning.message) for warning in told]
+    missing = {f"blocks.{i}" for i in range(5)} - called
+    assert sum("the steps of this loop vary" in text for text in words) == bool(missing)
+    without, _ = dropping(None)
+    for model in (ample, tight):
+        assert all(map(torch.equal, model.state_dict().values(), without.state_dict().values()))
+    handle.remove()
+    tight_handle.remove()
+    assert not any(module._forward_pre_hooks for module in [*ample.modules(), *tight.modules()])

@@ -1,0 +1,32 @@
+"""torch's own checkpointing."""
+
+import functools
+
+import torch
+import torch.utils.checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autoac import torch_private
+
+
+def test_checkpoint_debug_enabled():
+    assert torch_private.checkpoint_debug_enabled() is None
+    for enabled in (True, False):
+        with torch.utils.checkpoint.set_checkpoint_debug_enabled(enabled):
+            assert torch_private.checkpoint_debug_enabled() is enabled
+
+
+def test_a_policy_is_asked_once_and_sees_the_result():
+    """What `POLICIES_SEE_RESULTS` tells by a parameter's name."""
+    seen: list[tuple[bool, bool]] = []
+
+    def policy(context, func, *args, **kwargs):
+        if func is torch.ops.aten.sin.default:
+            seen.append((context.is_recompute, torch.is_tensor(getattr(context, "op_output", None))))
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert torch_private.POLICIES_SEE_RESULTS
+    assert seen == [(False, True)]

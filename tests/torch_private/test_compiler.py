@@ -1,0 +1,104 @@
+"""`torch.compile`."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from autoac import torch_private
+
+
+def test_in_compiled_autograd():
+    """While the captured graph runs, which is when it calls unpack hooks."""
+    import torch._dynamo.compiled_autograd
+
+    found = []
+
+    def unpack(x: torch.Tensor) -> torch.Tensor:
+        found.append(torch_private.in_compiled_autograd())
+        return x
+
+    x = torch.ones(2, requires_grad=True)
+    for context in (contextlib.nullcontext(), torch._dynamo.compiled_autograd._enable(lambda graph: graph)):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            loss = x.sin().sum()
+        with context:
+            loss.backward()
+    assert found == [False, True]
+    torch._dynamo.reset()
+
+
+def test_is_compiled_wrapper():
+    model = nn.Linear(2, 2)
+    assert not torch_private.is_compiled_wrapper(model)
+    compiled = torch.compile(model)
+    assert torch_private.is_compiled_wrapper(compiled)
+    assert torch_private.wrapped_module(compiled) is model
+    assert list(dict(compiled.named_modules())) == ["", torch_private.WRAPPED]  # type: ignore[union-attr]
+    assert compiled._orig_mod is model  # type: ignore[union-attr]
+    assert getattr(model, "_compiled_call_impl", None) is None
+    model.compile()
+    assert model._compiled_call_impl is not None
+    assert not torch_private.is_compiled_wrapper(model)
+
+
+def test_compiled_attribute():
+    model = nn.Linear(2, 2)
+    assert torch_private.compiled_attribute(model) is None
+    assert torch_private.compiled_attribute(torch.compile(model)) == "forward"  # type: ignore[arg-type]
+    assert "forward" in vars(torch.compile(model))
+    model.compile()
+    assert torch_private.compiled_attribute(model) == "_compiled_call_impl"
+    del model.__dict__["_compiled_call_impl"]
+    assert model._compiled_call_impl is None
+    assert torch_private.compiled_attribute(model) is None
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+def test_name_of_the_node_of_compiled_code():
+    compiled = torch.compile(lambda x: x.sin().cos(), backend="aot_eager")
+    assert compiled(torch.zeros(2, requires_grad=True)).grad_fn.name() == torch_private.COMPILED_NODE
+    torch._dynamo.reset()
+
+
+def test_nothing_imports_the_compiler():
+    """It takes seconds."""
+    code = (
+        "import sys, torch, autoac.api, autoac.torch_private as c;"
+        "c.is_compiled_wrapper(torch.nn.Linear(1, 1));"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    paths = [p for p in sys.path if p]
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}; {code}"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_disable_dynamo():
+    @torch_private.disable_dynamo
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        assert not torch.compiler.is_compiling()
+        return x + 1
+
+    @torch.compile(backend="eager")
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return plain(x) * 2
+
+    assert plain(torch.zeros(2)).tolist() == [1, 1]
+    assert compiled(torch.zeros(2)).tolist() == [2, 2]
+
+
+def test_put_compiled_back():
+    model = nn.Linear(2, 2)
+    torch_private.put_compiled_back(model, lambda x: "compiled")
+    assert torch_private.compiled_attribute(model) == "_compiled_call_impl"
+    assert model(torch.zeros(2)) == "compiled"
+    torch_private.put_compiled_back(model, lambda x: "again")
+    assert model(torch.zeros(2)) == "compiled"

@@ -1,0 +1,111 @@
+"""Private interfaces of torch.distributed, in one process that is rank 0 of a job of its own or of torch's fake one."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from autoac import torch_private
+from autoac_solver.records.errors import ProfilingError
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=cast("Any", dist).HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_sharded_tensor_has_a_part_here():
+    with torch_private.fake_ranks(4):
+        model: Any = fully_shard(nn.Linear(8, 8))
+        assert torch_private.is_sharded_type(type(model.weight))
+        assert not torch_private.is_sharded_type(torch.Tensor)
+        assert isinstance(model.weight, DTensor)
+        assert torch_private.local_part(model.weight).shape == (2, 8)
+        plain = torch.ones(2)
+        assert torch_private.local_part(plain) is plain
+    assert not dist.is_initialized()
+
+
+def test_units_have_a_class_of_their_own():
+    with torch_private.fake_ranks(2):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        fully_shard(model[0])
+        assert torch_private.is_unit(model[0])
+        assert not torch_private.is_unit(model)
+        assert type(model[0]) is not nn.Linear
+        assert torch_private.own_class(model[0]) is nn.Linear
+        assert torch_private.own_class(model) is nn.Sequential
+
+
+def test_units_are_set_up_and_reset():
+    with torch_private.fake_ranks(2):
+        model: Any = fully_shard(
+            nn.Sequential(cast("nn.Module", fully_shard(nn.Linear(4, 4))), nn.Linear(4, 4))
+        )
+        hooks = len(model[0]._state_dict_pre_hooks)
+        torch_private.set_units_up(model)
+        assert len(model[0]._state_dict_pre_hooks) > hooks  # what a step that is taken back would lose
+        loss = model(torch.ones(1, 4)).sum()
+        assert not isinstance(model[1].weight, DTensor)
+        loss.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        torch_private.reset_units(model)
+        assert isinstance(model[1].weight, DTensor)
+        model(torch.ones(1, 4)).sum().backward()
+        assert model[0].weight.grad is not None
+
+
+def test_a_rank_is_no_fake_one(alone: None):
+    with pytest.raises(ProfilingError, match="this process is a rank already"), torch_private.fake_ranks(2):
+        pass
+
+
+def test_ddp(alone: None):
+    model = nn.Linear(2, 2)
+    assert torch_private.ddp_around(model) is None
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+    assert torch_private.is_ddp(ddp)
+    assert not torch_private.is_ddp(model)
+    assert torch_private.ddp_around(model) is ddp
+    assert torch_private.bucket_options(ddp) == (True, list(model.parameters()))
+    assert torch_private.counts_backwards(ddp)
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert not torch_private.counts_backwards(ddp)
+
+
+def test_the_store(alone: None):
+    store = torch_private.default_store()
+    store.set("a", "b")
+    assert store.check(["a"])
+    assert not store.check(["c"])
+    assert store.compare_set("a", "", "d") == b"b"
+
+
+def test_collectives_have_a_time_of_their_own_for_a_while(alone: None):
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    before = backend.options._timeout
+    with torch_private.collectives_within(5):
+        assert backend.options._timeout.total_seconds() == 5
+    assert backend.options._timeout == before
+
+
+def test_resizes_are_seen():
+    seen = []
+    tensor = torch.ones(4)
+    with torch_private.resizes_seen(
+        lambda storage, before, after: seen.append((storage.nbytes(), before, after))
+    ):
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(16)
+    tensor.untyped_storage().resize_(0)
+    assert seen == [(0, 16, 0), (16, 0, 16)]
+    assert "resize_" not in vars(torch.UntypedStorage)

@@ -21,9 +21,9 @@ from autoac.compare.picture import draw
 from autoac.compare.quiet import tell
 from autoac.compare.results import ModelResult, Results, Row
 from autoac.compare.run import conditions, examine
-from autoac_solver.files import write_text
-from autoac_solver.planning import least_budget_bytes
-from autoac_solver.profile import Profile
+from autoac_solver.plan.planning import least_budget_bytes
+from autoac_solver.records.files import write_text
+from autoac_solver.records.profile import Profile
 from benchmarks import models
 from benchmarks.checks import FULL
 from benchmarks.report import render

@@ -7,6 +7,7 @@ policy) and under engine "replay".
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import time
@@ -21,10 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoac.compare import quiet
-from autoac.engine import replay, sac
-from autoac.engine.program import Program
-from autoac.opinfo import op_info
-from autoac_solver.files import write_json
+from autoac.execute import replay
+from autoac.execute.program import Program
+from autoac.execute.sac import sac
+from autoac.measure import in_turn
+from autoac.ops.info import op_info
+from autoac_solver.records.files import write_json
 
 OPS = 200
 MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -127,18 +130,18 @@ def measure(rounds: int, steps: int) -> list[Cost]:
     x = torch.linspace(-1, 1, 64).reshape(8, 8).requires_grad_()
     compared = ways(x)
     (expected,) = torch.autograd.grad(chain(x).sum(), x)
-    samples: dict[tuple[str, float], list[float]] = {way: [] for way in compared}
     for way, run in compared.items():
         (gradient,) = torch.autograd.grad(run().sum(), x)
         assert torch.equal(gradient, expected), f"the gradient of {way} differs"
-    order, shuffled = list(compared), random.Random(1)
-    for _ in range(rounds):
-        shuffled.shuffle(order)
-        for way in order:
-            start = time.process_time()
-            for _ in range(steps):
-                torch.autograd.grad(compared[way]().sum(), x)
-            samples[way].append((time.process_time() - start) / steps / OPS * 1e6)
+
+    def taken_us(run: Callable[[], Any]) -> float:
+        start = time.process_time()
+        for _ in range(steps):
+            torch.autograd.grad(run().sum(), x)
+        return (time.process_time() - start) / steps / OPS * 1e6
+
+    runs = {way: functools.partial(taken_us, run) for way, run in compared.items()}
+    samples = in_turn(runs, rounds, shuffle=random.Random(1))
     return [Cost(way, share, values) for (way, share), values in samples.items()]
 
 
@@ -179,7 +182,7 @@ def main(
     costs = measure(rounds, steps)
     typer.echo(render(costs))
     if json:
-        write_json(json, "autoac.op_cost", 1, {"costs": [asdict(cost) for cost in costs]})
+        write_json(json, "autoac.op_cost", 1, {"costs": [asdict(cost) for cost in costs]}, dict[str, Any])
 
 
 if __name__ == "__main__":

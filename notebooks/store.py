@@ -40,6 +40,7 @@ def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def main(names: list[str]) -> None:
+    os.environ["AUTOAC_PROGRESS"] = "0"
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's start and stop messages
     checkout = [str(FOLDER.parent), str(FOLDER.parent / "solver")]
     os.environ["PYTHONPATH"] = os.pathsep.join([*checkout, os.environ.get("PYTHONPATH", "")])

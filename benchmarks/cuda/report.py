@@ -1,0 +1,207 @@
+"""The results as Markdown, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cuda.jobs import MODELS
+
+_TITLES = {"gpt": "GPT-2 medium's shape", "llama": "a Llama"}
+
+
+def render(results: Mapping[str, Any], missing: list[str]) -> str:
+    """All tables; what was not measured says so."""
+    parts = [
+        "# Predicted and measured",
+        _facts("Environment", results.get("environment")),
+        "MB is 10^6 bytes. Peaks are those of a whole step with AdamW, parameters and optimizer state included. "
+        "Reserved is what CUDA's caching allocator takes from the device over three steps. Times are medians by the "
+        "wall clock. Gradients are compared by sums of their bits.",
+        *(part for name in MODELS for part in _model(name, results)),
+        _facts("Copies, GB/s", _scaled(results.get("bandwidth"), 1e-9)),
+        _selfcheck(results.get("selfcheck")),
+        _facts("Largest batch (predicted)", results.get("gpt/largest batch")),
+        _costs(results.get("engine costs")),
+        _facts("Device table", results.get("device table")),
+    ]
+    if missing:
+        parts += ["## Not measured", "Run the command again to go on with: " + ", ".join(missing) + "."]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def draw(results: Mapping[str, Any], path: Path) -> bool:
+    """Extra time against peak, predicted and measured; False where there is nothing to draw it with, or nothing."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return False
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 2), MODELS, strict=True):
+        none = results.get(f"{name}/none", {})
+        rows = [r for r in _ours(name, results) if "step_s" in r]
+        axes.set(xlabel="measured peak, MB", ylabel="extra step time, %", title=_TITLES[name])
+        if "step_s" not in none or not rows:
+            continue
+        peaks = [row["peak_bytes"] / 1e6 for row in rows]
+        axes.plot(peaks, [100 * (row["step_s"] / none["step_s"] - 1) for row in rows], "o-k", label="ours")
+        axes.plot(peaks, [100 * row["predicted_overhead"] for row in rows], ":k", label="ours, predicted")
+        for label, row in _others(name, results).items():
+            if "step_s" in row:
+                extra = 100 * (row["step_s"] / none["step_s"] - 1)
+                axes.plot([row["peak_bytes"] / 1e6], [extra], "s", label=label)
+        axes.legend(fontsize="x-small")
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def _model(name: str, results: Mapping[str, Any]) -> list[str]:
+    about, none = results.get(f"{name}/profile"), results.get(f"{name}/none", {})
+    if about is None:
+        return []
+    if "error" in about:
+        return [f"## {_TITLES[name]}", f"It could not be profiled: {about['error']}"]
+    clocks = ""
+    if about["host_s"] is not None:
+        clocks = f" Host {1e3 * about['host_s']:.1f} ms, device {1e3 * about['device_s']:.1f} ms."
+    head = (
+        f"{about['model']}, {about['parameters'] / 1e6:.0f} million parameters, {about['dtype']}, {about['sample']}; "
+        f"{about['ops']} ops. Predicted step {1e3 * about['predicted_step_s']:.2f} ms, measured "
+        f"{_ms(none)}.{clocks} Profiled and prepared in {about['seconds']:.1f} s."
+    )
+    return [f"## {_TITLES[name]}", head, _ours_table(name, results), _others_table(name, results)]
+
+
+def _ours(name: str, results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [row for key, row in results.items() if key.startswith(f"{name}/ours ")]
+
+
+def _others(name: str, results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    left_out = ("profile", "largest batch")
+    found = {key.partition("/")[2]: row for key, row in results.items() if key.startswith(f"{name}/")}
+    return {k: row for k, row in found.items() if not k.startswith("ours") and k not in left_out}
+
+
+def _ours_table(name: str, results: Mapping[str, Any]) -> str:
+    none = results.get(f"{name}/none", {})
+    lines = _header(
+        "budget MB",
+        "peak MB: predicted",
+        "measured",
+        "off",
+        "reserved MB: predicted",
+        "measured",
+        "time: predicted",
+        "measured",
+        "gradients",
+    )
+    for row in _ours(name, results):
+        if "error" in row:
+            lines.append(_line(_mb(row, "budget_bytes"), row["error"].replace("|", "/"), *[""] * 7))
+            continue
+        off = row["peak_bytes"] / row["predicted_peak_bytes"] - 1
+        lines.append(
+            _line(
+                _mb(row, "budget_bytes"),
+                _mb(row, "predicted_peak_bytes"),
+                _mb(row, "peak_bytes"),
+                f"{off:+.2%}",
+                _mb(row, "predicted_reserved_bytes"),
+                _mb(row, "reserved_bytes"),
+                f"{row['predicted_overhead']:+.1%}",
+                _overhead(row, none),
+                "equal" if row["bits"] == none.get("bits") else "differ",
+            )
+        )
+    return "\n".join(lines)
+
+
+def _others_table(name: str, results: Mapping[str, Any]) -> str:
+    none = results.get(f"{name}/none", {})
+    lines = _header("strategy", "peak MB", "reserved MB", "time", "fastest plan of ours in its peak")
+    for label, row in _others(name, results).items():
+        if "error" in row:
+            lines.append(_line(label, "", "", row["error"].replace("|", "/"), ""))
+            continue
+        fitting = [r for r in _ours(name, results) if r.get("peak_bytes", 2**62) <= row["peak_bytes"]]
+        best = min(fitting, key=lambda r: r["step_s"], default=None)
+        lines.append(
+            _line(
+                label,
+                _mb(row, "peak_bytes"),
+                _mb(row, "reserved_bytes"),
+                f"{_ms(row)}, {_overhead(row, none)}",
+                "none" if best is None else _overhead(best, none),
+            )
+        )
+    return "\n".join(lines)
+
+
+def _selfcheck(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    if "error" in found:
+        return f"## Selfcheck\n\n{found['error']}"
+    verdict = "Every plan kept its promises." if found["ok"] else "NOT every plan kept its promises."
+    lines = _header(
+        "plan", "budget MB", "predicted MB", "measured MB", "time: predicted", "measured", "gradients"
+    )
+    for model in found["models"]:
+        for row in model["rows"]:
+            lines.append(
+                _line(
+                    f"{model['title'].partition(',')[0]}: {row['name']}",
+                    _mb(row, "budget_bytes"),
+                    _mb(row, "predicted_peak_bytes"),
+                    _mb(row, "measured_peak_bytes"),
+                    f"{row['predicted_overhead']:+.1%}",
+                    f"{row['overhead']:+.1%}",
+                    "equal" if row["equal"] else "differ",
+                )
+            )
+    return "\n\n".join(["## Selfcheck", verdict, "\n".join(lines)])
+
+
+def _costs(found: dict[str, Any] | None) -> str:
+    if found is None or "error" in found:
+        return _facts("Engine costs", found)
+    rows = {
+        f"{engine}, {part}": f"{1e6 * s:.2f} us"
+        for engine, parts in found.items()
+        for part, s in parts.items()
+    }
+    return _facts("Engine costs", rows)
+
+
+def _facts(title: str, found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    rows = [_line(str(name), str(value).replace("|", "/")) for name, value in found.items()]
+    return "\n".join([f"## {title}", "", *_header("what", "value"), *rows])
+
+
+def _scaled(found: Mapping[str, Any] | None, factor: float) -> dict[str, Any] | None:
+    if found is None or "error" in found:
+        return None if found is None else dict(found)
+    return {name: f"{factor * value:.2f}" for name, value in found.items()}
+
+
+def _overhead(row: Mapping[str, Any], none: Mapping[str, Any]) -> str:
+    return f"{row['step_s'] / none['step_s'] - 1:+.1%}" if "step_s" in none and "step_s" in row else ""
+
+
+def _ms(row: Mapping[str, Any]) -> str:
+    return f"{1e3 * row['step_s']:.2f} ms" if "step_s" in row else "not yet"
+
+
+def _mb(row: Mapping[str, Any], name: str) -> str:
+    return f"{row[name] / 1e6:.1f}" if row.get(name) is not None else ""
+
+
+def _header(*cells: str) -> list[str]:
+    return [_line(*cells), "|---" * len(cells) + "|"]
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,172 @@
+"""One model in training with AdamW: what a step takes under a strategy."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import autoac
+from autoac.calibrate.models import LlamaShape, llama
+from autoac.compare.blocks import find_blocks
+from autoac.compare.measure import Costume
+from autoac.compare.strategies import Strategy
+from autoac.compare.workload import Workload
+from autoac.device import device_for
+from autoac.measure import measure_peak
+from autoac_solver.plan.planning import least_budget_bytes
+from autoac_solver.records.profile import Profile
+from benchmarks.models import GPT
+
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large everything is.
+
+    Args:
+        gpt: blocks, width, heads, length, vocabulary; its batch.
+        llama: the decoder's shape.
+        budgets: how many there are for our plans.
+        compile_budgets: torch's own, for compiled blocks.
+        size: of the models of `autoac.calibrate.models`, for selfcheck and table.
+        rounds: steps that are timed.
+        copied_bytes: for bandwidth.
+    """
+
+    gpt: tuple[int, int, int, int, int]
+    gpt_batch: int
+    llama: LlamaShape
+    budgets: int
+    compile_budgets: tuple[float, ...]
+    size: str
+    rounds: int
+    copied_bytes: int
+
+
+SIZES = {
+    # GPT-2 medium (355 million parameters), and a Llama of 0.9 billion.
+    "full": Size(
+        (24, 1024, 16, 1024, 50257),
+        8,
+        LlamaShape(16, 2048, 5632, 16, 8, 32000, 2048, 4),
+        8,
+        (0.25, 0.5, 0.75, 1.0),
+        "small",
+        7,
+        2**28,
+    ),
+    "tiny": Size((2, 32, 2, 16, 64), 2, LlamaShape(2, 32, 64, 2, 1, 64, 16, 2), 2, (0.5,), "tiny", 1, 2**20),
+}
+
+
+class Training:
+    """A model, a batch and AdamW. The learning rate is zero, so that all steps have the same gradients.
+
+    Args:
+        name: "gpt" or "llama".
+        device, size: where, and how large.
+
+    Attributes:
+        workload: for strategies.
+        profile: of a step, recorded when it is first asked for.
+    """
+
+    def __init__(self, name: str, device: torch.device, size: Size) -> None:
+        self.device, self.known, self.size, self.name = device, device_for(device), size, name
+        self.model, self.sample = self._made(size.gpt_batch if name == "gpt" else size.llama.batch)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.0)
+        blocks = find_blocks(self.model)
+        self.workload = Workload(name, name, self.model, self.sample, blocks, None, self.optimizer)
+        self._plain = self.workload.step()
+        self.step()  # makes the optimizer's state, and what torch sets up once
+
+    @functools.cached_property
+    def profile(self) -> Profile:
+        return autoac.profile(self.model, self.sample, optimizer=self.optimizer)
+
+    @functools.cached_property
+    def least_bytes(self) -> int:
+        """The least budget that a plan meets."""
+        return least_budget_bytes(self.profile)
+
+    def step(self) -> None:
+        """Forward, loss, backward, and the optimizer's step; no gradients before and after."""
+        self._plain()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def batch(self, count: int) -> Any:
+        """A sample of so many rows."""
+        return self._sample(count)
+
+    def measure(self, strategy: Strategy) -> dict[str, Any]:
+        """Peak, reserved memory, gradients and time of a strategy, resident bytes included."""
+        if strategy.error:
+            return {"error": strategy.error}
+        resident = self.profile.resident_bytes  # recorded before the strategy is on the model
+        costume = Costume(self.model, strategy.install)
+        with costume.worn():
+            self.step()
+            self.known.release_cache()
+            peak = measure_peak(self.step, self.device)
+            found: dict[str, Any] = {"peak_bytes": resident + peak.peak_above_start_bytes}
+            found |= reserved(self.device, self.step)
+            found["bits"] = self._bits()
+            seconds = [self.known.step_seconds(self.step)[1] for _ in range(self.size.rounds)]
+        found["step_s"] = statistics.median(seconds)
+        return found | {"spread_s": max(seconds) - min(seconds)}
+
+    def _bits(self) -> str:
+        """Sums of the gradients' bits: equal where gradients are equal, and hardly where they are not."""
+        torch.manual_seed(SEED)
+        self._plain()
+        total, squares = 0, 0
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                bits = parameter.grad.contiguous().view(_WHOLE[parameter.grad.element_size()])
+                total += int(bits.sum(dtype=torch.int64))
+                squares += int((bits.flatten()[::2]).sum(dtype=torch.int64))
+        self.optimizer.zero_grad(set_to_none=True)
+        return f"{total:x} {squares:x}"
+
+    def _made(self, batch: int) -> tuple[torch.nn.Module, Any]:
+        dtype = self.known.training_dtype
+        if self.name == "llama":
+            return llama(self.size.llama, dtype, self.device)
+        torch.manual_seed(0)
+        model = GPT(*self.size.gpt).to(device=self.device, dtype=dtype)
+        return model.train(), self._sample(batch)
+
+    def _sample(self, batch: int) -> Any:
+        torch.manual_seed(0)
+        if self.name == "llama":
+            shape = self.size.llama
+            return (torch.randint(shape.vocabulary, (batch, shape.length + 1), device=self.device),)
+        length, vocabulary = self.size.gpt[3:]
+        ids = torch.randint(vocabulary, (batch, length + 1), device=self.device)
+        return ids[:, :-1].clone(), ids[:, 1:].clone()
+
+
+_WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def reserved(device: torch.device, step: Callable[[], object]) -> dict[str, int]:
+    """What CUDA's allocator reserves and hands out over three steps, by its own account; nothing elsewhere."""
+    if device.type != "cuda":
+        return {}
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize(device)
+    return {
+        "reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "allocated_bytes": torch.cuda.max_memory_allocated(device),
+    }

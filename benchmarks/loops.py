@@ -1,0 +1,278 @@
+"""Training loops under a plan, beside the same without one: `python -m benchmarks.loops` prints the table of the docs.
+
+Each loop trains from the same start without a plan, then once to see what the step takes, then under a budget of 30 %
+of the way from the least feasible one to the peak without a plan. Compared are all weights after the last step, by
+bits, and the peak of a planned step by the allocator's own count. The loops are those of the tests. `--write` puts
+the table into the page of the docs, and the figures into `benchmarks/results`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests import conftest  # noqa: F401 - its settings have to be made before torch is first used
+
+# isort: split
+
+import msgspec
+import torch
+
+from autoac.plans import Plan
+from autoac_solver.plan.planning import least_budget_bytes
+from tests import test_auto
+from tests.integrations import (
+    test_accelerate,
+    test_lengths,
+    test_lightning,
+    test_transformers,
+    test_trl,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "loops" / "index.md"
+RESULTS = ROOT / "benchmarks" / "results" / "loops.json"
+_BEGIN, _END = "<!-- loops: python -m benchmarks.loops --write -->", "<!-- end of loops -->"
+ENOUGH = 10**9
+STEPS = 20
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a loop came to; the last two None where it ran without a plan.
+
+    Args:
+        measured_peak_bytes: of a planned step, with what is there before it.
+    """
+
+    model: torch.nn.Module
+    plan: Plan | None
+    measured_peak_bytes: int | None
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One loop's figures."""
+
+    loop: str
+    steps: int
+    weights_equal: bool
+    unplanned_peak_bytes: int
+    budget_bytes: int
+    measured_peak_bytes: int
+    predicted_peak_bytes: int
+
+    @property
+    def error(self) -> float:
+        """The predicted peak over the measured one, less one."""
+        return self.predicted_peak_bytes / self.measured_peak_bytes - 1
+
+    @property
+    def kept(self) -> bool:
+        """Whether the promise was kept."""
+        return self.weights_equal and self.measured_peak_bytes <= self.budget_bytes
+
+
+class Results(msgspec.Struct, frozen=True):
+    """All rows, and what they were measured with."""
+
+    conditions: str
+    rows: list[Row]
+
+
+Loop = Callable[[int | None, int], Trained]
+
+
+def _plain(name: str) -> Loop:
+    def train(budget: int | None, steps: int) -> Trained:
+        run = test_auto.Run(test_auto.LOOPS[name](), budget, steps=steps)
+        if budget is None:
+            return Trained(run.model, None, None)
+        return Trained(run.model, run.plan, run.measured_peak_bytes)
+
+    return train
+
+
+def _lengths(budget: int | None, steps: int) -> Trained:
+    run = test_lengths.trained(budget, steps)
+    return Trained(run.model, run.plan, max((peak for _, peak in run.peaks), default=None))
+
+
+def _accelerate(**settings: Any) -> Loop:
+    def train(budget: int | None, steps: int) -> Trained:
+        model, handle = test_accelerate.trained(budget, steps, **settings)
+        return Trained(model, handle and handle.plan, handle and handle.measured_peak_bytes)
+
+    return train
+
+
+def _trainer(**settings: Any) -> Loop:
+    def train(budget: int | None, steps: int) -> Trained:
+        callback = None if budget is None else test_transformers.AutoACCallback(budget)
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = test_transformers.trained(Path(folder), callback, steps, **settings)
+        return Trained(trainer.model, callback and callback.plan, callback and callback.measured_peak_bytes)
+
+    return train
+
+
+def _trl(**kind: bool) -> Loop:
+    def train(budget: int | None, steps: int) -> Trained:
+        callback = None if budget is None else test_trl.AutoACCallback(budget)
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = test_trl.trained(Path(folder), callback, steps, **kind)
+        return Trained(trainer.model, callback and callback.plan, callback and callback.measured_peak_bytes)
+
+    return train
+
+
+def _lightning(setting: str) -> Loop:
+    def train(budget: int | None, steps: int) -> Trained:
+        callback = None if budget is None else test_lightning.AutoACCallback(budget)
+        task = test_lightning.trained(setting, callback, steps)
+        return Trained(task, callback and callback.plan, callback and callback.measured_peak_bytes)
+
+    return train
+
+
+LOOPS: dict[str, tuple[Loop, int]] = {
+    "bare loop": (_plain("bare"), STEPS),
+    "bare, 2 micro-batches and clipping": (_plain("accumulating"), STEPS),
+    "bare, autocast to bfloat16": (_plain("under autocast"), STEPS),
+    "bare, autocast to float16 and `GradScaler`": (_plain("scaled"), STEPS),
+    "accelerate": (_accelerate(), STEPS),
+    "accelerate, bf16": (_accelerate(mixed_precision="bf16"), STEPS),
+    "accelerate, 2 micro-batches": (_accelerate(gradient_accumulation_steps=2), STEPS),
+    "Trainer": (_trainer(), STEPS),
+    "Trainer, bf16": (_trainer(bf16=True), STEPS),
+    "Trainer, 4 micro-batches": (_trainer(gradient_accumulation_steps=4), STEPS),
+    "Trainer, its own checkpointing asked for, evaluation every 5 steps": (
+        _trainer(gradient_checkpointing=True, eval_strategy="steps", eval_steps=5),
+        STEPS,
+    ),
+    "SFTTrainer, its defaults (bf16)": (_trl(), STEPS),
+    "SFTTrainer, LoRA": (_trl(lora=True), STEPS),
+    "DPOTrainer, its defaults (bf16)": (_trl(dpo=True), STEPS),
+    "Lightning": (_lightning("fp32"), STEPS),
+    "Lightning, bf16-mixed": (_lightning("bf16"), STEPS),
+    "Lightning, 2 micro-batches and clipping": (_lightning("accumulation"), STEPS),
+    "Lightning, manual optimization": (_lightning("manual"), STEPS),
+    "30 random lengths, planned anew for the longest": (_lengths, 30),
+}
+
+
+def measure(name: str, steps: int | None = None) -> Row:
+    """Train one loop without a plan and under a budget that has it recompute.
+
+    Args:
+        name: a key of `LOOPS`.
+        steps: fewer than the table's, for a test.
+    """
+    train, count = LOOPS[name]
+    steps = steps or count
+    without = train(None, steps)
+    ample = train(ENOUGH, steps).plan
+    assert ample is not None
+    full, least = ample.record.unplanned_peak_bytes, least_budget_bytes(ample.record.profile)
+    planned = train(int(least + 0.3 * (full - least)), steps)
+    assert planned.plan is not None
+    assert planned.measured_peak_bytes is not None
+    assert any(region.wrapped for region in planned.plan.regions)
+    weights = planned.model.state_dict()
+    return Row(
+        loop=name,
+        steps=steps,
+        weights_equal=all(
+            torch.equal(value, weights[key]) for key, value in without.model.state_dict().items()
+        ),
+        unplanned_peak_bytes=planned.plan.record.unplanned_peak_bytes,
+        budget_bytes=planned.plan.budget_bytes,
+        measured_peak_bytes=planned.measured_peak_bytes,
+        predicted_peak_bytes=planned.plan.predicted_peak_bytes,
+    )
+
+
+def table(results: Results) -> str:
+    """The table as in the docs, and what it was measured with."""
+    names = [
+        "loop",
+        "steps",
+        "weights equal",
+        "peak without a plan",
+        "budget",
+        "measured peak",
+        "within",
+        "prediction",
+    ]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for row in results.rows:
+        cells = [
+            row.loop,
+            str(row.steps),
+            "yes" if row.weights_equal else "NO",
+            *(
+                f"{size / 1e6:.3f} MB"
+                for size in (row.unplanned_peak_bytes, row.budget_bytes, row.measured_peak_bytes)
+            ),
+            "yes" if row.measured_peak_bytes <= row.budget_bytes else "NO",
+            f"{row.error:+.4%}".replace("%", " %"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Measured with {results.conditions}.", ""])
+
+
+def in_docs() -> str:
+    """The table that the page has now."""
+    return PAGE.read_text().partition(f"{_BEGIN}\n")[2].partition(_END)[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Train the loops with and without a plan, and make the docs' table."
+    )
+    parser.add_argument("--write", action="store_true", help="into the docs and benchmarks/results")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")  # the trainers', about machines without accelerators
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    rows = []
+    for name in LOOPS:
+        print(name, file=sys.stderr, flush=True)
+        with contextlib.redirect_stdout(io.StringIO()):  # the trainers print their logs
+            rows.append(measure(name))
+    results = Results(_conditions(), rows)
+    if arguments.write:
+        RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+        before, _, rest = PAGE.read_text().partition(f"{_BEGIN}\n")
+        PAGE.write_text(f"{before}{_BEGIN}\n{table(results)}{_END}{rest.partition(_END)[2]}")
+    else:
+        sys.stdout.write(table(results))
+    return 0 if all(row.kept for row in rows) else 1
+
+
+def load() -> Results:
+    """What was measured last."""
+    return msgspec.json.decode(RESULTS.read_bytes(), type=Results)
+
+
+def _conditions() -> str:
+    import accelerate
+    import lightning
+    import peft
+    import transformers
+    import trl
+
+    found = [f"{m.__name__} {m.__version__}" for m in (accelerate, transformers, trl, peft, lightning)]
+    return f"torch {torch.__version__.partition('+')[0]} on CPU, one thread, {', '.join(found)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,8 +12,9 @@ from autoac._version import __version__
 
 if TYPE_CHECKING:
     from autoac import measure, parallel, policies
-    from autoac.api import batch_tradeoff, plan, profile, solve, tradeoff
+    from autoac.api import batch_tradeoff, plan, plan_buckets, profile, solve, tradeoff
     from autoac.automatic import Auto, auto
+    from autoac.buckets import Buckets
     from autoac.execute.cross_entropy.lean import cross_entropy
     from autoac.plans import Plan, Tradeoff
     from autoac.step.samples import Samples
@@ -39,8 +40,10 @@ _HOMES = {
     "solve": "autoac.api",
     "tradeoff": "autoac.api",
     "batch_tradeoff": "autoac.api",
+    "plan_buckets": "autoac.api",
     "auto": "autoac.automatic",
     "Auto": "autoac.automatic",
+    "Buckets": "autoac.buckets",
     "cross_entropy": "autoac.execute.cross_entropy.lean",
     "BatchTradeoff": "autoac_solver.plan.batches",
     "Plan": "autoac.plans",
@@ -66,6 +69,7 @@ __all__ = [
     "Auto",
     "AutoacError",
     "BatchTradeoff",
+    "Buckets",
     "BudgetFormatError",
     "InfeasibleBudgetError",
     "NoPlanInTimeError",
@@ -87,6 +91,7 @@ __all__ = [
     "measure",
     "parallel",
     "plan",
+    "plan_buckets",
     "policies",
     "profile",
     "solve",

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from autoac.buckets import Buckets
 from autoac.calibrate.compiled.table import BLOCKS, GRANULARITIES, with_compiled_regions
 from autoac.calibrate.compiled.tried import tried
 from autoac.calibrate.in_model import fitted
@@ -29,6 +30,8 @@ from autoac.progress import Progress, Tell, part, progress_shown
 from autoac.record.on_fake import record_fake
 from autoac.record.optimizer import with_optimizer
 from autoac.record.recorder import recorded_step
+from autoac.step.autocast import OFF_IN_BACKWARD
+from autoac.step.inputs import elements_of
 from autoac.step.model import check_model, device_bytes, device_of, free_bytes, model_fingerprint, unwrapped
 from autoac.step.modules import RegionChoice, select_modules
 from autoac.step.samples import Samples, batches_of
@@ -199,6 +202,35 @@ def plan(
         assert budget is not None
         budget_bytes, headroom_bytes = limits(budget, headroom, recorded.device_bytes or None)
         return tried(recorded, steps[0], budget_bytes - headroom_bytes, solved)
+
+
+def plan_buckets(
+    model: torch.nn.Module, samples: Samples | Iterable[Any], budget: int | str, **options: Any
+) -> Buckets:
+    """A plan for each of several sizes of batches; put on the model, each call runs under the plan for its size.
+
+    A smaller batch needs less recomputation for the same budget, so its steps are faster than under the plan for the
+    largest one. Each of the sizes is profiled. A few that cover the lengths are enough: what is in between takes the
+    plan of the next larger one.
+
+    Args:
+        model, budget: as for `plan`.
+        samples: batches of different sizes, the largest among them; `Samples`, or what it takes.
+        options: other arguments of `plan`; not engine "compile".
+
+    Raises:
+        InfeasibleBudgetError: no plan fits the largest batch, which is planned for first.
+        PolicyError, ProfilingError, ValueError: as for `plan`, and if a sample is a callable.
+    """
+    batches = batches_of(samples if isinstance(samples, Samples) else Samples(samples))
+    if options.get("engine") == COMPILE:
+        raise ValueError("engine 'compile' cannot be planned by buckets: plan for the largest batch.")
+    if (options.get("parallel") or found_on(model)).is_here:
+        raise ValueError(
+            "several sizes are not planned where several ranks plan together (DDP, FSDP2): plan for the largest batch."
+        )
+    by_size = {elements_of((batch,), {}): batch for batch in batches}
+    return Buckets(plan(model, by_size[size], budget, **options) for size in sorted(by_size, reverse=True))
 
 
 def _kind_of(model: torch.nn.Module, device: str | Path | None) -> str:
@@ -449,11 +481,7 @@ def profile(
             recorded, "the model was in eval mode: call model.train() first if it will be trained so"
         )
     if any_autocast() and not step.is_whole:
-        recorded = _noted(
-            recorded,
-            "recorded under the autocast that was on: taken to be around the model and its loss, and off in backward; "
-            "for another loop pass a callable sample",
-        )
+        recorded = _noted(recorded, OFF_IN_BACKWARD)
     return recorded if table is None else on_device(recorded, table)
 
 

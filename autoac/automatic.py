@@ -16,9 +16,6 @@ NOTE [ The loop's steps ]
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -34,6 +31,7 @@ from autoac.check.verify import verify as run_verify
 from autoac.device import device_for
 from autoac.execute.larger_inputs import LargerInputs, unwatch_inputs
 from autoac.execute.newcomers import outermost, unwatch_newcomers, watch_newcomers
+from autoac.execute.on_top import OnTop, has_owner
 from autoac.measure import Taken, measuring
 from autoac.plans import Plan
 from autoac.policies import Policies, listed
@@ -54,7 +52,6 @@ from autoac_solver.records.profile import NEVER, Profile, Storage
 
 ON_LARGER = ("warn", "replan", "error")
 
-_KEY = "_autoac_auto"
 _MOST_RECORDINGS = 3
 """So often a step is recorded because the one before was not like those that follow."""
 
@@ -108,8 +105,10 @@ def auto(
         raise ValueError(f"on_larger is {on_larger!r}; possible are {', '.join(map(repr, ON_LARGER))}.")
     policies = listed(policies)
     check_model(unwrapped(model))
-    if model.__dict__.get(_KEY) is not None:
-        raise ProfilingError("autoac.auto is on this model already: call remove() on its handle first.")
+    if has_owner(model):
+        raise ProfilingError(
+            "autoac.auto (or a plan for each bucket) is on this model already: call remove() on its handle first."
+        )
     if engine == COMPILE:
         raise ValueError(
             "autoac.auto records the loop's own step, and compiles nothing by itself. Plan before the loop instead: "
@@ -135,80 +134,6 @@ class _Wanted:
     on_larger: str
     verify: bool
     measure: bool
-
-
-class _Carried:
-    """What a model carries that `auto` is on.
-
-    A copy of the model, or one that was pickled, trains by itself: it carries nothing.
-
-    Args:
-        auto: the handle; None in a copy.
-        below: the instance's attribute `forward` that was there, None for none.
-    """
-
-    def __init__(self, auto: Auto | None, below: Any):
-        self.auto = auto
-        self.below = below
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Carried:
-        return _Carried(None, copy.deepcopy(self.below, memo))
-
-    def __reduce__(self) -> Any:
-        return _Carried, (None, self.below)
-
-
-def auto_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a model that `auto` is on."""
-    carried: _Carried = module.__dict__[_KEY]
-    if carried.auto is not None and not torch.compiler.is_compiling():
-        return carried.auto.called(args, kwargs)
-    return (carried.below or functools.partial(type(module).forward, module))(*args, **kwargs)
-
-
-class _Wrapper:
-    """Our forward on top of whatever the model has."""
-
-    def __init__(self, model: torch.nn.Module, auto: Auto):
-        self.model = model
-        self.auto = auto
-
-    def put_on(self) -> None:
-        below = self.model.__dict__.get("forward")
-        bound = functools.partial(auto_forward, self.model)
-        # For `inspect.signature`, as in `execute.attach`.
-        bound.__wrapped__ = below or types.MethodType(type(self.model).forward, self.model)  # type: ignore[attr-defined]
-        self.model.__dict__[_KEY] = _Carried(self.auto, below)
-        self.model.__dict__["forward"] = bound
-
-    def take_off(self) -> None:
-        """Leave the model as it was; a forward that somebody has put over ours since stays, and goes through."""
-        carried: _Carried | None = self.model.__dict__.get(_KEY)
-        if carried is None:
-            return
-        if getattr(self.model.__dict__.get("forward"), "func", None) is not auto_forward:
-            carried.auto = None
-            return
-        del self.model.__dict__[_KEY]
-        if carried.below is None:
-            del self.model.__dict__["forward"]
-        else:
-            self.model.__dict__["forward"] = carried.below
-
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """The model's forward as it is below ours."""
-        carried: _Carried | None = self.model.__dict__.get(_KEY)
-        below = self.model.__dict__.get("forward") if carried is None else carried.below
-        return (below or functools.partial(type(self.model).forward, self.model))(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def aside(self) -> Any:
-        """Context without our forward."""
-        self.take_off()
-        try:
-            yield
-        finally:
-            self.put_on()
 
 
 class Auto:
@@ -252,8 +177,8 @@ class Auto:
             register_optimizer_step_post_hook(lambda *a: f(*a) if (f := after()) else None),
         ]
         weakref.finalize(self, _remove, self._hooks)
-        self._wrapper = _Wrapper(model, self)
-        self._wrapper.put_on()
+        self._on_top = OnTop(model, self)
+        self._on_top.put_on()
 
     # For the user.
 
@@ -277,7 +202,7 @@ class Auto:
         self._give_up()
         self._end_measurement(keep=False)
         self._take_plan_off()
-        self._wrapper.take_off()
+        self._on_top.take_off()
         _remove(self._hooks)
 
     def __repr__(self) -> str:
@@ -292,11 +217,11 @@ class Auto:
         """The model is called."""
         counts = self._model.training and torch.is_grad_enabled() and not in_backward() and not self._running
         if not counts:  # or a second run of its code, or a call inside of one
-            return self._wrapper.run(args, kwargs)
+            return self._on_top.run(args, kwargs)
         self.begins(args, kwargs)
         self._running = True
         try:
-            return self._wrapper.run(args, kwargs)
+            return self._on_top.run(args, kwargs)
         except BaseException:
             self._give_up()
             self._end_measurement(keep=False)
@@ -378,7 +303,7 @@ class Auto:
             self._model, lean_losses=compiled_attribute(self._given) is None, known=self._workspaces
         )
         states = [state for optimizer in self._optimizers for state in state_tensors(optimizer, device.type)]
-        with self._wrapper.aside():
+        with self._on_top.aside():
             try:
                 live.begin((args, kwargs), states)
             except ProfilingError as error:
@@ -396,7 +321,7 @@ class Auto:
             live.tape.clock.suspended += 1
             return
         self._live = None
-        with self._wrapper.aside():
+        with self._on_top.aside():
             profile = live.finish()
         if not self._model.training:
             profile = _noted(profile, "the model was put in eval mode in the step")
@@ -405,7 +330,7 @@ class Auto:
     def _give_up(self) -> None:
         live, self._live = self._live, None
         if live is not None:
-            with self._wrapper.aside():
+            with self._on_top.aside():
                 live.give_up()
 
     def _record_again(self) -> bool:
@@ -467,7 +392,7 @@ class Auto:
         return profile
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:
-        with self._wrapper.aside():
+        with self._on_top.aside():
             plan.apply(self._given)
             unwatch_inputs(self._model)  # we look ourselves
         self._newcomers = watch_newcomers(self._model, _called(plan.record.profile))
@@ -479,7 +404,7 @@ class Auto:
         plan, self._plan = self._plan, None
         if plan is not None:
             unwatch_newcomers(self._model)
-            with self._wrapper.aside():
+            with self._on_top.aside():
                 plan.remove(self._given)
 
     def _take_up_saved(self, args: Any, kwargs: Any) -> None:
@@ -520,7 +445,7 @@ class Auto:
         sample: Any = step
         if not kwargs or not args:
             sample = args or kwargs
-        with self._wrapper.aside():
+        with self._on_top.aside():
             # Whether the loop keeps the output is its own affair, and counted as it does.
             self.report = run_verify(plan, TrainingStep(self._model, sample, keeps_output=False))
         if not self.report.equal:

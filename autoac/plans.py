@@ -50,7 +50,7 @@ class Plan:
 
     def __init__(self, record: PlanRecord):
         self.record = record
-        self._placement = Placement(record)
+        self.placement = Placement(record)
         self.outcomes: tuple[Outcome, ...] = ()  # of other samples that were given, see `samples`
 
     # -- what it says ------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class Plan:
         Raises:
             PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
         """
-        self._placement.put_on(model)
+        self.placement.put_on(model)
         return model
 
     def remove(self, model: Model) -> Model:
@@ -256,7 +256,7 @@ class Plan:
         Raises:
             PlanMismatchError: this plan is not on the model, or somebody has put another forward over it since.
         """
-        self._placement.take_off(model)
+        self.placement.take_off(model)
         return model
 
     def check(self, model: torch.nn.Module) -> None:
@@ -265,12 +265,12 @@ class Plan:
         Raises:
             PlanMismatchError: as for `apply`.
         """
-        self._placement.check(model)
+        self.placement.check(model)
 
     @property
     def program_id(self) -> str:
         """Tells this plan's programs and the model that they are for from others; the same in a file."""
-        return self._placement.plan_id
+        return self.placement.plan_id
 
     @contextlib.contextmanager
     def applied(self, model: Model) -> Iterator[Model]:
@@ -288,7 +288,7 @@ class Plan:
         It is false where none has. Otherwise it tells, for each region, which op was expected and which came, the
         likely cause, and what the peak may be now; printed it is the warning that is given once.
         """
-        return self._placement.is_not_followed
+        return self.placement.is_not_followed
 
     # -- for those who call checkpoint() themselves ------------------------------------------------------------
 
@@ -379,8 +379,8 @@ class Plan:
         """
         if type(steps) is not int or steps < 1:
             raise ValueError(f"steps is {steps!r}: at least one step is compared.")
-        with self._placement.taken_off(model):
-            self._placement.check(model)
+        with self.placement.taken_off(model):
+            self.placement.check(model)
             return verify(
                 self, TrainingStep(unwrapped(model), sample, loss), self._compiled_as_torch_does(), steps
             )
@@ -416,8 +416,8 @@ class Plan:
             raise ValueError(
                 "compiled regions run no ops that memory could be told at: verify() measures the step's peak."
             )
-        with self._placement.taken_off(model):
-            self._placement.check(model)
+        with self.placement.taken_off(model):
+            self.placement.check(model)
             return measured_memory(self, TrainingStep(unwrapped(model), sample, loss))
 
 

@@ -204,7 +204,6 @@ class TellWhenOver:
 
 def watch_following(model: torch.nn.Module, following: Following) -> None:
     """Let a model's root tell, until `unwatch_following`."""
-    following.start_anew(waits=True)
     model.register_forward_hook(TellWhenOver(following), with_kwargs=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator
@@ -15,6 +16,7 @@ import torch
 
 from autoac.device import device_for
 from autoac.execute.attach import attach, attach_losses, attach_root, check_no_units, covered, detach
+from autoac.execute.backward_autocast import unwatch_backward, watch_backward
 from autoac.execute.cross_entropy.chunked import same_by_chunks
 from autoac.execute.cross_entropy.lean import same_in_place
 from autoac.execute.engines import ENGINES
@@ -22,6 +24,7 @@ from autoac.execute.following import Following, NotFollowed, unwatch_following, 
 from autoac.execute.larger_inputs import LargerInputs, unwatch_inputs, watch_inputs
 from autoac.execute.program import Program
 from autoac.execute.replay.pausing import attach_pausing
+from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.carried import planned
 from autoac.step.model import device_of, model_fingerprint, unwrapped
 from autoac.step.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
@@ -46,6 +49,7 @@ class Placement:
     def __init__(self, record: PlanRecord):
         self.record = record
         self._copies: dict[str, Program] = {}
+        self._larger = LargerInputs("", record.budget_bytes)
 
     @functools.cached_property
     def plan_id(self) -> str:
@@ -65,10 +69,31 @@ class Placement:
         Raises:
             PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
         """
+        self.prepare(model)
+        inner = unwrapped(model)
+        self.attach(inner)
+        if self._programs:
+            watch_following(inner, self._following)
+            watch_inputs(inner, self._larger)
+            if OFF_IN_BACKWARD in self.record.profile.notes:
+                watch_backward(inner)
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        """All of `put_on` that changes nothing on the model: checks, kernels that are tried, warnings to be said anew.
+
+        Raises:
+            PlanMismatchError: as for `put_on`.
+        """
         self.check(model)
         note_untried()
-        inner = unwrapped(model)
-        self._try_losses(inner)
+        self._try_losses(unwrapped(model))
+        self._following.start_anew(waits=True)
+        self._larger = LargerInputs(self.record.profile.sample, self.record.budget_bytes, self._following)
+        for program in (*itertools.chain.from_iterable(self._programs.values()), *self._copies.values()):
+            program.warned = False
+
+    def attach(self, inner: torch.nn.Module) -> None:
+        """Put the programs of a plan that was prepared on the model, without wrappers; nothing watches its calls."""
         try:
             programs_of = {**self._programs, **self._alike(inner)}
             compiled = compiled_modules(inner)
@@ -76,25 +101,37 @@ class Placement:
                 uncompile(compiled[fqn], self.plan_id)
             attach_losses(inner, self.record.losses, self.record.chunked_losses, self.plan_id)
             for fqn, programs in programs_of.items():
-                for program in programs:
-                    program.warned = False  # to be said anew, of this model
                 attach(inner.get_submodule(fqn), programs, self.record.engine, self.plan_id)
             pauses = [pause for calls in programs_of.values() for p in calls for pause in p.pauses.values()]
             for fqn in {pause.fqn for pause in pauses}:
                 attach_pausing(inner.get_submodule(fqn), fqn, self.plan_id)
             if (several := self.record.several) is not None:
                 attach_root(inner, several.before, several.fresh, self.plan_id)
-            if programs_of:
-                watch_following(inner, self._following)
-                sample, budget_bytes = self.record.profile.sample, self.record.budget_bytes
-                watch_inputs(inner, LargerInputs(sample, budget_bytes, self._following))
         except BaseException:
-            for module in filter(planned, inner.modules()):
-                detach(module)
-            unwatch_inputs(inner)
-            unwatch_following(inner)
-            self._recompile(inner)
+            self._detach(inner, filter(planned, inner.modules()))
             raise
+
+    def begins(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of a model that nothing watches begins: a word if it is called with more than was planned for."""
+        if self._programs:
+            self._larger(model, args, kwargs)
+
+    def ends(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of a model that nothing watches is over: a word if it ran other ops."""
+        self._following.root_is_over(args, kwargs)
+
+    def can_detach(self, model: torch.nn.Module) -> bool:
+        """Whether nobody has put another forward over the plan's since."""
+        return not any(map(covered, self._carriers(model).values()))
+
+    def detach(self, inner: torch.nn.Module) -> None:
+        """The opposite of `attach`."""
+        self._detach(inner, self._carriers(inner).values())
+
+    def _detach(self, inner: torch.nn.Module, carriers: Iterable[torch.nn.Module]) -> None:
+        for module in carriers:
+            detach(module)
+        self._recompile(inner)
 
     def take_off(self, model: torch.nn.Module) -> None:
         """Take the plan off the model, which is then exactly as it was before.
@@ -103,11 +140,7 @@ class Placement:
             PlanMismatchError: this plan is not on the model, or somebody has put another forward over it since.
         """
         _check_is_module(model)
-        modules = {
-            name: module
-            for name, module in model.named_modules()
-            if (carried := planned(module)) is not None and carried.plan_id == self.plan_id
-        }
+        modules = self._carriers(model)
         if not modules and (self._programs or self.record.losses):
             raise PlanMismatchError("this plan is not applied to this model, so there is nothing to remove.")
         for name, module in modules.items():
@@ -116,12 +149,19 @@ class Placement:
                     f"module {name!r} was given another forward after the plan was applied (some libraries wrap it): "
                     "undo that first, then remove the plan."
                 )
-        for module in modules.values():
-            detach(module)
+        self._detach(model, modules.values())
         for module in model.modules():
             unwatch_inputs(module)
             unwatch_following(module)
-        self._recompile(model)
+            unwatch_backward(module)
+
+    def _carriers(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+        """The modules that carry this plan, by name."""
+        return {
+            name: module
+            for name, module in model.named_modules()
+            if (carried := planned(module)) is not None and carried.plan_id == self.plan_id
+        }
 
     @contextlib.contextmanager
     def taken_off(self, model: torch.nn.Module) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import torch
@@ -20,12 +21,9 @@ def called_module(bound: torch.nn.Module) -> torch.nn.Module:
     caller = sys._getframe(2).f_locals.get("self")
     if caller is bound or not isinstance(caller, torch.nn.Module):
         return bound
-    return caller if _share_forward(caller, bound) else bound
-
-
-def _share_forward(a: torch.nn.Module, b: torch.nn.Module) -> bool:
-    forward = a.__dict__.get("forward")
-    return forward is not None and forward is b.__dict__.get("forward")
+    forward = caller.__dict__.get("forward")
+    copied = isinstance(forward, functools.partial) and forward.args and forward.args[0] is bound
+    return caller if copied else bound
 
 
 def remove_forward_pre_hooks(module: torch.nn.Module, kind: type) -> None:

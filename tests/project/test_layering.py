@@ -18,7 +18,7 @@ ORDER = {
     "autoac_solver": "draw records problem allocator optimise build plan show __init__",
     "autoac": """
         _version progress torch_private device measure ops step execute policies price record check plans outcomes
-        parallel calibrate api automatic __init__ integrations compare demo cli __main__
+        buckets parallel calibrate api automatic __init__ integrations compare demo cli __main__
     """,
 }
 FOLDERS = {"autoac_solver": ROOT / "solver" / "autoac_solver", "autoac": ROOT / "autoac"}

@@ -1,0 +1,121 @@
+"""A forward on top of whatever a model has, that asks its owner what to do before each call."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from autoac.torch_private.called import called_module
+
+_KEY = "_autoac_on_top"
+
+
+class Owner(Protocol):
+    """Who put the forward there."""
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model is called; returns what it returns, by `OnTop.run`."""
+
+
+class _Carried:
+    """What a model carries that has our forward on top.
+
+    A copy of the model, or one that was pickled, trains by itself: it has no owner.
+
+    Args:
+        owner: who put it there; None in a copy.
+        below: the instance's attribute `forward` that was there, None for none.
+    """
+
+    def __init__(self, owner: Owner | None, below: Any):
+        self.owner = owner
+        self.below = below
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Carried:
+        return _Carried(None, copy.deepcopy(self.below, memo))
+
+    def __reduce__(self) -> Any:
+        return _Carried, (None, self.below)
+
+
+def on_top_forward(bound: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a model that has an owner."""
+    module = called_module(bound)
+    carried: _Carried = module.__dict__[_KEY]
+    if module is bound and carried.owner is not None and not torch.compiler.is_compiling():
+        return carried.owner.called(args, kwargs)
+    below = carried.below
+    if isinstance(below, functools.partial) and below.args and below.args[0] is bound:
+        below = functools.partial(
+            below.func, module, *below.args[1:], **below.keywords
+        )  # the copy's own weights
+    return (below or functools.partial(type(module).forward, module))(*args, **kwargs)
+
+
+def has_owner(model: torch.nn.Module) -> bool:
+    """Whether there is a forward on top of the model's already."""
+    carried: _Carried | None = model.__dict__.get(_KEY)
+    return carried is not None and carried.owner is not None
+
+
+class OnTop:
+    """Our forward on top of a model's.
+
+    Args:
+        model: the model.
+        owner: who is asked.
+    """
+
+    def __init__(self, model: torch.nn.Module, owner: Owner):
+        self.model = model
+        self.owner = owner
+
+    def put_on(self) -> None:
+        """Put it there."""
+        below = self.model.__dict__.get("forward")
+        bound = functools.partial(on_top_forward, self.model)
+        # For `inspect.signature`, as in `execute.attach`.
+        bound.__wrapped__ = below or types.MethodType(type(self.model).forward, self.model)  # type: ignore[attr-defined]
+        self.model.__dict__[_KEY] = _Carried(self.owner, below)
+        self.model.__dict__["forward"] = bound
+
+    def take_off(self) -> None:
+        """Leave the model as it was; a forward that somebody has put over ours since stays, and goes through."""
+        carried: _Carried | None = self.model.__dict__.get(_KEY)
+        if carried is None:
+            return
+        if self._is_covered():
+            carried.owner = None
+            return
+        del self.model.__dict__[_KEY]
+        if carried.below is None:
+            del self.model.__dict__["forward"]
+        else:
+            self.model.__dict__["forward"] = carried.below
+
+    def _is_covered(self) -> bool:
+        return getattr(self.model.__dict__.get("forward"), "func", None) is not on_top_forward
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """The model's forward as it is below ours."""
+        carried: _Carried | None = self.model.__dict__.get(_KEY)
+        below = self.model.__dict__.get("forward") if carried is None else carried.below
+        return (below or functools.partial(type(self.model).forward, self.model))(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context without our forward; below a forward that somebody has put over it, it stays where it is."""
+        if self._is_covered():
+            yield
+            return
+        self.take_off()
+        try:
+            yield
+        finally:
+            self.put_on()

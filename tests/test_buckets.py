@@ -1,0 +1,193 @@
+"""Plans for several sizes take turns on one model: bits, bytes, and who is asked."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import autoac
+from autoac.measure import measure_peak
+from tests.small_models import WIDTH, Blocks, make
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIZES = (64, 16, 40)  # as they are given
+ENGINES = ("replay", "sac")
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def made(request: pytest.FixtureRequest) -> tuple[Blocks, autoac.Buckets]:
+    torch.manual_seed(0)
+    model = make(blocks=4).train()
+    samples = [torch.randn(size, WIDTH) for size in SIZES]
+    profile = autoac.profile(model, samples[0])
+    full, least = profile.peak_bytes, profile.least_peak_bytes
+    budget = least + (full - least) // 3
+    return model, autoac.plan_buckets(model, samples, budget, engine=request.param)
+
+
+def training(model: Blocks, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Weights after a step with each size."""
+    model = copy.deepcopy(model)
+    return trained(model, sizes)
+
+
+def trained(model: Blocks, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for size in sizes:
+        model(torch.randn(size, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_smaller_batches_recompute_less(made: tuple[Blocks, autoac.Buckets]):
+    _, buckets = made
+    table = buckets.samples
+    assert list(table["elements"]) == [size * WIDTH for size in sorted(SIZES)]
+    assert (table["peak_bytes"] <= buckets.budget_bytes).all()
+    assert table["overhead"].is_monotonic_increasing
+    assert table["regions"].iloc[0] == 0
+    assert table["regions"].iloc[-1] > 0
+    assert buckets.predicted_peak_bytes == table["peak_bytes"].max()
+
+
+def test_weights_are_equal_and_nothing_is_left(made: tuple[Blocks, autoac.Buckets]):
+    model, buckets = made
+    sizes = (64, 10, 16, 40, 17, 64, 33, 64)
+    expected = training(model, sizes)
+    model = copy.deepcopy(model)
+    before = [{**module.__dict__} for module in model.modules()]
+    with buckets.applied(model):
+        found = trained(model, sizes)
+    assert all(map(torch.equal, expected, found))
+    for module, attributes in zip(model.modules(), before, strict=True):
+        assert module.__dict__.keys() == attributes.keys()
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_each_call_takes_what_its_plan_says(made: tuple[Blocks, autoac.Buckets]):
+    model, buckets = made
+    with buckets.applied(model):
+        for size in (*SIZES, *SIZES):
+            x = torch.randn(size, WIDTH)
+            plan = buckets.plan_for(x)
+
+            def step(x: torch.Tensor = x) -> None:
+                output = model(x)  # alive until backward is over
+                output.mean().backward()
+
+            model.zero_grad(set_to_none=True)
+            taken = measure_peak(step)
+            assert plan.resident_bytes + taken.peak_above_start_bytes == plan.predicted_peak_bytes
+            assert not plan.is_not_followed
+    model.zero_grad(set_to_none=True)
+
+
+def test_between_two_sizes_the_larger_is_taken(made: tuple[Blocks, autoac.Buckets]):
+    _, buckets = made
+    taken = {size: buckets.plan_for(torch.empty(size, WIDTH)) for size in (1, 16, 17, 40, 41, 64, 65)}
+    small, middle, large = buckets.plans
+    assert list(taken.values()) == [small, small, middle, middle, large, large, large]
+
+
+def test_what_is_larger_than_all_warns_once(made: tuple[Blocks, autoac.Buckets]):
+    model, buckets = made
+    with buckets.applied(model):
+        model(torch.randn(16, WIDTH)).mean().backward()
+        with pytest.warns(UserWarning, match="may take more than the budget"):
+            model(torch.randn(65, WIDTH)).mean().backward()
+        model(torch.randn(16, WIDTH)).mean().backward()
+        model(torch.randn(66, WIDTH)).mean().backward()  # said already; warnings are errors here
+    model.zero_grad(set_to_none=True)
+
+
+def test_only_training_calls_change_the_plan(made: tuple[Blocks, autoac.Buckets]):
+    model, buckets = made
+    with buckets.applied(model):
+        output = model(torch.randn(64, WIDTH))
+        with torch.no_grad():
+            model(torch.randn(16, WIDTH))
+        output.mean().backward()
+        assert buckets.verify(model, torch.randn(40, WIDTH)).equal
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    model.zero_grad(set_to_none=True)
+
+
+def test_copies_train_by_themselves(made: tuple[Blocks, autoac.Buckets]):
+    model, buckets = made
+    with buckets.applied(model):
+        deep, shallow = copy.deepcopy(model), copy.copy(model)
+        shallow._parameters = dict(shallow._parameters)
+        shallow._modules = {name: copy.deepcopy(module) for name, module in model._modules.items()}
+        for parameter in shallow.parameters():
+            parameter.data.zero_()
+        x = torch.randn(16, WIDTH)
+        outputs = []
+        for one in (model, deep, shallow):
+            torch.manual_seed(0)
+            outputs.append(one(x))
+        assert torch.equal(outputs[0], outputs[1])
+        assert not outputs[2].any()
+        deep(torch.randn(64, WIDTH)).mean().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_has_one_owner(made: tuple[Blocks, autoac.Buckets]):
+    model, buckets = made
+    with pytest.raises(autoac.PlanMismatchError, match="nothing to remove"):
+        buckets.remove(model)
+    with buckets.applied(model):
+        with pytest.raises(autoac.PlanMismatchError, match="call remove"):
+            buckets.apply(model)
+        with pytest.raises(autoac.ProfilingError, match="remove"):
+            autoac.auto(model, 10**9)
+    with buckets.plans[-1].applied(model), pytest.raises(autoac.PlanMismatchError, match="call remove"):
+        buckets.apply(model)
+    other = make(blocks=2)
+    with pytest.raises(autoac.PlanMismatchError):
+        buckets.apply(other)
+    assert "forward" not in other.__dict__
+
+
+def test_a_forward_over_ours_is_left_alone(made: tuple[Blocks, autoac.Buckets]):
+    """As a library does that wraps the model's forward later."""
+    model, buckets = copy.deepcopy(made[0]), made[1]
+    sizes = (64, 16, 40)
+    expected = training(model, sizes)
+    buckets.apply(model)
+    below = model.forward
+    model.forward = lambda *args, **kwargs: below(*args, **kwargs)
+    assert all(map(torch.equal, expected, trained(model, sizes)))
+
+
+def test_saved_plans_are_buckets_again(made: tuple[Blocks, autoac.Buckets], tmp_path: Any):
+    _, buckets = made
+    paths = [tmp_path / f"{index}.json" for index in range(len(buckets.plans))]
+    for plan, path in zip(buckets.plans, paths, strict=True):
+        plan.save(path)
+    again = autoac.Buckets(map(autoac.Plan.load, reversed(paths)))
+    assert again.samples.equals(buckets.samples)
+
+
+def test_plans_that_cannot_take_turns_are_refused(made: tuple[Blocks, autoac.Buckets]):
+    _, buckets = made
+    with pytest.raises(ValueError, match="no plan"):
+        autoac.Buckets([])
+    profile = buckets.plans[0].record.profile
+    engine = next(name for name in ENGINES if name != buckets.plans[0].engine)
+    with pytest.raises(ValueError, match="different engines"):
+        autoac.Buckets([*buckets.plans, autoac.solve(profile, 10**9, engine=engine)])
+    model = make(blocks=2)
+    x = torch.randn(8, WIDTH)
+    with pytest.raises(ValueError, match="callable"):
+        autoac.plan_buckets(model, [lambda: model(x).mean().backward()], 10**9)
+    with pytest.raises(ValueError, match="compile"):
+        autoac.plan_buckets(model, [x], 10**9, engine="compile")
+    with pytest.raises(autoac.InfeasibleBudgetError):
+        autoac.plan_buckets(model, [torch.randn(4, WIDTH), x], 1000)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
 
 import torch
@@ -13,9 +15,19 @@ from autoac.torch_private import (
     in_backward,
     is_fake,
     node_number,
+    own_class,
     reads_cached_parametrizations,
 )
 from autoac_solver.records.profile import CACHED, INFERENCE, NEVER, SHARDED
+
+
+@functools.cache
+def source_of(kind: type) -> str:
+    """The name of the file in which a class's forward is, and its line; "" for torch's own and what is not Python."""
+    code = getattr(getattr(kind, "forward", None), "__code__", None)
+    if code is None or kind.__module__.partition(".")[0] == "torch":
+        return ""
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 
 class ModuleCalls:
@@ -24,11 +36,13 @@ class ModuleCalls:
     Args:
         rows: the fields of `ModuleCall`, in the order in which the calls began.
         stack: indices of those that run now, the innermost last.
+        sources: as in `Profile`.
     """
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.stack: list[int] = []
+        self.sources: dict[str, str] = {}
         self._autocast: list[bool] = []  # whether it was on when the modules on the stack were called
         self._compiled: set[int] = set()  # calls in which compiled code ran
         self._unseen: dict[int, set[str]] = {}  # call -> higher-order ops in it
@@ -72,6 +86,8 @@ class ModuleCalls:
             if reads_cached_parametrizations(module)
             else "",
         }
+        if place := source_of(own_class(module)):
+            self.sources.setdefault(row["class_name"], place)
         self.rows.append(row)
         self.stack.append(len(self.rows) - 1)
         self._autocast.append(any_autocast())

@@ -49,6 +49,7 @@ def finish(
         "calls": tuple(ModuleCall(**row) for row in tape.calls.rows),
         "op_fingerprint": _fingerprint(row["name"] for row in tape.ops),
         "sample": tape.sample,
+        "sources": dict(sorted(tape.calls.sources.items())),
     }
 
 

@@ -31,7 +31,7 @@ from autoac_solver.records.schema import checked, columns, document, fields_of, 
 from autoac_solver.records.shown import Shown
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 7  # 6: costs by the engines' names; 7: the host's time of ops, points of compiled regions
+SCHEMA_VERSION = 7  # 6: costs by the engines' names; 7: host's time, compiled points, sources
 
 NEVER = -1
 
@@ -239,6 +239,8 @@ class Profile(Shown):
         sample: names, types and shapes of what the model was called with, in the call with the most elements; "" where
             that is not known.
         compiled: what compiled regions take, None where none was compiled (`engine="compile"`).
+        sources: for each class of modules but torch's own, where its forward is: a file's name, without its folder, and
+            a line, such as "modeling_llama.py:312".
     """
 
     model: str
@@ -262,6 +264,7 @@ class Profile(Shown):
     notes: tuple[str, ...] = ()
     sample: str = ""
     compiled: CompiledTable | None = field(default=None, repr=False)
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def resident_bytes(self) -> int:
@@ -277,6 +280,15 @@ class Profile(Shown):
     def least_peak_bytes(self) -> int:
         """The least predicted peak of any plan (engine replay): a smaller budget is infeasible. It takes solving."""
         return ask("least_peak_bytes", self)
+
+    def source_of(self, module: str) -> str:
+        """Where the forward of a module, or of a call of it, is: its class, and the place in `sources` where known."""
+        found = self._class_of.get(module.partition("#")[0], "")
+        return f"{found}, {self.sources[found]}" if found in self.sources else found
+
+    @functools.cached_property
+    def _class_of(self) -> dict[str, str]:
+        return {call.fqn: call.class_name for call in self.calls}
 
     @property
     def has_two_clocks(self) -> bool:

@@ -77,6 +77,7 @@ def page_content(plans: Sequence[PlanRecord], chosen: int) -> dict[str, Any]:
         "plans": rows,
         "names": names.things,
         "modules": modules.things,
+        "sources": [module and profile.source_of(module) for module in modules.things],
     }
 
 

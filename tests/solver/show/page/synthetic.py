@@ -142,6 +142,7 @@ class _Recorder:
             calls=tuple(
                 ModuleCall(f, 0, p, "Module", True, start, stop, i) for f, p, start, stop, i in self.calls
             ),
+            sources={"Module": "model.py:12"},
         )
 
     def forward(

@@ -128,6 +128,7 @@ def test_the_cursor_tells_what_is_alive_to_the_byte(
             assert shown.pop("total") == row["live_bytes"]
             assert shown == {kind: row[kind] for kind in shown}
             assert all(row[kind] == 0 for kind in set(KINDS) - set(shown))
+            assert page.locator("#read-code").inner_text() == ("Module, model.py:12" if row["module"] else "")
             tip = page.locator("#timeline .tip").inner_text()
             assert row["op"] in tip
             assert (row["module"] or "outside of all modules") in tip

@@ -28,7 +28,7 @@ from autoac_solver.show.page import render_report, write_report
 from autoac_solver.show.page.columns import changes, encode
 from autoac_solver.show.page.content import DECISIONS, page_content
 from autoac_solver.show.page.render import embedded_json
-from tests.small_models import batch, make
+from tests.small_models import Block, batch, make
 from tests.solver.show.page.synthetic import decoder_profile, plans_by_share, tradeoff
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -173,6 +173,17 @@ def test_half_a_surrogate_pair_can_be_written(hostile_plans: list[PlanRecord], t
     plan = dataclasses.replace(hostile_plans[0], model="a\ud800b")
     write_report(plan, tmp_path / "page.html", curve=tradeoff([plan]))
     assert "<h1>a?b</h1>" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_modules_come_with_the_place_of_their_code(profile: Profile, budget: int) -> None:
+    """Of classes that are not torch's own."""
+    content = page_content([plan_profile(profile, budget)], 0)
+    line = Block.forward.__code__.co_firstlineno
+    places = dict(zip(content["modules"], content["sources"], strict=True))
+    assert places["blocks.0"] == f"Block, small_models.py:{line}"
+    assert places["blocks.0.norm"] == "LayerNorm"
+    assert not places[""]  # which is outside of all modules, too
+    assert all("/" not in place for place in places.values())
 
 
 def test_a_plan_file_alone_is_enough(profile: Profile, budget: int, tmp_path: Path) -> None:

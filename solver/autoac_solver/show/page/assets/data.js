@@ -165,6 +165,7 @@ function describe(plan, memory, position) {
   return {
     op: names[ops.name[op]],
     module: modules[ops.module[op]] || "outside of all modules",
+    code: source.sources[ops.module[op]],
     phase,
     runs,
     words: phase === "recompute" ? (runs ? "recomputation" : "recomputation, not run: kept in this plan") : phase,

@@ -23,6 +23,7 @@ const readoutView = (() => {
     byId("read-at").textContent = position === memory.peakAt ? "At the peak" : "At the cursor";
     show(byId("read-op"), ...breakable(what.op));
     show(byId("read-module"), ...breakable(what.module));
+    show(byId("read-code"), ...breakable(what.code));
     byId("read-phase").textContent = `${what.words}; op ${formatCount(position + 1)} of ${formatCount(plan.axis.length)}`;
     const rows = kinds.map((_, kind) => row(kind, memory.byKind[kind][position])).filter((_, kind) => everThere[kind]);
     show(byId("read-kinds"), ...rows.reverse()); // as they are stacked

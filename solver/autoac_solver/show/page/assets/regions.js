@@ -23,8 +23,14 @@ const regionsView = (() => {
     return { regions, all };
   }
 
+  /** The class of a region's module and where its code is; "" for several regions, and where that is not known. */
+  function codeOf(name) {
+    const module = modules.indexOf(name.split("#")[0]);
+    return module < 0 || !source.sources[module] ? "" : ` (${source.sources[module]})`;
+  }
+
   const inWords = ({ name, bytes }) =>
-    `${name || "the model"}: ${source.decisions.map((word, i) => `${word} ${formatBytes(bytes[i])}`).join(", ")}`;
+    `${name || "the model"}${codeOf(name)}: ${source.decisions.map((word, i) => `${word} ${formatBytes(bytes[i])}`).join(", ")}`;
 
   function renderSums(all) {
     show(byId("sums"), ...source.decisions.map((word, i) =>

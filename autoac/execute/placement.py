@@ -75,8 +75,7 @@ class Placement:
         if self._programs:
             watch_following(inner, self._following)
             watch_inputs(inner, self._larger)
-            if OFF_IN_BACKWARD in self.record.profile.notes:
-                watch_backward(inner)
+            self.watch_autocast(inner)
 
     def prepare(self, model: torch.nn.Module) -> None:
         """All of `put_on` that changes nothing on the model: checks, kernels that are tried, warnings to be said anew.
@@ -110,6 +109,11 @@ class Placement:
         except BaseException:
             self._detach(inner, filter(planned, inner.modules()))
             raise
+
+    def watch_autocast(self, inner: torch.nn.Module) -> None:
+        """Let the model tell if backward runs under autocast where the plan has it off; `take_off` ends it."""
+        if OFF_IN_BACKWARD in self.record.profile.notes:
+            watch_backward(inner)
 
     def begins(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of a model that nothing watches begins: a word if it is called with more than was planned for."""

@@ -9,6 +9,12 @@ import torch
 
 from autoac.torch_private import any_autocast
 
+OFF_IN_BACKWARD = (
+    "recorded under the autocast that was on: taken to be around the model and its loss, and off in backward; "
+    "for another loop pass a callable sample"
+)
+"""A profile's note."""
+
 _DEVICES = ("cpu", "cuda")
 
 

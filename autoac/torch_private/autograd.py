@@ -34,6 +34,16 @@ def any_autocast() -> bool:
     return torch._C._is_any_autocast_enabled()
 
 
+def inside_autocast() -> bool:
+    """Whether a context of autocast is open in this thread, be it one that turns it off: casts of weights are kept.
+
+    Source: `torch.autocast.__exit__` (torch/amp/autocast_mode.py), which clears the cache where the depth is zero.
+    """
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth > 0
+
+
 def next_node_number() -> int:
     """The sequence number that this thread's next autograd node gets; inside an op's dispatch, its own is one less.
 

@@ -20,6 +20,7 @@ from autoac.calibrate.compiled import table
 from tests.features.compatibility import in_docs
 from tests.integrations.test_trl import WORDS, llama, sentences, tokenizer
 from tests.project.test_layering import MODULES, ORDER
+from tests.real_models import unet
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -101,7 +102,7 @@ class Model(nn.Module):
 def theirs(path: Path, folder: Path) -> dict[str, Any]:
     """What a page's examples take as the reader's own: a model, its sample and optimizer, and one of transformers."""
     if path.parent.name == "loops":
-        return of_loops(folder)
+        return of_loops(path, folder)
     model = Model()
     return {
         "build_model": Model,
@@ -129,9 +130,11 @@ def _of_transformers(folder: Path) -> dict[str, Any]:
     }
 
 
-def of_loops(folder: Path) -> dict[str, Any]:
+def of_loops(path: Path, folder: Path) -> dict[str, Any]:
     """For the pages of loops: a model of transformers, in a folder with its tokenizer too, and texts in all forms."""
     torch.manual_seed(0)
+    if path.stem == "diffusers":
+        return _of_diffusers()
     model = llama().train()
     model.save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
@@ -146,6 +149,18 @@ def of_loops(folder: Path) -> dict[str, Any]:
         "dataset": dataset,
         "name": str(folder / "model"),
         "texts": sentences(16),
+    }
+
+
+def _of_diffusers() -> dict[str, Any]:
+    """A UNet and images."""
+    model = unet().model.train()
+    loader = torch.utils.data.DataLoader(torch.rand(16, 3, 16, 16) * 2 - 1, batch_size=4)  # type: ignore[arg-type]
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "batches": list(loader),
+        "loader": loader,
     }
 
 

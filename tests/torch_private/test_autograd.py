@@ -81,6 +81,16 @@ def test_any_autocast():
     assert not torch_private.any_autocast()
 
 
+def test_inside_autocast():
+    assert not torch_private.inside_autocast()
+    with torch.autocast("cpu", enabled=False):
+        assert torch_private.inside_autocast()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch_private.inside_autocast()
+        assert torch_private.inside_autocast()
+    assert not torch_private.inside_autocast()
+
+
 def test_top_saved_tensors_hooks():
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         return tensor

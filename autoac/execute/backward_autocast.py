@@ -1,0 +1,55 @@
+"""A word when backward runs inside of autocast and the plan was made for autocast around forward and loss alone.
+
+Autocast keeps its casts of weights until its outermost context ends, be it one with `enabled=False`: they are then
+alive in backward, where the plan has them gone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from autoac.step.restore import tensors_of
+from autoac.torch_private import inside_autocast, remove_forward_hooks
+
+_WORDS = (
+    "backward runs inside of autocast, and the plan was made for autocast around forward and loss alone: casts of "
+    "weights live longer, and this step may take more than the budget. End autocast before loss.backward(), or plan "
+    "the step as it is, with a function that runs forward, loss and backward: autoac.plan(model, step, ...)"
+)
+
+
+class BackwardAutocast:
+    """A forward hook of the model: has the first backward from its output tell."""
+
+    def __init__(self) -> None:
+        self.seen = False  # a backward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BackwardAutocast:
+        return self
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Watch for the backward of this call."""
+        if self.seen or torch.compiler.is_compiling():
+            return
+        node = next((t.grad_fn for t in tensors_of(output) if t.grad_fn is not None), None)
+        if node is not None:
+            node.register_prehook(self._backward_begins)
+
+    def _backward_begins(self, gradients: Any) -> None:
+        if not self.seen:
+            self.seen = True
+            if inside_autocast():
+                warnings.warn(_WORDS, stacklevel=2)
+
+
+def watch_backward(model: torch.nn.Module) -> None:
+    """Let a model tell, until `unwatch_backward`."""
+    model.register_forward_hook(BackwardAutocast())
+
+
+def unwatch_backward(model: torch.nn.Module) -> None:
+    """Take the hook off, if it is there."""
+    remove_forward_hooks(model, BackwardAutocast)

@@ -20,7 +20,11 @@ def run(path: Path) -> nbformat.NotebookNode:
     """The notebook with its outputs, as it is stored."""
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
-        notebook, timeout=TIMEOUT_S, record_timing=False, resources={"metadata": {"path": str(path.parent)}}
+        notebook,
+        timeout=TIMEOUT_S,
+        record_timing=False,
+        store_widget_state=False,
+        resources={"metadata": {"path": str(path.parent)}},
     )
     client.execute()
     return cleaned(notebook)

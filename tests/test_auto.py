@@ -488,3 +488,38 @@ def test_steps_that_call_other_modules_are_recorded_until_none_calls_more(caplog
     handle.remove()
     tight_handle.remove()
     assert not any(module._forward_pre_hooks for module in [*ample.modules(), *tight.modules()])
+
+
+def test_a_forward_that_is_put_over_ours_later_is_left_alone():
+    """As accelerate's `prepare` does, if it comes after `autoac.auto`."""
+
+    def trained(planned: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = make().train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = autoac.auto(model, ENOUGH, optimizer=optimizer) if planned else None
+        below = model.forward
+        model.forward = lambda *args, **kwargs: below(*args, **kwargs)
+        for x, y in batches(3):
+            bare(model, optimizer, x, y)
+        if handle is not None:
+            assert handle.plan is not None
+            handle.remove()
+            assert model.forward(x).shape == (BATCH, WIDTH)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    assert all(map(torch.equal, trained(False), trained(True)))
+
+
+def test_a_shallow_copy_runs_its_own_weights():
+    torch.manual_seed(0)
+    model = make(dropout=0.0).train()
+    handle = autoac.auto(model, ENOUGH)
+    other = copy.copy(model)
+    other._modules = {name: copy.deepcopy(module) for name, module in model._modules.items()}
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    x = torch.randn(BATCH, WIDTH)
+    assert not other(x).any()
+    assert model(x).any()
+    handle.remove()

@@ -56,6 +56,9 @@ class AutoACCallback(TrainerCallback):
             return
         self._told, plan = True, self._planned.plan
         assert plan is not None
+        should_log = (
+            control.should_log
+        )  # which logging turns off, and with it the trainer's own log of this step
         # Not the trainer's own `log`: TRL's also ends the window over which it averages its metrics.
         Trainer.log(
             self._trainer,
@@ -65,6 +68,7 @@ class AutoACCallback(TrainerCallback):
                 "autoac/measured_peak_bytes": measured,
             },
         )
+        control.should_log = should_log
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave the model as it was."""

@@ -2,8 +2,8 @@
 
 Each loop trains from the same start without a plan, then once to see what the step takes, then under a budget of 30 %
 of the way from the least feasible one to the peak without a plan. Compared are all weights after the last step, by
-bits, and the peak of a planned step by the allocator's own count. The loops are those of the tests. `--write` puts
-the table into the page of the docs, and the figures into `benchmarks/results`.
+bits, and the peak of a planned step by the allocator's own count. The loops are those of the tests, and that of
+diffusers' page. `--write` puts the table into the page of the docs, and the figures into `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from tests import conftest  # noqa: F401 - its settings have to be made before t
 import msgspec
 import torch
 
+import autoac
+from autoac.measure import measure_peak
 from autoac.plans import Plan
 from autoac_solver.plan.planning import least_budget_bytes
-from tests import test_auto
+from tests import real_models, test_auto
 from tests.integrations import (
     test_accelerate,
     test_lengths,
@@ -37,6 +39,7 @@ from tests.integrations import (
     test_transformers,
     test_trl,
 )
+from tests.record import test_varying
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "loops" / "index.md"
@@ -143,6 +146,62 @@ def _lightning(setting: str) -> Loop:
     return train
 
 
+def _diffusers(budget: int | None, steps: int) -> Trained:
+    """Noise prediction with a UNet, at random timesteps."""
+    from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+
+    torch.manual_seed(0)
+    model = real_models.unet().model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = DDPMScheduler()
+    handle = None if budget is None else autoac.auto(model, budget, measure=True)
+    for _ in range(steps):
+        noise = torch.randn(8, 3, 16, 16)
+        times = torch.randint(scheduler.config["num_train_timesteps"], noise.shape[:1])
+        noisy = scheduler.add_noise(torch.randn_like(noise), noise, times)  # type: ignore[arg-type]
+        torch.nn.functional.mse_loss(model(noisy, times).sample, noise).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained(model, handle and handle.plan, handle and handle.measured_peak_bytes)
+
+
+def _resumed(budget: int | None, steps: int) -> Trained:
+    """Half of the steps, then the others by another trainer from the first one's checkpoint."""
+    half = steps // 2
+    with tempfile.TemporaryDirectory() as folder:
+        for resume, count in ((False, half), (True, steps)):
+            callback = None if budget is None else test_transformers.AutoACCallback(budget)
+            trainer = test_transformers.trained(
+                Path(folder), callback, count, resume, save_strategy="steps", save_steps=half
+            )
+    return Trained(trainer.model, callback and callback.plan, callback and callback.measured_peak_bytes)
+
+
+def _varying(build: Callable[[], tuple[torch.nn.Module, dict[str, Any]]]) -> Loop:
+    """Planned beforehand, for the step that calls all layers."""
+
+    def train(budget: int | None, steps: int) -> Trained:
+        test_varying.seed(0)
+        model, sample = build()
+        model.train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        plan = None if budget is None else autoac.plan(model, sample, budget)
+        if plan is not None:
+            plan.apply(model)
+        test_varying.seed(1)
+        peaks = []
+        for _ in range(steps):
+            taken = measure_peak(lambda: model(**sample).loss.backward())
+            peaks.append(taken.peak_above_start_bytes)
+            optimizer.step()
+            optimizer.zero_grad()
+        if plan is None:
+            return Trained(model, None, None)
+        return Trained(model, plan, plan.resident_bytes + max(peaks))
+
+    return train
+
+
 LOOPS: dict[str, tuple[Loop, int]] = {
     "bare loop": (_plain("bare"), STEPS),
     "bare, 2 micro-batches and clipping": (_plain("accumulating"), STEPS),
@@ -158,6 +217,7 @@ LOOPS: dict[str, tuple[Loop, int]] = {
         _trainer(gradient_checkpointing=True, eval_strategy="steps", eval_steps=5),
         STEPS,
     ),
+    "Trainer, resumed from a checkpoint after 10 steps": (_resumed, STEPS),
     "SFTTrainer, its defaults (bf16)": (_trl(), STEPS),
     "SFTTrainer, LoRA": (_trl(lora=True), STEPS),
     "DPOTrainer, its defaults (bf16)": (_trl(dpo=True), STEPS),
@@ -165,7 +225,11 @@ LOOPS: dict[str, tuple[Loop, int]] = {
     "Lightning, bf16-mixed": (_lightning("bf16"), STEPS),
     "Lightning, 2 micro-batches and clipping": (_lightning("accumulation"), STEPS),
     "Lightning, manual optimization": (_lightning("manual"), STEPS),
+    "diffusers UNet": (_diffusers, STEPS),
     "30 random lengths, planned anew for the longest": (_lengths, 30),
+    "WavLM, layer drop 0.2": (_varying(test_varying.speech), 30),
+    "LED, layer drop 0.2": (_varying(test_varying.long_documents), 30),
+    "Swin, drop path 0.2": (_varying(test_varying.pictures), 30),
 }
 
 
@@ -265,12 +329,15 @@ def load() -> Results:
 
 def _conditions() -> str:
     import accelerate
+    import diffusers
     import lightning
     import peft
     import transformers
     import trl
 
-    found = [f"{m.__name__} {m.__version__}" for m in (accelerate, transformers, trl, peft, lightning)]
+    found = [
+        f"{m.__name__} {m.__version__}" for m in (accelerate, transformers, trl, peft, lightning, diffusers)
+    ]
     return f"torch {torch.__version__.partition('+')[0]} on CPU, one thread, {', '.join(found)}"
 
 

@@ -34,10 +34,12 @@ def test_first_example_recomputes_where_it_has_to_and_trains_the_same(
 ):
     monkeypatch.chdir(tmp_path)
     example = snippets(path)[0]
-    ample, weights = ran(example, of_loops(tmp_path))
+    ample, weights = ran(example, of_loops(path, tmp_path))
     assert not any(region.wrapped for region in ample.regions)
     full, least = ample.record.unplanned_peak_bytes, least_budget_bytes(ample.record.profile)
-    tight, same = ran(example.replace('"20GB"', str(int(least + 0.3 * (full - least)))), of_loops(tmp_path))
+    tight, same = ran(
+        example.replace('"20GB"', str(int(least + 0.3 * (full - least)))), of_loops(path, tmp_path)
+    )
     assert any(region.wrapped for region in tight.regions)
     assert not tight.is_not_followed
     assert all(map(torch.equal, weights, same))
@@ -56,11 +58,13 @@ def test_table_is_what_was_measured():
     for row in results.rows:
         assert row.kept, row
         assert row.budget_bytes < row.unplanned_peak_bytes
-        assert abs(row.error) < 1e-3, row
+        # Of steps that vary the largest that can be is planned for, which need not come in 30 steps.
+        assert -1e-3 < row.error < (0.03 if "layer drop" in row.loop else 1e-3), row
 
 
-def test_a_loop_is_measured():
-    row = loops.measure("bare, 2 micro-batches and clipping", steps=5)
+@pytest.mark.parametrize("loop", ["bare, 2 micro-batches and clipping", "diffusers UNet"])
+def test_a_loop_is_measured(loop: str):
+    row = loops.measure(loop, steps=5)
     assert row.kept
     assert row.steps == 5
     assert row.predicted_peak_bytes == row.measured_peak_bytes

@@ -245,7 +245,7 @@ def test_only_single_numbers_are_decided_and_chance_decides_nothing():
 WORDS = 61
 
 
-def _speech() -> tuple[nn.Module, dict[str, Any]]:
+def speech() -> tuple[nn.Module, dict[str, Any]]:
     from transformers import WavLMConfig, WavLMForCTC
 
     config = WavLMConfig(
@@ -267,7 +267,7 @@ def _speech() -> tuple[nn.Module, dict[str, Any]]:
     return WavLMForCTC(config), sample
 
 
-def _long_documents() -> tuple[nn.Module, dict[str, Any]]:
+def long_documents() -> tuple[nn.Module, dict[str, Any]]:
     from transformers import LEDConfig, LEDForConditionalGeneration
 
     config = LEDConfig(
@@ -293,7 +293,7 @@ def _long_documents() -> tuple[nn.Module, dict[str, Any]]:
     return LEDForConditionalGeneration(config), {**sample, "use_cache": False}
 
 
-def _series() -> tuple[nn.Module, dict[str, Any]]:
+def series() -> tuple[nn.Module, dict[str, Any]]:
     from transformers import AutoformerConfig, AutoformerForPrediction
 
     config = AutoformerConfig(
@@ -324,7 +324,7 @@ def _series() -> tuple[nn.Module, dict[str, Any]]:
     return AutoformerForPrediction(config), sample
 
 
-def _pictures() -> tuple[nn.Module, dict[str, Any]]:
+def pictures() -> tuple[nn.Module, dict[str, Any]]:
     """Its drop path is a mask, so that its steps are alike."""
     from transformers import SwinConfig, SwinForImageClassification
 
@@ -342,17 +342,17 @@ def _pictures() -> tuple[nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [_speech, _long_documents, _series, _pictures])
+@pytest.mark.parametrize("build", [speech, long_documents, series, pictures])
 def test_real_models_are_within_budget_in_every_step(build: Callable[[], tuple[nn.Module, dict[str, Any]]]):
     pytest.importorskip("transformers")
     seed(0)
     model, sample = build()
     model.train()
     profile = autoac.profile(model, sample)
-    assert varies(profile) == (build is not _pictures)
+    assert varies(profile) == (build is not pictures)
     plan = autoac.solve(profile, tight(profile))
     peaks = trains_exactly_within(plan, model, lambda: model(**sample).loss.backward(), 30)
     assert max(peaks) <= plan.budget_bytes
     assert any(region.wrapped for region in plan.regions)
-    if build is not _pictures:
+    if build is not pictures:
         assert min(peaks) < 0.9 * max(peaks)

@@ -14,20 +14,24 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
 TIMEOUT_S = 300
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 def run(path: Path) -> nbformat.NotebookNode:
     """The notebook with its outputs, as it is stored."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook,
-        timeout=TIMEOUT_S,
-        record_timing=False,
-        store_widget_state=False,
-        resources={"metadata": {"path": str(path.parent)}},
-    )
-    client.execute()
+    execute(notebook)
     return cleaned(notebook)
+
+
+def execute(notebook: nbformat.NotebookNode) -> None:
+    """Run it in this folder; its cells get their outputs."""
+    client = NotebookClient(
+        notebook, timeout=TIMEOUT_S, record_timing=False, resources={"metadata": {"path": str(FOLDER)}}
+    )
+    # For a widget nbclient sends to the kernel while it waits for it. Then it may miss the reply until its time is out.
+    client.widget_registry.clear()
+    client.execute()
 
 
 def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -38,8 +42,11 @@ def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         if cell.cell_type == "code":
             cell.metadata = nbformat.NotebookNode()
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-            for output in cell.outputs:
-                output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+            # What a widget shows is not stored, but its text.
+            widgets = [output for output in cell.outputs if WIDGET in output.get("data", {})]
+            for output in widgets:
+                del output.data[WIDGET]
+            cell.outputs = widgets or cell.outputs
     return notebook
 
 

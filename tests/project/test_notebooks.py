@@ -5,7 +5,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
+
+from notebooks.store import execute
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 
@@ -40,14 +41,7 @@ def test_notebook_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     stored = _shows_something(notebook)
     assert any(stored), "store the notebook with its outputs"
-    # Keeping widgets' states, which are not stored, nbclient sends to the kernel while it waits for it. Then it may
-    # miss the reply until its time is out.
-    NotebookClient(
-        notebook,
-        timeout=300,
-        store_widget_state=False,
-        resources={"metadata": {"path": str(path.parent)}},
-    ).execute()
+    execute(notebook)
     assert _shows_something(notebook) == stored
 
 

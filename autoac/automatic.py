@@ -3,14 +3,14 @@
 NOTE [ The loop's steps ]
   1. Nothing is run for the plan. The loop's own first step is recorded (see `autoac.record.live`), with its batch,
      autocast, loss, micro-batches, gradient scaling and clipping.
-  2. A step ends before an optimizer that has a parameter of the model steps (with a closure: when its first run is
-     over); where no optimizer of torch is seen, before the first write to a parameter after backward, or before the
-     next call of the model that finds no gradients where backward had left some. So a loop that only accumulates, and
-     neither steps nor clears gradients, has no second step.
-  3. The plan is made when the next step begins, for only then it is known what the loop still holds of the step before
-     (its output, its loss), and whether gradients are there when a step begins. If they are, and were not in the
-     recorded step, as where `zero_grad` comes after forward, that next step is recorded instead.
-  4. Only calls in train mode and with gradients on count.
+  2. A step ends just before an optimizer steps that has a parameter of the model; with a closure, after the closure's
+     first run. If no torch optimizer is seen, it ends before the first write to a parameter after backward, or before
+     the next call of the model that finds no gradients although backward had left some. So a loop that only
+     accumulates, and neither steps nor clears gradients, has no second step.
+  3. The plan is made when the next step begins. Only then we know which tensors of the step before the loop still
+     holds (its output, its loss), and whether there are gradients when a step begins. If the recorded step differs in
+     that, as where `zero_grad` comes after forward, the next step is recorded instead.
+  4. Only calls of the model in train mode and with gradients on count.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from autoac_solver.records.profile import NEVER, Profile, Storage
 ON_LARGER = ("warn", "replan", "error")
 
 _MOST_RECORDINGS = 3
-"""So often a step is recorded because the one before was not like those that follow."""
+"""At most this many steps are recorded for a loop whose later steps differ from the recorded one."""
 
 
 def auto(
@@ -74,7 +74,7 @@ def auto(
 
     Nothing runs until the loop's first training step, and nothing runs twice: gradients, weights and random states are
     to the bit those of a loop without this line. The first step runs with everything recomputed, which takes the least
-    memory, and is slower, for its ops are timed. What the plan is, is logged to the logger "autoac" in one line.
+    memory, and is slower, for its ops are timed. The logger "autoac" gets one line about the plan.
 
     A step is taken to begin with the model's first call in train mode and with gradients on, and to end before an
     optimizer with a parameter of the model steps; see NOTE [ The loop's steps ] for loops without one.
@@ -84,11 +84,12 @@ def auto(
         budget, regions, policies, engine, headroom: as for `autoac.plan`.
         optimizer: the one that trains the model; left out, it is found when it steps. Wrappers of Trainer, accelerate
             and Lightning are looked through.
-        on_larger: when the model is called with more elements than were planned for: "warn" once, "replan" from that
-            step on (it is recorded in place of being planned), or "error" before it runs.
+        on_larger: what to do when the model is called with more elements than were planned for: "warn" once, "replan"
+            (record that step, then plan for it), or raise an "error" before it runs.
         verify: run `Plan.verify` on the second step's batch before the plan is put on the model, and measure the peak
             of the first planned step; see `Auto.report` and `Auto.measured_peak_bytes`.
-        path: the plan is saved there, and taken from there if it is for this model, budget and engine.
+        path: the plan's file. The plan is saved there; a plan that is there already is used without recording a step if
+            it was made for this model, kind of device, budget and engine.
         measure: measure the peak of the first planned step.
 
     Returns:
@@ -139,9 +140,9 @@ class _Wanted:
 class Auto:
     """The handle of `autoac.auto`.
 
-    Args:
+    Attributes:
         report: what `Plan.verify` found, None where it was not wanted or has not run yet.
-        measured_peak_bytes: of the first planned step with its optimizer's, resident bytes included; None until it
+        measured_peak_bytes: peak of the first planned step, with the optimizer's step and resident bytes; None until it
             is over, or where it was not to be measured.
     """
 
@@ -154,20 +155,20 @@ class Auto:
         self._optimizers: list[Any] = [] if optimizer is None else [optimizer]
         self._path = path
         self._live: LiveStep | None = None
-        self._profile: Profile | None = None  # of a step that was recorded, and is not planned for yet
+        self._profile: Profile | None = None  # of a recorded step that has no plan yet
         self._survivors: dict[int, Any] = {}
         self._workspaces: dict[Any, int] = {}
         self._provisional: Plan | None = None
         self._plan: Plan | None = None
         self._recordings = 0
-        self._had_gradients = False  # when the recorded step began
-        self._stepped = True  # an optimizer has, since the model was last called
+        self._had_gradients = False  # whether there were any when the recorded step began
+        self._stepped = True  # whether an optimizer has, since the model was last called
         self._running = False
         self._larger: LargerInputs | None = None
         self._newcomers: set[str] = (
             set()
         )  # modules that planned steps have called, and the recorded one had not
-        self._kept: Plan | None = None  # to go on with if the next recorded step calls no more modules
+        self._kept: Plan | None = None  # stays if the next recorded step calls no more modules
         self._warned: set[str] = set()
         self._measurement: tuple[contextlib.ExitStack, Taken] | None = None
         self._measured = not wanted.measure
@@ -186,7 +187,7 @@ class Auto:
     def plan(self) -> Plan | None:
         """The plan; None before the first step is over.
 
-        Between the first step and the second it is that for the first as it was recorded.
+        Between the first step and the second it is provisional: the plan for the first step as it was recorded.
         """
         if self._plan is None and self._profile is not None and self._provisional is None:
             self._provisional = self._planned(self._counted(self._profile))
@@ -194,11 +195,11 @@ class Auto:
 
     @property
     def known_plan(self) -> Plan | None:
-        """The plan, if it is made already."""
+        """The plan if one has been made; asking for it makes none."""
         return self._plan or self._provisional
 
     def remove(self) -> None:
-        """Take the plan, and all of this, off the model, which is then as it was before."""
+        """Take the plan and this handle's hooks off the model, which is then as it was before."""
         self._give_up()
         self._end_measurement(keep=False)
         self._take_plan_off()
@@ -216,7 +217,7 @@ class Auto:
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model is called."""
         counts = self._model.training and torch.is_grad_enabled() and not in_backward() and not self._running
-        if not counts:  # or a second run of its code, or a call inside of one
+        if not counts:  # evaluation, a second run of its code in backward, or a call inside of another one
             return self._on_top.run(args, kwargs)
         self.begins(args, kwargs)
         self._running = True
@@ -233,7 +234,7 @@ class Auto:
         """A forward of the training step begins; for trainers that do not call the model itself.
 
         Args:
-            args, kwargs: with the batch in them.
+            args, kwargs: of the call; the batch is in them.
         """
         if self._live is not None and self._is_over():
             self._end_record()
@@ -267,7 +268,7 @@ class Auto:
             return args, {**kwargs, "closure": self._then_over(kwargs["closure"])}
         if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
             return (args[0], self._then_over(args[1]), *args[2:]), kwargs
-        if not in_backward():  # else it steps for each parameter
+        if not in_backward():  # else it steps parameter by parameter while backward runs
             self._step_is_over()
         return None
 
@@ -379,7 +380,7 @@ class Auto:
         )
 
     def _counted(self, profile: Profile) -> Profile:
-        """The profile with what the optimizers keep and take."""
+        """The profile with the optimizers' states, and with the memory that their steps take."""
         for optimizer in self._optimizers:
             try:
                 profile = with_optimizer(profile, self._model, optimizer, measure=not is_profiled())
@@ -408,7 +409,7 @@ class Auto:
                 plan.remove(self._given)
 
     def _take_up_saved(self, args: Any, kwargs: Any) -> None:
-        """The plan that was saved by a run before, if it is for this model and what is wanted."""
+        """Put on the plan that an earlier run saved, if it is for this model, device, budget and engine."""
         if self._path is None or not self._path.exists() or self._recordings:
             return
         plan = Plan.load(self._path)
@@ -446,7 +447,7 @@ class Auto:
         if not kwargs or not args:
             sample = args or kwargs
         with self._on_top.aside():
-            # Whether the loop keeps the output is its own affair, and counted as it does.
+            # The profile already counts the output for as long as the loop keeps it; this step need not keep it.
             self.report = run_verify(plan, TrainingStep(self._model, sample, keeps_output=False))
         if not self.report.equal:
             self.remove()
@@ -479,13 +480,13 @@ class Auto:
             LOGGER.info("%s: recording this step to plan anew", words)
             self._recordings = 0
             self._record_again()
-        else:  # the step has begun: the next one that is so large begins with it
+        else:  # in the middle of a step, where no record can begin
             self._say(
                 "larger later", f"{words}: a larger batch is planned for where it comes first in its step."
             )
 
     def _meets_newcomers(self, plan: Plan) -> None:
-        """The step before has called modules that the recorded one had not, as with layer drop."""
+        """The step before called modules that the recorded step did not call, as with layer drop."""
         names = outermost(self._newcomers)
         words = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         self._newcomers.clear()

@@ -22,7 +22,7 @@ from autoac_solver.records.errors import PlanMismatchError
 
 
 class PlannedRegion:
-    """What a planned module carries.
+    """Carried by a planned module: its programs, and the forward that it had.
 
     Args:
         programs: one for each call of the module in a step.
@@ -45,7 +45,7 @@ class PlannedRegion:
         return PlannedRegion, (self.programs, self.engine, self.forward, self.plan_id)
 
     def next_program(self) -> Program:
-        """The program for this call: calls are counted with gradients on, per thread, round and round."""
+        """The program for this call. Calls with gradients on are counted per thread, modulo the calls of a step."""
         if len(self.programs) == 1:
             return self.programs[0]
         index = getattr(self.calls, "index", 0)
@@ -53,7 +53,7 @@ class PlannedRegion:
         return self.programs[index]
 
     def restart(self, index: int) -> None:
-        """The next call of the module in this thread is this one of the step."""
+        """Let the module's next call in this thread be this one of the step's."""
         self.calls.index = index
 
 
@@ -77,7 +77,7 @@ def _is_distributed() -> bool:
 
 
 def check_no_units(module: torch.nn.Module, region: str) -> None:
-    """Refuse a region with units of FSDP2 inside; a model may be sharded when the plan is on it already.
+    """Refuse a region with units of FSDP2 inside. Also asked when a region runs: a model may be sharded under its plan.
 
     Raises:
         PlanMismatchError: there are some.
@@ -94,22 +94,22 @@ def check_no_units(module: torch.nn.Module, region: str) -> None:
 
 
 def attach(module: torch.nn.Module, programs: Sequence[Program], engine: str, plan_id: str) -> None:
-    """Plan one module."""
+    """Put programs on one module."""
     put_forward(module, forward, PlannedRegion(programs, engine, module.__dict__.get("forward"), plan_id))
 
 
 class Root:
-    """What the root of a model carries when some module is called several times a step: where its calls stand.
+    """Carried by the root of a model when some module is called several times a step: which of its calls come next.
 
-    Counting round and round would do if every step ran to its end; after an exception, or a forward that nobody
-    goes backward from, it would be off. A model that is called once a step starts anew with each call. One that is
+    Counting modulo the calls of a step would do if every step ran to its end. After an exception, or a forward without
+    a backward, the count would be off. So a model that is called once a step starts anew with each call. One that is
     called several times (micro-batches, two views) starts a step where no parameter has a gradient yet, as the
     profiled step did.
 
     Args:
         offsets: for each module that is called several times, its calls in the step before each call of the root.
-        fresh: how many calls of the root come before the first gradient, which a backward may leave to
-            `torch.autograd.grad`.
+        fresh: how many calls of the root come before the first `.grad` is there; a backward by `torch.autograd.grad`
+            leaves none.
         forward: the root's own instance attribute `forward` if it had one, else None.
         plan_id: tells which plan it belongs to.
     """
@@ -131,7 +131,7 @@ class Root:
         """Which of the step's calls of the root this one is, in this thread."""
         count = len(next(iter(self.offsets.values())))
         index = getattr(self.calls, "index", 0) % count
-        # A later call finds gradients, or it is none.
+        # A later call of a step finds gradients. If there are none, this is the first call of a new step.
         if index and index >= self.fresh and all(p.grad is None for p in module.parameters()):
             index = 0
         self.calls.index = index + 1
@@ -159,12 +159,12 @@ def attach_root(
 
 
 class LossSide:
-    """What a module carries in whose own code a loss is computed, or after which that is done.
+    """Carried by a module whose own code computes a loss, or that runs last before a loss is computed.
 
-    It is below whatever else the module carries, so that it is part of a region's second run.
+    Its forward is called by that of whatever else the module carries, so it is part of a region's second run.
 
     Args:
-        side: what it has to do with losses.
+        side: the module's part in computing losses.
         forward: the instance's own attribute `forward` if it had one, else None.
         plan_id: tells which plan it belongs to.
     """
@@ -191,7 +191,7 @@ def loss_side_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any
 def attach_losses(
     model: torch.nn.Module, losses: Mapping[str, Collection[str | None]], chunked: bool, plan_id: str
 ) -> None:
-    """Let a model's cross entropies be lean; before anything else of the plan is attached.
+    """Let a model's cross entropies be lean. Call it before anything else of the plan is attached.
 
     Args:
         losses, chunked: as for `sides`.

@@ -40,7 +40,7 @@ _LOG_SOFTMAX = "aten._log_softmax.default"
 
 
 class Placement:
-    """A plan, as it is put on models.
+    """Puts a plan on models and takes it off again.
 
     Args:
         record: the plan.
@@ -53,7 +53,7 @@ class Placement:
 
     @functools.cached_property
     def plan_id(self) -> str:
-        """Tells on a model whose decisions it carries; a plan that was saved and loaded is the same plan."""
+        """Marks the modules that carry this plan: a hash of its decisions, the same after saving and loading."""
         decisions = [
             (region.fqn, region.call, region.wrapped, region.steps, region.point)
             for region in self.record.regions
@@ -78,7 +78,7 @@ class Placement:
             self.watch_autocast(inner)
 
     def prepare(self, model: torch.nn.Module) -> None:
-        """All of `put_on` that changes nothing on the model: checks, kernels that are tried, warnings to be said anew.
+        """The part of `put_on` that leaves the model as it is: checks, trying kernels, arming the warnings again.
 
         Raises:
             PlanMismatchError: as for `put_on`.
@@ -92,7 +92,11 @@ class Placement:
             program.warned = False
 
     def attach(self, inner: torch.nn.Module) -> None:
-        """Put the programs of a plan that was prepared on the model, without wrappers; nothing watches its calls."""
+        """Put the programs on the model, after `prepare`. No hook watches the model's calls.
+
+        Args:
+            inner: the model without wrappers.
+        """
         try:
             programs_of = {**self._programs, **self._alike(inner)}
             compiled = compiled_modules(inner)
@@ -111,21 +115,21 @@ class Placement:
             raise
 
     def watch_autocast(self, inner: torch.nn.Module) -> None:
-        """Let the model tell if backward runs under autocast where the plan has it off; `take_off` ends it."""
+        """Warn from now on if backward runs under autocast that was off in the profiled one; `take_off` ends it."""
         if OFF_IN_BACKWARD in self.record.profile.notes:
             watch_backward(inner)
 
     def begins(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call of a model that nothing watches begins: a word if it is called with more than was planned for."""
+        """Warn if inputs are larger than planned for. For models without hooks: call it before each call."""
         if self._programs:
             self._larger(model, args, kwargs)
 
     def ends(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call of a model that nothing watches is over: a word if it ran other ops."""
+        """Warn if the call ran other ops than planned. For models without hooks: call it after each call."""
         self._following.root_is_over(args, kwargs)
 
     def can_detach(self, model: torch.nn.Module) -> bool:
-        """Whether nobody has put another forward over the plan's since."""
+        """Whether `detach` is possible: nobody has put another forward over the plan's."""
         return not any(map(covered, self._carriers(model).values()))
 
     def detach(self, inner: torch.nn.Module) -> None:
@@ -214,10 +218,10 @@ class Placement:
         )
 
     def _place_in(self, model: torch.nn.Module) -> str:
-        """Where a module of the model is the one that this plan was made for, as code; "" if none is."""
+        """The submodule that this plan was made for, as code ("model.encoder"); "" if there is none."""
         for name, module in model.named_modules():
             if own_name(module) != self.record.model:
-                continue  # a fingerprint takes a while
+                continue  # computing a fingerprint takes a while
             if model_fingerprint(module) == self.record.model_fingerprint:
                 is_path = all(part.isidentifier() for part in name.split("."))
                 return f"model.{name}" if is_path else f"model.get_submodule({name!r})"
@@ -233,9 +237,9 @@ class Placement:
             )
 
     def _try_losses(self, model: torch.nn.Module) -> None:
-        """Try the device's kernels for lean losses here, so that no step pays for it in time or bytes.
+        """Test the device's kernels for lean and chunked losses here, so that no step pays for it in time or bytes.
 
-        Warns if they do not give the same bits by chunks.
+        Warns if a chunked loss gives other bits.
         """
         device = device_of(model).type
         if not self.record.losses or not device_for(device_of(model)).known:
@@ -252,7 +256,7 @@ class Placement:
             )
 
     def _recompile(self, model: torch.nn.Module) -> None:
-        """Let the modules run compiled again that this plan has made run uncompiled."""
+        """Undo `uncompile` on the modules on which this plan has done it."""
         for module in model.modules():
             if uncompiled_by(module) == self.plan_id:
                 recompile(module)
@@ -261,7 +265,7 @@ class Placement:
     def _programs(self) -> dict[str, list[Program]]:
         """The programs of each module that has anything to recompute, one for each of its calls.
 
-        They stay the same objects however often the plan is applied: torch's compiler takes another one for other code.
+        The objects stay the same however often the plan is applied: for new ones torch's compiler would compile again.
         """
         programs: dict[str, list[Program]] = {}
         for region in self.record.regions:
@@ -273,10 +277,10 @@ class Placement:
         return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
 
     def _alike(self, model: torch.nn.Module) -> dict[str, list[Program]]:
-        """Programs for modules that the profiled step did not call, but one that is alike, as of a skipped layer.
+        """Programs for modules that the profiled step did not call, such as a skipped layer, from modules alike.
 
-        Alike are modules whose names differ in numbers only, and that are built the same. Of their programs the one
-        that recomputes most is taken.
+        Two modules are alike if their names differ in numbers only and they are built the same. Of the programs of
+        modules alike the one that recomputes most is taken.
         """
         called = {call.fqn for call in self.record.profile.calls}
         known: dict[str, list[str]] = {}
@@ -292,7 +296,7 @@ class Placement:
         return found
 
     def _copied(self, program: Program, region: str, fqn: str) -> Program:
-        """A region's program for another module; always the same object, as for `_programs`."""
+        """A region's program for another module; the same object at each call, see `_programs`."""
         if fqn not in self._copies:
             pauses = [replace(pause, fqn=fqn + pause.fqn[len(region) :]) for pause in program.pauses.values()]
             self._copies[fqn] = Program(

@@ -1,15 +1,15 @@
-"""Values that come out of their recomputation with other bits: found while a step is recorded, and never recomputed.
+"""Finds, while a step is recorded, the values whose recomputation gives other bits. Plans save these values.
 
 NOTE [ The guard ]
   1. While a step is recorded the engine recomputes every value of a lean module. In the first step a checksum is taken
      of each value when an op reads it and when autograd saves it, and again of the recomputed one at the same place.
-  2. A value that differs is not what its op has made of its inputs: code that torch does not see has written it, the op
-     draws random numbers of its own, or it depends on something that was set around it. Its op is marked as one that
+  2. A value that differs does not depend on its op and the op's inputs alone: code that torch does not see has written
+     it, the op draws random numbers of its own, or a setting around the op has changed. Its op is marked as one that
      cannot run a second time, and plans save the value.
-  3. What was computed from such a value differs as well, which says nothing of its own op. So a step with findings is
-     followed by one in which the found values are kept. What differs in the last step is marked, whatever the reason.
-  4. Checksums are of the bytes that an op or autograd sees: the rest of a storage may never have been written. What an
-     op writes in place is looked at when it is next read.
+  3. A value that was computed from such a value differs as well, though its own op may be fine. So a step with findings
+     is followed by one in which the found values are kept. All values that differ in the last step are marked.
+  4. Checksums cover the bytes that an op or autograd sees: the rest of a storage may never have been written. A value
+     that an op writes in place is checked when it is next read.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ OpKey = tuple[str, int, str, int]
 
 
 class Guard:
-    """Compares what is recomputed in one recorded step with what forward had made.
+    """Compares the recomputed values of one recorded step with those of forward.
 
     Args:
-        unfit: ops whose results are kept, as found in earlier steps.
+        unfit: ops whose results are kept, found in earlier steps.
     """
 
     def __init__(self, unfit: Iterable[OpKey] = ()):
@@ -61,7 +61,7 @@ class Guard:
     # -- forward -----------------------------------------------------------------------------------------------
 
     def about_to_run(self, info: OpInfo, fqn: str, call: int) -> OpInfo:
-        """An op is about to be recorded; what the recording is to take it for."""
+        """Called before an op is recorded; returns its facts, not replayable if the op is unfit."""
         place = fqn, call, info.name
         self._key = (*place, self._counts[place])
         self._counts[place] += 1
@@ -69,11 +69,11 @@ class Guard:
         return dataclasses.replace(info, replayable=False) if self._key in self.unfit else info
 
     def has_run(self, row: int) -> None:
-        """It is in this row of the tape."""
+        """The op is in this row of the tape."""
         self.key_of_row[row] = self._key
 
     def reads(self, info: OpInfo, tensor: torch.Tensor, where: Any, place: int) -> None:
-        """The op reads a value that will be recomputed, which is this one of its references."""
+        """The op reads a value that will be recomputed; `place` is its index among the op's references."""
         position = where[0] if isinstance(where, tuple) else where
         if isinstance(position, str) or position in info.writes:
             return  # taken note of only when the op has run; or overwritten
@@ -107,7 +107,7 @@ class Guard:
             self._tainted.update(made, record.written)
 
     def unpacked(self, packed: Any, tensor: torch.Tensor) -> None:
-        """Autograd gets back what it has saved."""
+        """Autograd unpacks a tensor that it has saved."""
         if type(packed) is Handle:
             checksum = self._packed.pop(packed, None)
             if checksum is not None and checksum_of(tensor) != checksum:
@@ -177,7 +177,7 @@ def _likely(op: str, reads_tensors: bool) -> str:
 
 
 class Draws:
-    """What an op draws that does not say whether it does: make it before the op."""
+    """The generators from which an op of another library may draw, and their states; make it before the op runs."""
 
     def __init__(self, info: OpInfo, args: Any, kwargs: Any):
         generators = generators_of(info, args, kwargs) if info.unknown else []
@@ -197,15 +197,15 @@ class Draws:
 
 # -- checksums -----------------------------------------------------------------------------------------------------
 
-_WORDS = 1 << 20  # of eight bytes that are looked at together on a device
-_PIECES = 64  # in which a tensor with gaps is copied
+_WORDS = 1 << 20  # words of eight bytes that are summed together on a device
+_PIECES = 64  # a tensor with gaps is copied in so many pieces
 
 
 def checksum_of(tensor: torch.Tensor) -> int | None:
-    """A checksum of a tensor's elements, in the order of memory; None if they cannot be looked at.
+    """A checksum of a tensor's elements, in the order of memory; None if they cannot be read.
 
-    Two tensors of the same size and strides with the same bits have the same. Nothing is copied but, piece by piece,
-    tensors with gaps between their elements.
+    Tensors of equal sizes, strides and bits have equal checksums. On CPU only a tensor with gaps between its elements
+    is copied, piece by piece.
     """
     if tensor.layout is not torch.strided or is_fake(tensor) or tensor.device.type == "meta":
         return None
@@ -245,7 +245,7 @@ def _product(dims: Sequence[tuple[int, int]]) -> int:
 
 
 def on_device(tensor: torch.Tensor) -> int:
-    """The same by ops of torch: sums of eight bytes each, weighted by their place."""
+    """A checksum by torch's ops, on any device: words of eight bytes, weighted by their place and summed."""
     if not tensor.numel():
         return 0
     dims = _dims(tensor)
@@ -262,7 +262,7 @@ def on_device(tensor: torch.Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in (*flat[:whole].view(torch.int64).split(_WORDS), flat[whole:].long()):
         weights = (2 * torch.arange(part.numel(), device=part.device) + 1) * _MIX
-        # The upper halves once more by themselves: of a product's topmost bit, no weight tells the place.
+        # Upper halves are added again: the weights are odd, so a word's top bit adds 2**63 wherever the word is.
         total = total * _MIX + (part * weights).sum() + ((part >> 32) * (weights >> 7)).sum()
     return int(total)
 

@@ -1,4 +1,4 @@
-"""A region's ops become decision groups: what is decided as one, and what makes an op unfit for recomputation."""
+"""A region's ops become decision groups: which ops are decided as one, and what makes an op unfit for recomputation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class Groups:
     """The decision groups of all regions.
 
     Args:
-        step, regions, engine: what they are made for.
+        step, regions, engine: the recorded step, its regions, and the engine that runs them.
         pinned: ops that must not be run again because the user says so.
-        undecided: regions whose ops are no groups (they are nothing but a loss that is decided on as a whole).
+        undecided: regions without groups of their own: all of their ops belong to a loss, decided on as a whole.
 
     Attributes:
         all: the groups, in order.
         of_op, of_storage: their indices by op, and by storage of their region.
         region_of: the region that makes a storage, by storage.
+        largest: for each region its largest group that may be recomputed, see `_largest`.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Groups:
         return group >= 0 and not self.all[group].must_save
 
     def spared(self, region: Region, op: int) -> bool:
-        """Whether early stop spares the op, whatever is decided (sac)."""
+        """Whether early stop ends the second run before the op, so that it never runs again (sac)."""
         return region.spares and self._step.ticks[op] > region.last_save
 
     def _own(self, region: Region, op: int) -> list[int]:
@@ -100,11 +101,11 @@ class Groups:
     def _unfit(
         self, region: Region, index: int, op: int, kept: set[int], requires: set[int]
     ) -> Iterator[str]:
-        """What makes an op of a group unfit for recomputation.
+        """The reasons that make an op of a group unfit for recomputation.
 
         Args:
             kept: storages that cannot be recomputed.
-            requires: groups that it needs recomputed are added to these.
+            requires: output; the groups that must be recomputed with this one are added.
         """
         record = self._step.profile.tape[op]
         own = set(self._own(region, op))
@@ -149,9 +150,9 @@ class Groups:
         return kept | (raw & {storage for _, storage in saves[cursor:]})
 
     def _tie_random(self, groups: range) -> None:
-        """Torch stashes one random state a region: its random ops are all saved or all recomputed.
+        """Let all random groups of a region be decided alike, for torch stashes one random state a region.
 
-        It does not stash that of a generator of the model's own, to draw from which is a side effect.
+        The state of a generator of the model's own is not stashed. Drawing from it is a side effect, see `_unfit`.
         """
         random = [g for g in groups if self._step.draws(self.all[g].ops)]
         reason = next((self.all[g].reason for g in random if self.all[g].must_save), "")
@@ -162,10 +163,10 @@ class Groups:
             self.all[group] = tied
 
     def _may_be_spared(self, region: Region) -> bool:
-        """Whether the ops after the last save may be called recomputed, as they never run again.
+        """Whether the ops after the last save count as recomputed without a decision, as they never run again.
 
-        Not where one of them must be saved (it would find its inputs changed, or early stop can be off), where it goes
-        only with another, or where it is random, since those all go one way: then all are decided on as the others are.
+        They do not if one of them must be saved (it would find its inputs changed, or early stop can be off), requires
+        another group, or is random (random groups are decided alike). Then they are decided on like other ops.
         """
         late = [op for op in region.ops if self._step.ticks[op] > region.last_save]
         groups = [self.all[group] for group in {self.of_op[op] for op in late if op in self.of_op}]
@@ -190,7 +191,7 @@ class Groups:
 
 
 def _connected(storages_of: list[tuple[int, list[int]]]) -> list[list[int]]:
-    """Ops that share storages, directly or by others, in order of their first; ops without storages are left out."""
+    """Sets of ops that are connected by common storages, ordered by their first op. Ops without any are left out."""
     root_of: dict[int, int] = {}
 
     def find(storage: int) -> int:

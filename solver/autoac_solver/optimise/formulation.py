@@ -14,14 +14,14 @@ from autoac_solver.optimise.memory import MemoryModel, MemoryRow
 from autoac_solver.problem.problem import SAVE, Literal, Problem
 
 _COST_RANGE = 1e4
-"""What recomputing everything costs in the objective: solvers work to absolute tolerances of about 1e-6."""
+"""The objective's scale, the sum of all costs: solvers work to absolute tolerances of about 1e-6."""
 _TOLERANCE = 1e-5
 """By how much a solver may break a memory row."""
 _SLACK = 1e-7
 """What memory rows allow beyond the budget, lest rounding errors (CBC reads 13 digits) cut off a plan that meets it to
-the byte. What slips through is for the simulator to find and for covers to forbid."""
+the byte. The simulator finds plans that slip through, and covers forbid them."""
 _PEAK = 0
-"""Stands for the peak where other variables are named by their positive literal."""
+"""The peak's key among variables; the key of any other variable is its positive literal."""
 
 
 class Formulation:
@@ -31,7 +31,7 @@ class Formulation:
         problem: not changed.
         algebra, memory: the problem's.
         budget_bytes: what the memory rows allow; None minimises the peak instead of the time.
-        minimise_time: False looks for just any plan within the budget.
+        minimise_time: False looks for any plan within the budget.
 
     Attributes:
         minimise_time: whether the objective is the time.
@@ -40,7 +40,7 @@ class Formulation:
         is_split: only a part of all plans is allowed, see `split`.
         impossible: a row, left out of the program, cannot be met whatever is decided.
         cost_per_s: units of the objective in a second.
-        constant_s: seconds to be added to the objective: what hints count if nothing is recomputed.
+        constant_s: seconds to be added to the objective: the penalty of hints if nothing is recomputed.
         unit_bytes: the bytes that count as 1 in the memory rows.
     """
 
@@ -91,7 +91,7 @@ class Formulation:
         return objective / self.cost_per_s + self.constant_s
 
     def point(self, decisions: np.ndarray) -> np.ndarray:
-        """The solver's values for decisions that are whole numbers; for programs with a budget."""
+        """The solver's values that stand for decisions of 0 and 1. Only for programs with a budget."""
         truth = self._memory.evaluate(decisions)
         values = np.zeros(len(self.program.variables))
         values[list(self._column.values())] = truth[np.array(list(self._column)) - 1]
@@ -106,7 +106,7 @@ class Formulation:
         return self._budget_bytes is not None and peak_bytes <= self._budget_bytes
 
     def limit_bytes(self, values: np.ndarray) -> float:
-        """What a solution promises to stay under: the budget, or the peak that it found, give or take its tolerance."""
+        """The bytes that a solution claims not to exceed: the budget, or the peak that it found plus a tolerance."""
         if self._budget_bytes is not None:
             return self._budget_bytes
         return self._problem.resident_bytes + (values[self._column[_PEAK]] + _TOLERANCE) * self.unit_bytes
@@ -122,9 +122,9 @@ class Formulation:
     def add_covers(self, positions: Iterable[int], decisions: np.ndarray) -> None:
         """Forbid decisions that exceed the budget at positions by less than the solver's tolerance.
 
-        Of the literals that are true there, the largest that together exceed the budget cannot all be true again; nor
-        can as many out of these and all that are as large as the largest. With coefficients of one, no tolerance lets
-        that pass.
+        The cover at a position is the shortest list of true literals, the largest first, that together exceed the
+        budget. Fewer than its length may be true among its literals and all others at least as large as its largest.
+        The coefficients are ones, so no tolerance lets the same decisions pass again.
 
         Args:
             positions: where the budget is exceeded although there is a row.
@@ -144,9 +144,9 @@ class Formulation:
 
     @contextmanager
     def split(self, regions: Sequence[int], least: int, most: int) -> Iterator[None]:
-        """Allow only plans that wrap at least and at most so many of these regions, for as long as this lasts.
+        """Context in which only plans are allowed that wrap from `least` to `most` of these regions.
 
-        One at a time. Memory rows that are added meanwhile stay: they hold for all plans.
+        Such contexts do not nest. Memory rows that are added in one stay: they hold for all plans.
         """
         assert not self.is_split
         literals = tuple(self._algebra.variables.wrapped(region) for region in regions)
@@ -167,7 +167,7 @@ class Formulation:
             variable.lowBound, variable.upBound, self.is_split = 0.0, float(len(regions)), False
 
     def _add_decisions(self) -> None:
-        """A binary for each choice, shared by groups decided alike; a region's follows from its groups'."""
+        """A binary variable for each choice, shared by groups decided alike; one for each region follows from them."""
         variables = self._algebra.variables
         for choice in sorted(set(self._algebra.twin)):
             self._add_variable(choice + 1, f"r{choice}", 1.0, pulp.LpInteger)
@@ -180,7 +180,7 @@ class Formulation:
                 self._variable(-literal).lowBound = 1.0
 
     def _add_rules(self) -> None:
-        """r <= what it brings: the groups that it requires, and the wrapping of its region; one option of several."""
+        """r <= each literal that r requires (groups, and its region wrapped); one option of several is taken."""
         for choice in sorted(set(self._algebra.twin)):
             if choice + 1 not in self._algebra.never:
                 for brought in sorted(self._algebra.brings(choice)):
@@ -206,7 +206,7 @@ class Formulation:
                 if len(group.options) > 2:
                     cost_s = option.time_s + option.hint_s
                 elif number == SAVE:
-                    continue  # as `constant_s`, and offset by the other option
+                    continue  # its hint is in `constant_s`, and subtracted from the other option
                 else:
                     cost_s = option.time_s + (option.hint_s - saving.hint_s)
                 costs[literal] = costs.get(literal, 0.0) + cost_s * self.cost_per_s
@@ -249,14 +249,14 @@ class Formulation:
             self._add_row(terms, pulp.LpConstraintLE, self._left_bytes(row) / self.unit_bytes + _SLACK)
 
     def _left_bytes(self, row: MemoryRow) -> int:
-        """What the true literals of a row may add up to: a multiple of the step in which they can."""
+        """The most bytes to which a row's true literals may add up, rounded down to a multiple of their divisor."""
         assert self._budget_bytes is not None
         left = self._budget_bytes - row.constant_bytes
         step = int(np.gcd.reduce(row.bytes)) if len(row.bytes) else 1
         return left // step * step
 
     def _add_row(self, terms: Iterable[tuple[int, float]], sense: int, right: float) -> None:
-        """sum(coefficient * literal) <= or >= right, where a negative literal is 1 - its variable."""
+        """sum(coefficient * literal) <=, = or >= right, where a negative literal is 1 - its variable."""
         linear = []
         for literal, coefficient in terms:
             if literal < 0:
@@ -266,7 +266,7 @@ class Formulation:
         self.program.model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(linear), sense, rhs=right))
 
     def _variable(self, literal: int) -> pulp.LpVariable:
-        """The variable of a positive literal; auxiliary ones come into being when they are first asked for."""
+        """The variable of a positive literal; an auxiliary variable is added when it is first asked for."""
         if literal not in self._column:
             self._add_variable(literal, f"y{literal}", 1.0)
             for alternative in sorted(map(sorted, self._memory.auxiliary_term(literal))):

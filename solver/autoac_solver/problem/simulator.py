@@ -20,14 +20,14 @@ Decisions = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What decisions amount to.
+    """Memory and time of the planned step under some decisions.
 
     Args:
         live_bytes: int64 per position, resident bytes included.
         peak_bytes: the largest of them.
         peak_position: the first position that reaches it.
         extra_s: seconds added to the step.
-        hint_s: what the hints that are not followed count, in seconds.
+        hint_s: the penalty in seconds for hints that are not followed.
     """
 
     live_bytes: np.ndarray
@@ -43,7 +43,7 @@ class Timeline:
 
 
 class _Facts:
-    """What can be said of decisions, each fact with a number: an option is taken, is not taken, a region is wrapped.
+    """Numbered facts about decisions: an option is taken, an option is not taken, a region is wrapped.
 
     The last fact is always true: it fills up conditions that have fewer literals than others.
     """
@@ -57,16 +57,16 @@ class _Facts:
         self.true = 2 * self._n_options + self._n_regions
 
     def number(self, literal: Literal) -> int:
-        """Of a literal."""
+        """The number of the fact that a literal holds."""
         option = int(self._first[literal.group]) + literal.option
         return option if literal.positive else self._n_options + option
 
     def wrapped(self, region: int) -> int:
-        """Of a region being wrapped."""
+        """The number of the fact that a region is wrapped."""
         return 2 * self._n_options + region
 
     def of(self, chosen: np.ndarray) -> np.ndarray:
-        """Which of them are true: bool per fact.
+        """Which facts are true: bool per fact.
 
         Args:
             chosen: the option of each group.
@@ -83,7 +83,7 @@ class _Facts:
 
 
 class _Conditions:
-    """Many conditions at once: a row of facts for each literal that a condition can have."""
+    """Many conditions in one array of facts: a column for each condition, in which all facts must be true."""
 
     def __init__(self, conditions: Iterable[Condition], facts: _Facts) -> None:
         rows = [
@@ -102,7 +102,7 @@ class _Conditions:
         return np.logical_and.reduce(facts[self._columns], axis=0)
 
     def mention(self, numbers: Sequence[int]) -> np.ndarray:
-        """Which of the conditions have one of these facts."""
+        """Which of the conditions name any of these facts."""
         return np.logical_or.reduce(np.isin(self._columns, numbers), axis=0)
 
     def part(self, chosen: np.ndarray) -> _Conditions:
@@ -160,7 +160,7 @@ class Simulator:
         return [self._facts.number(literal) for literal in refused]
 
     def _facts_of_work(self) -> np.ndarray:
-        """For each piece of work the facts of which one must be true, shape (most of them, pieces)."""
+        """The facts of which one must be true if a piece of work is done: a column for each piece."""
         rows = [
             [
                 *(self._facts.number(literal) for literal in work.literals),
@@ -199,7 +199,7 @@ class Simulator:
     def extra_s(self, decisions: Decisions) -> float:
         """Seconds that the options taken, the wrapped regions and what groups share add to the step.
 
-        Where host and device have a clock each: what they add to its end.
+        Where host and device have a clock each: the seconds by which the step ends later.
         """
         if self.problem.work:
             return max(0.0, self.lanes(decisions).end_s - self._start_s)
@@ -210,12 +210,12 @@ class Simulator:
         return float(taken_s.sum() + self._wrap_s[self._facts.wrapped_regions(chosen)].sum() + shared_s)
 
     def hint_s(self, decisions: Decisions) -> float:
-        """What the hints count against these decisions."""
+        """Seconds of penalty for the hints that these decisions do not follow."""
         against = self._hint_s[self._each, as_options(decisions)]
         return float(against[against > 0].sum())
 
     def violations(self, decisions: Decisions) -> list[str]:
-        """What decisions do that they may not; memory is not looked at.
+        """The rules that decisions break; memory is not checked.
 
         Args:
             decisions: the option of each group.
@@ -236,7 +236,7 @@ class Simulator:
         return [line for group, option in enumerate(options) for line in self._broken(group, option, options)]
 
     def _permits(self, chosen: np.ndarray) -> bool:
-        """Whether no rule is broken, all of them at once: searches ask often."""
+        """Whether no rule is broken. All rules are tested at once, because searches ask often."""
         facts = self._facts.of(chosen)
         if_taken, required = self._requires
         one, other = self._same

@@ -34,7 +34,7 @@ from autoac.execute.newcomers import outermost, unwatch_newcomers, watch_newcome
 from autoac.execute.on_top import OnTop, has_owner
 from autoac.measure import Taken, measuring
 from autoac.plans import Plan
-from autoac.policies import Policies, listed
+from autoac.policies import Policies, as_policies, listed
 from autoac.progress import LOGGER
 from autoac.record.live import LiveStep, with_leftovers
 from autoac.record.optimizer import state_tensors, with_optimizer
@@ -413,23 +413,32 @@ class Auto:
         if self._path is None or not self._path.exists() or self._recordings:
             return
         plan = Plan.load(self._path)
-        budget_bytes, _ = limits(
-            self._wanted.budget, self._wanted.headroom, device_bytes(device_of(self._model)) or None
-        )
-        fits = (
-            plan.record.model_fingerprint == model_fingerprint(self._model)
-            and plan.record.device.split(":")[0] == device_of(self._model).type
-            and plan.budget_bytes == budget_bytes
-            and self._wanted.engine in ("auto", plan.engine)
-        )
-        if fits:
-            self._put_plan_on(plan, f"took up {self._path}:")
-        else:
+        if not self._is_wanted(plan):
             LOGGER.warning(
-                "the plan in %s is for another model, device, budget or engine: planning anew, and the new plan will "
-                "replace it there",
+                "the plan in %s is for another model, device, budget, engine, regions or policies: planning anew, and "
+                "the new plan will replace it there",
                 self._path,
             )
+            return
+        if self._wanted.verify:
+            self._verify(plan, args, kwargs)
+        self._put_plan_on(plan, f"took up {self._path}:")
+
+    def _is_wanted(self, plan: Plan) -> bool:
+        """Whether a plan is for this model and the arguments of `auto`."""
+        wanted, record = self._wanted, plan.record
+        device = device_of(self._model)
+        names = None if wanted.names is None else _called(record.profile) & set(wanted.names)
+        return (
+            record.model_fingerprint == model_fingerprint(self._model)
+            and record.device.split(":")[0] == device.type
+            and (record.budget_bytes, record.headroom_bytes)
+            == limits(wanted.budget, wanted.headroom, device_bytes(device) or None)
+            and wanted.engine in ("auto", plan.engine)
+            and (names is None or names == {region.fqn for region in plan.regions})
+            and as_policies(wanted.policies, record.profile)
+            == tuple(applied.policy for applied in record.policies)
+        )
 
     def _verify(self, plan: Plan, args: Any, kwargs: Any) -> None:
         """Check on this batch, with the output's loss, that gradients are equal.
@@ -458,8 +467,11 @@ class Auto:
     def _check_planned(self, args: Any, kwargs: Any, begins: bool) -> None:
         assert self._plan is not None
         assert self._larger is not None
-        if begins and self._larger.is_other_autocast() and self._record_again():
-            LOGGER.info("%s: recording this step anew", self._larger.words_on_autocast())
+        if begins and self._larger.is_other_autocast():
+            if self._record_again():
+                LOGGER.info("%s: recording this step anew", self._larger.words_on_autocast())
+            else:
+                self._say("autocast", self._larger.words_on_autocast())
         elif self._larger.are(args, kwargs):
             self._meets_larger(args, kwargs, begins)
         elif begins and self._plan.is_not_followed and self._record_again():

@@ -357,6 +357,25 @@ def test_saved_plan_is_taken_up(tmp_path: Path, caplog: pytest.LogCaptureFixture
     again.assert_trained_as(Run(bare, None))
 
 
+def test_saved_plan_is_for_the_arguments_that_it_was_made_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = tmp_path / "plan.json"
+    budget = budget_of(Run(bare, ENOUGH, steps=2).plan, 0.9)
+    policies = [autoac.Policy("PREFER_SAVE", op="aten.addmm*")]
+    arguments = {}, {"regions": ["blocks.0", "blocks.1"]}, {"policies": policies}, {"headroom": 10}
+    for options in arguments:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "autoac"):
+            Run(bare, budget, steps=2, path=path, **options)
+            assert ("planning anew" in caplog.text) == bool(options)
+            caplog.clear()
+            again = Run(bare, budget, steps=2, path=path, verify=True, **options)
+        assert "took up" in caplog.text
+        assert again.handle is not None
+        assert again.handle.report.ok, again.handle.report
+
+
 def test_verified_plan_and_measured_peak():
     run = Run(bare, budget_of(Run(bare, ENOUGH, steps=2).plan, 0.85), verify=True, steps=4)
     assert run.handle is not None
@@ -505,7 +524,7 @@ def test_a_forward_that_is_put_over_ours_later_is_left_alone():
         if handle is not None:
             assert handle.plan is not None
             handle.remove()
-            assert model.forward(x).shape == (BATCH, WIDTH)
+            assert model.forward(torch.randn(BATCH, WIDTH)).shape == (BATCH, WIDTH)
         return [parameter.detach() for parameter in model.parameters()]
 
     assert all(map(torch.equal, trained(False), trained(True)))

@@ -346,3 +346,9 @@ def test_the_example_of_the_docs():
     assert [applied.values for applied in plan.record.policies] == [0, 2, 2, 1, 2]
     assert decided(plan, "aten.gelu.default", "layers.0") == {"recompute"}
     assert plan.verify(names["model"], batch()).equal
+
+
+def test_why_of_a_module_that_is_no_region_because_others_were_asked_for():
+    plan = autoac.plan(make(blocks=2), batch(), 10**9, regions=["blocks.0"])
+    assert "this plan has other regions, named by regions=" in plan.why("blocks.1")
+    assert plan.why("blocks.0").startswith("blocks.0: is a region")

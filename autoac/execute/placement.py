@@ -290,8 +290,10 @@ class Placement:
         for fqn, module in model.named_modules():
             if fqn in called or not (others := known.get(_NUMBER.sub("*", fqn))):
                 continue
-            other = max(others, key=lambda name: max(map(_recomputed, self._programs[name])))
-            if model_fingerprint(module) == model_fingerprint(model.get_submodule(other)):
+            built = model_fingerprint(module)
+            alike = [name for name in others if model_fingerprint(model.get_submodule(name)) == built]
+            if alike:
+                other = max(alike, key=lambda name: max(map(_recomputed, self._programs[name])))
                 found[fqn] = [self._copied(max(self._programs[other], key=_recomputed), other, fqn)]
         return found
 

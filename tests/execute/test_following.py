@@ -247,6 +247,23 @@ def test_a_module_that_was_not_called_is_treated_like_one_that_is_alike(engine):
     assert not plan.is_not_followed
 
 
+def test_of_modules_alike_by_name_one_that_is_built_the_same_is_taken():
+    torch.manual_seed(0)
+    model = Skipping().train()
+    for index in (1, 3):
+        model.blocks[index] = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.GELU())
+    model.skipped = {2, 3}
+    again = (
+        autoac.Policy("MUST_RECOMPUTE", op="aten.relu*"),
+        autoac.Policy("MUST_RECOMPUTE", op="aten.addmm*"),
+    )
+    plan = autoac.plan(model, batch(), 10**9, regions=["blocks.0", "blocks.1"], policies=again)
+    assert all(region.wrapped for region in plan.regions)
+    model.skipped = set()
+    with plan.applied(model):
+        assert {"blocks.2", "blocks.3"} <= {n for n, module in model.named_modules() if planned(module)}
+
+
 # -- several steps are verified ----------------------------------------------------------------------------------------
 
 

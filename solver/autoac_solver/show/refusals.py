@@ -15,7 +15,7 @@ from autoac_solver.plan.step import PlannedStep, step_of
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.plan import PlanRecord
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.profile import NEVER, Profile
 
 _SHOWN = 4
 """Names or reasons in a list; the rest is counted."""
@@ -98,6 +98,9 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
     if not call.grad:
         return f"{name}: runs with gradients off, so autograd saves nothing in it"
     reason = next(_refusals(Step(profile), index, engine_model(record.engine)), "")
+    inside = {saved.module for saved in profile.saved if saved.module != NEVER}
+    if not reason and any(index in (call, *_ancestors(profile, call)) for call in inside):
+        reason = "this plan has other regions, named by regions= or chosen by the planner"
     return f"{name}: is no region: {reason or 'autograd saves nothing in it that a plan could recompute'}"
 
 

@@ -38,6 +38,7 @@ from autoac.policies import Policies, as_policies, listed
 from autoac.progress import LOGGER
 from autoac.record.live import LiveStep, with_leftovers
 from autoac.record.optimizer import state_tensors, with_optimizer
+from autoac.step.inputs import elements_in
 from autoac.step.model import check_model, device_bytes, device_of, model_fingerprint, unwrapped
 from autoac.step.modules import RegionChoice
 from autoac.step.optimizer import real_optimizer
@@ -51,6 +52,9 @@ from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import NEVER, Profile, Storage
 
 ON_LARGER = ("warn", "replan", "error")
+
+_MOST_UNPLANNED = 3
+"""So many steps without a plan are said to be too many: the first may have been skipped, as gradient scaling does."""
 
 _MOST_RECORDINGS = 3
 """At most this many steps are recorded for a loop whose later steps differ from the recorded one."""
@@ -168,6 +172,14 @@ class Auto:
         self._newcomers: set[str] = (
             set()
         )  # modules that planned steps have called, and the recorded one had not
+        self._was_saved = False
+        self._uncounted = False  # an optimizer stepped for the first time under the plan
+        self._larger_later = False  # a later call of a planned step was larger
+        self._unplanned_steps = (
+            0  # of an optimizer of the model, while nothing is recorded and there is no plan
+        )
+        self._one_call = False  # the plan's step calls the model once, and begins without gradients
+        self._trained = ""  # which parameters were trained in the recorded step
         self._kept: Plan | None = None  # stays if the next recorded step calls no more modules
         self._warned: set[str] = set()
         self._measurement: tuple[contextlib.ExitStack, Taken] | None = None
@@ -242,6 +254,10 @@ class Auto:
             return
         begins = self._stepped or not self._gradients()
         self._stepped = False
+        if begins and self._trained != self._trains_now() and (self._profile or self._plan):
+            LOGGER.info("other parameters are trained than in the recorded step: recording this step")
+            self._recordings = 0
+            self._record_again()
         if self._profile is not None and begins:
             self._settle(args, kwargs)
         if self._plan is None and self._profile is None and begins:
@@ -264,6 +280,8 @@ class Auto:
             return None
         if all(known is not optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
+            self._uncounted = self._plan is not None and not self._was_saved
+        self._tell_if_nothing_is_planned()
         if kwargs.get("closure") is not None:
             return args, {**kwargs, "closure": self._then_over(kwargs["closure"])}
         if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
@@ -271,6 +289,26 @@ class Auto:
         if not in_backward():  # else it steps parameter by parameter while backward runs
             self._step_is_over()
         return None
+
+    def _tell_if_nothing_is_planned(self) -> None:
+        """Warn if the model is trained, and its calls were not seen, or no backward from them."""
+        seen = self._plan is not None or self._profile is not None
+        if seen or (self._live is not None and self._live.tape.went_backward):
+            return
+        self._unplanned_steps += 1
+        if self._unplanned_steps < _MOST_UNPLANNED:
+            return
+        if self._live is None and not self._recordings:
+            why = (
+                "it was not called in train mode and with gradients on since (compiled later, or by its parts?): call "
+                "autoac.auto for the module that the loop calls, after torch.compile"
+            )
+        else:
+            why = "no backward from its calls was seen (in another thread, or a reentrant checkpoint around it?)"
+        self._say(
+            "nothing planned",
+            f"autoac.auto has no plan for {type(self._model).__name__}, which is trained: {why}.",
+        )
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if self._measurement is not None and self._trains(optimizer) and not in_backward():
@@ -296,6 +334,12 @@ class Auto:
     def _gradients(self) -> bool:
         return any(p.grad is not None for p in self._model.parameters() if p.requires_grad)
 
+    def _trains_now(self) -> str:
+        """Tells these parameters, and which of them require gradients, from others; quickly."""
+        parameters = list(self._model.parameters())
+        trained = [p.requires_grad for p in parameters]
+        return f"{len(trained)} {hash((*trained, *(p.dtype for p in parameters)))}"
+
     # -- recording ---------------------------------------------------------------------------------------------
 
     def _begin_record(self, args: Any, kwargs: Any) -> None:
@@ -310,7 +354,9 @@ class Auto:
             except ProfilingError as error:
                 self._say("cannot record", f"autoac: no plan yet. {error}")
                 return
+        self._was_saved = False
         self._live = live
+        self._trained = self._trains_now()
         self._recordings += 1
         self._had_gradients = self._gradients()
 
@@ -352,9 +398,10 @@ class Auto:
             return
         profile = self._counted(with_leftovers(self._profile, self._survivors))
         self._profile, self._provisional, self._survivors = None, None, {}
+        self._uncounted = False
         kept, self._kept = self._kept, None
-        if kept is not None and len(_called(kept.record.profile)) >= len(_called(profile)):
-            self._put_plan_on(kept, "no more modules were called; kept the plan of")
+        if kept is not None and _needs_no_more(profile, kept.record.profile):
+            self._put_plan_on(kept, "no more modules were called, with no more; kept the plan of")
             return
         try:
             plan = self._planned(profile)
@@ -385,6 +432,9 @@ class Auto:
             try:
                 profile = with_optimizer(profile, self._model, optimizer, measure=not is_profiled())
             except ProfilingError as error:
+                self._say(
+                    "only its state", f"of the optimizer only its state is counted, as it is now: {error}"
+                )
                 tensors = state_tensors(optimizer, device_of(self._model).type)
                 size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
                 state = Storage(size, NEVER, profile.end, "Optstate", type(optimizer).__name__)
@@ -396,9 +446,13 @@ class Auto:
         with self._on_top.aside():
             plan.apply(self._given)
             unwatch_inputs(self._model)  # we look ourselves
-        self._newcomers = watch_newcomers(self._model, _called(plan.record.profile))
+        profile = plan.record.profile
+        self._newcomers = watch_newcomers(self._model, _called(profile))
+        gradients = any(s.kind == "Gradient" and s.alloc == NEVER for s in profile.storage_table)
+        self._one_call = not gradients and sum(call.grad and not call.fqn for call in profile.calls) == 1
+        self._trained = self._trains_now()
         self._plan = plan
-        self._larger = LargerInputs(plan.record.profile.sample, plan.budget_bytes)
+        self._larger = LargerInputs(profile.sample, plan.budget_bytes)
         LOGGER.info("%s", _in_a_line(verb, plan))
 
     def _take_plan_off(self) -> None:
@@ -422,6 +476,7 @@ class Auto:
             return
         if self._wanted.verify:
             self._verify(plan, args, kwargs)
+        self._was_saved = True  # with the optimizers that stepped then
         self._put_plan_on(plan, f"took up {self._path}:")
 
     def _is_wanted(self, plan: Plan) -> bool:
@@ -478,6 +533,16 @@ class Auto:
             LOGGER.info("the plan was not followed: recording the next step anew")
         elif begins and self._newcomers:
             self._meets_newcomers(self._plan)
+        elif begins and self._uncounted:
+            self._meets_optimizer()
+        elif begins and self._larger_later:
+            self._larger_later, plan = False, self._plan
+            LOGGER.info("a later micro-batch of a step was larger than planned for: recording this step")
+            self._recordings = 0
+            self._record_again()
+            self._kept = plan
+        elif not begins and self._one_call:
+            self._meets_gradients()
         if begins and self._plan is not None and not self._measured:
             self._begin_measurement()
 
@@ -493,9 +558,8 @@ class Auto:
             self._recordings = 0
             self._record_again()
         else:  # in the middle of a step, where no record can begin
-            self._say(
-                "larger later", f"{words}: a larger batch is planned for where it comes first in its step."
-            )
+            self._larger_later = True
+            self._say("larger later", f"{words}: the next step is recorded for that.")
 
     def _meets_newcomers(self, plan: Plan) -> None:
         """The step before called modules that the recorded step did not call, as with layer drop."""
@@ -514,6 +578,28 @@ class Auto:
             "the others. Their memory is not planned for, so a step may take more than the budget: plan beforehand "
             "with autoac.plan, which plans for a step that calls all modules.",
         )
+
+    def _meets_optimizer(self) -> None:
+        """An optimizer has stepped for the first time under the plan, which does not count its state."""
+        self._uncounted = False
+        if self._record_again():
+            LOGGER.info("an optimizer stepped for the first time: recording this step to count it")
+            return
+        self._say(
+            "uncounted",
+            "an optimizer stepped for the first time under the plan, which does not count its state and its step: this "
+            "loop may take more than the budget. Pass it as optimizer= to autoac.auto.",
+        )
+
+    def _meets_gradients(self) -> None:
+        """The model is called again in a step, and the recorded step called it once."""
+        if self._gradients():
+            self._say(
+                "micro-batches",
+                "the model is called again before its gradients are cleared, and the recorded step called it once: "
+                "these gradients are not planned for, and this step may take more than the budget. Let the first step "
+                "have as many micro-batches as any other.",
+            )
 
     def _begin_measurement(self) -> None:
         self._measured = True
@@ -554,6 +640,12 @@ def _noted(profile: Profile, note: str) -> Profile:
 
 def _with_storage(profile: Profile, storage: Storage) -> Profile:
     return replace(profile, storage_table=(*profile.storage_table, storage))
+
+
+def _needs_no_more(profile: Profile, other: Profile) -> bool:
+    """Whether a step called no more modules than another one, with no more elements."""
+    fewer = len(_called(profile)) <= len(_called(other))
+    return fewer and elements_in(profile.sample) <= elements_in(other.sample)
 
 
 def _called(profile: Profile) -> set[str]:

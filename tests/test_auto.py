@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -541,4 +542,159 @@ def test_a_shallow_copy_runs_its_own_weights():
     x = torch.randn(BATCH, WIDTH)
     assert not other(x).any()
     assert model(x).any()
+    handle.remove()
+
+
+# -- what changes while the loop runs ----------------------------------------------------------------------------------
+
+
+class Teacher(torch.nn.Module):
+    """Makes its teacher as a copy of the student when it is first called, as BYOL and mean teachers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = make(dropout=0.0)
+        self.teacher: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.teacher is None:
+            self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        return F.mse_loss(self.student(x), self.teacher(x + 0.1).detach())
+
+
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+def test_copies_made_in_the_recorded_step_run_their_own_weights(engine: Any):
+    def losses(planned: bool) -> list[float]:
+        model = Teacher().train()
+        optimizer = torch.optim.SGD(model.student.parameters(), lr=0.5)
+        handle = autoac.auto(model, ENOUGH, engine=engine) if planned else None
+        found = []
+        for x, _ in batches(4):
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        if handle is not None:
+            handle.remove()
+        assert pickle.loads(pickle.dumps(model.teacher))(x).shape == (BATCH, WIDTH)
+        return found
+
+    assert losses(True) == losses(False)
+
+
+def test_an_optimizer_that_steps_later_is_counted():
+    """As where gradient scaling skips the first steps."""
+    model = make(dropout=0.0).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = autoac.auto(model, ENOUGH)
+    states = []
+    for number, (x, y) in enumerate(batches(6)):
+        F.cross_entropy(model(x), y).backward()
+        if number > 1:
+            optimizer.step()
+        optimizer.zero_grad()
+        if handle.known_plan is not None:
+            table = handle.known_plan.record.profile.storage_table
+            states.append(sum(storage.bytes for storage in table if storage.kind == "Optstate"))
+    handle.remove()
+    size = sum(p.nbytes for p in model.parameters())
+    assert states[0] == 0
+    assert states[-1] >= 2 * size
+
+
+@pytest.mark.parametrize("later", ["frozen", "unfrozen"])
+def test_other_parameters_are_trained(later: str):
+    model = make(dropout=0.0).train()
+    model.blocks[0].requires_grad_(later == "frozen")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, ENOUGH)
+    for number, (x, y) in enumerate(batches(6)):
+        if number == 3:
+            model.blocks[0].requires_grad_(later != "frozen")
+        bare(model, optimizer, x, y)
+    assert handle.plan is not None
+    handle.plan.check(bare_model(model))  # it is for what is trained now
+    handle.remove()
+
+
+def bare_model(model: Blocks) -> Blocks:
+    """The same one without a plan."""
+    other = make(dropout=0.0).train()
+    for own, parameter in zip(other.parameters(), model.parameters(), strict=True):
+        own.requires_grad_(parameter.requires_grad)
+    return other
+
+
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+def test_more_micro_batches_than_recorded_keep_to_the_budget(engine: Any):
+    def peaks(budget: int, counts: tuple[int, ...]) -> tuple[list[int], autoac.Plan]:
+        model = make(blocks=4, dropout=0.0).train()
+        optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(BATCH, WIDTH)
+        handle = autoac.auto(model, budget, engine=engine)
+        found = []
+        for count in counts:
+
+            def step(count: int = count) -> None:
+                for _ in range(count):
+                    model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            taken = measure_peak(step) if len(found) else step()
+            found.append(0 if taken is None else taken.peak_above_start_bytes)
+        plan = handle.plan
+        assert plan is not None
+        handle.remove()
+        return [plan.resident_bytes + peak for peak in found[2:]], plan
+
+    _, ample = peaks(ENOUGH, (2, 2, 2))
+    _, plan = peaks(budget_of(ample, 0.8), (2, 2, 2))
+    assert any(region.wrapped for region in plan.regions)
+    found, plan = peaks(plan.budget_bytes, (2, 2, 2, 4, 4))
+    assert max(found) <= plan.budget_bytes
+
+
+def test_one_micro_batch_recorded_and_more_later_is_told():
+    model, x = make(dropout=0.0).train(), torch.randn(BATCH, WIDTH)
+    handle = autoac.auto(model, ENOUGH)
+    for _ in range(2):
+        model(x).mean().backward()
+        model.zero_grad(set_to_none=True)
+    model(x).mean().backward()
+    with pytest.warns(UserWarning, match="as many micro-batches as any other"):
+        model(x).mean().backward()
+    handle.remove()
+
+
+def test_a_larger_later_micro_batch_is_planned_for():
+    model = make(dropout=0.0).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, ENOUGH, on_larger="replan")
+    for number, sizes in enumerate(((8, 8), (8, 8), (8, 32), (8, 32), (8, 8), (8, 8))):
+        model(torch.randn(sizes[0], WIDTH)).mean().backward()
+        with pytest.warns(UserWarning, match="next step is") if number == 2 else contextlib.nullcontext():
+            model(torch.randn(sizes[1], WIDTH)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.plan is not None
+    assert handle.plan.record.profile.sample == f"float32[32,{WIDTH}]"
+    handle.remove()
+
+
+def test_a_model_whose_calls_are_not_seen_is_told():
+    model, x = make(dropout=0.0).train(), torch.randn(BATCH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, ENOUGH)
+
+    def step() -> None:
+        model.blocks[0](x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    with pytest.warns(UserWarning, match="has no plan for Blocks, which is trained: it was not called"):
+        step()
+    assert handle.plan is None
     handle.remove()

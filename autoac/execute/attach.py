@@ -130,10 +130,15 @@ class Root:
     def next_call(self, module: torch.nn.Module) -> int:
         """Which of the step's calls of the root this one is, in this thread."""
         count = len(next(iter(self.offsets.values())))
-        index = getattr(self.calls, "index", 0) % count
-        # A later call of a step finds gradients. If there are none, this is the first call of a new step.
-        if index and index >= self.fresh and all(p.grad is None for p in module.parameters()):
-            index = 0
+        index = getattr(self.calls, "index", 0)
+        if index >= min(self.fresh, count):
+            found = any(p.grad is not None for p in module.parameters())
+            if (
+                index >= count
+            ):  # a further micro-batch, where the last one found gradients as well; else a new step
+                index = count - 1 if found and self.fresh < count else 0
+            elif not found:  # a later call finds gradients, or it is none
+                index = 0
         self.calls.index = index + 1
         return index
 

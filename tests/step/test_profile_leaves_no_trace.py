@@ -342,3 +342,33 @@ def test_storages_that_are_resized_where_no_op_sees_it():
     autoac.profile(model, step)
     assert gathered.untyped_storage().nbytes() == 0
     step()
+
+
+@pytest.mark.parametrize("kind", ["callable", "in backward"])
+def test_optimizers_that_step_for_the_first_time_have_no_state_afterwards(kind: str):
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), torch.randn(4, 8)
+    optimizers = [torch.optim.AdamW([parameter]) for parameter in model.parameters()]
+    warm = optimizers[0]
+    next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+    warm.step()
+    model.zero_grad(set_to_none=True)
+    before = copy.deepcopy(warm.state_dict())
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    hooks = []
+    if kind == "in backward":
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+            for parameter, optimizer in zip(model.parameters(), optimizers, strict=True)
+        ]
+    autoac.profile(model, x if hooks else step)
+    for hook in hooks:
+        hook.remove()
+    assert not any(optimizer.state for optimizer in optimizers[1:])
+    after = warm.state_dict()["state"][0]
+    assert all(torch.equal(value, after[name]) for name, value in before["state"][0].items())

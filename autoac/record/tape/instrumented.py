@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import types
@@ -24,6 +25,7 @@ from autoac.torch_private import (
     resizes_seen,
     top_saved_tensors_hooks,
 )
+from autoac.torch_private.called import called_module
 
 _DEEPER, _DEEPEST = 3, 30_000
 """A call of a module takes three frames of Python or more, and the recording adds four; but the C stack has an end."""
@@ -55,6 +57,36 @@ class _Stack:
 
 
 stack = _Stack()
+
+
+class _Watch:
+    """How a module's calls are recorded. A copy of the module, or one that is pickled, is not recorded."""
+
+    def __init__(self, run: Callable[..., Any]):
+        self.run = run
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _recorded_forward(
+    bound: torch.nn.Module, own: Any, watch: _Watch | None, *args: Any, **kwargs: Any
+) -> Any:
+    """The forward of a module while it is recorded.
+
+    Args:
+        bound: the module.
+        own: the instance's own attribute `forward` if it had one, else None.
+        watch: None in a copy of the module.
+    """
+    module = called_module(bound)
+    if watch is None or module is not bound:
+        return (own or functools.partial(type(module).forward, module))(*args, **kwargs)
+    # A compiled function calls the module: the compiler is not to trace the recording.
+    return (disable_dynamo(watch.run) if torch.compiler.is_compiling() else watch.run)(*args, **kwargs)
 
 
 class Instrumented:
@@ -103,7 +135,10 @@ class Instrumented:
             restorer.later(seen.__exit__, None, None, None)
             for name, module in self.modules:
                 restorer.later(_put_forward, module, module.__dict__.get("forward"))
-                module.__dict__["forward"] = types.MethodType(self._wrapper(name, module), module)
+                own = module.__dict__.get("forward")
+                watch = _Watch(self._wrapper(name, module, own))
+                # As a partial, whose arguments a copy of the module copies; see `execute.forwards`.
+                module.__dict__["forward"] = functools.partial(_recorded_forward, module, own, watch)
             yield
 
     def _seen_rng_state(self) -> torch.Tensor:
@@ -112,8 +147,7 @@ class Instrumented:
         self.tape.storages.made_outside(state)
         return state
 
-    def _wrapper(self, name: str, module: torch.nn.Module) -> Callable[..., Any]:
-        own = module.__dict__.get("forward")
+    def _wrapper(self, name: str, module: torch.nn.Module, own: Any) -> Callable[..., Any]:
         original = own or types.MethodType(type(module).forward, module)
         of_torch = own_class(module).__module__.startswith("torch.nn.modules.")
         plain = of_torch and own is None
@@ -135,11 +169,7 @@ class Instrumented:
             finally:
                 self.tape.leave(held_in((args, kwargs)).entries != held.entries)
 
-        def forward(_: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # A compiled function calls the module: the compiler is not to trace the recording.
-            return (disable_dynamo(run) if torch.compiler.is_compiling() else run)(*args, **kwargs)
-
-        return forward
+        return run
 
     def _hooks_are_ours(self) -> bool:
         """Whether what autograd saves comes to us: not inside of the user's own checkpoint or `save_on_cpu`.

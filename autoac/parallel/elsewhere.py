@@ -16,7 +16,7 @@ from autoac.step.model import device_of, model_fingerprint
 from autoac.step.step import TrainingStep
 from autoac_solver.records.devices import DeviceTable
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.profile import VARIES, Profile
 
 
 def record_sharded(
@@ -56,19 +56,27 @@ def record_sharded(
         )
         if step.optimizer is not None:
             trained = torch.nn.ParameterList(shards.values())
-            recorded = with_optimizer(recorded, trained, _optimizer_of(step, shards), measure=table is None)
+            recorded = with_optimizer(
+                recorded, trained, optimizer_of(step.optimizer, step.model, shards), measure=table is None
+            )
     note = (
         f"of one rank of {spec.world_size} under FSDP2, on fake tensors: collectives take the time of a copy, and the "
         "buffers that a backend has of its own (gloo, NCCL) are not counted"
     )
-    return replace(recorded, model_fingerprint=fingerprint, notes=(*recorded.notes, note))
+    # FSDP2's first step makes the tensors that parameters are gathered into, with an op more for each: no variation.
+    notes = [said for said in recorded.notes if not said.startswith(f"{VARIES} with its data")]
+    return replace(recorded, model_fingerprint=fingerprint, notes=(*notes, note))
 
 
-def _optimizer_of(step: TrainingStep, shards: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The step's optimizer for the sharded parameters: another object of its class, with the same options."""
-    optimizer = step.optimizer
-    assert optimizer is not None
-    names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+def optimizer_of(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, shards: dict[str, torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """A model's optimizer for its sharded parameters: another object of its class, with the same options.
+
+    Args:
+        shards: by the names of the model's parameters.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = []
     for group in optimizer.param_groups:
         own = [shards[names[id(p)]] if id(p) in names else p for p in group["params"]]

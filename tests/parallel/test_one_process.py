@@ -11,9 +11,10 @@ from torch import nn
 import autoac
 from autoac.parallel import DDP, FSDP2
 from autoac.parallel.ddp import BUCKETS
+from autoac.parallel.sizes import held
 from autoac_solver.build.built import Built
 from autoac_solver.plan.step import step_of
-from autoac_solver.records.profile import NEVER, Profile
+from autoac_solver.records.profile import NEVER, VARIES, Profile
 from tests.parallel.models import Net, batch, make
 
 UNITS = ["layers.*", "pair.*"]
@@ -112,6 +113,50 @@ def test_groups_of_ranks_that_hold_all_shards():
     groups = sharded_profile(world_size=8, replicas=2)
     assert groups.resident_bytes == sharded_profile(world_size=4).resident_bytes
     assert any(op.name.startswith("c10d.allreduce_") for op in groups.tape)
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"replicas": 2}], ids=str)
+def test_what_other_numbers_of_ranks_hold_is_what_they_record(options: dict[str, Any]):
+    """With the same decisions, and sizes that all of them divide."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def spec(size: int) -> FSDP2:
+        return FSDP2(size, UNITS, **options)
+
+    profiles = {
+        size: autoac.profile(model, batch(), optimizer=optimizer, mode="fake", parallel=spec(size))
+        for size in (4, 8, 16)
+    }
+    loose = autoac.solve(profiles[8], "1GB")
+    plan = autoac.solve(profiles[8], int(0.8 * loose.predicted_peak_bytes))
+    assert any(region.wrapped for region in plan.regions)
+    found = held(spec(8), model, optimizer, profiles[8], plan.record)
+    assert [one.ranks for one in found] == [4, 8, 16]
+    for one in found:
+        for kind, size in (
+            ("Parameter", one.parameters_bytes),
+            ("Gradient", one.gradients_bytes),
+            ("Optstate", one.optimizer_bytes),
+        ):
+            assert size == sum(
+                storage.bytes
+                for storage in profiles[one.ranks].storage_table
+                if storage.kind == kind and not storage.is_gathered
+            )
+        assert one.peak_bytes == plan.on(profiles[one.ranks]).predicted_peak_bytes
+    assert [one.peak_bytes for one in held(spec(8), model, optimizer, profiles[8])] == [None] * 3
+
+
+def test_half_as_many_ranks_where_that_is_a_number(profile: Profile):
+    for size, replicas, expected in ((3, 1, [3, 6]), (6, 6, [6, 12]), (1, 1, [1, 2]), (8, 2, [4, 8, 16])):
+        spec = FSDP2(size, UNITS, replicas=replicas)
+        assert [one.ranks for one in held(spec, make(), None, profile)] == expected
+
+
+def test_a_step_that_does_not_vary_is_not_said_to(profile: Profile):
+    """FSDP2's first step has more ops than the others."""
+    assert not [note for note in profile.notes if note.startswith(VARIES)]
 
 
 def test_buckets():

@@ -26,9 +26,23 @@ from autoac.cli.options import (
 )
 from autoac.cli.output import Output
 from autoac.cli.pretrained import load_pretrained
+from autoac.cli.ranks import (
+    ParamDtype,
+    Ranks,
+    ReduceDtype,
+    Replicas,
+    ReshardAfterForward,
+    Units,
+    parts_table,
+    sharding,
+    sizes,
+    sizes_table,
+)
+from autoac.cli.ranks import document as of_ranks
 from autoac.cli.target import Target, is_recorded, load_target, no_arguments, recorded
 
 if TYPE_CHECKING:
+    from autoac.parallel import FSDP2
     from autoac_solver.records.plan import PlanRecord
     from autoac_solver.records.profile import Profile
 
@@ -83,9 +97,16 @@ def main(
     device: Annotated[
         str | None,
         typer.Option(
-            show_default=False, help="With --hf: a GPU, h200 and the like, or a cost table (.json)."
+            show_default=False,
+            help="With --hf or --fsdp: a GPU, h200 and the like, or a cost table (.json).",
         ),
     ] = None,
+    fsdp: Ranks = None,
+    units: Units = None,
+    reshard_after_forward: ReshardAfterForward = None,
+    replicas: Replicas = None,
+    param_dtype: ParamDtype = None,
+    reduce_dtype: ReduceDtype = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -98,16 +119,28 @@ def main(
     autoac.Plan.load(FILE).apply(model).
     """
     out = Output(context)
-    with_hf = {"--batch": batch, "--seq": seq, "--dtype": dtype, "--optimizer": optimizer, "--device": device}
+    with_hf = {"--batch": batch, "--seq": seq, "--dtype": dtype, "--optimizer": optimizer}
     if (source is None) == (hf is None):
         raise typer.BadParameter("give either MODEL_OR_FILE or --hf.", param_hint="'MODEL_OR_FILE'")
     for name, value in with_hf.items():
         if hf is None and value is not None:
             raise typer.BadParameter("it goes with --hf only.", param_hint=f"'{name}'")
+    if hf is None and fsdp is None and device is not None:
+        raise typer.BadParameter("it goes with --hf or --fsdp only.", param_hint="'--device'")
     if hf is not None and seq is None:
         raise typer.BadParameter("say how many tokens a row has.", param_hint="'--seq'")
     if (budget is None) == (max_overhead is None):
         raise typer.BadParameter("give one of the two.", param_hint="'--budget' or '--max-overhead'")
+    sharded = sharding(
+        fsdp,
+        units,
+        reshard_after_forward,
+        replicas,
+        param_dtype,
+        reduce_dtype,
+        source=source,
+        engine=engine,
+    )
     options: dict[str, Any] = {
         "max_overhead": None if max_overhead is None else overhead_value(max_overhead),
         "engine": engine,
@@ -117,22 +150,45 @@ def main(
         "gap": gap,
     }
     limit = None if budget is None else budget_value(budget)
-    if hf is not None:
-        assert seq is not None
-        no_arguments(arguments)
-        target = load_pretrained(hf, batch or 1, seq, dtype, optimizer or "adamw")
-        record = planned_for_device(out, target, device, limit, regions, options)
-    else:
+    spec, held = None, []
+    if hf is None and sharded is None:
         assert source is not None
         record = planned(out, source, limit, regions, options, arguments)
+    else:
+        target = _target(hf, source, arguments, batch or 1, seq, dtype, optimizer)
+        spec = None if sharded is None else sharded.spec(target)
+        record = planned_for_device(out, target, device, limit, regions, options, spec)
+        held = [] if spec is None else sizes(spec, target, record.profile, record)
     if output is not None:
         record.save(output)
     from autoac_solver.show.explanation import explain
     from autoac_solver.show.summary import summary
 
+    data = {**document(record), "output": None if output is None else str(output)}
     shown = explain(record) if details else f"{summary(record)}\n--details says more."
-    shown += f"\nWritten: {output}" if output is not None else ""
-    out.results({**document(record), "output": None if output is None else str(output)}, shown)
+    tables = []
+    if spec is not None:
+        data["fsdp"] = of_ranks(spec, held)
+        tables = ["", parts_table(spec.world_size or 1, data["peak_parts_bytes"]), sizes_table(held)]
+    written = [f"Written: {output}"] if output is not None else []
+    out.results(data, shown, *tables, *written)
+
+
+def _target(
+    hf: str | None,
+    source: str | None,
+    arguments: Sequence[str] | None,
+    batch: int,
+    seq: int | None,
+    dtype: str | None,
+    optimizer: str | None,
+) -> Target:
+    if hf is None:
+        assert source is not None
+        return load_target(source, arguments)
+    assert seq is not None
+    no_arguments(arguments)
+    return load_pretrained(hf, batch, seq, dtype, optimizer or "adamw")
 
 
 def planned(
@@ -182,23 +238,50 @@ def planned_for_device(
     limit: int | str | None,
     regions: Sequence[str] | None,
     options: dict[str, Any],
+    spec: FSDP2 | None = None,
 ) -> PlanRecord:
-    """A plan from a model that is profiled for a device that need not be here."""
+    """A plan from a model that is profiled for a device, or as one of ranks, that need not be here.
+
+    Raises:
+        BudgetFormatError, ValueError: the budget makes no sense; before anything is profiled.
+    """
     import autoac
     from autoac.progress import part
+    from autoac_solver.plan.planning import aims
+    from autoac_solver.plan.reserved import check_budget_of
 
+    kind, total_bytes = _memory_of(target, device)
+    aims(limit, options["max_overhead"], options["headroom"], total_bytes)
+    check_budget_of(options["budget_of"], kind)
     with out.progress("Planning") as tell:
         profile = autoac.profile(
             target.model,
             target.sample,
+            loss=target.loss,
             optimizer=target.optimizer,
             regions=regions,
             device=device,
+            parallel=spec,
             progress=part(tell, 0.0, 0.7),
         )
         return autoac.solve(
             profile, limit, regions=matching(profile, regions), progress=part(tell, 0.7, 1.0), **options
         ).record
+
+
+def _memory_of(target: Target, device: str | None) -> tuple[str, int | None]:
+    """The kind of the device that is planned for, and its bytes if they are known."""
+    from autoac.step.model import device_bytes, device_of
+    from autoac_solver.records.devices import find_device
+
+    if device is not None:
+        table = find_device(device)
+        return table.kind, table.memory_bytes
+    import torch
+
+    here = device_of(target.model)
+    here = torch.device("cpu") if here.type == "meta" else here
+    return here.type, device_bytes(here) or None
 
 
 def overhead_value(text: str) -> float | str:
@@ -236,6 +319,7 @@ def matching(profile: Profile, patterns: Sequence[str] | None) -> list[str] | No
 
 def document(record: PlanRecord) -> dict[str, Any]:
     """A plan in numbers, for `--json`."""
+    from autoac_solver.plan.parts import peak_parts
     from autoac_solver.plan.step import step_of
     from autoac_solver.show.summary import about_times, needless, notes
 
@@ -251,6 +335,7 @@ def document(record: PlanRecord) -> dict[str, Any]:
         "predicted_reserved_bytes": record.predicted_reserved_bytes,
         "unplanned_peak_bytes": record.unplanned_peak_bytes,
         "resident_bytes": record.resident_bytes,
+        "peak_parts_bytes": peak_parts(record),
         "predicted_step_s": step_s,
         "predicted_extra_s": record.predicted_extra_s,
         "predicted_overhead": record.predicted_extra_s / step_s if step_s else 0.0,

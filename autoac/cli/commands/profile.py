@@ -9,6 +9,18 @@ import typer
 
 from autoac.cli.options import Arguments, Json, Model, Verbose, json_file
 from autoac.cli.output import Output, facts, in_one_unit
+from autoac.cli.ranks import (
+    ParamDtype,
+    Ranks,
+    ReduceDtype,
+    Replicas,
+    ReshardAfterForward,
+    Units,
+    sharding,
+    sizes,
+    sizes_table,
+)
+from autoac.cli.ranks import document as of_ranks
 from autoac.cli.target import load_target
 
 
@@ -39,6 +51,12 @@ def main(
             help="With compile, the regions that engine compile chooses from are compiled and measured, too."
         ),
     ] = "auto",
+    fsdp: Ranks = None,
+    units: Units = None,
+    reshard_after_forward: ReshardAfterForward = None,
+    replicas: Replicas = None,
+    param_dtype: ParamDtype = None,
+    reduce_dtype: ReduceDtype = None,
     arguments: Arguments = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -50,7 +68,16 @@ def main(
     `autoac tradeoff` take the file.
     """
     out = Output(context)
+    sharded = sharding(
+        fsdp, units, reshard_after_forward, replicas, param_dtype, reduce_dtype, source=model, engine=engine
+    )
+    if sharded is not None and mode == "real":
+        raise typer.BadParameter(
+            "a step of ranks that are not here cannot be run: leave --mode out, or take fake.",
+            param_hint="'--mode'",
+        )
     target = load_target(model, arguments)
+    spec = None if sharded is None else sharded.spec(target)
     import autoac
     from autoac.progress import part
     from autoac_solver.records.format import format_seconds
@@ -63,12 +90,14 @@ def main(
             optimizer=target.optimizer,
             mode=mode,
             device=device,
+            parallel=spec,
             engine=engine,
             progress=part(tell, 0.0, 0.9),
         )
         profile.save(output)
         tell("least possible peak", 0.9)
         least_bytes = profile.least_peak_bytes
+    held = [] if spec is None else sizes(spec, target, profile)
     mb = in_one_unit(profile.resident_bytes, profile.peak_bytes, least_bytes)
     out.results(
         {
@@ -82,6 +111,7 @@ def main(
             "unplanned_peak_bytes": profile.peak_bytes,
             "least_peak_bytes": least_bytes,
             "notes": list(profile.notes),
+            **({} if spec is None else {"fsdp": of_ranks(spec, held)}),
         },
         facts(
             ("model", f"{profile.model} on {profile.device}, {len(profile.tape)} ops in a step"),
@@ -92,4 +122,5 @@ def main(
             ("written", str(output)),
             *(("note", note) for note in profile.notes),
         ),
+        *(["", sizes_table(held)] if held else []),
     )

@@ -1,0 +1,204 @@
+"""`--fsdp`: a step of one rank of many, none of which is here, and what more or fewer of them would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from autoac.cli.output import in_one_unit, table
+from autoac.cli.target import Target, is_recorded
+
+if TYPE_CHECKING:
+    import torch
+
+    from autoac.parallel import FSDP2
+    from autoac.parallel.sizes import Held
+    from autoac_solver.records.plan import PlanRecord
+    from autoac_solver.records.profile import Profile
+
+_Dtype = Literal["float32", "bfloat16", "float16"]
+
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--fsdp",
+        metavar="RANKS",
+        show_default=False,
+        help="For one of so many ranks that shard the model with FSDP2 (fully_shard); none of them need be here.",
+    ),
+]
+Units = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--units",
+        help="With --fsdp: modules to shard one by one, names or globs; may be repeated.  [default: the blocks]",
+    ),
+]
+ReshardAfterForward = Annotated[
+    bool | None,
+    typer.Option(
+        "--reshard-after-forward/--no-reshard-after-forward",
+        show_default="resharded, but for the model's own",
+        help="With --fsdp: whether gathered parameters are given up after forward, or kept until backward.",
+    ),
+]
+Replicas = Annotated[
+    int | None,
+    typer.Option(show_default="1", help="With --fsdp: how many groups of ranks hold all the shards (HSDP)."),
+]
+ParamDtype = Annotated[
+    _Dtype | None,
+    typer.Option(show_default="the parameters'", help="With --fsdp: what parameters are gathered in."),
+]
+ReduceDtype = Annotated[
+    _Dtype | None,
+    typer.Option(show_default="the gradients'", help="With --fsdp: what gradients are reduced in."),
+]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The options of `--fsdp`, as `autoac.parallel.FSDP2` takes them; dtypes by name."""
+
+    ranks: int
+    units: Sequence[str] | None
+    reshard_after_forward: bool | None
+    replicas: int
+    param_dtype: str | None
+    reduce_dtype: str | None
+
+    def spec(self, target: Target) -> FSDP2:
+        """For a model, which is not changed.
+
+        Raises:
+            typer.BadParameter: the units are no modules of it.
+        """
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        from autoac.parallel import FSDP2
+        from autoac.step.modules import select_modules
+        from autoac_solver.records.errors import ProfilingError
+
+        try:
+            select_modules(target.model, self.units)
+        except ProfilingError as error:
+            raise typer.BadParameter(str(error).removeprefix("regions="), param_hint="'--units'") from error
+
+        def dtype(name: str | None) -> torch.dtype | None:
+            return None if name is None else getattr(torch, name)
+
+        return FSDP2(
+            self.ranks,
+            self.units,
+            self.reshard_after_forward,
+            MixedPrecisionPolicy(param_dtype=dtype(self.param_dtype), reduce_dtype=dtype(self.reduce_dtype)),
+            self.replicas,
+        )
+
+
+def sharding(
+    ranks: int | None,
+    units: list[str] | None,
+    reshard_after_forward: bool | None,
+    replicas: int | None,
+    param_dtype: str | None,
+    reduce_dtype: str | None,
+    *,
+    source: str | None,
+    engine: str,
+) -> Sharding | None:
+    """What `--fsdp` asks for, None where it is not given; nothing is loaded for it.
+
+    Raises:
+        typer.BadParameter: an option makes no sense, or not with this source or engine.
+    """
+    others: Mapping[str, Any] = {
+        "--units": units,
+        "--[no-]reshard-after-forward": reshard_after_forward,
+        "--replicas": replicas,
+        "--param-dtype": param_dtype,
+        "--reduce-dtype": reduce_dtype,
+    }
+    if ranks is None:
+        for name, value in others.items():
+            if value is not None:
+                raise typer.BadParameter(
+                    "it goes with --fsdp only: say of how many ranks with --fsdp RANKS.",
+                    param_hint=f"'{name}'",
+                )
+        return None
+    if ranks < 1:
+        raise _wrong(f"{ranks} ranks shard nothing: say how many train the model together, 1 or more.")
+    if source is not None and is_recorded(source):
+        raise _wrong(
+            f"{source} is a recorded step, whose number of ranks stays as it was recorded: pass a factory or --hf, or "
+            f"record one with `autoac profile MODEL --fsdp {ranks}`."
+        )
+    if engine == "compile":
+        raise _wrong("engine compile does not plan for ranks: leave --engine out, or take replay or sac.")
+    replicas = 1 if replicas is None else replicas
+    if replicas < 1 or ranks % replicas:
+        raise typer.BadParameter(
+            f"{ranks} ranks cannot be {replicas} groups of the same size: take a divisor of {ranks}.",
+            param_hint="'--replicas'",
+        )
+    return Sharding(ranks, units, reshard_after_forward, replicas, param_dtype, reduce_dtype)
+
+
+def _wrong(message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint="'--fsdp'")
+
+
+# -- what it comes to ----------------------------------------------------------------------------------------------
+
+
+def sizes(spec: FSDP2, target: Target, profile: Profile, record: PlanRecord | None = None) -> list[Held]:
+    """What each of half as many, as many and twice as many ranks holds; see `autoac.parallel.sizes.held`."""
+    from autoac.parallel.sizes import held
+
+    return held(spec, target.model, target.optimizer, profile, record)
+
+
+def document(spec: FSDP2, found: Sequence[Held]) -> dict[str, Any]:
+    """Plain data, for `--json`."""
+    return {
+        "ranks": spec.world_size,
+        "replicas": spec.replicas,
+        "reshard_after_forward": spec.reshard_after_forward,
+        "sizes": [one.as_json() for one in found],
+    }
+
+
+def parts_table(ranks: int, parts: Mapping[str, int]) -> Any:
+    """What is alive at the peak of a rank."""
+    made = table(f"One of {ranks} ranks at its peak", *parts, "in all")
+    total = sum(parts.values())
+    size = in_one_unit(total)
+    made.columns[0].justify = "right"
+    made.add_row(*map(size, parts.values()), size(total))
+    return made
+
+
+def sizes_table(found: Sequence[Held]) -> Any:
+    """What a rank holds all the time, for several numbers of ranks."""
+    with_peaks = all(one.peak_bytes is not None for one in found)
+    made = table(
+        "Other numbers of ranks, with the same plan" if with_peaks else "Other numbers of ranks",
+        "ranks",
+        "parameters",
+        "gradients",
+        "optimizer",
+        *(["predicted peak"] if with_peaks else []),
+    )
+    made.columns[0].justify = "right"
+    rows = [
+        (one.parameters_bytes, one.gradients_bytes, one.optimizer_bytes, one.peak_bytes or 0) for one in found
+    ]
+    size = in_one_unit(*(amount for row in rows for amount in row))
+    for one, row in zip(found, rows, strict=True):
+        made.add_row(str(one.ranks), *(size(amount) for amount in row[: 4 if with_peaks else 3]))
+    return made

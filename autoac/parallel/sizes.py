@@ -1,0 +1,136 @@
+"""What a rank holds of parameters, gradients and optimizer, and the peak of one plan, for other numbers of ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from autoac.device import device_for
+from autoac.parallel.elsewhere import optimizer_of
+from autoac.parallel.fsdp2 import FSDP2
+from autoac.record.optimizer import OPTIMIZER_STEP, with_optimizer
+from autoac.step.model import device_of
+from autoac.step.optimizer import real_optimizer
+from autoac_solver.plan.step import step_of
+from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.profile import Profile
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds.
+
+    Args:
+        ranks: how many there are.
+        parameters_bytes, gradients_bytes, optimizer_bytes: of its shards; gradients as they are after backward.
+        peak_bytes: of the step with the same decisions; None without a plan.
+    """
+
+    ranks: int
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    peak_bytes: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def held(
+    spec: FSDP2,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    profile: Profile,
+    record: PlanRecord | None = None,
+) -> list[Held]:
+    """For half as many ranks, as many as were asked for, and twice as many.
+
+    Nothing is recorded again: shards are counted, and in the plan's step they are exchanged for those of the other
+    number. What is gathered, and activations, are the same but for the padding of parameters that the ranks do not
+    divide.
+
+    Args:
+        spec: what the profile was recorded with, `world_size` included. Groups of `replicas` ranks stay so many.
+        model: before it was sharded.
+        optimizer: of the model; None if there is none.
+        profile: of one rank.
+        record: a plan for it.
+    """
+    assert spec.world_size is not None
+    optimizer_bytes = sum(s.bytes for s in profile.storage_table if s.kind == "Optstate")
+    own = _held(spec.world_size, spec.replicas, model, profile, lambda _: optimizer_bytes)
+    others = [
+        _held(size, spec.replicas, model, profile, functools.partial(_state_bytes, model, optimizer, profile))
+        for size in _half_and_twice(spec.world_size, spec.replicas)
+    ]
+    found = sorted([own, *others], key=lambda one: one.ranks)
+    if record is None:
+        return found
+    return [replace(one, peak_bytes=_peak_bytes(record, own, one)) for one in found]
+
+
+def _half_and_twice(size: int, replicas: int) -> list[int]:
+    half = [size // 2] if size % 2 == 0 and size // 2 % replicas == 0 else []
+    return [*half, 2 * size]
+
+
+def _held(
+    size: int,
+    replicas: int,
+    model: torch.nn.Module,
+    profile: Profile,
+    state_bytes: Callable[[dict[str, torch.nn.Parameter]], int],
+) -> Held:
+    shards = {name: _shard(parameter, size // replicas) for name, parameter in model.named_parameters()}
+    allocated = device_for(torch.device(profile.device)).allocated_bytes
+    parameters_bytes = sum(allocated(_bytes_of(shard)) for shard in shards.values())
+    # The gradients of a unit are views of one storage.
+    gradients_bytes = sum(_bytes_of(shard) for shard in shards.values() if shard.requires_grad)
+    return Held(size, parameters_bytes, allocated(gradients_bytes), allocated(state_bytes(shards)))
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _shard(parameter: torch.Tensor, parts: int) -> torch.nn.Parameter:
+    """The largest shard of a parameter, without values: `fully_shard` splits the first dimension."""
+    shape = (math.ceil(parameter.shape[0] / parts), *parameter.shape[1:])
+    return torch.nn.Parameter(
+        torch.empty(shape, dtype=parameter.dtype, device="meta"), requires_grad=parameter.requires_grad
+    )
+
+
+def _state_bytes(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    profile: Profile,
+    shards: dict[str, torch.nn.Parameter],
+) -> int:
+    """Of an optimizer of these shards, counted where the model is: other devices' tensors are fake there."""
+    if optimizer is None:
+        return 0
+    kind = device_of(model).type
+    recorded = with_optimizer(
+        replace(profile, device="cpu" if kind == "meta" else kind),
+        torch.nn.ParameterList(shards.values()),
+        optimizer_of(real_optimizer(optimizer, model), model, shards),
+        measure=False,
+    )
+    return recorded.storage_table[-1].bytes
+
+
+def _peak_bytes(record: PlanRecord, own: Held, other: Held) -> int:
+    """The peak if the shards of one number of ranks stand for those of the other."""
+    timeline = step_of(record).timeline
+    ratio = other.gradients_bytes / own.gradients_bytes if own.gradients_bytes else 1.0
+    resident = other.parameters_bytes + other.optimizer_bytes - own.parameters_bytes - own.optimizer_bytes
+    at_step = timeline["Temp"].where(timeline["op"] == OPTIMIZER_STEP, 0)  # what step() takes, of the shards
+    live = timeline["live_bytes"] + (timeline["Gradient"] + at_step) * (ratio - 1)
+    return int(live.max()) + resident

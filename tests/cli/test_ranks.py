@@ -1,0 +1,148 @@
+"""`--fsdp`: plans for a rank that is not here, what it holds, and what more or fewer ranks would hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autoac
+from autoac.parallel import FSDP2
+from autoac_solver.records.profile import VARIES, Profile
+from tests.cli.conftest import FACTORIES, done, invoke
+from tests.cli.factories import with_optimizer
+from tests.cli.test_commands import answer, configured  # noqa: F401  (a fixture)
+
+MODEL = f"{FACTORIES}:with_optimizer"
+BOTH = ("--device", "h200", "--budget", "80%")
+
+
+def sizes_of(said: dict[str, Any]) -> dict[int, dict[str, int]]:
+    return {one["ranks"]: one for one in said["fsdp"]["sizes"]}
+
+
+@pytest.fixture(scope="module")
+def llama(request: pytest.FixtureRequest) -> tuple[Any, ...]:
+    """Options for a tiny model's configuration."""
+    return ("--hf", request.getfixturevalue("configured"), "--seq", 64, "--dtype", "float32")
+
+
+def test_a_plan_for_a_rank_says_what_it_holds_and_what_others_would(llama: tuple[Any, ...]) -> None:
+    said = answer("plan", *llama, *BOTH, "--fsdp", 8)
+    assert sum(said["peak_parts_bytes"].values()) == said["predicted_peak_bytes"]
+    assert (said["fsdp"]["ranks"], said["fsdp"]["replicas"]) == (8, 1)
+    found = sizes_of(said)
+    assert list(found) == [4, 8, 16]
+    parts = said["peak_parts_bytes"]
+    assert found[8]["parameters_bytes"] == parts["parameters"]
+    assert found[8]["optimizer_bytes"] == parts["optimizer"]
+    assert found[8]["peak_bytes"] == said["predicted_peak_bytes"]
+    assert parts["gathered"] > parts["parameters"]
+    assert not [note for note in said["notes"] if note.startswith(VARIES)]
+    other = answer("plan", *llama, *BOTH, "--fsdp", 4)
+    assert sizes_of(other)[4] == found[4]
+    assert sizes_of(other)[8] == found[8]
+
+
+def test_a_plan_for_a_rank_in_words(llama: tuple[Any, ...], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    shown = done("plan", *llama, *BOTH, "--fsdp", 4, "-o", path).stdout
+    summary, _, tables = shown.partition("--details says more.")
+    assert summary.startswith("Plan for LlamaForCausalLM on cuda")
+    peak, _, others = tables.partition("Other numbers of ranks, with the same plan")
+    assert "One of 4 ranks at its peak" in peak
+    for part in (
+        "parameters",
+        "gathered",
+        "gradients",
+        "optimizer",
+        "inputs",
+        "activations",
+        "other",
+        "in all",
+    ):
+        assert part in peak
+    rows = [line.split()[0] for line in others.splitlines() if " MB" in line]
+    assert rows == ["2", "4", "8"]
+    assert others.rstrip().endswith(f"Written: {path}")
+    assert answer("plan", path, "--budget", "1GB")["resident_bytes"] == autoac.Plan.load(path).resident_bytes
+
+
+def test_fsdp2s_options(llama: tuple[Any, ...]) -> None:
+    def parts(*options: Any) -> dict[str, Any]:
+        return answer("plan", *llama, *BOTH, "--fsdp", 8, *options)
+
+    plain = parts()
+    kept = parts("--no-reshard-after-forward")
+    assert kept["peak_parts_bytes"]["gathered"] > plain["peak_parts_bytes"]["gathered"]
+    mixed = parts("--param-dtype", "bfloat16", "--reduce-dtype", "float32")
+    assert mixed["peak_parts_bytes"]["parameters"] == plain["peak_parts_bytes"]["parameters"]
+    assert mixed["peak_parts_bytes"]["activations"] < plain["peak_parts_bytes"]["activations"]
+    groups = parts("--replicas", 2, "--optimizer", "none")
+    assert groups["peak_parts_bytes"]["optimizer"] == 0
+    assert sizes_of(groups)[16]["parameters_bytes"] == sizes_of(plain)[8]["parameters_bytes"]
+    whole = parts("--units", "lm_head")  # and so the root has all blocks
+    assert whole["peak_parts_bytes"]["gathered"] > plain["peak_parts_bytes"]["gathered"]
+
+
+def test_a_factorys_model_for_a_rank(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    recorded = answer("profile", MODEL, "--fsdp", 4, "--device", "h200", "-o", path)
+    assert list(sizes_of(recorded)) == [2, 4, 8]
+    assert {one["peak_bytes"] for one in sizes_of(recorded).values()} == {None}
+    planned = answer("plan", MODEL, "--fsdp", 4, *BOTH)
+    again = answer("plan", path, *BOTH[2:])
+    assert "fsdp" not in again
+    given = with_optimizer()
+    expected = autoac.profile(**given, mode="fake", parallel=FSDP2(world_size=4), device="h200")
+    assert Profile.load(path).storage_table == expected.storage_table
+    for said in (planned, again):
+        assert said["resident_bytes"] == recorded["resident_bytes"] == expected.resident_bytes
+    assert "Other numbers of ranks\n" in "\n".join(
+        line.rstrip()
+        for line in done("profile", MODEL, "--fsdp", 3, "--device", "h200", "-o", path).stdout.splitlines()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--fsdp", 0], "'--fsdp': 0 ranks shard nothing: say how many"),
+        (["--fsdp", 8, "--engine", "compile"], "take replay or sac"),
+        (["--fsdp", 8, "--replicas", 3], "'--replicas': 8 ranks cannot be 3 groups of the same size"),
+        (["--fsdp", 8, "--replicas", 0], "take a divisor of 8"),
+        (["--no-reshard-after-forward"], "say of how many ranks with --fsdp RANKS"),
+        (["--units", "blocks.*"], "'--units': it goes with --fsdp only"),
+        (["--param-dtype", "bfloat16"], "'--param-dtype': it goes with --fsdp only"),
+    ],
+)
+def test_wrong_uses_are_told_before_anything_is_loaded(options: list[Any], text: str, tmp_path: Path) -> None:
+    for command in (
+        ["plan", "nothing.py:f", "--budget", "1GB"],
+        ["profile", "nothing.py:f", "-o", tmp_path / "p.json"],
+    ):
+        result = invoke(*command, *options)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert text in " ".join(result.stderr.split())
+
+
+def test_what_has_its_ranks_or_cannot_have_them_is_refused(recorded: Path, tmp_path: Path) -> None:
+    for arguments, text in (
+        (
+            ["plan", recorded, "--budget", "1GB", "--fsdp", 8],
+            "record one with `autoac profile MODEL --fsdp 8`",
+        ),
+        (
+            ["plan", MODEL, "--budget", "1GB", "--fsdp", 8, "--units", "layers.*"],
+            "'layers.*' matches no module",
+        ),
+        (["plan", MODEL, "--budget", "20G", "--fsdp", 8], "'20G' is not an amount of memory"),
+        (
+            ["profile", MODEL, "--fsdp", 8, "--mode", "real", "-o", tmp_path / "p.json"],
+            "a step of ranks that are not here cannot be run",
+        ),
+    ):
+        result = invoke(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert text in " ".join(result.stderr.split())

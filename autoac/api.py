@@ -34,6 +34,7 @@ from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.inputs import elements_of
 from autoac.step.model import check_model, device_bytes, device_of, free_bytes, model_fingerprint, unwrapped
 from autoac.step.modules import RegionChoice, select_modules
+from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.samples import Samples, batches_of
 from autoac.step.step import Loss, TrainingStep
 from autoac.step.units import here
@@ -464,7 +465,7 @@ def profile(
     note_untried()
     with progress_shown("profiling", progress) as tell:
         compiles = engine == COMPILE
-        with ONE_AT_A_TIME:
+        with ONE_AT_A_TIME, OptimizerStates():
             told = part(tell, 0.0, 0.3) if compiles else tell
             if isinstance(wrapped, FSDP2) and wrapped.world_size is not None:
                 recorded = record_sharded(wrapped, step, mode, table, lean_losses, told)

@@ -448,8 +448,7 @@ class Auto:
             unwatch_inputs(self._model)  # we look ourselves
         profile = plan.record.profile
         self._newcomers = watch_newcomers(self._model, _called(profile))
-        gradients = any(s.kind == "Gradient" and s.alloc == NEVER for s in profile.storage_table)
-        self._one_call = not gradients and sum(call.grad and not call.fqn for call in profile.calls) == 1
+        self._one_call = profile.is_one_call
         self._trained = self._trains_now()
         self._plan = plan
         self._larger = LargerInputs(profile.sample, plan.budget_bytes)

@@ -161,6 +161,7 @@ def test_state_goes_through_a_file(plan: Plan):
     assert_same(step(planned), step(plain))
 
 
+@pytest.mark.filterwarnings("ignore:the model is called while its parameters have gradients")
 def test_training_with_a_plan_is_training(plan: Plan):
     """Some steps with an optimizer, gradients accumulated over two batches in each."""
     parameters = []

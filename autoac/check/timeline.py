@@ -49,21 +49,20 @@ def measured_memory(plan: AnyPlan, step: TrainingStep) -> pd.Series:
             f"the model is on {device}: memory over the step is measured on CPU only. verify() measures the peak."
         )
     check_backwards_may_run(model)
-    optimizers = KeptOptimizers()
 
     def run() -> Timeline:
         with (
             untouched(model, step.inputs, plan.gradient_at_start),
             values_kept(written_by(step)),
-            optimizers,
             plan.applied(model),
         ):
             timeline = measure_peak(step.run, device).timeline
         assert timeline is not None
         return timeline
 
-    run()  # lazy initialisation is not to count
-    timeline = run()
+    with KeptOptimizers():
+        run()  # lazy initialisation is not to count, the optimizers' among it
+        timeline = run()
     record = plan.record
     planned = step_of(record)
     runs = planned.built.runs(record.profile, planned.options)

@@ -1,4 +1,4 @@
-"""A word when a planned model is called with more than it was planned for, or under another autocast.
+"""A word when a planned model is called with more than was planned for, under another autocast, or with gradients.
 
 The budget may not hold then.
 """
@@ -24,12 +24,16 @@ class LargerInputs:
         sample: what was planned for, as in `Profile.sample`; "" if that is not known, and nothing is too large.
         budget_bytes: of the plan.
         following: which need not say as well that other ops run under another autocast.
+        one_call: the step that was planned for calls the model once, and begins without gradients.
     """
 
-    def __init__(self, sample: str, budget_bytes: int, following: Following | None = None):
+    def __init__(
+        self, sample: str, budget_bytes: int, following: Following | None = None, one_call: bool = False
+    ):
         self.sample = sample
         self.budget_bytes = budget_bytes
         self.following = following
+        self.one_call = one_call
         self.elements = elements_in(sample)
         self.warned = False
 
@@ -71,6 +75,16 @@ class LargerInputs:
             self.warned = True
             warnings.warn(
                 self.words(args, kwargs) + ", or let autoac.auto plan anew (on_larger='replan').",
+                stacklevel=3,
+            )
+        elif self.one_call and any(parameter.grad is not None for parameter in module.parameters()):
+            self.warned = True
+            warnings.warn(
+                "the model is called while its parameters have gradients, and its plan was made for a step that begins "
+                "without and calls it once: the gradients' bytes are not planned for, and this step may take more than "
+                f"the budget of {format_bytes(self.budget_bytes)}. Clear them with zero_grad(set_to_none=True), or, "
+                "for micro-batches, plan the whole step, with a function that runs all of them: "
+                "autoac.plan(model, step, ...)",
                 stacklevel=3,
             )
 

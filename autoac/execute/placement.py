@@ -87,7 +87,10 @@ class Placement:
         note_untried()
         self._try_losses(unwrapped(model))
         self._following.start_anew(waits=True)
-        self._larger = LargerInputs(self.record.profile.sample, self.record.budget_bytes, self._following)
+        profile = self.record.profile
+        self._larger = LargerInputs(
+            profile.sample, self.record.budget_bytes, self._following, profile.is_one_call
+        )
         for program in (*itertools.chain.from_iterable(self._programs.values()), *self._copies.values()):
             program.warned = False
 

@@ -16,7 +16,6 @@ import torch
 from autoac.device import gpu_random_states
 from autoac.ops.geometry import Geometry, geometry_of
 from autoac.step.interrupts import held_back
-from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.units import roots_of_units, settle_units
 from autoac.torch_private import (
     is_view,
@@ -90,7 +89,6 @@ def untouched(
         for module in model.modules():
             restorer.later(_restore, module, _attributes(module))
         restorer.later(leave_modes, modes_entered())
-        restorer.later(OptimizerStates().put_back)
         for tensor in leaves:
             tensor.grad = gradient(tensor)
         try:

@@ -286,6 +286,12 @@ class Profile(Shown):
         found = self._class_of.get(module.partition("#")[0], "")
         return f"{found}, {self.sources[found]}" if found in self.sources else found
 
+    @property
+    def is_one_call(self) -> bool:
+        """Whether the step calls the model once, and begins without gradients."""
+        gradients = any(s.kind == "Gradient" and s.alloc == NEVER for s in self.storage_table)
+        return not gradients and sum(call.grad and not call.fqn for call in self.calls) == 1
+
     @functools.cached_property
     def _class_of(self) -> dict[str, str]:
         return {call.fqn: call.class_name for call in self.calls}

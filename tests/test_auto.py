@@ -577,7 +577,8 @@ def test_copies_made_in_the_recorded_step_run_their_own_weights(engine: Any):
             found.append(loss.item())
         if handle is not None:
             handle.remove()
-        assert pickle.loads(pickle.dumps(model.teacher))(x).shape == (BATCH, WIDTH)
+        teacher = pickle.loads(pickle.dumps(model.teacher))
+        assert teacher(torch.randn(BATCH, WIDTH)).shape == (BATCH, WIDTH)
         return found
 
     assert losses(True) == losses(False)

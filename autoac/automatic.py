@@ -39,7 +39,14 @@ from autoac.progress import LOGGER
 from autoac.record.live import LiveStep, with_leftovers
 from autoac.record.optimizer import state_tensors, with_optimizer
 from autoac.step.inputs import elements_in
-from autoac.step.model import check_model, device_bytes, device_of, model_fingerprint, unwrapped
+from autoac.step.model import (
+    check_model,
+    device_bytes,
+    device_of,
+    has_gradients,
+    model_fingerprint,
+    unwrapped,
+)
 from autoac.step.modules import RegionChoice
 from autoac.step.optimizer import real_optimizer
 from autoac.step.step import TrainingStep, default_loss
@@ -332,7 +339,7 @@ class Auto:
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
     def _gradients(self) -> bool:
-        return any(p.grad is not None for p in self._model.parameters() if p.requires_grad)
+        return has_gradients(self._model)
 
     def _trains_now(self) -> str:
         """Tells these parameters, and which of them require gradients, from others; quickly."""

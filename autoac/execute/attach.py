@@ -16,6 +16,7 @@ from autoac.execute.program import Program
 from autoac.execute.replay.pausing import Pausing, pausing_forward
 from autoac.execute.running import in_first_run, in_second_run
 from autoac.step.carried import LOSS_KEY, REGION_KEY, planned
+from autoac.step.model import has_gradients
 from autoac.step.units import some_units, units_inside
 from autoac.torch_private.called import called_module
 from autoac_solver.records.errors import PlanMismatchError
@@ -132,7 +133,7 @@ class Root:
         count = len(next(iter(self.offsets.values())))
         index = getattr(self.calls, "index", 0)
         if index >= min(self.fresh, count):
-            found = any(p.grad is not None for p in module.parameters())
+            found = has_gradients(module)
             if (
                 index >= count
             ):  # a further micro-batch, where the last one found gradients as well; else a new step

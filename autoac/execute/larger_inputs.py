@@ -13,6 +13,7 @@ import torch
 
 from autoac.execute.following import Following
 from autoac.step.inputs import autocast_in, described, elements_in, elements_of, under_autocast
+from autoac.step.model import has_gradients
 from autoac.torch_private import remove_forward_pre_hooks
 from autoac_solver.records.format import format_bytes
 
@@ -77,7 +78,7 @@ class LargerInputs:
                 self.words(args, kwargs) + ", or let autoac.auto plan anew (on_larger='replan').",
                 stacklevel=3,
             )
-        elif self.one_call and any(parameter.grad is not None for parameter in module.parameters()):
+        elif self.one_call and has_gradients(module):
             self.warned = True
             warnings.warn(
                 "the model is called while its parameters have gradients, and its plan was made for a step that begins "

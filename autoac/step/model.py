@@ -44,6 +44,11 @@ def check_model(model: torch.nn.Module) -> None:
         )
 
 
+def has_gradients(model: torch.nn.Module) -> bool:
+    """Whether a parameter that is trained has a gradient; those of `torch.func.functional_call` are no leaves."""
+    return any(p.requires_grad and p.is_leaf and p.grad is not None for p in model.parameters())
+
+
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The module itself where `torch.compile` or `DistributedDataParallel` returned a wrapper of it."""
     while True:

@@ -104,6 +104,7 @@ def test_exception_in_backward_leaves_no_memory(engine):
         with pytest.raises(LookupError):
             mean_square(model).backward()
         model[1].broken = ""
+        model.zero_grad(set_to_none=True)
         mean_square(model).backward()
         torch.ones(1, requires_grad=True).backward()
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from autoac.step.autocast import backward_is_as_planned
 from autoac.step.restore import tensors_of
-from autoac.torch_private import inside_autocast, remove_forward_hooks
+from autoac.torch_private import any_autocast, inside_autocast, remove_forward_hooks
 
 _WORDS = (
     "backward runs inside of autocast, and the plan was made for autocast around forward and loss alone: casts of "
@@ -39,9 +40,10 @@ class BackwardAutocast:
             node.register_prehook(self._backward_begins)
 
     def _backward_begins(self, gradients: Any) -> None:
-        if not self.seen:
+        if not self.seen and not backward_is_as_planned():
             self.seen = True
-            if inside_autocast():
+            # Threads of a device know whether autocast is on, and not in how many contexts they are.
+            if any_autocast() or inside_autocast():
                 warnings.warn(_WORDS, stacklevel=2)
 
 

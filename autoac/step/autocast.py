@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
@@ -16,6 +17,7 @@ OFF_IN_BACKWARD = (
 """A profile's note."""
 
 _DEVICES = ("cpu", "cuda")
+_AS_PLANNED = ContextVar("_AS_PLANNED", default=False)
 
 
 @contextlib.contextmanager
@@ -42,4 +44,13 @@ def _off() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 dtype = torch.get_autocast_dtype(device)
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=False))
-        yield
+        token = _AS_PLANNED.set(True)
+        try:
+            yield
+        finally:
+            _AS_PLANNED.reset(token)
+
+
+def backward_is_as_planned() -> bool:
+    """Whether this is a backward of ours, inside of the caller's autocast, whose casts are gone all the same."""
+    return _AS_PLANNED.get()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoac
-from autoac import api as planner
+from autoac.api import profiling as planner
 from autoac.calibrate import in_model as fitting
 from autoac.calibrate.in_model import fitted
 from autoac.execute.engines import ENGINES

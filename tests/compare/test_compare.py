@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from autoac import api as planner
+from autoac.api import profiling as planner
 from autoac.compare import quiet
 from autoac.compare.results import Results
 from autoac.measure import unique_storage_bytes

@@ -182,7 +182,7 @@ class InterruptAtLine:
 
 
 PLAN_FILES = (
-    "autoac/plans.py",
+    "autoac/plans/plan.py",
     "autoac/execute/placement.py",
     "autoac/execute/attach.py",
     "autoac/execute/program.py",

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "autoac/device.py"
 ALLOWED = {
-    "autoac/api.py": "whether a table's device takes other ops than the one here: see record/cuda_ops.py",
+    "autoac/api/profiling.py": "whether a table's device takes other ops than the one here: see record/cuda_ops.py",
     "autoac/parallel/elsewhere.py": "the same",
     "autoac/torch_private/planner.py": "torch's own planner has a benchmark of ops for CUDA only",
 }

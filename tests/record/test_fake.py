@@ -271,7 +271,7 @@ def test_an_op_without_a_fake_implementation_is_named():
 def test_auto_runs_for_real_where_that_fits_and_says_when_it_does_not(monkeypatch: pytest.MonkeyPatch):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
     assert autoac.profile(model, x).mode == "real"
-    monkeypatch.setattr("autoac.api.free_bytes", lambda device: 100)
+    monkeypatch.setattr("autoac.api.profiling.free_bytes", lambda device: 100)
     profile = autoac.profile(model, x)
     assert profile.mode == "fake"
     assert "gradients alone take 288 bytes" in profile.notes[-1]
@@ -281,7 +281,7 @@ def test_auto_falls_back_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch):
     def out_of_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr("autoac.api.recorded_step", out_of_memory)
+    monkeypatch.setattr("autoac.api.profiling.recorded_step", out_of_memory)
     profile = autoac.profile(nn.Linear(8, 8), torch.randn(4, 8))
     assert profile.mode == "fake"
     assert "did not fit here (no more)" in profile.notes[-1]

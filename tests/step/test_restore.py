@@ -280,7 +280,7 @@ def interrupted(call: Callable[[nn.Module], Any], positions: int) -> int:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # lost in a destructor
 def test_profile_interrupted_at_many_lines(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("autoac.api.fitted", lambda profile, *_: profile)
+    monkeypatch.setattr("autoac.api.profiling.fitted", lambda profile, *_: profile)
     costs = engine_costs(torch.device("cpu"), 0)
     monkeypatch.setattr("autoac.record.recorder.engine_costs", lambda *_: costs)
     assert interrupted(lambda model: autoac.profile(model, torch.ones(8, 4)), 40) > 15
@@ -289,7 +289,7 @@ def test_profile_interrupted_at_many_lines(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # lost in a destructor
 def test_profile_and_verify_interrupted_at_more_lines(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("autoac.api.fitted", lambda profile, *_: profile)
+    monkeypatch.setattr("autoac.api.profiling.fitted", lambda profile, *_: profile)
     costs = engine_costs(torch.device("cpu"), 0)
     monkeypatch.setattr("autoac.record.recorder.engine_costs", lambda *_: costs)
     assert interrupted(lambda model: autoac.profile(model, torch.ones(8, 4)), 150) > 70

@@ -1,0 +1,128 @@
+"""What is refused before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from autoac.calibrate.compiled.table import BLOCKS, GRANULARITIES
+from autoac.policies import Policies, check_modules, listed
+from autoac.step.model import check_model, device_bytes, device_of, unwrapped
+from autoac.step.modules import RegionChoice, select_modules
+from autoac.step.samples import Samples
+from autoac_solver.plan.planning import aims, resolve_engine
+from autoac_solver.records.devices import find_device
+from autoac_solver.records.engines import COMPILE, EngineName
+from autoac_solver.records.errors import PolicyError
+from autoac_solver.records.profile import Profile
+
+Mode = Literal["auto", "real", "fake"]
+
+
+def checked(
+    model: torch.nn.Module,
+    budget: int | str | None,
+    regions: RegionChoice,
+    policies: Policies,
+    engine: EngineName,
+    headroom: int | str,
+    max_overhead: float | str | None = None,
+    total_bytes: int | None = None,
+) -> list[str] | None:
+    """Refuse what makes no sense before anything runs, and tell the names of the modules chosen as regions.
+
+    Args, Raises: as for `plan`; `total_bytes` is the memory of another device that is planned for.
+    """
+    model = unwrapped(model)
+    check_model(model)
+    resolve_engine(engine)
+    aims(budget, max_overhead, headroom, (total_bytes or device_bytes(device_of(model))) or None)
+    names = select_modules(model, regions)
+    check_modules(listed(policies), model)
+    return names
+
+
+def check_compiling(
+    engine: str, granularity: str, policies: Policies = (), max_overhead: float | str | None = None
+) -> None:
+    """Refuse what engine compile cannot do, and its options without it.
+
+    Raises:
+        PolicyError, ValueError: before anything runs.
+    """
+    resolve_engine(engine)
+    if granularity not in GRANULARITIES:
+        known = ", ".join(map(repr, GRANULARITIES))
+        raise ValueError(f"granularity is {granularity!r}; possible are {known}.")
+    if granularity != BLOCKS and engine != COMPILE:
+        raise ValueError(f"granularity={granularity!r} goes with engine='compile', and engine is {engine!r}.")
+    if engine == COMPILE and policies:
+        raise PolicyError(
+            "engine 'compile' follows no policies: what a compiled region keeps is chosen as a whole. Plan without "
+            "policies, or with engine='replay' or 'sac'."
+        )
+    if engine == COMPILE and max_overhead is not None:
+        raise ValueError(
+            "engine 'compile' plans for a budget, not for max_overhead: autoac.tradeoff over "
+            "autoac.profile(..., engine='compile') shows what each budget costs."
+        )
+
+
+def check_samples(sample: Any, engine: str, budget_of: str) -> None:
+    """Refuse several samples where they cannot be compared.
+
+    Raises:
+        ValueError: before anything runs.
+    """
+    if isinstance(sample, Samples) and (engine == COMPILE or budget_of != "allocated"):
+        raise ValueError(
+            "several samples are compared by allocated memory, with the engines replay and sac: plan for one of them, "
+            "or leave out budget_of and engine='compile'."
+        )
+
+
+def check_together(engine: str, sample: Any) -> None:
+    """Refuse what several ranks cannot plan together.
+
+    Raises:
+        ValueError: before anything runs.
+    """
+    if engine == COMPILE:
+        raise ValueError(
+            "engine 'compile' is not for models that several ranks plan together (DDP, FSDP2): take engine='sac' "
+            "for a compiled model."
+        )
+    if isinstance(sample, Samples):
+        raise ValueError(
+            "several samples are not compared where several ranks plan together (DDP, FSDP2): pass the largest "
+            "batch."
+        )
+
+
+def mode_for_compiling(mode: Mode, device: str | Path | None) -> Mode:
+    """The mode in which regions are compiled and measured; refuses any in which nothing runs."""
+    if mode == "fake" or device is not None:
+        asked = "mode='fake'" if mode == "fake" else f"device={device!r}"
+        raise ValueError(
+            f"engine='compile' measures compiled code on the device at hand, and {asked} runs nothing on it: leave "
+            "one of them out."
+        )
+    return "real"
+
+
+def check_is_profile(profile: Any) -> None:
+    """Refuse a path, or anything else that is no profile."""
+    if not isinstance(profile, Profile):
+        hint = (
+            "autoac.Profile.load reads one from a file"
+            if isinstance(profile, (str, Path))
+            else "autoac.profile makes it"
+        )
+        raise ValueError(f"profile is a {type(profile).__name__}, not a recorded step: {hint}.")
+
+
+def kind_of(model: torch.nn.Module, device: str | Path | None) -> str:
+    """The device that is planned for, as text."""
+    return str(device_of(unwrapped(model))) if device is None else find_device(device).kind

@@ -1,0 +1,197 @@
+"""Plan for a model and a sample: profile the step, then solve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoac.api.checks import Mode, check_compiling, check_samples, check_together, checked, kind_of
+from autoac.api.profiling import profile
+from autoac.api.solving import plan_recorded
+from autoac.api.together import plan_together
+from autoac.buckets import Buckets
+from autoac.calibrate.compiled.table import BLOCKS
+from autoac.calibrate.compiled.tried import tried
+from autoac.outcomes import largest_first, with_outcomes
+from autoac.parallel.protocol import Plain, check_parallel
+from autoac.parallel.wrapped import found_on
+from autoac.plans import Plan
+from autoac.policies import Policies, listed
+from autoac.progress import Progress, part, progress_shown
+from autoac.step.inputs import elements_of
+from autoac.step.model import unwrapped
+from autoac.step.modules import RegionChoice
+from autoac.step.samples import Samples, batches_of
+from autoac.step.step import Loss, TrainingStep
+from autoac_solver.plan.planning import limits
+from autoac_solver.plan.reserved import check_budget_of
+from autoac_solver.records.arguments import check_effort
+from autoac_solver.records.devices import find_device
+from autoac_solver.records.engines import COMPILE, EngineName
+from autoac_solver.records.profile import Profile
+
+
+def plan(
+    model: torch.nn.Module,
+    sample: Any,
+    budget: int | str | None = None,
+    *,
+    max_overhead: float | str | None = None,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    regions: RegionChoice = None,
+    policies: Policies = (),
+    engine: EngineName = "auto",
+    granularity: str = BLOCKS,
+    headroom: int | str = 0,
+    budget_of: str = "allocated",
+    time_limit_s: float = 60.0,
+    gap: float = 1e-3,
+    mode: Mode = "auto",
+    device: str | Path | None = None,
+    parallel: Plain | None = None,
+    progress: Progress = None,
+) -> Plan:
+    """Plan what to save and what to recompute so that a training step stays within a budget.
+
+    Runs up to four steps to profile them, and where the engine's bookkeeping counts some more, or forward passes alone,
+    to time it (see `fitting`); model, sample and random states are left as they were. `plan.apply(model)` puts the plan
+    on the model.
+
+    Args:
+        model: the model as it will be trained (mode, dtype, device).
+        sample: a tensor, a tuple (positional arguments), a mapping (keyword arguments), or a callable without
+            arguments that runs one whole step (forward, loss, backward); it is run twice, and what it changes besides
+            tensors (the schedule of a learning rate, say) stays so. Or `Samples`, several batches of different shapes:
+            that with the highest peak is planned for, and `Plan.samples` tells how the others do.
+        budget: limit for the peak of the whole step on the device: bytes, "20GB" (10^9), "20GiB" (2^30), or "80%" of
+            the device's memory.
+        max_overhead: in place of a budget: the least memory with which a step takes at most so much longer, "5%" or
+            0.05; to within 0.1 % of the peak with nothing recomputed. The plan's budget is then its peak.
+        loss: from the model's output to a scalar; left out, the output's `.loss`, or the output if scalar, else the
+            mean of its floating tensors.
+        optimizer: if given, its state and what its `step()` takes count as part of the step. It is not run.
+        regions: None (found automatically), names or globs of modules, or a predicate `(fqn, module) -> bool`. A glob
+            stands for the outermost modules that it finds.
+        policies: what you want of some values whatever the plan finds best: `autoac.Policy` objects, a function for
+            torch's selective checkpointing, or several of these; see `autoac.policies`.
+        engine: "replay" (runs single ops again), "sac" (a policy for torch's selective checkpointing), "compile" (has
+            torch.compile compile the regions, and chooses what each keeps), or "auto": replay, but sac for a compiled
+            model.
+        granularity: of engine compile, where no regions are named: each of the model's "blocks" is compiled by itself,
+            those that are alike once; or the model as a "whole".
+        headroom: part of the budget to leave free, for what no plan can see (fragmentation, other libraries).
+        budget_of: what the budget limits: "allocated" memory (`torch.cuda.max_memory_allocated`), or on CUDA
+            "reserved" memory (`max_memory_reserved`), which is simulated with the options in `PYTORCH_CUDA_ALLOC_CONF`.
+        time_limit_s: for the solver, seconds.
+        gap: how far from the least time the plan may be, as a fraction of the step's time.
+        mode, device: as for `profile`. Of a device that is not here, the memory counts for "80%".
+        parallel: how the model will be trained on several processes, `autoac.parallel.DDP(...)` or `.FSDP2(...)`, where
+            it is not wrapped yet. A model that is wrapped (by DDP, or sharded by FSDP2) is planned for by all ranks
+            together: every rank calls this, and gets the same plan or the same error.
+        progress: called with a text and the share done; False shows nothing. Left out, a bar is drawn on a terminal or
+            in a notebook if it takes more than half a second (not with AUTOAC_PROGRESS=0 in the environment); elsewhere
+            lines go to the logger "autoac" at level INFO.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
+        PolicyError: policies clash, or one is about nothing in the step.
+        ProfilingError: the step could not be recorded, or a region is no module of the model, or inside of another.
+        ParallelError: on all ranks that plan together, what one of them raised.
+        ValueError: an argument makes no sense; before anything runs.
+    """
+    check_parallel(parallel)
+    wrapped = parallel or found_on(model)
+    if wrapped.is_here:
+        check_together(engine, sample)
+        # Options that say how to plan are the same everywhere; what is planned for, each rank has of its own.
+        options = {
+            "loss": loss, "optimizer": optimizer, "regions": regions, "policies": policies, "engine": engine,
+            "headroom": headroom, "time_limit_s": time_limit_s, "gap": gap, "mode": mode, "device": device,
+            "max_overhead": max_overhead, "budget_of": budget_of, "progress": progress,
+        }  # fmt: skip
+        return plan_together(model, sample, budget, wrapped, options)
+    policies = listed(policies)
+    # What can be refused before anything runs.
+    total_bytes = None if device is None else find_device(device).memory_bytes
+    names = checked(model, budget, regions, policies, engine, headroom, max_overhead, total_bytes)
+    check_budget_of(budget_of, kind_of(model, device))
+    steps = [TrainingStep(unwrapped(model), one, loss, optimizer) for one in batches_of(sample)]
+    check_effort(time_limit_s, gap)
+    check_compiling(engine, granularity, policies, max_overhead)
+    check_samples(sample, engine, budget_of)
+    with progress_shown("planning", progress) as tell:
+        share = 0.7 / len(steps)
+        profiles = [
+            profile(
+                model,
+                one,
+                loss=loss,
+                optimizer=optimizer,
+                regions=regions,
+                engine=engine,
+                granularity=granularity,
+                mode=mode,
+                device=device,
+                parallel=wrapped,
+                progress=part(tell, share * index, share * (index + 1)),
+            )
+            for index, one in enumerate(batches_of(sample))
+        ]
+        recorded, *others = largest_first(profiles)
+        solving = part(tell, 0.7, 1.0)
+
+        def solved(recorded: Profile) -> Plan:
+            return plan_recorded(
+                model,
+                recorded,
+                budget,
+                max_overhead=max_overhead,
+                names=names,
+                policies=policies,
+                engine=engine,
+                headroom=headroom,
+                budget_of=budget_of,
+                time_limit_s=time_limit_s,
+                gap=gap,
+                progress=solving,
+            )
+
+        if engine != COMPILE:
+            found = solved(recorded)
+            return with_outcomes(found, others) if others else found
+        assert budget is not None
+        budget_bytes, headroom_bytes = limits(budget, headroom, recorded.device_bytes or None)
+        return tried(recorded, steps[0], budget_bytes - headroom_bytes, solved)
+
+
+def plan_buckets(
+    model: torch.nn.Module, samples: Samples | Iterable[Any], budget: int | str, **options: Any
+) -> Buckets:
+    """A plan for each of several sizes of batches; put on the model, each call runs under the plan for its size.
+
+    A smaller batch needs less recomputation for the same budget, so its steps are faster than under the plan for the
+    largest one. Each of the sizes is profiled. A few that cover the lengths are enough: what is in between takes the
+    plan of the next larger one.
+
+    Args:
+        model, budget: as for `plan`.
+        samples: batches of different sizes, the largest among them; `Samples`, or what it takes.
+        options: other arguments of `plan`; not engine "compile".
+
+    Raises:
+        InfeasibleBudgetError: no plan fits the largest batch, which is planned for first.
+        PolicyError, ProfilingError, ValueError: as for `plan`, and if a sample is a callable.
+    """
+    batches = batches_of(samples if isinstance(samples, Samples) else Samples(samples))
+    if options.get("engine") == COMPILE:
+        raise ValueError("engine 'compile' cannot be planned by buckets: plan for the largest batch.")
+    if (options.get("parallel") or found_on(model)).is_here:
+        raise ValueError(
+            "several sizes are not planned where several ranks plan together (DDP, FSDP2): plan for the largest batch."
+        )
+    by_size = {elements_of((batch,), {}): batch for batch in batches}
+    return Buckets(plan(model, by_size[size], budget, **options) for size in sorted(by_size, reverse=True))

@@ -1,0 +1,202 @@
+"""Record one training step."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from autoac.api.checks import Mode, check_compiling, mode_for_compiling
+from autoac.api.solving import called_among
+from autoac.calibrate.compiled.table import BLOCKS, with_compiled_regions
+from autoac.calibrate.in_model import fitted
+from autoac.measure import ONE_AT_A_TIME, unique_storage_bytes
+from autoac.ops.info import is_collective
+from autoac.outcomes import largest_first, with_others
+from autoac.parallel.elsewhere import record_sharded
+from autoac.parallel.fsdp2 import FSDP2
+from autoac.parallel.protocol import Plain, check_parallel
+from autoac.parallel.wrapped import found_on
+from autoac.progress import Progress, Tell, part, progress_shown
+from autoac.record.on_fake import record_fake
+from autoac.record.optimizer import with_optimizer
+from autoac.record.recorder import recorded_step
+from autoac.step.autocast import OFF_IN_BACKWARD
+from autoac.step.model import check_model, device_of, free_bytes, unwrapped
+from autoac.step.modules import RegionChoice, select_modules
+from autoac.step.optimizer_states import OptimizerStates
+from autoac.step.samples import Samples
+from autoac.step.step import Loss, TrainingStep
+from autoac.step.units import here
+from autoac.torch_private import any_autocast, compiled_attribute, note_untried
+from autoac_solver.records.devices import DeviceTable, find_device, on_device
+from autoac_solver.records.engines import COMPILE, EngineName
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.format import format_bytes
+from autoac_solver.records.profile import Profile
+from autoac_solver.show import notebook  # noqa: F401  (what makes profiles show themselves in Jupyter)
+
+
+def profile(
+    model: torch.nn.Module,
+    sample: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    regions: RegionChoice = None,
+    mode: Mode = "auto",
+    device: str | Path | None = None,
+    parallel: Plain | None = None,
+    engine: EngineName = "auto",
+    granularity: str = BLOCKS,
+    progress: Progress = None,
+) -> Profile:
+    """Record one training step: time and bytes of every op, and what autograd saves.
+
+    The step is run with everything recomputed, so a model that does not fit without checkpointing can be profiled;
+    where the engine's bookkeeping counts and the step fits, its forward or all of it is also run as it is, for the time
+    (see `fitting`). On fake tensors nothing of it is allocated: for a model that does not fit at all, or is on the meta
+    device. Afterwards model, sample and random states are as they were, also if it fails. Threads that profile at once
+    take turns, so the step of one must not wait for another's.
+
+    Args:
+        model, sample, loss, optimizer, progress: as for `plan`.
+        regions: checked here; the profile does not depend on it, but where its regions are compiled.
+        mode: "real" runs the step; "fake" runs only its shapes, and each distinct op once by itself where that can be
+            afforded; "auto" takes "real" where the step fits, else "fake", and `Profile.notes` says so.
+        device: a GPU one does not have: "h200" and the like, or a cost table that `autoac calibrate` wrote. Times are
+            taken from its table, and "auto" is "fake" unless the step depends on values.
+        parallel: as for `plan`. The step of a sharded model is recorded with its collectives, so all ranks call this.
+            `FSDP2(world_size=...)` is recorded on fake tensors, in one process that is no rank.
+        engine: "compile" also compiles the regions and measures what they take, which engine compile chooses from;
+            it runs the step for real. Under any other the profile is the same.
+        granularity: as for `plan`.
+
+    Raises:
+        ProfilingError: the step could not be recorded.
+        ProfileError: there is no such device.
+    """
+    if isinstance(sample, Samples):
+        found = [
+            profile(
+                model,
+                one,
+                loss=loss,
+                optimizer=optimizer,
+                regions=regions,
+                mode=mode,
+                device=device,
+                engine=engine,
+                granularity=granularity,
+                progress=progress,
+            )
+            for one in sample.batches
+        ]
+        return with_others(largest_first(found))
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode is {mode!r}; possible are {', '.join(map(repr, get_args(Mode)))}.")
+    check_parallel(parallel)
+    wrapped = parallel or found_on(model)
+    table = None if device is None else find_device(device)
+    lean_losses = compiled_attribute(model) is None  # the compiler makes a loss of its own
+    model = unwrapped(model)
+    check_model(model)
+    names = select_modules(model, regions)
+    check_compiling(engine, granularity)
+    if engine == COMPILE:
+        mode = mode_for_compiling(mode, device)
+    step = TrainingStep(model, sample, loss, optimizer)
+    note_untried()
+    with progress_shown("profiling", progress) as tell:
+        compiles = engine == COMPILE
+        with ONE_AT_A_TIME, OptimizerStates():
+            told = part(tell, 0.0, 0.3) if compiles else tell
+            if isinstance(wrapped, FSDP2) and wrapped.world_size is not None:
+                recorded = record_sharded(wrapped, step, mode, table, lean_losses, told)
+            else:
+                recorded = _recorded(step, mode, table, lean_losses, told)
+                if step.optimizer is not None:
+                    recorded = with_optimizer(recorded, model, step.optimizer, measure=table is None)
+                recorded = wrapped.with_lifetimes(recorded, model)
+        if compiles:
+            called = called_among(recorded, names)
+            recorded = with_compiled_regions(recorded, step, called, granularity, part(tell, 0.3, 1.0))
+    if not model.training:
+        recorded = _noted(
+            recorded, "the model was in eval mode: call model.train() first if it will be trained so"
+        )
+    if any_autocast() and not step.is_whole:
+        recorded = _noted(recorded, OFF_IN_BACKWARD)
+    return recorded if table is None else on_device(recorded, table)
+
+
+def _recorded(
+    step: TrainingStep,
+    mode: str,
+    table: DeviceTable | None,
+    lean_losses: bool,
+    progress: Tell,
+) -> Profile:
+    """The profile on this device, for real or on fake tensors.
+
+    Args:
+        table: of another device whose times are wanted in place of this one's.
+        lean_losses: as for `recorded_step`.
+    """
+    timed, model = table is None, step.model
+    as_cuda = table is not None and table.kind == "cuda" and device_of(model).type != "cuda"
+    fake = functools.partial(record_fake, step, progress, timed, as_cuda, lean_losses)
+    real = functools.partial(_recorded_for_real, step, timed, lean_losses, progress)
+    if mode == "fake":
+        return fake()
+    if mode == "real":
+        return real()
+    reason = _reason_for_fake(model, timed)
+    if reason:
+        try:
+            return _noted(fake(), f"mode auto: {reason}")
+        except ProfilingError:
+            if timed or device_of(model).type == "meta":
+                raise
+        return _noted(real(), "mode auto: fake tensors will not do for this model")
+    try:
+        return real()
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        reason = f"the step did not fit here ({error!s:.80})"  # the error holds the step's tensors until it is handled
+    return _noted(fake(), f"mode auto: {reason}")
+
+
+def _recorded_for_real(
+    step: TrainingStep,
+    timed: bool,
+    lean_losses: bool,
+    progress: Tell,
+) -> Profile:
+    may_be_fitted = timed and not step.is_whole
+    told = part(progress, 0.0, 0.6) if may_be_fitted else progress
+    profile, gives_gradients_to_its_own = recorded_step(step, told, lean_losses)
+    with_others = any(is_collective(op.name) for op in profile.tape)  # which would have to run as many steps
+    if not may_be_fitted or not gives_gradients_to_its_own or with_others:
+        return profile
+    return fitted(profile, step, free_bytes(device_of(step.model)), part(progress, 0.6, 1.0))
+
+
+def _reason_for_fake(model: torch.nn.Module, timed: bool) -> str:
+    """Why the step should not be run for real, "" if it may be."""
+    device = device_of(model)
+    if device.type == "meta":
+        return "the model is on the meta device"
+    if not timed:
+        return "only shapes are needed for another device"
+    gradients = unique_storage_bytes(here([p for p in model.parameters() if p.requires_grad]))
+    free = free_bytes(device)
+    if gradients > free:
+        return f"gradients alone take {format_bytes(gradients)}, and {format_bytes(free)} are free"
+    return ""
+
+
+def _noted(profile: Profile, note: str) -> Profile:
+    return replace(profile, notes=(*profile.notes, note))

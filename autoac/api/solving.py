@@ -1,0 +1,159 @@
+"""Plan from a profile: for one budget, for a range of budgets, and for `plan`, which has just recorded it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from autoac.api.checks import check_is_profile
+from autoac.execute.engines import default_engine
+from autoac.plans import Plan, Tradeoff
+from autoac.policies import Policies, as_policies, listed
+from autoac.progress import Progress, Tell, progress_shown
+from autoac.torch_private import compiled_attribute
+from autoac_solver.plan.planning import plan_budgets, plan_profile, resolve_engine
+from autoac_solver.records.engines import EngineName
+from autoac_solver.records.profile import Profile
+
+
+def solve(
+    profile: Profile,
+    budget: int | str | None = None,
+    *,
+    max_overhead: float | str | None = None,
+    engine: EngineName = "auto",
+    regions: str | Iterable[str] | None = None,
+    policies: Policies = (),
+    headroom: int | str = 0,
+    budget_of: str = "allocated",
+    time_limit_s: float = 60.0,
+    gap: float = 1e-3,
+    progress: Progress = None,
+) -> Plan:
+    """Plan from a profile; no model is needed.
+
+    Args:
+        profile: recorded by `profile`, or loaded.
+        regions: names or globs of modules of the profiled step; None chooses them.
+        budget, max_overhead, policies, engine, headroom, budget_of, time_limit_s, gap, progress: as for `plan`;
+            "auto" is "replay" here.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
+        PolicyError: policies clash, or one is about nothing in the step.
+        ProfilingError: a region is no module of the profiled step, or inside of another.
+        ValueError: an argument makes no sense.
+    """
+    check_is_profile(profile)
+    with progress_shown("planning", progress) as tell:
+        return Plan(
+            plan_profile(
+                profile,
+                budget,
+                max_overhead=max_overhead,
+                engine=engine,
+                regions=regions,
+                policies=as_policies(policies, profile),
+                headroom=headroom,
+                budget_of=budget_of,
+                time_limit_s=time_limit_s,
+                gap=gap,
+                progress=tell,
+            )
+        )
+
+
+def plan_recorded(
+    model: torch.nn.Module,
+    recorded: Profile,
+    budget: int | str | None,
+    *,
+    max_overhead: float | str | None = None,
+    names: list[str] | None,
+    policies: Policies,
+    engine: EngineName,
+    headroom: int | str,
+    budget_of: str = "allocated",
+    time_limit_s: float = 60.0,
+    gap: float = 1e-3,
+    progress: Tell | None = None,
+) -> Plan:
+    """The plan for a model whose step was recorded.
+
+    Args:
+        names: what `checked` returned.
+        budget, max_overhead, policies, engine, headroom, budget_of, time_limit_s, gap: as for `plan`, and checked.
+        progress: called with a text and the share done.
+
+    Raises:
+        InfeasibleBudgetError, PolicyError, ProfilingError: as for `plan`.
+    """
+    _, reason = resolve_engine(engine)
+    if engine == "auto":
+        compiled = compiled_attribute(model) is not None
+        engine = default_engine(compiled=compiled)
+        reason = "auto: the model is compiled" if compiled else "auto: eager mode"
+    names = called_among(recorded, names)
+    return Plan(
+        plan_profile(
+            recorded,
+            budget,
+            max_overhead=max_overhead,
+            engine=engine,
+            engine_reason=reason,
+            regions=names,
+            policies=as_policies(listed(policies), recorded),
+            headroom=headroom,
+            budget_of=budget_of,
+            time_limit_s=time_limit_s,
+            gap=gap,
+            progress=progress,
+        )
+    )
+
+
+def called_among(recorded: Profile, names: list[str] | None) -> list[str] | None:
+    """The modules among these that the step calls; a glob may find others. All of them if it calls none."""
+    called = {call.fqn for call in recorded.calls}
+    return None if names is None else [name for name in names if name in called] or names
+
+
+def tradeoff(
+    profile: Profile,
+    budgets: int | str | Iterable[int | str] | None = None,
+    points: int = 20,
+    *,
+    engine: EngineName = "auto",
+    regions: str | Iterable[str] | None = None,
+    policies: Policies = (),
+    time_limit_s: float = 60.0,
+    gap: float = 1e-3,
+    progress: Progress = None,
+) -> Tradeoff:
+    """Plans over a range of budgets, from the least feasible one to that which needs no recomputation.
+
+    Args:
+        budgets: one or more to plan for; those that no plan meets are left out. None spreads `points` of them evenly.
+        points: how many budgets, at least 2.
+        time_limit_s: for each budget; the plan of one budget is where the search for the next larger one starts.
+        profile, engine, regions, policies, gap, progress: as for `solve`. Ctrl-C keeps what is done so far.
+
+    Raises:
+        InfeasibleBudgetError: `budgets` are given, and no plan meets any of them.
+        PolicyError, ProfilingError, ValueError: as for `solve`.
+    """
+    check_is_profile(profile)
+    with progress_shown("planning", progress) as tell:
+        curve = plan_budgets(
+            profile,
+            budgets,
+            points,
+            engine=engine,
+            regions=regions,
+            policies=as_policies(policies, profile),
+            time_limit_s=time_limit_s,
+            gap=gap,
+            progress=tell,
+        )
+    return Tradeoff.of(curve)

@@ -1,0 +1,68 @@
+"""Plan on all ranks together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoac.api.checks import checked
+from autoac.api.profiling import profile
+from autoac.api.solving import plan_recorded
+from autoac.parallel.one_plan import needs_most, same_everywhere, shared
+from autoac.parallel.protocol import Plain
+from autoac.parallel.ranks import together
+from autoac.plans import Plan
+from autoac.progress import part, progress_shown
+from autoac.step.model import device_of, model_fingerprint, unwrapped
+from autoac.step.step import TrainingStep
+from autoac_solver.plan.reserved import check_budget_of
+from autoac_solver.records.arguments import check_effort
+
+
+def plan_together(
+    model: torch.nn.Module, sample: Any, budget: int | str | None, wrapped: Plain, options: dict[str, Any]
+) -> Plan:
+    """One plan, made by all ranks together: for the rank whose step keeps the most.
+
+    Args:
+        wrapped: how the model is trained.
+        options: the other arguments of `plan`.
+
+    Raises:
+        ParallelError: what one of the ranks raised, on all of them.
+    """
+    alone = replace(wrapped, is_here=False)  # type: ignore[type-var]
+    with together("plan") as ranks:
+        names = checked(
+            model,
+            budget,
+            options["regions"],
+            options["policies"],
+            options["engine"],
+            options["headroom"],
+            options["max_overhead"],
+        )
+        check_budget_of(options["budget_of"], str(device_of(unwrapped(model))))
+        step = TrainingStep(unwrapped(model), sample, options["loss"], options["optimizer"])
+        check_effort(options["time_limit_s"], options["gap"])
+        fingerprint = model_fingerprint(step.model)
+        same_everywhere(
+            ranks, {"model (fingerprint)": fingerprint, "budget": str(budget), "regions": str(names)}
+        )
+        with progress_shown("planning", options.pop("progress")) as tell:
+            recorded = profile(
+                model,
+                sample,
+                parallel=alone,
+                progress=part(tell, 0.0, 0.7),
+                **{name: options.pop(name) for name in ("loss", "optimizer", "mode", "device")},
+            )
+            owner, made = needs_most(ranks, recorded), None
+            if ranks.rank == owner:
+                del options["regions"]
+                made = plan_recorded(
+                    model, recorded, budget, names=names, progress=part(tell, 0.7, 1.0), **options
+                )
+            return shared(ranks, owner, made, model)

@@ -1,0 +1,231 @@
+"""A plan: look at it, save it, put it on a model, check it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+import torch
+
+from autoac.check.timeline import measured_memory
+from autoac.check.verify import Report, verify
+from autoac.execute.engines import ENGINES
+from autoac.execute.following import NotFollowed
+from autoac.execute.placement import Placement
+from autoac.execute.program import Program
+from autoac.execute.sac import sac
+from autoac.plans.view import PlanView
+from autoac.step.model import unwrapped
+from autoac.step.step import TrainingStep
+from autoac_solver.plan.record import predicted_anew
+from autoac_solver.records.compiled import TORCHS
+from autoac_solver.records.engines import COMPILE
+from autoac_solver.records.errors import PlanMismatchError
+from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.profile import NEVER, Profile
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+class Plan(PlanView):
+    """What to save and what to recompute in one training step of one model.
+
+    Made by `autoac.plan` or `autoac.solve`; `Plan.load` reads one from a file, which runs no code from it.
+    """
+
+    def __init__(self, record: PlanRecord):
+        super().__init__(record)
+        self.placement = Placement(record)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan.
+
+        Raises:
+            ProfileError: the file is damaged, of another kind, or from a newer version.
+        """
+        return cls(PlanRecord.load(path))
+
+    def apply(self, model: Model) -> Model:
+        """Put the plan on the model, and return the model; train it as before.
+
+        Regions with nothing to recompute are left untouched. Under `torch.no_grad` the model runs as without a plan.
+        Submodules that `torch.compile` has compiled run uncompiled until `remove` where the plan needs it, see
+        `uncompiled.to_uncompile`.
+
+        Raises:
+            PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
+        """
+        self.placement.put_on(model)
+        return model
+
+    def remove(self, model: Model) -> Model:
+        """Take the plan off the model, which is then exactly as it was before, and return it.
+
+        Raises:
+            PlanMismatchError: this plan is not on the model, or somebody has put another forward over it since.
+        """
+        self.placement.take_off(model)
+        return model
+
+    @contextlib.contextmanager
+    def applied(self, model: Model) -> Iterator[Model]:
+        """Context in which the plan is on the model."""
+        self.apply(model)
+        try:
+            yield model
+        finally:
+            self.remove(model)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Check that the plan can be put on a model, and change nothing.
+
+        Raises:
+            PlanMismatchError: as for `apply`.
+        """
+        self.placement.check(model)
+
+    @property
+    def program_id(self) -> str:
+        """Tells this plan's programs and the model that they are for from others; the same in a file."""
+        return self.placement.plan_id
+
+    @property
+    def is_not_followed(self) -> NotFollowed:
+        """Which regions have run ops that the profiled step did not run, since the plan was last applied.
+
+        It is false where none has. Otherwise it tells, for each region, which op was expected and which came, the
+        likely cause, and what the peak may be now; printed it is the warning that is given once.
+        """
+        return self.placement.is_not_followed
+
+    def policy_fn(self, region: str) -> Callable[..., Any]:
+        """A policy for `create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)`.
+
+        It answers by (overload, n-th call in the region), so every call of the region needs a new one: pass
+        `context_fn(region)` to `checkpoint`, which makes it.
+
+        Args:
+            region: name of a region of this plan, as in `plan.regions`.
+
+        Raises:
+            PlanMismatchError: there is no such region, the plan was made for another engine, or it computes a loss over
+                chunks of rows, which only `apply` does.
+        """
+        return sac.SacPolicy(self._sac_program(region))
+
+    def context_fn(self, region: str) -> Callable[[], tuple[Any, Any]]:
+        """For `torch.utils.checkpoint.checkpoint(function, ..., use_reentrant=False, context_fn=...)`.
+
+        Args:
+            region: name of a region of this plan, as in `plan.regions`.
+
+        Raises:
+            PlanMismatchError: as for `policy_fn`.
+        """
+        return functools.partial(sac.contexts, self._sac_program(region))
+
+    def _sac_program(self, region: str) -> Program:
+        if not ENGINES[self.engine].is_policy:
+            raise PlanMismatchError(
+                f"this plan is for engine {self.engine!r}, whose decisions torch's checkpoint cannot follow exactly: "
+                'plan with engine="sac" to use policy_fn or context_fn.'
+            )
+        if self.record.chunked_losses:
+            raise PlanMismatchError(
+                "this plan also computes the model's loss over chunks of rows, which takes plan.apply(model): plan "
+                'with policies=[autoac.Policy("MUST_SAVE", op="aten._log_softmax*")] to call checkpoint yourself.'
+            )
+        for record in self.regions:
+            if record.name == region:
+                return Program(record.name, record.steps, wrapped=record.wrapped)
+        known = ", ".join(repr(record.name) for record in self.regions[:12])
+        raise PlanMismatchError(f"this plan has no region {region!r}; it has {known}.")
+
+    def gradient_at_start(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a leaf's gradient is at the start of the step that was profiled: None, or what the step adds to."""
+        table = self.record.profile.storage_table
+        accumulates = any(storage.kind == "Gradient" and storage.alloc == NEVER for storage in table)
+        if not accumulates or not tensor.requires_grad:
+            return None
+        return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()
+
+    def on(self, profile: Profile) -> Plan:
+        """The same decisions, with what another profile of the same step predicts of them."""
+        return Plan(predicted_anew(self.record, profile))
+
+    def verify(
+        self,
+        model: torch.nn.Module,
+        sample: Any,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        *,
+        steps: int = 1,
+    ) -> Report:
+        """Run one step with the plan and one without from the same state, and compare.
+
+        The model and the sample are left as they were: if this plan is on the model, so it is afterwards.
+
+        Args:
+            model, sample, loss: as for `autoac.plan`.
+            steps: how many steps to compare and measure, each but the first with other random numbers: of a model
+                whose steps vary (layer drop, routed experts) the report has the largest peak, and all of them.
+
+        Returns:
+            Whether loss, gradients, buffers and random states are equal to the bit, predicted and measured peak, and
+            the ratio of the step times; where something differs, the first op or parameter that does. Of engine compile
+            the step without the plan has the same regions compiled as torch does, and floating values that are equal
+            within `tolerance` are equal.
+
+        Raises:
+            PlanMismatchError: the plan is not for this model.
+            ProfilingError: a callable step leaves nothing to compare: no loss, no gradients, no optimizer's step.
+            ValueError: `steps` is no number of steps.
+        """
+        if type(steps) is not int or steps < 1:
+            raise ValueError(f"steps is {steps!r}: at least one step is compared.")
+        with self.placement.taken_off(model):
+            self.placement.check(model)
+            return verify(
+                self, TrainingStep(unwrapped(model), sample, loss), self._compiled_as_torch_does(), steps
+            )
+
+    def measure_memory(
+        self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None
+    ) -> pd.Series:
+        """Run one step with the plan and measure how many bytes are alive at each op, by the allocator's own account.
+
+        The model and the sample are left as they were: if this plan is on the model, so it is afterwards. On CPU
+        only: CUDA's allocator tells the peak (`verify`), but not when.
+
+        Args:
+            model, sample, loss: as for `autoac.plan`.
+
+        Returns:
+            Live bytes, one for each row of `memory_timeline()`; `plot_memory(measured=...)` draws both.
+
+        Raises:
+            ValueError: the model is not on CPU, or regions are compiled.
+            ProfilingError: the step ran other ops than the plan was made for.
+        """
+        if self._compiled_as_torch_does() is not None:
+            raise ValueError(
+                "compiled regions run no ops that memory could be told at: verify() measures the step's peak."
+            )
+        with self.placement.taken_off(model):
+            self.placement.check(model)
+            return measured_memory(self, TrainingStep(unwrapped(model), sample, loss))
+
+    def _compiled_as_torch_does(self) -> Plan | None:
+        """Where regions are compiled: a plan that compiles them without a budget, so that the two can be compared."""
+        if self.engine != COMPILE or not any(region.wrapped for region in self.regions):
+            return None
+        regions = tuple(
+            dataclasses.replace(region, point=TORCHS) if region.wrapped else region for region in self.regions
+        )
+        return Plan(dataclasses.replace(self.record, regions=regions))

@@ -1,0 +1,202 @@
+"""What a plan says of itself; no model is needed for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from autoac.progress import progress_shown
+from autoac_solver.plan.parts import peak_parts
+from autoac_solver.plan.step import step_of
+from autoac_solver.plan.transfer import Outcome
+from autoac_solver.records.plan import PlanRecord, RegionPlan
+from autoac_solver.show import refusals
+from autoac_solver.show.explanation import Explanation, explain, explanation
+from autoac_solver.show.memory import plot_memory
+from autoac_solver.show.notebook import Page, plan_html
+from autoac_solver.show.page import render_report, write_report
+from autoac_solver.show.summary import notes, summary
+
+
+class PlanView:
+    """A plan's record, to be looked at and written.
+
+    Args:
+        record: what the plan's file holds.
+    """
+
+    def __init__(self, record: PlanRecord):
+        self.record = record
+        self.outcomes: tuple[Outcome, ...] = ()  # of other samples that were given, see `samples`
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Largest number of live bytes during the planned step, resident bytes included."""
+        return self.record.predicted_peak_bytes
+
+    @property
+    def predicted_reserved_bytes(self) -> int | None:
+        """What CUDA's caching allocator reserves at most during the planned step, as simulated.
+
+        None for plans for other devices, and where the allocator's options (`PYTORCH_CUDA_ALLOC_CONF`) are not
+        understood; `explain` says why.
+        """
+        return self.record.predicted_reserved_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes alive before the step: parameters, buffers, optimizer state, the sample."""
+        return self.record.resident_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """The limit that was asked for."""
+        return self.record.budget_bytes
+
+    @property
+    def predicted_overhead(self) -> float:
+        """Extra step time / step time with nothing recomputed, the engine's own cost included."""
+        step_s = self.record.predicted_step_s
+        return self.record.predicted_extra_s / step_s if step_s else 0.0
+
+    @property
+    def optimality_gap(self) -> float:
+        """How much faster another plan within the budget can be at most, as a fraction of the step's time."""
+        return self.record.gap
+
+    @property
+    def status(self) -> str:
+        """ "optimal" if no plan within the budget is faster by more than the asked gap, else "feasible"."""
+        return self.record.status
+
+    @property
+    def engine(self) -> str:
+        """The engine's name: "replay", "sac" or "compile"."""
+        return self.record.engine
+
+    @property
+    def regions(self) -> tuple[RegionPlan, ...]:
+        """The regions: module name, call, whether it is wrapped, and the decision for each of its ops."""
+        return self.record.regions
+
+    @property
+    def decisions(self) -> pd.DataFrame:
+        """One row a value: region, module, op, bytes, decision ("save", "recompute" or "skip"), time_s."""
+        return step_of(self.record).decisions.copy()
+
+    @property
+    def samples(self) -> pd.DataFrame:
+        """One row a sample that `autoac.plan` was given, that which was planned for first.
+
+        Columns: sample, peak_bytes, unplanned_peak_bytes, overhead, fits. A plan that was read from a file knows its
+        own sample only; its profile's notes tell of the others.
+        """
+        own = Outcome(
+            self.record.profile.sample,
+            self.predicted_peak_bytes,
+            self.record.unplanned_peak_bytes,
+            self.predicted_overhead,
+            fits=True,
+        )
+        return pd.DataFrame([dataclasses.asdict(outcome) for outcome in (own, *self.outcomes)])
+
+    def peak_parts(self) -> dict[str, int]:
+        """What is alive at the predicted peak on one rank, in bytes, by what it is.
+
+        Returns:
+            parameters (of sharded ones the shards), gathered (parameters that FSDP2 has gathered there), gradients
+            (with DDP's buckets), optimizer (its state), inputs (the sample, buffers and what else was there before),
+            activations, and other (what ops and collectives take for a while). They add up to the predicted peak.
+        """
+        return peak_parts(self.record)
+
+    def memory_timeline(self) -> pd.DataFrame:
+        """One row an op of the planned step: op, module, phase, live_bytes in all and by kind of memory."""
+        return step_of(self.record).timeline.copy()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What one should know of the plan: how its step was recorded, and what could be better."""
+        return notes(self.record)
+
+    def summary(self) -> str:
+        """The plan in at most 15 lines; `explain` says all there is."""
+        return summary(self.record)
+
+    def explain(self) -> str:
+        """The plan in words: the peak and who holds it, what is recomputed at what price, what more memory buys."""
+        return explain(self.record)
+
+    def why(self, module: str) -> str:
+        """What the plan does with a module, and why it does no more: why it is no region, what in it must be saved.
+
+        Args:
+            module: its name in the model, "" for the model itself.
+
+        Raises:
+            ProfilingError: the profiled step calls no module of this name.
+        """
+        return refusals.why(self.record, module)
+
+    def explanation(self) -> Explanation:
+        """What `explain` says, as tables. Takes a moment: it solves once more, for a little more memory."""
+        return explanation(self.record)
+
+    def plot_memory(self, axes: Any = None, measured: Any = None) -> Any:
+        """Draw the live bytes over the step: by kind, with nothing recomputed, the budget, and as measured.
+
+        Args:
+            axes: matplotlib axes to draw on; None makes a new figure.
+            measured: what `measure_memory` returned; None for none.
+
+        Returns:
+            The axes.
+        """
+        return plot_memory(self.record, axes, measured)
+
+    def __repr__(self) -> str:
+        return str(self.record)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self.record)
+
+    def show(self, curve: Any = None, points: int = 8, height: int = 900) -> Page:
+        """The report page in a notebook: with hover and zoom, and a slider over budgets.
+
+        Args:
+            curve, points: as for `report`.
+            height: of the frame, pixels.
+
+        Returns:
+            What Jupyter shows as the page, if it is the last line of a cell.
+        """
+        with progress_shown("planning other budgets", None) as tell:
+            return Page(render_report(self.record, curve=curve, points=points, progress=tell), height)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; the file appears whole or not at all.
+
+        Raises:
+            FileNotFoundError: there is no folder to write it in.
+            IsADirectoryError: there is a folder of that name.
+        """
+        self.record.save(path)
+
+    def report(self, path: str | Path, curve: Any = None, points: int = 20) -> None:
+        """Write the plan as a page: one HTML file that opens offline.
+
+        Args:
+            path: of the file, .html; one that is there is replaced.
+            curve: plans for other budgets, from the same profile and for the same engine; None makes them, which takes
+                a while.
+            points: how many budgets to make plans for if there is no curve; 0 shows this plan alone.
+
+        Raises:
+            ValueError: the curve is of another profile or engine.
+            FileNotFoundError, IsADirectoryError: no file can be at this path; before the page is made.
+        """
+        with progress_shown("planning other budgets", None) as tell:
+            write_report(self.record, path, curve=curve, points=points, progress=tell)

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import torch
 
-from autoac.automatic import LOGGER, Auto, auto
+from autoac.automatic import Auto, auto
 from autoac.plans import Plan
+from autoac.progress import LOGGER
 from autoac_solver.records.engines import EngineName
 
 

@@ -1,0 +1,23 @@
+"""One line in a loop: the first training step is recorded as it runs, and the next ones run under a plan.
+
+`start.auto` checks the arguments and puts the handle on the model. `handle.Auto` hears of the loop's events: a call of
+the model, an optimizer's step. `recording` records steps, `optimizers` counts what the loop's optimizers take, `watch`
+tells steps that the plan was not made for, and `peak` measures the first planned step.
+
+NOTE [ The loop's steps ]
+  1. Nothing is run for the plan. The loop's own first step is recorded (see `autoac.record.live`), with its batch,
+     autocast, loss, micro-batches, gradient scaling and clipping.
+  2. A step ends just before an optimizer steps that has a parameter of the model; with a closure, after the closure's
+     first run. If no torch optimizer is seen, it ends before the first write to a parameter after backward, or before
+     the next call of the model that finds no gradients although backward had left some. So a loop that only
+     accumulates, and neither steps nor clears gradients, has no second step.
+  3. The plan is made when the next step begins. Only then we know which tensors of the step before the loop still
+     holds (its output, its loss), and whether there are gradients when a step begins. If the recorded step differs in
+     that, as where `zero_grad` comes after forward, the next step is recorded instead.
+  4. Only calls of the model in train mode and with gradients on count.
+"""
+
+from autoac.automatic.handle import Auto
+from autoac.automatic.start import auto
+
+__all__ = ["Auto", "auto"]

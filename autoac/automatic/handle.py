@@ -1,0 +1,318 @@
+"""The handle of `autoac.auto`: it hears of the loop's events, and decides when to record, to plan and to plan anew."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autoac.automatic.once import Once
+from autoac.automatic.optimizers import Optimizers
+from autoac.automatic.peak import StepPeak
+from autoac.automatic.recording import Recording
+from autoac.automatic.report import in_a_line, verified
+from autoac.automatic.wanted import Wanted, needs_no_more
+from autoac.automatic.watch import Finding, Watch
+from autoac.execute.on_top import OnTop
+from autoac.plans import Plan
+from autoac.progress import LOGGER
+from autoac.step.model import has_gradients, unwrapped
+from autoac.torch_private import in_backward
+from autoac_solver.records.errors import AutoacError
+from autoac_solver.records.format import format_bytes
+
+_MOST_UNPLANNED = 3
+"""So many steps without a plan are said to be too many: the first may have been skipped, as gradient scaling does."""
+
+
+class Auto:
+    """The handle of `autoac.auto`.
+
+    Attributes:
+        report: what `Plan.verify` found, None where it was not wanted or has not run yet.
+        measured_peak_bytes: peak of the first planned step, with the optimizer's step and resident bytes; None until it
+            is over, or where it was not to be measured.
+    """
+
+    def __init__(self, model: torch.nn.Module, wanted: Wanted, optimizer: Any):
+        self.report: Any = None
+        self.measured_peak_bytes: int | None = None
+        self._given = model
+        self._model = unwrapped(model)
+        self._wanted = wanted
+        self._provisional: Plan | None = None
+        self._plan: Plan | None = None
+        self._stepped = True  # whether an optimizer has, since the model was last called
+        self._running = False
+        self._was_saved = False
+        self._unplanned_steps = 0  # of an optimizer, while nothing is recorded and there is no plan
+        self._trained = ""  # which parameters were trained in the recorded step
+        self._kept: Plan | None = None  # stays if the next recorded step calls no more modules
+        self._on_top = OnTop(model, self)
+        self._warn = Once()
+        self._optimizers = Optimizers(self._model, optimizer, self._warn)
+        self._recording = Recording(model, self._on_top, self._warn)
+        self._watch = Watch(self._model, wanted.on_larger)
+        self._peak = StepPeak(self._model, wanted.measure)
+        before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda *a: f(*a) if (f := before()) else None),
+            register_optimizer_step_post_hook(lambda *a: f(*a) if (f := after()) else None),
+        ]
+        weakref.finalize(self, _remove, self._hooks)
+        self._on_top.put_on()
+
+    # For the user.
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan; None before the first step is over.
+
+        Between the first step and the second it is provisional: the plan for the first step as it was recorded.
+        """
+        recorded = self._recording.profile
+        if self._plan is None and recorded is not None and self._provisional is None:
+            self._provisional = self._wanted.plan(self._given, self._optimizers.counted(recorded))
+        return self._plan or self._provisional
+
+    @property
+    def known_plan(self) -> Plan | None:
+        """The plan if one has been made; asking for it makes none."""
+        return self._plan or self._provisional
+
+    def remove(self) -> None:
+        """Take the plan and this handle's hooks off the model, which is then as it was before."""
+        self._recording.give_up()
+        self._peak.end()
+        self._take_plan_off()
+        self._on_top.take_off()
+        _remove(self._hooks)
+
+    def __repr__(self) -> str:
+        return f"Auto({type(self._model).__name__}, {self._plan or self._state()})"
+
+    def _state(self) -> str:
+        return "recording a step" if self._recording.is_on else "waiting for the first training step"
+
+    # The loop's events.
+
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model is called."""
+        counts = self._model.training and torch.is_grad_enabled() and not in_backward() and not self._running
+        if not counts:  # evaluation, a second run of its code in backward, or a call inside of another one
+            return self._on_top.run(args, kwargs)
+        self.begins(args, kwargs)
+        self._running = True
+        try:
+            return self._on_top.run(args, kwargs)
+        except BaseException:
+            self._recording.give_up()
+            self._peak.end()
+            raise
+        finally:
+            self._running = False
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of the training step begins; for trainers that do not call the model itself.
+
+        Args:
+            args, kwargs: of the call; the batch is in them.
+        """
+        self._recording.end_if_over()
+        if self._recording.is_on:
+            return
+        begins = self._stepped or not has_gradients(self._model)
+        self._stepped = False
+        if begins and self._trained != self._trains_now() and (self._recording.profile or self._plan):
+            LOGGER.info("other parameters are trained than in the recorded step: recording this step")
+            self._record_again(is_new=True)
+        if self._recording.profile is not None and begins:
+            self._settle(args, kwargs)
+        if self._plan is None and self._recording.profile is None and begins:
+            self._take_up_saved(args, kwargs)
+        if self._plan is not None:
+            self._look_at(args, kwargs, begins)
+        if self._plan is None and self._recording.profile is None and begins:
+            self._record(args, kwargs)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """An optimizer is about to step."""
+        if not self._optimizers.trains(optimizer):
+            return None
+        if self._optimizers.are_joined_by(optimizer):
+            self._watch.uncounted = self._plan is not None and not self._was_saved
+        self._tell_if_nothing_is_planned()
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._then_over(kwargs["closure"])}
+        if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
+            return (args[0], self._then_over(args[1]), *args[2:]), kwargs
+        if not in_backward():  # else it steps parameter by parameter while backward runs
+            self._step_is_over()
+        return None
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        if self._peak.is_running and self._optimizers.trains(optimizer) and not in_backward():
+            self._tell_peak(self._peak.end())
+
+    def _then_over(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            result = closure()
+            self._step_is_over()
+            return result
+
+        return run
+
+    def _step_is_over(self) -> None:
+        if self._recording.went_backward:
+            self._recording.end()
+        self._stepped = True
+
+    def _trains_now(self) -> str:
+        """Tells these parameters, and which of them require gradients, from others; quickly."""
+        parameters = list(self._model.parameters())
+        trained = [p.requires_grad for p in parameters]
+        return f"{len(trained)} {hash((*trained, *(p.dtype for p in parameters)))}"
+
+    # What is done then.
+
+    def _record(self, args: Any, kwargs: Any) -> None:
+        """Record the step that begins."""
+        if self._recording.begin(args, kwargs, self._optimizers.states()):
+            self._was_saved = False
+            self._trained = self._trains_now()
+
+    def _record_again(self, is_new: bool = False) -> bool:
+        """Let the next step be recorded, unless that was done too often.
+
+        Args:
+            is_new: the recordings until now do not count.
+        """
+        if is_new:
+            self._recording.count = 0
+        if not self._recording.may_begin_again:
+            return False
+        self._take_plan_off()
+        self._recording.forget()
+        self._provisional = None
+        return True
+
+    def _settle(self, args: Any, kwargs: Any) -> None:
+        """Plan for the recorded step, now that the next one begins."""
+        if self._recording.began_otherwise and self._record_again():
+            return
+        profile = self._optimizers.counted(self._recording.taken())
+        self._provisional = None
+        self._watch.uncounted = False
+        kept, self._kept = self._kept, None
+        if kept is not None and needs_no_more(profile, kept.record.profile):
+            self._put_plan_on(kept, "no more modules were called, with no more; kept the plan of")
+            return
+        try:
+            plan = self._wanted.plan(self._given, profile)
+        except AutoacError:
+            self.remove()
+            raise
+        if self._wanted.verify:
+            self._verify(plan, args, kwargs)
+        if self._wanted.path is not None:
+            plan.save(self._wanted.path)
+        self._put_plan_on(plan, "planned")
+
+    def _take_up_saved(self, args: Any, kwargs: Any) -> None:
+        """Put on the plan that an earlier run saved, if it is for this model, device, budget and engine."""
+        path = self._wanted.path
+        if path is None or not path.exists() or self._recording.count:
+            return
+        plan = Plan.load(path)
+        if not self._wanted.is_met_by(plan, self._model):
+            LOGGER.warning(
+                "the plan in %s is for another model, device, budget, engine, regions or policies: planning anew, and "
+                "the new plan will replace it there",
+                path,
+            )
+            return
+        if self._wanted.verify:
+            self._verify(plan, args, kwargs)
+        self._was_saved = True  # with the optimizers that stepped then
+        self._put_plan_on(plan, f"took up {path}:")
+
+    def _put_plan_on(self, plan: Plan, verb: str) -> None:
+        with self._on_top.aside():
+            plan.apply(self._given)
+        self._watch.put_on(plan)
+        self._trained = self._trains_now()
+        self._plan = plan
+        LOGGER.info("%s", in_a_line(verb, plan))
+
+    def _take_plan_off(self) -> None:
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            self._watch.take_off()
+            with self._on_top.aside():
+                plan.remove(self._given)
+
+    def _verify(self, plan: Plan, args: Any, kwargs: Any) -> None:
+        """Check on this batch that gradients are equal.
+
+        Raises:
+            AutoacError: they are not; the model is left without a plan.
+        """
+        with self._on_top.aside():
+            self.report = verified(plan, self._model, args, kwargs)
+        if not self.report.equal:
+            self.remove()
+            raise AutoacError(f"the plan does not give the same gradients, so it is not used:\n{self.report}")
+
+    def _look_at(self, args: Any, kwargs: Any, begins: bool) -> None:
+        """A call under the plan: record anew or warn if the plan was not made for it."""
+        found = self._watch.found(args, kwargs, begins, self._recording)
+        if found is not None:
+            self._act_on(found)
+        if begins and self._plan is not None:
+            self._peak.begin()
+
+    def _act_on(self, found: Finding) -> None:
+        plan = self._plan
+        if found.log and self._record_again(found.is_new):
+            LOGGER.info("%s", found.log)
+            self._kept = plan if found.plan_may_stay else self._kept
+        elif found.warning:
+            self._warn(found.key, found.warning)
+
+    def _tell_if_nothing_is_planned(self) -> None:
+        """Warn if the model is trained, and its calls were not seen, or no backward from them."""
+        recording = self._recording
+        if self._plan is not None or recording.profile is not None or recording.went_backward:
+            return
+        self._unplanned_steps += 1
+        if self._unplanned_steps < _MOST_UNPLANNED:
+            return
+        if not recording.is_on and not recording.count:
+            why = (
+                "it was not called in train mode and with gradients on since (compiled later, or by its parts?): call "
+                "autoac.auto for the module that the loop calls, after torch.compile"
+            )
+        else:
+            why = "no backward from its calls was seen (in another thread, or a reentrant checkpoint around it?)"
+        self._warn(
+            "nothing planned",
+            f"autoac.auto has no plan for {type(self._model).__name__}, which is trained: {why}.",
+        )
+
+    def _tell_peak(self, above_start_bytes: int | None) -> None:
+        if above_start_bytes is not None and self._plan is not None:
+            self.measured_peak_bytes = self._plan.resident_bytes + above_start_bytes
+            LOGGER.info(
+                "measured peak %s, predicted %s, budget %s",
+                format_bytes(self.measured_peak_bytes),
+                format_bytes(self._plan.predicted_peak_bytes),
+                format_bytes(self._plan.budget_bytes),
+            )
+
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()

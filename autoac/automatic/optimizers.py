@@ -1,0 +1,65 @@
+"""The optimizers that train the model, and what they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoac.automatic.once import Once
+from autoac.record.optimizer import state_tensors, with_optimizer
+from autoac.step.model import device_of
+from autoac.torch_private import is_profiled
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.profile import NEVER, Profile, Storage
+
+
+class Optimizers:
+    """The optimizers of a model, as they are found.
+
+    Args:
+        model: without wrappers.
+        known: the one that was named, or None.
+        warn: tells what cannot be counted.
+    """
+
+    def __init__(self, model: torch.nn.Module, known: Any, warn: Once):
+        self._model = model
+        self._known: list[Any] = [] if known is None else [known]
+        self._warn = warn
+
+    def are_joined_by(self, optimizer: Any) -> bool:
+        """Take in an optimizer that is about to step; whether it is a new one."""
+        if any(known is optimizer for known in self._known):
+            return False
+        self._known.append(optimizer)
+        return True
+
+    def trains(self, optimizer: Any) -> bool:
+        """Whether an optimizer has a parameter of the model."""
+        own = {id(p) for p in self._model.parameters()}
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def states(self) -> list[torch.Tensor]:
+        """The tensors of their states on the model's device."""
+        kind = device_of(self._model).type
+        return [state for optimizer in self._known for state in state_tensors(optimizer, kind)]
+
+    def counted(self, profile: Profile) -> Profile:
+        """The profile with the optimizers' states, and with the memory that their steps take."""
+        for optimizer in self._known:
+            try:
+                profile = with_optimizer(profile, self._model, optimizer, measure=not is_profiled())
+            except ProfilingError as error:
+                note = f"of the optimizer only its state is counted, as it is now: {error}"
+                self._warn("only its state", note)
+                tensors = state_tensors(optimizer, device_of(self._model).type)
+                size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+                state = Storage(size, NEVER, profile.end, "Optstate", type(optimizer).__name__)
+                profile = replace(
+                    profile,
+                    notes=(*profile.notes, note),
+                    storage_table=(*profile.storage_table, state),
+                )
+        return profile

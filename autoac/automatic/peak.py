@@ -1,0 +1,53 @@
+"""The measured peak of the first planned step."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from autoac.device import device_for
+from autoac.measure import Taken, measuring
+from autoac.step.model import device_of
+from autoac.torch_private import is_profiled
+
+
+class StepPeak:
+    """Measures one step of the loop: from the call that begins it until after the optimizer's step.
+
+    Args:
+        model: without wrappers.
+        wanted: whether anything is to be measured.
+    """
+
+    def __init__(self, model: torch.nn.Module, wanted: bool):
+        self._model = model
+        self._is_wanted = wanted
+        self._running: tuple[contextlib.ExitStack, Taken] | None = None
+
+    def begin(self) -> None:
+        """Measure from here on, if that was not done before and can be done."""
+        wanted, self._is_wanted = self._is_wanted, False
+        device = device_of(self._model)
+        if not wanted or is_profiled() or device_for(device).not_measurable():
+            return
+        stack = contextlib.ExitStack()
+        self._running = stack, stack.enter_context(measuring(device))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step is measured now."""
+        return self._running is not None
+
+    def end(self) -> int | None:
+        """Measure no further.
+
+        Returns:
+            The peak above what was there when the step began, in bytes; None if nothing was measured.
+        """
+        running, self._running = self._running, None
+        if running is None:
+            return None
+        stack, taken = running
+        stack.close()
+        return taken.peak_above_start_bytes

@@ -1,0 +1,131 @@
+"""Steps of the loop, recorded one at a time as they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoac.automatic.once import Once
+from autoac.execute.on_top import OnTop
+from autoac.record.live import LiveStep, with_leftovers
+from autoac.step.model import has_gradients, unwrapped
+from autoac.torch_private import compiled_attribute
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.profile import Profile
+
+MOST_RECORDINGS = 3
+"""At most this many steps are recorded for a loop whose later steps differ from the recorded one."""
+
+
+class Recording:
+    """Records a step, and keeps its profile until the next step begins.
+
+    Args:
+        given: the model as the loop calls it.
+        on_top: our forward on it, which stands aside while the model is prepared.
+        warn: tells why a step cannot be recorded.
+
+    Attributes:
+        profile: of a recorded step that has no plan yet.
+        count: how many recordings were begun, since the last thing that is no fault of the loop's steps.
+    """
+
+    def __init__(self, given: torch.nn.Module, on_top: OnTop, warn: Once):
+        self.profile: Profile | None = None
+        self.count = 0
+        self._given = given
+        self._model = unwrapped(given)
+        self._on_top = on_top
+        self._warn = warn
+        self._live: LiveStep | None = None
+        self._survivors: dict[int, Any] = {}
+        self._workspaces: dict[Any, int] = {}
+        self._had_gradients = False  # whether there were any when the step began
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a step is being recorded."""
+        return self._live is not None
+
+    @property
+    def went_backward(self) -> bool:
+        """Whether the step that is being recorded has begun its backward."""
+        return self._live is not None and self._live.tape.went_backward
+
+    @property
+    def may_begin_again(self) -> bool:
+        """Whether one more step may be recorded."""
+        return self.count < MOST_RECORDINGS
+
+    @property
+    def began_otherwise(self) -> bool:
+        """Whether there are gradients now and were none when the recorded step began, or the other way round."""
+        return has_gradients(self._model) != self._had_gradients
+
+    def begin(self, args: Any, kwargs: Any, states: Iterable[torch.Tensor]) -> bool:
+        """Record from here on, and tell whether that can be done.
+
+        Args:
+            args, kwargs: of the model's call.
+            states: tensors of the optimizers' states.
+        """
+        lean_losses = compiled_attribute(self._given) is None
+        live = LiveStep(self._model, lean_losses=lean_losses, known=self._workspaces)
+        with self._on_top.aside():
+            try:
+                live.begin((args, kwargs), states)
+            except ProfilingError as error:
+                self._warn("cannot record", f"autoac: no plan yet. {error}")
+                return False
+        self._live = live
+        self.count += 1
+        self._had_gradients = has_gradients(self._model)
+        return True
+
+    def end_if_over(self) -> None:
+        """The model is called: end the record if that begins the next step, or if no backward can come any more."""
+        if self._live is None:
+            return
+        tape = self._live.tape
+        if tape.is_given_up:
+            self.give_up()
+        elif tape.is_over or (tape.went_backward and not has_gradients(self._model)):
+            self.end()
+
+    def end(self) -> None:
+        """The step is over: make its profile."""
+        live = self._live
+        assert live is not None
+        if not live.can_end:
+            self._warn(
+                "cannot end", "autoac: the step cannot be recorded: a mode or hooks were put on in it."
+            )
+            live.tape.clock.suspended += 1
+            return
+        self._live = None
+        with self._on_top.aside():
+            profile = live.finish()
+        if not self._model.training:
+            profile = replace(profile, notes=(*profile.notes, "the model was put in eval mode in the step"))
+        self.profile, self._survivors, self._workspaces = profile, live.survivors, live.workspaces
+
+    def give_up(self) -> None:
+        """Record no further, and make no profile."""
+        live, self._live = self._live, None
+        if live is not None:
+            with self._on_top.aside():
+                live.give_up()
+
+    def taken(self) -> Profile:
+        """The profile, which is no longer kept, with what the loop still holds of its step."""
+        assert self.profile is not None
+        profile = with_leftovers(self.profile, self._survivors)
+        self.forget()
+        return profile
+
+    def forget(self) -> None:
+        """Keep no profile."""
+        self.profile, self._survivors = None, {}

@@ -1,0 +1,43 @@
+"""What is found out and told of a new plan: a line for the log, and whether its gradients are equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoac.check.verify import Report, verify
+from autoac.plans import Plan
+from autoac.step.step import TrainingStep, default_loss
+from autoac_solver.records.format import format_bytes
+
+
+def in_a_line(verb: str, plan: Plan) -> str:
+    """The plan in one line, which begins with a verb."""
+    wrapped = sum(region.wrapped for region in plan.regions)
+    return (
+        f"{verb} {plan.record.model} for {plan.record.profile.sample or 'its inputs'}: peak "
+        f"{format_bytes(plan.predicted_peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)} (with nothing "
+        f"recomputed {format_bytes(plan.record.unplanned_peak_bytes)}), {wrapped} of {len(plan.regions)} regions "
+        f"recompute, step time {plan.predicted_overhead:+.1%}"
+    )
+
+
+def verified(plan: Plan, model: torch.nn.Module, args: Any, kwargs: Any) -> Report:
+    """Run `verify` on a batch, with the output's loss.
+
+    Args:
+        model: without wrappers, and without our forward.
+        args, kwargs: of the model's call.
+    """
+
+    def step() -> torch.Tensor:
+        loss = default_loss(model(*args, **kwargs))
+        loss.backward()
+        return loss
+
+    sample: Any = step
+    if not kwargs or not args:
+        sample = args or kwargs
+    # The profile already counts the output for as long as the loop keeps it; this step need not keep it.
+    return verify(plan, TrainingStep(model, sample, keeps_output=False))

@@ -1,0 +1,102 @@
+"""`autoac.auto`: its arguments are checked, and its handle is put on the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from autoac.api import checked
+from autoac.automatic.handle import Auto
+from autoac.automatic.wanted import Wanted
+from autoac.execute.on_top import has_owner
+from autoac.policies import Policies, listed
+from autoac.step.model import check_model, unwrapped
+from autoac.step.modules import RegionChoice
+from autoac.step.optimizer import real_optimizer
+from autoac_solver.records.engines import COMPILE, EngineName
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.files import check_writable
+
+ON_LARGER = ("warn", "replan", "error")
+
+
+def auto(
+    model: torch.nn.Module,
+    budget: int | str,
+    *,
+    optimizer: Any = None,
+    regions: RegionChoice = None,
+    policies: Policies = (),
+    engine: EngineName = "auto",
+    headroom: int | str = 0,
+    on_larger: Literal["warn", "replan", "error"] = "warn",
+    verify: bool = False,
+    path: str | Path | None = None,
+    measure: bool = False,
+) -> Auto:
+    """Let a training loop run under a budget: its first step is recorded as it trains, then a plan is put on the model.
+
+    Nothing runs until the loop's first training step, and nothing runs twice: gradients, weights and random states are
+    to the bit those of a loop without this line. The first step runs with everything recomputed, which takes the least
+    memory, and is slower, for its ops are timed. The logger "autoac" gets one line about the plan.
+
+    A step is taken to begin with the model's first call in train mode and with gradients on, and to end before an
+    optimizer with a parameter of the model steps; see NOTE [ The loop's steps ] for loops without one.
+
+    Args:
+        model: the model as the loop calls it.
+        budget, regions, policies, engine, headroom: as for `autoac.plan`.
+        optimizer: the one that trains the model; left out, it is found when it steps. Wrappers of Trainer, accelerate
+            and Lightning are looked through.
+        on_larger: what to do when the model is called with more elements than were planned for: "warn" once, "replan"
+            (record that step, then plan for it), or raise an "error" before it runs.
+        verify: run `Plan.verify` on the second step's batch before the plan is put on the model, and measure the peak
+            of the first planned step; see `Auto.report` and `Auto.measured_peak_bytes`.
+        path: the plan's file. The plan is saved there; a plan that is there already is used without recording a step if
+            it was made for this model, kind of device, budget and engine.
+        measure: measure the peak of the first planned step.
+
+    Returns:
+        The handle: `.plan`, None before the first step, and `.remove()`.
+
+    Raises:
+        ProfilingError: the model cannot be planned, or the optimizer is not its own.
+        ValueError: an argument makes no sense.
+        OSError: no file can be written at the path.
+
+        The loop's second step raises InfeasibleBudgetError if no plan fits; the model is without a plan then.
+    """
+    if on_larger not in ON_LARGER:
+        raise ValueError(f"on_larger is {on_larger!r}; possible are {', '.join(map(repr, ON_LARGER))}.")
+    policies = listed(policies)
+    check_model(unwrapped(model))
+    if has_owner(model):
+        raise ProfilingError(
+            "autoac.auto (or a plan for each bucket) is on this model already: call remove() on its handle first."
+        )
+    if engine == COMPILE:
+        raise ValueError(
+            "autoac.auto records the loop's own step, and compiles nothing by itself. Plan before the loop instead: "
+            "autoac.plan(model, sample, budget, engine='compile').apply(model)."
+        )
+    names = checked(model, budget, regions, policies, engine, headroom)
+    if path is not None:
+        check_writable(path)
+    real = None if optimizer is None else real_optimizer(optimizer, unwrapped(model))
+    return Auto(
+        model,
+        Wanted(
+            budget=budget,
+            names=names,
+            policies=tuple(policies),
+            engine=engine,
+            headroom=headroom,
+            on_larger=on_larger,
+            verify=verify,
+            measure=measure or verify,
+            path=None if path is None else Path(path),
+        ),
+        real,
+    )

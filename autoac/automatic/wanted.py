@@ -1,0 +1,82 @@
+"""What `autoac.auto` was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoac.api import plan_recorded
+from autoac.plans import Plan
+from autoac.policies import as_policies
+from autoac.step.inputs import elements_in
+from autoac.step.model import device_bytes, device_of, model_fingerprint
+from autoac_solver.plan.planning import limits
+from autoac_solver.records.engines import EngineName
+from autoac_solver.records.profile import Profile
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The arguments of `auto`; `names` are those of the modules chosen as regions."""
+
+    budget: int | str
+    names: list[str] | None
+    policies: tuple[Any, ...]
+    engine: EngineName
+    headroom: int | str
+    on_larger: str
+    verify: bool
+    measure: bool
+    path: Path | None
+
+    def plan(self, model: torch.nn.Module, profile: Profile) -> Plan:
+        """The plan for a recorded step.
+
+        Args:
+            model: as the loop calls it.
+
+        Raises:
+            AutoacError: no plan fits, or the policies clash.
+        """
+        return plan_recorded(
+            model,
+            profile,
+            self.budget,
+            names=self.names,
+            policies=self.policies,
+            engine=self.engine,
+            headroom=self.headroom,
+        )
+
+    def is_met_by(self, plan: Plan, model: torch.nn.Module) -> bool:
+        """Whether a plan was made for this model and these arguments.
+
+        Args:
+            model: without wrappers.
+        """
+        record, device = plan.record, device_of(model)
+        names = None if self.names is None else called_in(record.profile) & set(self.names)
+        return (
+            record.model_fingerprint == model_fingerprint(model)
+            and record.device.split(":")[0] == device.type
+            and (record.budget_bytes, record.headroom_bytes)
+            == limits(self.budget, self.headroom, device_bytes(device) or None)
+            and self.engine in ("auto", plan.engine)
+            and (names is None or names == {region.fqn for region in plan.regions})
+            and as_policies(self.policies, record.profile)
+            == tuple(applied.policy for applied in record.policies)
+        )
+
+
+def called_in(profile: Profile) -> set[str]:
+    """The modules that the recorded step called with gradients on."""
+    return {call.fqn for call in profile.calls if call.grad}
+
+
+def needs_no_more(profile: Profile, other: Profile) -> bool:
+    """Whether a step called no more modules than another one, with no more elements."""
+    fewer = len(called_in(profile)) <= len(called_in(other))
+    return fewer and elements_in(profile.sample) <= elements_in(other.sample)

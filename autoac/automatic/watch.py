@@ -1,0 +1,143 @@
+"""Steps that the plan was not made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoac.automatic.recording import Recording
+from autoac.automatic.wanted import called_in
+from autoac.execute.larger_inputs import LargerInputs, unwatch_inputs
+from autoac.execute.newcomers import outermost, unwatch_newcomers, watch_newcomers
+from autoac.plans import Plan
+from autoac.step.model import has_gradients
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something in a step that the plan was not made for, and what to do.
+
+    Args:
+        key: the matter, which is warned of once.
+        warning: what is said if no step is recorded.
+        log: what is logged when the step that begins is recorded; "" if it is not to be.
+        is_new: the step is recorded however many were recorded before.
+        plan_may_stay: the plan is kept if the recorded step needs no more.
+    """
+
+    key: str
+    warning: str = ""
+    log: str = ""
+    is_new: bool = False
+    plan_may_stay: bool = False
+
+
+class Watch:
+    """Looks at each call of a planned model.
+
+    Args:
+        model: without wrappers.
+        on_larger: as for `auto`.
+
+    Attributes:
+        uncounted: an optimizer has stepped for the first time under the plan.
+    """
+
+    def __init__(self, model: torch.nn.Module, on_larger: str):
+        self.uncounted = False
+        self._model = model
+        self._on_larger = on_larger
+        self._larger_later = False  # a later call of a planned step was larger
+
+    def put_on(self, plan: Plan) -> None:
+        """A plan has been put on the model: look after its steps from here on."""
+        profile = plan.record.profile
+        unwatch_inputs(self._model)  # we look ourselves
+        self._plan = plan
+        self._larger = LargerInputs(profile.sample, plan.budget_bytes)
+        self._newcomers = watch_newcomers(
+            self._model, called_in(profile)
+        )  # called since, and not when recorded
+        self._one_call = (
+            profile.is_one_call
+        )  # the plan's step calls the model once, and begins without gradients
+
+    def take_off(self) -> None:
+        """The plan is taken off."""
+        unwatch_newcomers(self._model)
+
+    def found(self, args: Any, kwargs: Any, begins: bool, recording: Recording) -> Finding | None:
+        """What a call of the model, or the steps before it, have in them that was not planned for.
+
+        Args:
+            args, kwargs: of the call.
+            begins: whether a step begins with it.
+
+        Raises:
+            ValueError: the call is larger than planned for, which was to be an error.
+        """
+        if begins and self._larger.is_other_autocast():
+            words = self._larger.words_on_autocast()
+            return Finding("autocast", words, f"{words}: recording this step anew")
+        if self._larger.are(args, kwargs):
+            return self._larger_call(self._larger.words(args, kwargs), begins)
+        if not begins:
+            return self._micro_batch() if self._one_call else None
+        if recording.may_begin_again and self._plan.is_not_followed:
+            return Finding("followed", log="the plan was not followed: recording the next step anew")
+        if self._newcomers:
+            return self._new_modules(recording.count)
+        if self.uncounted:
+            return self._new_optimizer()
+        if self._larger_later:
+            self._larger_later = False
+            words = "a later micro-batch of a step was larger than planned for: recording this step"
+            return Finding("larger later", log=words, is_new=True, plan_may_stay=True)
+        return None
+
+    def _larger_call(self, words: str, begins: bool) -> Finding:
+        if self._on_larger == "error":
+            raise ValueError(f"{words}, or use on_larger='replan'. Nothing was run.")
+        if self._on_larger == "warn":
+            return Finding("larger", f"{words}, or use on_larger='replan'.")
+        if begins:
+            return Finding("larger", log=f"{words}: recording this step to plan anew", is_new=True)
+        self._larger_later = True  # in the middle of a step, where no record can begin
+        return Finding("larger later", f"{words}: the next step is recorded for that.")
+
+    def _new_modules(self, recordings: int) -> Finding:
+        """The step before called modules that the recorded step did not call, as with layer drop."""
+        names = outermost(self._newcomers)
+        words = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        self._newcomers.clear()
+        return Finding(
+            "newcomers",
+            f"the steps of this loop vary: {words} were called, and in none of {recordings} recorded steps with "
+            "the others. Their memory is not planned for, so a step may take more than the budget: plan beforehand "
+            "with autoac.plan, which plans for a step that calls all modules.",
+            f"the step before called {words}, which the recorded one had not: recording this step",
+            plan_may_stay=True,
+        )
+
+    def _new_optimizer(self) -> Finding:
+        """An optimizer has stepped for the first time under the plan, which does not count its state."""
+        self.uncounted = False
+        return Finding(
+            "uncounted",
+            "an optimizer stepped for the first time under the plan, which does not count its state and its step: this "
+            "loop may take more than the budget. Pass it as optimizer= to autoac.auto.",
+            "an optimizer stepped for the first time: recording this step to count it",
+        )
+
+    def _micro_batch(self) -> Finding | None:
+        """The model is called again in a step, and the recorded step called it once."""
+        if not has_gradients(self._model):
+            return None
+        return Finding(
+            "micro-batches",
+            "the model is called again before its gradients are cleared, and the recorded step called it once: "
+            "these gradients are not planned for, and this step may take more than the budget. Let the first step "
+            "have as many micro-batches as any other.",
+        )

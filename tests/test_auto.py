@@ -7,6 +7,7 @@ import copy
 import logging
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -442,6 +443,9 @@ def test_arguments_are_refused_at_once():
     with pytest.raises(autoac.ProfilingError, match="on this model already"):
         autoac.auto(model, ENOUGH)
     handle.remove()
+    model.compile(backend="eager")
+    with pytest.raises(autoac.ProfilingError, match=r"compiled in place.* compiled = torch.compile\(model\)"):
+        autoac.auto(model, ENOUGH)
 
 
 def test_applied_plan_warns_of_larger_inputs():
@@ -602,6 +606,23 @@ def test_an_optimizer_that_steps_later_is_counted():
     size = sum(p.nbytes for p in model.parameters())
     assert states[0] == 0
     assert states[-1] >= 2 * size
+
+
+def test_an_optimizer_that_is_dropped_takes_its_state_along():
+    model, (x, y) = make(dropout=0.0).train(), next(batches(1))
+    handle = autoac.auto(model, ENOUGH)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        bare(model, optimizer, x, y)
+    dropped, optimizer = weakref.ref(optimizer), torch.optim.SGD(model.parameters(), lr=0.1)
+    assert dropped() is None
+    for _ in range(3):
+        bare(model, optimizer, x, y)
+    assert handle.plan is not None
+    assert "Optstate" not in {
+        storage.kind for storage in handle.plan.record.profile.storage_table if storage.bytes
+    }
+    handle.remove()
 
 
 @pytest.mark.parametrize("later", ["frozen", "unfrozen"])

@@ -87,6 +87,7 @@ class Auto:
         """Take the plan and this handle's hooks off the model, which is then as it was before."""
         self._recording.give_up()
         self._peak.end()
+        self._optimizers.hold(False)
         self._take_plan_off()
         self._on_top.take_off()
         _remove(self._hooks)
@@ -168,6 +169,7 @@ class Auto:
     def _step_is_over(self) -> None:
         if self._recording.went_backward:
             self._recording.end()
+            self._optimizers.hold(True)
         self._stepped = True
 
     def _trains_now(self) -> str:
@@ -196,6 +198,7 @@ class Auto:
             return False
         self._take_plan_off()
         self._recording.forget()
+        self._optimizers.hold(False)
         self._provisional = None
         return True
 
@@ -204,6 +207,7 @@ class Auto:
         if self._recording.began_otherwise and self._record_again():
             return
         profile = self._optimizers.counted(self._recording.taken())
+        self._optimizers.hold(False)
         self._provisional = None
         self._watch.uncounted = False
         kept, self._kept = self._kept, None

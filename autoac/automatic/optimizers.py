@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from autoac_solver.records.profile import NEVER, Profile, Storage
 
 
 class Optimizers:
-    """The optimizers of a model, as they are found.
+    """The optimizers of a model, as they are found; not held, for with one that is dropped its state goes.
 
     Args:
         model: without wrappers.
@@ -26,15 +27,25 @@ class Optimizers:
 
     def __init__(self, model: torch.nn.Module, known: Any, warn: Once):
         self._model = model
-        self._known: list[Any] = [] if known is None else [known]
+        self._found: list[weakref.ref[Any]] = [] if known is None else [weakref.ref(known)]
+        self._held: list[Any] = []  # until the recorded step is planned for
         self._warn = warn
+
+    @property
+    def _known(self) -> list[Any]:
+        """Those that are still there."""
+        return [found for ref in self._found if (found := ref()) is not None]
 
     def are_joined_by(self, optimizer: Any) -> bool:
         """Take in an optimizer that is about to step; whether it is a new one."""
         if any(known is optimizer for known in self._known):
             return False
-        self._known.append(optimizer)
+        self._found.append(weakref.ref(optimizer))
         return True
+
+    def hold(self, held: bool) -> None:
+        """Keep those that are there from now on, or no longer: a recorded step is to be planned for with its own."""
+        self._held = self._known if held else []
 
     def trains(self, optimizer: Any) -> bool:
         """Whether an optimizer has a parameter of the model."""

@@ -15,6 +15,7 @@ from autoac.policies import Policies, listed
 from autoac.step.model import check_model, unwrapped
 from autoac.step.modules import RegionChoice
 from autoac.step.optimizer import real_optimizer
+from autoac.torch_private import compiled_attribute, is_compiled_wrapper
 from autoac_solver.records.engines import COMPILE, EngineName
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.files import check_writable
@@ -80,6 +81,12 @@ def auto(
         raise ValueError(
             "autoac.auto records the loop's own step, and compiles nothing by itself. Plan before the loop instead: "
             "autoac.plan(model, sample, budget, engine='compile').apply(model)."
+        )
+    if not is_compiled_wrapper(model) and compiled_attribute(model) is not None:
+        raise ProfilingError(
+            f"{type(model).__name__}.compile() was called, and the calls of a model that is compiled in place are not "
+            "seen. Compile it with a wrapper instead, and train that: compiled = torch.compile(model); "
+            "autoac.auto(compiled, ...). Modules inside may be compiled in place."
         )
     names = checked(model, budget, regions, policies, engine, headroom)
     if path is not None:

@@ -9,6 +9,7 @@ import torch
 from autoac.automatic import Auto, auto
 from autoac.plans import Plan
 from autoac.progress import LOGGER
+from autoac.step.model import unwrapped
 from autoac_solver.records.engines import EngineName
 
 
@@ -54,9 +55,10 @@ class Planned:
     def start(self, model: torch.nn.Module) -> None:
         """Begin anew with this model; a plan of a run before, which may have failed, is taken off."""
         self.stop()
-        if turned_off := turn_checkpointing_off(model):
+        inner = unwrapped(model)
+        if turned_off := turn_checkpointing_off(inner):
             LOGGER.info(
-                "%s of %s is off: the plan decides what is recomputed", turned_off, type(model).__name__
+                "%s of %s is off: the plan decides what is recomputed", turned_off, type(inner).__name__
             )
         self.handle = auto(model, self.budget, **self.options, measure=True)
 

@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback
 
 from autoac.integrations.options import Planned
 from autoac.plans import Plan
+from autoac.torch_private import is_compiled_wrapper
 
 
 class AutoACCallback(TrainerCallback):
@@ -47,7 +48,9 @@ class AutoACCallback(TrainerCallback):
         """Checkpointing, mixed precision and wrappers have been set up: wait for the first step."""
         assert model is not None
         self._trainer, self._told = _calling_trainer(), False
-        self._planned.start(model)
+        # The trainer calls the model by its wrapper; compiled code does not go by what is put on the model inside.
+        wrapper = getattr(self._trainer, "model_wrapped", model)
+        self._planned.start(wrapper if is_compiled_wrapper(wrapper) else model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Tell the loggers once there is something to tell."""

@@ -6,17 +6,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 Raised = TypeVar("Raised", bound=BaseException)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-disable_dynamo = torch._disable_dynamo
-"""Decorator: `torch.compile` does not trace into the function. Imports the compiler only when it is called.
 
-Source: `torch._disable_dynamo` (torch/_compile.py).
-"""
+def disable_dynamo(function: Function, reason: str) -> Function:
+    """The function, into which `torch.compile` does not trace. Imports the compiler only when it is called.
+
+    Args:
+        reason: what the compiler's error says with `fullgraph=True`, where a call of the function cannot be left out.
+
+    Source: `torch._disable_dynamo` (torch/_compile.py); the attributes are those by which Dynamo knows functions of
+    `torch.compiler.disable` (`SkipFunctionVariable` in torch/_dynamo/variables/functions.py).
+    """
+    disabled: Any = torch._disable_dynamo(function)
+    disabled._torchdynamo_disable, disabled._torchdynamo_disable_msg = True, reason
+    return disabled
 
 
 def is_compiled_wrapper(model: Any) -> bool:

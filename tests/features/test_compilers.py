@@ -223,6 +223,16 @@ def test_regions_compiled_before_the_plan_under_sac(wrapped, capfd):
     torch._dynamo.reset()
 
 
+def test_fullgraph_over_a_replay_plan_says_what_to_do():
+    model = nn.Sequential(Mlp(), Mlp())
+    profile = autoac.profile(model, SAMPLE)
+    plan = autoac.solve(profile, least_bytes(profile, "replay"), engine="replay")
+    plan.apply(model)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"fullgraph=True cannot be met.* engine='sac'"):
+        torch.compile(model, backend="eager", fullgraph=True)(SAMPLE)
+    torch._dynamo.reset()
+
+
 @quiet
 def test_a_plan_that_is_applied_again_is_not_compiled_again():
     """Torch stops compiling a function after eight times."""

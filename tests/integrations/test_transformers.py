@@ -124,6 +124,22 @@ def test_trains_as_without_within_the_budget(setting: str, tmp_path: Path, caplo
     assert "autoac" not in str(trainer.model.__dict__.keys())
 
 
+def test_compiled_by_the_trainer(tmp_path: Path):
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    without = trained(tmp_path, None, **compiled)
+    ample = AutoACCallback(ENOUGH)
+    trained(tmp_path, ample, steps=2, **compiled)
+    callback = AutoACCallback(tight(ample.plan))
+    trainer = trained(tmp_path, callback, **compiled)
+    assert_same_weights(without.model, trainer.model)
+    assert callback.plan is not None
+    assert callback.plan.engine == "sac"
+    assert any(region.wrapped for region in callback.plan.regions)
+    assert callback.measured_peak_bytes is not None
+    assert callback.measured_peak_bytes <= callback.plan.predicted_peak_bytes
+    torch._dynamo.reset()
+
+
 def test_resumes_and_starts_again(tmp_path: Path):
     resumed = {}
     callback = AutoACCallback(ENOUGH)

@@ -82,10 +82,11 @@ def test_nothing_imports_the_compiler():
 
 
 def test_disable_dynamo():
-    @torch_private.disable_dynamo
-    def plain(x: torch.Tensor) -> torch.Tensor:
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
         assert not torch.compiler.is_compiling()
         return x + 1
+
+    plain = torch_private.disable_dynamo(plus_one, "because we say so")
 
     @torch.compile(backend="eager")
     def compiled(x: torch.Tensor) -> torch.Tensor:
@@ -93,6 +94,8 @@ def test_disable_dynamo():
 
     assert plain(torch.zeros(2)).tolist() == [1, 1]
     assert compiled(torch.zeros(2)).tolist() == [2, 2]
+    with pytest.raises(Exception, match="because we say so"):
+        torch.compile(lambda x: plain(x) * 2, backend="eager", fullgraph=True)(torch.zeros(2))
 
 
 def test_put_compiled_back():

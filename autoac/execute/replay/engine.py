@@ -17,7 +17,11 @@ from autoac_solver.build.engines.replay import ReplayCosts
 from autoac_solver.records.engines import REPLAY
 from autoac_solver.records.plan import Pause
 
-_run_eagerly = disable_dynamo(run)
+_run_eagerly = disable_dynamo(
+    run,
+    "this model has a plan of autoac's engine 'replay', whose regions are not compiled, so fullgraph=True cannot be "
+    "met. Plan with engine='sac' or engine='compile', or compile without fullgraph",
+)
 
 
 class ReplayEngine:

@@ -64,6 +64,8 @@ class _Watch:
 
     def __init__(self, run: Callable[..., Any]):
         self.run = run
+        # A compiled function calls the module: the compiler is not to trace the recording.
+        self.run_eagerly = disable_dynamo(run, "autoac records this step as eager mode runs it")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -85,8 +87,7 @@ def _recorded_forward(
     module = called_module(bound)
     if watch is None or module is not bound:
         return (own or functools.partial(type(module).forward, module))(*args, **kwargs)
-    # A compiled function calls the module: the compiler is not to trace the recording.
-    return (disable_dynamo(watch.run) if torch.compiler.is_compiling() else watch.run)(*args, **kwargs)
+    return (watch.run_eagerly if torch.compiler.is_compiling() else watch.run)(*args, **kwargs)
 
 
 class Instrumented:

@@ -18,7 +18,7 @@ from autoac.step.inputs import autocast_in, elements_in, elements_of
 from autoac.step.model import unwrapped
 from autoac.step.step import TrainingStep
 from autoac.torch_private import in_backward
-from autoac_solver.records.engines import COMPILE
+from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import PlanMismatchError
 
 
@@ -206,7 +206,7 @@ def _check(plans: tuple[Plan, ...]) -> None:
     if not plans:
         raise ValueError("Buckets is given no plan.")
     first = plans[0].record
-    if first.engine == COMPILE:
+    if compiles(first.engine):
         raise ValueError(
             "plans of engine 'compile' cannot take turns on a model: plan for the largest batch, or with "
             "engine='replay'."

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autoac.plans import Plan
 from autoac_solver.plan.baselines import checkpointed
-from autoac_solver.plan.transfer import Outcome, outcome_of
+from autoac_solver.plan.recorded.transfer import Outcome, outcome_of
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import Profile
 

@@ -22,7 +22,7 @@ from autoac.compare.quiet import tell
 from autoac.compare.results import ModelResult, Results, Row
 from autoac.compare.run import conditions, examine
 from autoac_solver.plan.planning import least_budget_bytes
-from autoac_solver.records.files import write_text
+from autoac_solver.records.disk.files import write_text
 from autoac_solver.records.profile import Profile
 from benchmarks import models
 from benchmarks.checks import FULL

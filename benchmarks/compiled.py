@@ -29,7 +29,7 @@ from autoac.measure import in_turn, measure_peak
 from autoac.plans import Plan
 from autoac.step.restore import untouched
 from autoac_solver.records.compiled import TORCHS, CompiledTable
-from autoac_solver.records.files import write_json
+from autoac_solver.records.disk.files import write_json
 from benchmarks.models import MODELS, make
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)

@@ -27,7 +27,7 @@ from autoac.execute.program import Program
 from autoac.execute.sac import sac
 from autoac.measure import in_turn
 from autoac.ops.info import op_info
-from autoac_solver.records.files import write_json
+from autoac_solver.records.disk.files import write_json
 
 OPS = 200
 MIXES = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -26,8 +26,8 @@ from autoac.execute import placement
 from autoac.execute.engines import ENGINES
 from autoac.measure import measure_peak
 from autoac.plans import Plan
-from autoac_solver.plan.programs import with_regions
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.programs import with_regions
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import PlanMismatchError, ProfileError
 from tests.small_models import (
     BLOCKS,

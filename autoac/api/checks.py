@@ -14,7 +14,7 @@ from autoac.step.modules import RegionChoice, select_modules
 from autoac.step.samples import Samples
 from autoac_solver.plan.planning import aims, resolve_engine
 from autoac_solver.records.devices import find_device
-from autoac_solver.records.engines import COMPILE, EngineName
+from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.errors import PolicyError
 from autoac_solver.records.profile import Profile
 
@@ -56,14 +56,14 @@ def check_compiling(
     if granularity not in GRANULARITIES:
         known = ", ".join(map(repr, GRANULARITIES))
         raise ValueError(f"granularity is {granularity!r}; possible are {known}.")
-    if granularity != BLOCKS and engine != COMPILE:
+    if granularity != BLOCKS and not compiles(engine):
         raise ValueError(f"granularity={granularity!r} goes with engine='compile', and engine is {engine!r}.")
-    if engine == COMPILE and policies:
+    if compiles(engine) and policies:
         raise PolicyError(
             "engine 'compile' follows no policies: what a compiled region keeps is chosen as a whole. Plan without "
             "policies, or with engine='replay' or 'sac'."
         )
-    if engine == COMPILE and max_overhead is not None:
+    if compiles(engine) and max_overhead is not None:
         raise ValueError(
             "engine 'compile' plans for a budget, not for max_overhead: autoac.tradeoff over "
             "autoac.profile(..., engine='compile') shows what each budget costs."
@@ -76,7 +76,7 @@ def check_samples(sample: Any, engine: str, budget_of: str) -> None:
     Raises:
         ValueError: before anything runs.
     """
-    if isinstance(sample, Samples) and (engine == COMPILE or budget_of != "allocated"):
+    if isinstance(sample, Samples) and (compiles(engine) or budget_of != "allocated"):
         raise ValueError(
             "several samples are compared by allocated memory, with the engines replay and sac: plan for one of them, "
             "or leave out budget_of and engine='compile'."
@@ -89,7 +89,7 @@ def check_together(engine: str, sample: Any) -> None:
     Raises:
         ValueError: before anything runs.
     """
-    if engine == COMPILE:
+    if compiles(engine):
         raise ValueError(
             "engine 'compile' is not for models that several ranks plan together (DDP, FSDP2): take engine='sac' "
             "for a compiled model."

@@ -30,7 +30,7 @@ from autoac_solver.plan.planning import limits
 from autoac_solver.plan.reserved import check_budget_of
 from autoac_solver.records.arguments import check_effort
 from autoac_solver.records.devices import find_device
-from autoac_solver.records.engines import COMPILE, EngineName
+from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.profile import Profile
 
 
@@ -160,7 +160,7 @@ def plan(
                 progress=solving,
             )
 
-        if engine != COMPILE:
+        if not compiles(engine):
             found = solved(recorded)
             return with_outcomes(found, others) if others else found
         assert budget is not None
@@ -187,7 +187,7 @@ def plan_buckets(
         PolicyError, ProfilingError, ValueError: as for `plan`, and if a sample is a callable.
     """
     batches = batches_of(samples if isinstance(samples, Samples) else Samples(samples))
-    if options.get("engine") == COMPILE:
+    if compiles(options.get("engine")):
         raise ValueError("engine 'compile' cannot be planned by buckets: plan for the largest batch.")
     if (options.get("parallel") or found_on(model)).is_here:
         raise ValueError(

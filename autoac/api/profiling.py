@@ -33,7 +33,7 @@ from autoac.step.step import Loss, TrainingStep
 from autoac.step.units import here
 from autoac.torch_private import any_autocast, compiled_attribute, note_untried
 from autoac_solver.records.devices import DeviceTable, find_device, on_device
-from autoac_solver.records.engines import COMPILE, EngineName
+from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import Profile
@@ -106,14 +106,14 @@ def profile(
     check_model(model)
     names = select_modules(model, regions)
     check_compiling(engine, granularity)
-    if engine == COMPILE:
+    is_compiled = compiles(engine)
+    if is_compiled:
         mode = mode_for_compiling(mode, device)
     step = TrainingStep(model, sample, loss, optimizer)
     note_untried()
     with progress_shown("profiling", progress) as tell:
-        compiles = engine == COMPILE
         with ONE_AT_A_TIME, OptimizerStates():
-            told = part(tell, 0.0, 0.3) if compiles else tell
+            told = part(tell, 0.0, 0.3) if is_compiled else tell
             if isinstance(wrapped, FSDP2) and wrapped.world_size is not None:
                 recorded = record_sharded(wrapped, step, mode, table, lean_losses, told)
             else:
@@ -121,7 +121,7 @@ def profile(
                 if step.optimizer is not None:
                     recorded = with_optimizer(recorded, model, step.optimizer, measure=table is None)
                 recorded = wrapped.with_lifetimes(recorded, model)
-        if compiles:
+        if is_compiled:
             called = called_among(recorded, names)
             recorded = with_compiled_regions(recorded, step, called, granularity, part(tell, 0.3, 1.0))
     if not model.training:

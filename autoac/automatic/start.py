@@ -16,9 +16,9 @@ from autoac.step.model import check_model, unwrapped
 from autoac.step.modules import RegionChoice
 from autoac.step.optimizer import real_optimizer
 from autoac.torch_private import compiled_attribute, is_compiled_wrapper
-from autoac_solver.records.engines import COMPILE, EngineName
+from autoac_solver.records.disk.files import check_writable
+from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.files import check_writable
 
 ON_LARGER = ("warn", "replan", "error")
 
@@ -77,7 +77,7 @@ def auto(
         raise ProfilingError(
             "autoac.auto (or a plan for each bucket) is on this model already: call remove() on its handle first."
         )
-    if engine == COMPILE:
+    if compiles(engine):
         raise ValueError(
             "autoac.auto records the loop's own step, and compiles nothing by itself. Plan before the loop instead: "
             "autoac.plan(model, sample, budget, engine='compile').apply(model)."

@@ -37,8 +37,8 @@ from autoac_solver.build.stacking import Stacked, stacked
 from autoac_solver.optimise.algebra import brought_along
 from autoac_solver.plan.partitions import partitions
 from autoac_solver.plan.planning import Progress
-from autoac_solver.plan.programs import with_regions
-from autoac_solver.plan.record import make_record
+from autoac_solver.plan.recorded.made import make_record
+from autoac_solver.plan.recorded.programs import with_regions
 from autoac_solver.problem.problem import RECOMPUTE, SAVE, DecisionGroup
 from autoac_solver.problem.simulator import simulate
 from autoac_solver.problem.solution import Solution

@@ -18,7 +18,7 @@ from autoac.measure import Timeline, measure_peak
 from autoac.step.model import check_backwards_may_run, device_of
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.plan import PlanRecord
 

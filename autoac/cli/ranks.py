@@ -10,6 +10,7 @@ import typer
 
 from autoac.cli.output import in_one_unit, table
 from autoac.cli.target import Target, is_recorded
+from autoac_solver.records.engines import compiles
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +139,7 @@ def sharding(
             f"{source} is a recorded step, whose number of ranks stays as it was recorded: pass a factory or --hf, or "
             f"record one with `autoac profile MODEL --fsdp {ranks}`."
         )
-    if engine == "compile":
+    if compiles(engine):
         raise _wrong("engine compile does not plan for ranks: leave --engine out, or take replay or sac.")
     replicas = 1 if replicas is None else replicas
     if replicas < 1 or ranks % replicas:

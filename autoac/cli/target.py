@@ -126,7 +126,7 @@ def recorded(source: str) -> Recorded:
     if not path.is_file():
         raise _bad(f"there is no file {source!r}.")
     from autoac_solver.records import plan
-    from autoac_solver.records.files import schema_of
+    from autoac_solver.records.disk.files import schema_of
     from autoac_solver.records.profile import Profile
 
     if schema_of(path) == plan.SCHEMA:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from autoac.compare.results import ModelResult, Row
-from autoac_solver.records.files import write_bytes
+from autoac_solver.records.disk.files import write_bytes
 
 
 def draw(result: ModelResult, path: Path) -> None:

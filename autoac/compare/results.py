@@ -20,9 +20,9 @@ import pandas as pd
 
 from autoac.compare.measure import Configuration
 from autoac.compare.quiet import MOST_STOLEN
+from autoac_solver.records.disk.files import read_json, write_json
+from autoac_solver.records.disk.schema import checked, document, fields_of
 from autoac_solver.records.errors import ProfileError
-from autoac_solver.records.files import read_json, write_json
-from autoac_solver.records.schema import checked, document, fields_of
 
 SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 3
 PASSES = 20

@@ -30,7 +30,7 @@ from autoac.step.model import device_of, model_fingerprint, unwrapped
 from autoac.step.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
 from autoac.step.units import own_name
 from autoac.torch_private import note_untried
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import PlanMismatchError, ProfileError
 from autoac_solver.records.plan import PlanRecord, names_in
 from autoac_solver.records.profile import VARIES

@@ -16,7 +16,7 @@ from autoac.parallel.fsdp2 import FSDP2
 from autoac.record.optimizer import OPTIMIZER_STEP, with_optimizer
 from autoac.step.model import device_of
 from autoac.step.optimizer import real_optimizer
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import Profile
 

@@ -22,9 +22,9 @@ from autoac.execute.sac import sac
 from autoac.plans.view import PlanView
 from autoac.step.model import unwrapped
 from autoac.step.step import TrainingStep
-from autoac_solver.plan.record import predicted_anew
+from autoac_solver.plan.recorded.made import predicted_anew
 from autoac_solver.records.compiled import TORCHS
-from autoac_solver.records.engines import COMPILE
+from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import NEVER, Profile
@@ -223,7 +223,7 @@ class Plan(PlanView):
 
     def _compiled_as_torch_does(self) -> Plan | None:
         """Where regions are compiled: a plan that compiles them without a budget, so that the two can be compared."""
-        if self.engine != COMPILE or not any(region.wrapped for region in self.regions):
+        if not compiles(self.engine) or not any(region.wrapped for region in self.regions):
             return None
         regions = tuple(
             dataclasses.replace(region, point=TORCHS) if region.wrapped else region for region in self.regions

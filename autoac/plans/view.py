@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 
 from autoac.progress import progress_shown
-from autoac_solver.plan.parts import peak_parts
-from autoac_solver.plan.step import step_of
-from autoac_solver.plan.transfer import Outcome
+from autoac_solver.plan.recorded.parts import peak_parts
+from autoac_solver.plan.recorded.step import step_of
+from autoac_solver.plan.recorded.transfer import Outcome
 from autoac_solver.records.plan import PlanRecord, RegionPlan
 from autoac_solver.show import refusals
 from autoac_solver.show.explanation import Explanation, explain, explanation

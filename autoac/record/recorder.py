@@ -34,7 +34,7 @@ from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import compiled_modules, is_inside, uncompiled
 from autoac.step.units import here, own_name
 from autoac.torch_private import local_part, storage_key
-from autoac_solver.build.cross_entropy import losses_in_modules
+from autoac_solver.build.losses.cross_entropy import losses_in_modules
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import Op, Profile
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from autoac.device import current_device, device_for
-from autoac_solver.records.files import write_bytes
+from autoac_solver.records.disk.files import write_bytes
 from benchmarks.cuda.jobs import jobs
 from benchmarks.cuda.report import draw, render
 from benchmarks.cuda.store import Store

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from autoac_solver.records.files import write_bytes
+from autoac_solver.records.disk.files import write_bytes
 
 SCHEMA, SCHEMA_VERSION = "autoac.benchmarks.cuda", 1
 

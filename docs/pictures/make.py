@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from autoac.compare.results import Results
 from autoac_solver.plan.planning import plan_profile
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.profile import Profile
 from autoac_solver.show.memory import plot_memory
 

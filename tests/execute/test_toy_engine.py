@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,3 +113,32 @@ def test_without_it_a_plan_for_it_is_refused(toy: Toy, tmp_path: Path, monkeypat
         autoac.Plan.load(tmp_path / "plan.json")
     with pytest.raises(ValueError, match="engine is 'toy'; possible are 'auto', 'replay', 'sac'"):
         autoac.solve(autoac.profile(make(), batch(), loss=torch.sum), "1GB", engine="toy")
+
+
+NAMES = {"replay", "sac", "compile", "checkpoint"}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def compared_names(source: str) -> Iterator[int]:
+    """Lines that compare something with an engine's name, or with a list of names."""
+    for node in ast.walk(ast.parse(source)):
+        sides: list[ast.AST] = []
+        if isinstance(node, ast.match_case):
+            sides = [node.pattern]
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        for part in (part for side in sides for part in (side, *ast.iter_child_nodes(side))):
+            constant = part.value if isinstance(part, ast.Constant) else None
+            name = part.id if isinstance(part, ast.Name) else ""
+            if constant in NAMES or (name.isupper() and name.lower() in NAMES):
+                yield part.lineno  # type: ignore[attr-defined]
+
+
+def test_nothing_compares_an_engines_name():
+    code = "engine == COMPILE\nx != 'sac'\nx in ('replay', 'auto')\nCOMPILES\nmatch x:\n    case 'sac': ..."
+    assert list(compared_names(code)) == [1, 2, 3, 6]
+    files = [*(ROOT / "autoac").rglob("*.py"), *(ROOT / "solver").rglob("*.py")]
+    found = [
+        f"{file.relative_to(ROOT)}:{line}" for file in files for line in compared_names(file.read_text())
+    ]
+    assert not found, f"{found}: ask the engine's model, or `compiles` in records/engines.py"

@@ -12,7 +12,7 @@ from torch import nn
 
 import autoac
 from autoac.plans import Plan
-from autoac_solver.plan.programs import with_regions
+from autoac_solver.plan.recorded.programs import with_regions
 from tests.execute.exact.harness import assert_nothing_active, differences, nothing_leaks
 from tests.faults.injection import KINDS, FailAt, count_ops, fail, faults, unchanged
 

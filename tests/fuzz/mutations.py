@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from autoac_solver.plan.programs import with_regions
+from autoac_solver.plan.recorded.programs import with_regions
 from autoac_solver.records.plan import PlanRecord, RegionPlan
 
 Steps = tuple[tuple[str, bool], ...]

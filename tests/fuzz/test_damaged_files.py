@@ -15,7 +15,7 @@ import pytest
 
 import autoac
 from autoac_solver.plan.planning import plan_profile
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.devices import DeviceTable, on_device
 from autoac_solver.records.errors import AutoacError, ProfileError
 from autoac_solver.records.plan import PlanRecord
@@ -167,7 +167,7 @@ def test_names_with_markup_are_names(profile_data: Any, tmp_path: Path):
 
 
 def test_what_never_ends_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("autoac_solver.records.files.MOST_FILE_BYTES", 2**22)
+    monkeypatch.setattr("autoac_solver.records.disk.files.MOST_FILE_BYTES", 2**22)
     assert "is larger than 4.194 MB" in refusal(Path("/dev/zero"))
 
 

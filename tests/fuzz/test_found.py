@@ -7,7 +7,7 @@ import pytest
 
 import autoac
 from autoac.plans import Plan
-from autoac_solver.plan.programs import with_regions
+from autoac_solver.plan.recorded.programs import with_regions
 from tests.fuzz.check import check_model, measure, plans_for, reference, step, with_given_times
 from tests.fuzz.models import ModelSpec, StageSpec, Step, build, loss_of, sample_of
 

@@ -13,7 +13,7 @@ from autoac.parallel import DDP, FSDP2
 from autoac.parallel.ddp import BUCKETS
 from autoac.parallel.sizes import held
 from autoac_solver.build.built import Built
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.profile import NEVER, VARIES, Profile
 from tests.parallel.models import Net, batch, make
 

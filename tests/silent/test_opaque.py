@@ -20,7 +20,7 @@ from autoac.execute.program import Program
 from autoac.execute.replay import call, recording
 from autoac.ops import info as ops
 from autoac.plans import Plan
-from autoac_solver.plan.programs import with_regions
+from autoac_solver.plan.recorded.programs import with_regions
 from autoac_solver.records.profile import Profile
 from tests.execute.exact.harness import Case, assert_exact, decisions, differences, plan_with, run
 

@@ -16,7 +16,7 @@ from autoac.plans import Plan
 from autoac.step.model import device_of
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import InfeasibleBudgetError
 from autoac_solver.records.profile import Profile
 

@@ -319,8 +319,8 @@ def matching(profile: Profile, patterns: Sequence[str] | None) -> list[str] | No
 
 def document(record: PlanRecord) -> dict[str, Any]:
     """A plan in numbers, for `--json`."""
-    from autoac_solver.plan.parts import peak_parts
-    from autoac_solver.plan.step import step_of
+    from autoac_solver.plan.recorded.parts import peak_parts
+    from autoac_solver.plan.recorded.step import step_of
     from autoac_solver.show.summary import about_times, needless, notes
 
     step_s = record.predicted_step_s

@@ -62,7 +62,7 @@ def main(
         raise typer.BadParameter("a curve takes at least 2 budgets.", param_hint="'--points'")
     out = Output(context)
     from autoac_solver.plan.curve import SCHEMA, Tradeoff
-    from autoac_solver.records.files import schema_of
+    from autoac_solver.records.disk.files import schema_of
     from autoac_solver.records.plan import PlanRecord
     from autoac_solver.show.page import write_report
 

@@ -44,7 +44,7 @@ def main(
         found = selfcheck(place, size, tell)
     if report is not None:
         from autoac.compare.selfcheck import for_an_issue
-        from autoac_solver.records.files import write_bytes
+        from autoac_solver.records.disk.files import write_bytes
 
         write_bytes(report, json.dumps(for_an_issue(found, place), indent=1).encode())
     conditions = ", ".join(f"{name} {value}" for name, value in found.conditions.items())

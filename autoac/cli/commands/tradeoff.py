@@ -174,7 +174,7 @@ def document(curve: Tradeoff, interrupted: bool = False) -> dict[str, Any]:
 
 def save(curve: Tradeoff, path: Path) -> None:
     """Write a curve in the format that the file's name tells."""
-    from autoac_solver.records.files import write_bytes, write_text
+    from autoac_solver.records.disk.files import write_bytes, write_text
 
     if path.suffix == ".json":
         curve.save(path)

@@ -5,7 +5,7 @@ of the step. Here they are made for some rows at a time: in forward for the loss
 gradient. What is kept is the logits. The gradient is written over them where nobody else has them, else beside them; so
 forward and backward each take one buffer of the logits' size less than the lean loss, for one more log-softmax.
 
-A plan decides whether that is worth its time, see `autoac_solver.build.cross_entropy`.
+A plan decides whether that is worth its time, see `autoac_solver.build.losses.cross_entropy`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autoac.torch_private import (
     saved_tensors_hooks_allowed,
     top_saved_tensors_hooks,
 )
-from autoac_solver.build.cross_entropy import rows_of_a_chunk
+from autoac_solver.build.losses.cross_entropy import rows_of_a_chunk
 
 _ATEN = torch.ops.aten
 _CLASSES = 1  # the dimension of the classes

@@ -23,7 +23,7 @@ from autoac_solver.build.compiled import build_compiled
 from autoac_solver.build.draft import Draft
 from autoac_solver.build.engines import EngineModel, engine_model
 from autoac_solver.build.groups import PINNED, Groups
-from autoac_solver.build.loss import LOSS, decided_losses, ops_of, with_chunked_losses
+from autoac_solver.build.losses.chunked import LOSS, decided_losses, ops_of, with_chunked_losses
 from autoac_solver.build.regions import Region, choose_regions
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import DecisionGroup, Problem, RegionCost, SharedCost, save_or_recompute

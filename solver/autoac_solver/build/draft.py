@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from autoac_solver.build.axis import Axis
-from autoac_solver.build.cross_entropy import ChunkableLoss
 from autoac_solver.build.groups import Groups
+from autoac_solver.build.losses.cross_entropy import ChunkableLoss
 from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import ALWAYS, Condition, Extension, Lifetime

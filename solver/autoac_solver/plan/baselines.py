@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import pandas as pd
 
 from autoac_solver.build.build import build
-from autoac_solver.build.cross_entropy import with_torchs_losses
+from autoac_solver.build.losses.cross_entropy import with_torchs_losses
 from autoac_solver.plan.partitions import named_calls, partitions
 from autoac_solver.problem.problem import RECOMPUTE
 from autoac_solver.problem.simulator import Simulator, Timeline
+from autoac_solver.records.engines import CHECKPOINT
 from autoac_solver.records.profile import Profile
 
 COLUMNS = ["name", "blocks", "peak_bytes", "extra_s", "overhead"]
@@ -45,7 +46,7 @@ def checkpointed(profile: Profile, calls: Sequence[int]) -> Timeline:
     Args:
         calls: none inside another.
     """
-    problem = build(with_torchs_losses(profile), calls, "checkpoint").problem
+    problem = build(with_torchs_losses(profile), calls, CHECKPOINT).problem
     return Simulator(problem).simulate([RECOMPUTE] * len(problem.groups))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from autoac_solver.build.stacking import stacked
 from autoac_solver.optimise.ilp import RuledOut, solve
 from autoac_solver.optimise.search import Prepared
-from autoac_solver.plan.report import (
+from autoac_solver.plan.recorded.report import (
     about_caches,
     about_torchs_loss,
     describe_position,

@@ -19,18 +19,18 @@ from autoac_solver.build.stacking import Stacked, stacked
 from autoac_solver.draw.html import shown, svg, table
 from autoac_solver.draw.pictures import draw_curve, new_axes
 from autoac_solver.plan.baselines import COLUMNS as BASELINE_COLUMNS
-from autoac_solver.plan.record import make_record
+from autoac_solver.plan.recorded.made import make_record
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.problem.solution import Solution
+from autoac_solver.records.disk.files import read_json, write_json
+from autoac_solver.records.disk.limits import Number, Size, Text
+from autoac_solver.records.disk.schema import checked, document, fields_of
 from autoac_solver.records.engines import check_engine
 from autoac_solver.records.errors import ProfileError
-from autoac_solver.records.files import read_json, write_json
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.limits import Number, Size, Text
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.policies import POLICY, Policy
 from autoac_solver.records.profile import PROFILE, Profile
-from autoac_solver.records.schema import checked, document, fields_of
 from autoac_solver.records.units import parse_bytes, parse_overhead
 
 SCHEMA = "autoac.tradeoff"

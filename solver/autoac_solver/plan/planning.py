@@ -12,7 +12,7 @@ from autoac_solver.plan.choices import Choices
 from autoac_solver.plan.curve import Tradeoff
 from autoac_solver.plan.overhead import least_memory
 from autoac_solver.plan.partitions import named_calls, partitions
-from autoac_solver.plan.record import make_record
+from autoac_solver.plan.recorded.made import make_record
 from autoac_solver.plan.reserved import WithinReserved, allocator_of, check_budget_of
 from autoac_solver.plan.sweep import feasible_range, sweep
 from autoac_solver.records.arguments import (

@@ -10,8 +10,8 @@ from autoac_solver.allocator.options import AllocatorOptions, options_in_environ
 from autoac_solver.allocator.step import ReservedMemory
 from autoac_solver.build.built import Built
 from autoac_solver.plan.choices import Choice, Choices
-from autoac_solver.plan.programs import settled
-from autoac_solver.plan.report import describe_position
+from autoac_solver.plan.recorded.programs import settled
+from autoac_solver.plan.recorded.report import describe_position
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.problem.solution import Solution
 from autoac_solver.records.errors import AllocatorOptionsError, InfeasibleBudgetError, NoPlanInTimeError

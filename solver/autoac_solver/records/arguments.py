@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from autoac_solver.records.disk.limits import MOST_NUMBER
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.limits import MOST_NUMBER
 
 _NAMES = 'names or globs of modules ("layers.*"), or several of these'
 _FEW_BYTES = 1000

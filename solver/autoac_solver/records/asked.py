@@ -1,17 +1,17 @@
-"""Questions to a profile whose answers take the simulator or the solver: `autoac_solver.plan.planning` knows them."""
+"""What records answer with the help of later packages: peaks, by the planner; HTML in Jupyter, by `show.notebook`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-_ANSWERS: dict[str, Callable[[Any], Any]] = {}
+_ANSWERS: dict[Any, Callable[[Any], Any]] = {}
 
 Answer = TypeVar("Answer", bound=Callable[[Any], Any])
 
 
-def answers(question: str) -> Callable[[Answer], Answer]:
-    """For a function from a profile to the answer."""
+def answers(question: str | type) -> Callable[[Answer], Answer]:
+    """For a function from a profile to the answer, or from records of a type to HTML."""
 
     def register(function: Answer) -> Answer:
         _ANSWERS[question] = function
@@ -29,3 +29,11 @@ def ask(question: str, profile: Any) -> Any:
     if question not in _ANSWERS:
         raise RuntimeError(f"{question} takes the planner: import autoac_solver.plan.planning first.")
     return _ANSWERS[question](profile)
+
+
+class Shown:
+    """A record that Jupyter shows as HTML; as plain text where nobody has said how."""
+
+    def _repr_html_(self) -> str | None:
+        draw = _ANSWERS.get(type(self))
+        return None if draw is None else draw(self)

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from autoac_solver.records.limits import Seconds, Size
+from autoac_solver.records.disk.limits import Seconds, Size
 
 EAGER = "eager"
 """The point of a region that is not compiled."""

@@ -21,11 +21,11 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from autoac_solver.records.disk.files import read_json, write_json
+from autoac_solver.records.disk.limits import MOST_NUMBER, Seconds, Size, one_of
+from autoac_solver.records.disk.schema import checked, document, fields_of, row
 from autoac_solver.records.errors import ProfileError
-from autoac_solver.records.files import read_json, write_json
-from autoac_solver.records.limits import MOST_NUMBER, Seconds, Size, one_of
 from autoac_solver.records.profile import UNSTEADY, EngineCosts, Op, Profile
-from autoac_solver.records.schema import checked, document, fields_of, row
 
 SCHEMA, SCHEMA_VERSION = "autoac.device", 2  # 2: costs by the engines' names
 

@@ -10,6 +10,14 @@ EngineName = Literal["auto", "replay", "sac", "compile"] | str
 PLANNED_FOR = [REPLAY, SAC, COMPILE]
 """Those that a plan can be for, the default one first."""
 
+COMPILING = {COMPILE}
+"""Those that have their regions compiled, and choose from what was measured of each."""
+
+
+def compiles(name: str | None) -> bool:
+    """Whether an engine, as it is asked for, has its regions compiled."""
+    return name in COMPILING
+
 
 def check_engine(name: str) -> None:
     """Check that a plan can be for this engine.

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from autoac_solver.records.asked import Shown
 from autoac_solver.records.compiled import EAGER, PointName
-from autoac_solver.records.engines import COMPILE, check_engine
+from autoac_solver.records.disk.files import read_json, write_json
+from autoac_solver.records.disk.limits import Number, Size, Text, one_of
+from autoac_solver.records.disk.schema import checked, document, fields_of
+from autoac_solver.records.engines import check_engine, compiles
 from autoac_solver.records.errors import ProfileError
-from autoac_solver.records.files import read_json, write_json
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.limits import Number, Size, Text, one_of
 from autoac_solver.records.policies import APPLIED_POLICY, AppliedPolicy
 from autoac_solver.records.profile import PROFILE, Profile
-from autoac_solver.records.schema import checked, document, fields_of
-from autoac_solver.records.shown import Shown
 
 SCHEMA = "autoac.plan"
 SCHEMA_VERSION = 9  # 8: complete programs, and no tables; 9: reserved memory, the profile's seventh version
@@ -266,9 +266,9 @@ def _check_regions(record: PlanRecord) -> None:
             raise ValueError(f"region {region.name!r} has other ops than the profiled step")
         if not region.wrapped and any(again for _, again in region.steps):
             raise ValueError(f"region {region.name!r} recomputes something, but is not wrapped")
-        if region.point != EAGER and record.engine != COMPILE:
+        if region.point != EAGER and not compiles(record.engine):
             raise ValueError(f"region {region.name!r} is compiled, in a plan of engine {record.engine!r}")
-        if record.engine == COMPILE and region.wrapped != (region.point != EAGER):
+        if compiles(record.engine) and region.wrapped != (region.point != EAGER):
             raise ValueError(
                 f"region {region.name!r} is wrapped but not compiled, or compiled but not wrapped"
             )

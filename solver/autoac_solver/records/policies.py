@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 from autoac_solver.records.arguments import is_meant, known_as
+from autoac_solver.records.disk.limits import MOST_NUMBER, Size
+from autoac_solver.records.disk.schema import checked, document, fields_of
 from autoac_solver.records.errors import PolicyError
-from autoac_solver.records.limits import MOST_NUMBER, Size
 from autoac_solver.records.profile import Op, Profile
-from autoac_solver.records.schema import checked, document, fields_of
 
 DECISIONS = ("MUST_SAVE", "MUST_RECOMPUTE", "PREFER_SAVE", "PREFER_RECOMPUTE")
 

@@ -20,15 +20,14 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from autoac_solver.records.asked import ask
+from autoac_solver.records.asked import Shown, ask
 from autoac_solver.records.clocks import WAITING_OPS, Lanes, run
 from autoac_solver.records.compiled import MOST_POINTS, CompiledPoint, CompiledRegion, CompiledTable
+from autoac_solver.records.disk.files import read_json, write_json
+from autoac_solver.records.disk.limits import MOST_BYTES, Seconds, Size, one_of
+from autoac_solver.records.disk.schema import checked, columns, document, fields_of, rows, table
 from autoac_solver.records.errors import ProfileError
-from autoac_solver.records.files import read_json, write_json
 from autoac_solver.records.format import format_bytes, format_seconds
-from autoac_solver.records.limits import MOST_BYTES, Seconds, Size, one_of
-from autoac_solver.records.schema import checked, columns, document, fields_of, rows, table
-from autoac_solver.records.shown import Shown
 
 SCHEMA = "autoac.profile"
 SCHEMA_VERSION = 7  # 6: costs by the engines' names; 7: host's time, compiled points, sources

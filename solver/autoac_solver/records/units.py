@@ -7,9 +7,9 @@ import operator
 import re
 from fractions import Fraction
 
+from autoac_solver.records.disk.limits import MOST_BYTES
 from autoac_solver.records.errors import BudgetFormatError
 from autoac_solver.records.format import format_bytes, format_seconds
-from autoac_solver.records.limits import MOST_BYTES
 
 __all__ = ["format_bytes", "format_seconds", "parse_bytes", "parse_overhead"]
 

@@ -10,7 +10,7 @@ import pandas as pd
 from autoac_solver.build.built import Built
 from autoac_solver.draw.html import shown, table
 from autoac_solver.optimise.ilp import solve
-from autoac_solver.plan.step import PlannedStep, step_of
+from autoac_solver.plan.recorded.step import PlannedStep, step_of
 from autoac_solver.records.errors import NoPlanInTimeError
 from autoac_solver.records.format import format_bytes, format_seconds
 from autoac_solver.records.plan import PlanRecord

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from autoac_solver.draw.pictures import draw_memory, new_axes
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.plan import PlanRecord
 
 

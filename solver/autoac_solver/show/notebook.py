@@ -7,10 +7,10 @@ import pandas as pd
 from autoac_solver.draw.html import ENVIRONMENT, shown, svg, table
 from autoac_solver.draw.pictures import draw_bars
 from autoac_solver.plan import planning  # noqa: F401  (what makes profiles know their peaks)
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
+from autoac_solver.records.asked import answers
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import Profile
-from autoac_solver.records.shown import shows
 from autoac_solver.show.memory import plot_memory
 
 
@@ -38,7 +38,7 @@ _FRAME = ENVIRONMENT.from_string(
 )
 
 
-@shows(Profile)
+@answers(Profile)
 def profile_html(profile: Profile) -> str:
     """What autograd saves, by class of module, and where the time goes, by op."""
     ops = pd.DataFrame({"op": [op.name for op in profile.tape], "time_s": [op.time_s for op in profile.tape]})
@@ -49,7 +49,7 @@ def profile_html(profile: Profile) -> str:
     return shown(repr(profile), *profile.notes, picture, table(saved, 10), table(ops, 10))
 
 
-@shows(PlanRecord)
+@answers(PlanRecord)
 def plan_html(record: PlanRecord) -> str:
     """The memory over the planned step, and how much is saved and recomputed."""
     step = step_of(record)

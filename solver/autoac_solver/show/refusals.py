@@ -11,7 +11,7 @@ from autoac_solver.build.built import Built
 from autoac_solver.build.engines import EngineModel, engine_model
 from autoac_solver.build.regions import Region, choose_regions, refuses_units
 from autoac_solver.build.step import Step
-from autoac_solver.plan.step import PlannedStep, step_of
+from autoac_solver.plan.recorded.step import PlannedStep, step_of
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.plan import PlanRecord

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoac_solver.build.engines import engine_model
-from autoac_solver.plan.report import about_caches, about_torchs_loss
+from autoac_solver.plan.recorded.report import about_caches, about_torchs_loss
+from autoac_solver.plan.recorded.step import PlannedStep, step_of
 from autoac_solver.plan.reserved import about_unknown, is_cuda
-from autoac_solver.plan.step import PlannedStep, step_of
 from autoac_solver.records.format import format_bytes, format_seconds
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import Profile

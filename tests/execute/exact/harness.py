@@ -24,7 +24,7 @@ from autoac.execute.sac.sac import SacPolicy
 from autoac.plans import Plan
 from autoac.step.modules import select_modules
 from autoac.torch_private import function_modes, top_saved_tensors_hooks
-from autoac_solver.plan.programs import with_regions
+from autoac_solver.plan.recorded.programs import with_regions
 from autoac_solver.records.profile import Profile
 
 FRACTIONS = (0.0, 0.3, 0.6, 1.0)

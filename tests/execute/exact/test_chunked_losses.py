@@ -21,7 +21,7 @@ from autoac.execute.cross_entropy.chunked import can_be_chunked, chunked_cross_e
 from autoac.execute.cross_entropy.lean import same_in_place
 from autoac.execute.replay import ReplayCall
 from autoac.measure import measure_peak
-from autoac_solver.build.cross_entropy import chunkable_losses, rows_of_a_chunk
+from autoac_solver.build.losses.cross_entropy import chunkable_losses, rows_of_a_chunk
 from autoac_solver.records.errors import PolicyConflictError, PolicyError
 from tests.execute.exact.harness import Case, differences, run
 

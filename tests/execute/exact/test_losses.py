@@ -18,7 +18,7 @@ import autoac
 from autoac.execute.cross_entropy import lean as losses
 from autoac.measure import measure_peak
 from autoac.torch_private import function_modes
-from autoac_solver.build.cross_entropy import lean_losses
+from autoac_solver.build.losses.cross_entropy import lean_losses
 from autoac_solver.plan.baselines import baselines
 from autoac_solver.records.profile import Profile
 from tests.execute.exact.harness import Case, assert_exact, assert_plan_exact, differences, plan_with, run

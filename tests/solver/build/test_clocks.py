@@ -12,7 +12,7 @@ from autoac_solver.build.engines.replay import ReplayCosts
 from autoac_solver.build.engines.sac import SacCosts
 from autoac_solver.optimise.ilp import solve
 from autoac_solver.plan.planning import plan_profile
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.problem.problem import RECOMPUTE, Problem
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.records.errors import InfeasibleBudgetError

@@ -10,8 +10,8 @@ from autoac_solver.build.build import build
 from autoac_solver.plan.curve import Tradeoff
 from autoac_solver.plan.partitions import blocks, whole
 from autoac_solver.plan.planning import plan_budgets, plan_profile
-from autoac_solver.plan.record import predicted_anew
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.made import predicted_anew
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.problem.problem import Action, validate
 from autoac_solver.problem.simulator import simulate
 from autoac_solver.records.compiled import (

@@ -1,4 +1,4 @@
-"""Checkpointing by hand, worked out by hand; `tests/test_tradeoff.py` holds it against torch's own checkpoint."""
+"""Checkpointing by hand, worked out by hand; `tests/api/test_tradeoff.py` holds it against torch's own checkpoint."""
 
 from __future__ import annotations
 

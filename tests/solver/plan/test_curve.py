@@ -11,9 +11,10 @@ import pytest
 
 from autoac_solver.plan.curve import Tradeoff, knee_of
 from autoac_solver.plan.planning import plan_budgets, plan_profile
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import InfeasibleBudgetError, ProfileError
 from autoac_solver.records.profile import Profile
+from autoac_solver.show import notebook  # noqa: F401  (what makes records show themselves)
 from tests.solver.profiles import two_blocks
 
 PROFILES = Path(__file__).resolve().parents[3] / "profiles"

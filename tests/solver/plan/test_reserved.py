@@ -10,8 +10,8 @@ from autoac_solver.allocator.options import MIB
 from autoac_solver.build.build import build
 from autoac_solver.plan.partitions import named_calls
 from autoac_solver.plan.planning import plan_profile
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.plan.reserved import reserved_bytes
-from autoac_solver.plan.step import step_of
 from autoac_solver.problem.simulator import simulate
 from autoac_solver.records.errors import AllocatorOptionsError, InfeasibleBudgetError, ProfileError
 from autoac_solver.records.plan import PlanRecord

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from autoac_solver.plan.planning import plan_profile
-from autoac_solver.plan.programs import programs, with_regions
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.programs import programs, with_regions
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import PlanRecord, RegionPlan
 from autoac_solver.records.profile import Profile

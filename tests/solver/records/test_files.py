@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from autoac_solver.records import files
+from autoac_solver.records.disk import files
+from autoac_solver.records.disk.files import schema_of, write_text
+from autoac_solver.records.disk.limits import Text
+from autoac_solver.records.disk.schema import checked
 from autoac_solver.records.errors import ProfileError
-from autoac_solver.records.files import schema_of, write_text
-from autoac_solver.records.limits import Text
 from autoac_solver.records.profile import Profile
-from autoac_solver.records.schema import checked
 from tests.solver.profiles import two_blocks
 
 

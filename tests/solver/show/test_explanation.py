@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autoac_solver.plan.planning import plan_profile
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.policies import Policy
 from autoac_solver.records.profile import Profile

@@ -5,7 +5,7 @@ from autoac_solver.build.engines.checkpoint import Checkpoint
 from autoac_solver.build.engines.compile import Compile
 from autoac_solver.build.engines.replay import Replay
 from autoac_solver.build.engines.sac import Sac
-from autoac_solver.records.engines import PLANNED_FOR
+from autoac_solver.records.engines import COMPILING, PLANNED_FOR
 
 __all__ = ["DEFAULT", "EngineModel", "engine_model", "planned_for", "register"]
 
@@ -19,6 +19,8 @@ def register(model: EngineModel) -> None:
     _ENGINES[model.name] = model
     if model.selects and model.name not in PLANNED_FOR:
         PLANNED_FOR.append(model.name)
+    if model.compiles:
+        COMPILING.add(model.name)
 
 
 def engine_model(name: str) -> EngineModel:

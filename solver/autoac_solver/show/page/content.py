@@ -15,9 +15,9 @@ import numpy as np
 
 from autoac_solver.build.built import Built
 from autoac_solver.build.stacking import stacked
-from autoac_solver.plan.programs import region_calls
-from autoac_solver.plan.report import KINDS
-from autoac_solver.plan.step import PlannedStep
+from autoac_solver.plan.recorded.programs import region_calls
+from autoac_solver.plan.recorded.report import KINDS
+from autoac_solver.plan.recorded.step import PlannedStep
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import PlanRecord

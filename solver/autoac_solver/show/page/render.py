@@ -24,7 +24,7 @@ from markupsafe import Markup
 
 from autoac_solver.plan.curve import Tradeoff
 from autoac_solver.plan.planning import plan_budgets
-from autoac_solver.records.files import check_writable, write_text
+from autoac_solver.records.disk.files import check_writable, write_text
 from autoac_solver.records.format import format_bytes, format_seconds
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.show.explanation import explain

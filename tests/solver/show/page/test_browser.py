@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 from autoac_solver.plan.planning import plan_budgets, plan_profile
-from autoac_solver.plan.report import KINDS
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.report import KINDS
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.show.notebook import Page

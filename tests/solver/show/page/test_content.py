@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 import autoac
 from autoac_solver.plan.planning import plan_budgets, plan_profile
-from autoac_solver.plan.programs import with_regions
-from autoac_solver.plan.report import KINDS
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.programs import with_regions
+from autoac_solver.plan.recorded.report import KINDS
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import Profile

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoac_solver.plan.step import step_of
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import NEVER
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from autoac_solver.build.cross_entropy import ChunkableLoss, chunkable_losses
 from autoac_solver.build.draft import Draft
 from autoac_solver.build.engine_model import EngineModel
+from autoac_solver.build.losses.cross_entropy import ChunkableLoss, chunkable_losses
 from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import ALWAYS, Extension, Lifetime, when_recomputed, when_saved

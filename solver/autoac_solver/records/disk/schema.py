@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from autoac_solver.records.limits import PRINTABLE, Number, Text, Whole
+from autoac_solver.records.disk.limits import PRINTABLE, Number, Text, Whole
 
 Row = TypeVar("Row")
 

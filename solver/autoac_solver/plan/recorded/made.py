@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoac_solver.build.stacking import Stacked, stacked
-from autoac_solver.plan.programs import decisions_in, programs, region_calls, settled
+from autoac_solver.plan.recorded.programs import decisions_in, programs, region_calls, settled
 from autoac_solver.plan.reserved import allocator_of, reserved_bytes
 from autoac_solver.problem.problem import SAVE
 from autoac_solver.problem.simulator import Simulator

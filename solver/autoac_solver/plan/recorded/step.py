@@ -10,8 +10,8 @@ import pandas as pd
 
 from autoac_solver.build.built import Built
 from autoac_solver.build.stacking import stacked
-from autoac_solver.plan.programs import decisions_in, region_calls
-from autoac_solver.plan.report import (
+from autoac_solver.plan.recorded.programs import decisions_in, region_calls
+from autoac_solver.plan.recorded.report import (
     decisions_table,
     describe_position,
     fixed_bytes_at,

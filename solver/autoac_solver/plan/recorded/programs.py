@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from autoac_solver.build.built import Built
-from autoac_solver.build.cross_entropy import chunkable_losses, lean_losses
 from autoac_solver.build.engines import engine_model
+from autoac_solver.build.losses.cross_entropy import chunkable_losses, lean_losses
 from autoac_solver.problem.problem import RECOMPUTE, SAVE
 from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.errors import ProfileError

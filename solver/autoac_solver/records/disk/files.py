@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
+from autoac_solver.records.disk.limits import MOST_DEPTH, MOST_FILE_BYTES
+from autoac_solver.records.disk.schema import checked
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.limits import MOST_DEPTH, MOST_FILE_BYTES
-from autoac_solver.records.schema import checked
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # never goes back: it takes linear time
 _PIECE_BYTES = 2**20

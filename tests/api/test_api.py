@@ -22,7 +22,7 @@ from tests.fuzz.check import with_given_times
 from tests.small_models import batch, make
 
 ENGINES = ["replay", "sac"]
-PROFILES = Path(__file__).resolve().parents[1] / "profiles"
+PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 
 
 class Block(nn.Module):

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from autoac_solver.build.built import Built
-from autoac_solver.build.cross_entropy import torchs_loss_bytes
 from autoac_solver.build.engines import engine_model
+from autoac_solver.build.losses.cross_entropy import torchs_loss_bytes
 from autoac_solver.problem.problem import ALWAYS, Lifetime
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.records.compiled import in_words

@@ -1,0 +1,1 @@
+"""How records are written and read: JSON files, the check against the records' classes, and what a file may hold."""

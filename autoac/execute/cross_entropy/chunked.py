@@ -1,11 +1,16 @@
 """Cross entropy over chunks of rows, which keeps the logits in place of the log-probabilities, equal to the bit.
 
-Torch's cross entropy makes and keeps the log-probabilities, as large as the logits, which are often the largest tensor
-of the step. Here they are made for some rows at a time: in forward for the loss, and once more in backward for the
-gradient. What is kept is the logits. The gradient is written over them where nobody else has them, else beside them; so
-forward and backward each take one buffer of the logits' size less than the lean loss, for one more log-softmax.
-
-A plan decides whether that is worth its time, see `autoac_solver.build.losses.cross_entropy`.
+NOTE [ The chunked loss ]
+  1. Torch's cross entropy makes and keeps the log-probabilities. They are as large as the logits, which are often the
+     largest tensor of the step. Here they are made for some rows at a time: in forward for the loss, and once more in
+     backward for the gradient. What is kept is the logits.
+  2. The gradient is written over the logits where nobody else has them, else beside them. So forward and backward each
+     take one buffer of the logits' size less than the lean loss, for one more log-softmax.
+  3. Torch's kernels (aten/src/ATen/native/SoftMax.cpp) compute each row's log-softmax and gradient by themselves, so
+     chunks of rows give the same bits. The loss is a sum over rows, so it is computed as a whole from the one
+     log-probability of each row that it reads.
+  4. A plan decides whether that is worth its time, see `autoac_solver.build.losses.cross_entropy`. Liger Kernel (Hsu et
+     al., 2024, arXiv:2410.10989) also chunks rows, with the last linear layer and kernels of its own, not torch's bits.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Cross entropy whose backward needs one buffer of the logits' size less than torch's, equal to the bit.
 
-The peak of a step often lies at its loss. Going backward through cross entropy, torch holds the log-probabilities, the
-gradient that comes in for them, and the result, each as large as the logits. That gradient is made there and used
-nowhere else, so the result can be written over it: the same kernels, in place.
-
-A planned model's forward takes it in place of torch's: a torch function mode is on from where the last submodule before
-the loss ends, so little else of the model runs under it. While a step is recorded it is on just there, too, so that the
-record is what a planned step does.
+NOTE [ The lean loss ]
+  1. Cross entropy with class indices is `_log_softmax`, then `nll_loss` (`cross_entropy_loss` in
+     aten/src/ATen/native/LossNLL.cpp). Going backward, torch holds the log-probabilities, their gradient, and the
+     gradient of the logits, each as large as the logits. The peak of a step often lies there.
+  2. The gradient of the log-probabilities is made there and used nowhere else. The gradient of the logits is written
+     over it, by the same kernel with that tensor as its `out`. So the bits are torch's.
+  3. A planned model's forward takes this in place of torch's. A torch function mode does it, which is on only from
+     where the last submodule before the loss ends, so little else of the model runs under it. While a step is recorded
+     it is on at the same place, so that the record is what a planned step does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,16 @@
 """Engine "sac": the decisions as a policy for torch's own selective activation checkpointing.
 
-`torch.utils.checkpoint` runs the region's Python code again; what the policy says to save is taken from forward. Early
-stop, nesting and determinism checks are torch's. The rules that this brings (no skip, random ops all saved or all
-recomputed, what changes state outside of the region must be saved) are rows of the ILP; `SacPolicy` enforces them
-once more on what really runs, since data-dependent control flow may bring ops in another order than the profile's.
+NOTE [ The second run ]
+  1. `torch.utils.checkpoint` runs the region's Python code again at the first unpack. What the policy says to save is
+     taken from forward (`_CachingTorchDispatchMode` and `_CachedTorchDispatchMode` in torch/utils/checkpoint.py). Early
+     stop and nesting are torch's (NOTE [ Nestable Checkpoint ] there, Rules 1, 4 and 5).
+  2. Torch matches what was saved by overload and by its number among the calls of that overload. `SacPolicy` answers by
+     the same two, so an op that comes in another order would be given another's result; it refuses what would be wrong.
+  3. The rules that this brings are rows of the ILP: no skip, random ops all saved or all recomputed (torch stashes one
+     random state a region), what changes state outside of the region saved. `SacPolicy` enforces them once more on what
+     really runs, since data-dependent control flow may bring ops in another order than the profile's.
+  4. The second run must find what the first one found: kernel flags, casts that autocast keeps, what its modules hold,
+     and the objects that it is given. `_SecondRun` puts back what it can, and refuses the rest in words.
 """
 
 from __future__ import annotations

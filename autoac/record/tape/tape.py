@@ -13,10 +13,12 @@ NOTE [ The recorded step ]
      new size: who does that by hand, as FSDP does, frees what it can make again.
   4. Under a dispatch mode, autograd does some things out of place that it would do in place (`isTensorSubclassLike`
      is true for every tensor then): it sums gradients, and scatters them into zeros. They are recorded as what they
-     are without a mode, see `Formulas.in_place`.
+     are without a mode, see `Formulas.in_place`. Source: aten/src/ATen/TensorSubclassLikeUtils.h, which
+     `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp and the formulas in FunctionsManual.cpp ask.
   5. FSDP2 resizes a storage to nothing where it gives up a gathered parameter, and back where it gathers it again: each
      life in between is a storage of its own. What autograd saves of it keeps nothing alive, no plan does, and what is
-     computed again reads what is gathered by then. It is written over without a copy.
+     computed again reads what is gathered by then. It is written over without a copy. Source: `alloc_storage` and
+     `free_storage` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
   6. Of a sharded tensor (DTensor) the tape sees what is here: the ops on the shards, and the collectives between.
 """
 

@@ -6,9 +6,14 @@ NOTE [ Building a problem ]
   2. `groups`: a region's ops become decision groups; an op that is unfit for recomputation refuses the option.
   3. `axis`: a region's ops are run again where its backward begins (its first unpack).
   4. `engines`: storages live as long as their holders, and wrapping a region takes the engine's bookkeeping.
-  5. `loss`: plans may also recompute the log-probabilities of cross entropies, outside of regions.
+  5. `losses`: plans may also recompute the log-probabilities of cross entropies, outside of regions.
   6. `clocks`: where the host only launches what a device computes, times become what they add to the end of the step.
   Compiled regions are one group each, and another file's matter: `compiled`.
+
+  The step's order is given, and every op runs again at most once: a value is saved, recomputed or skipped. Checkmate
+  (Jain et al., MLSys 2020, arXiv:1910.02653) also decides when each op runs, for each stage of the step. Torch runs
+  a region again at its first unpack, and no further than the last tensor that backward wants: Rules 4 and 5 of NOTE
+  [ Nestable Checkpoint ] in torch/utils/checkpoint.py.
 """
 
 from __future__ import annotations

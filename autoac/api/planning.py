@@ -57,27 +57,27 @@ def plan(
 ) -> Plan:
     """Plan what to save and what to recompute so that a training step stays within a budget.
 
-    Runs up to four steps to profile them, and where the engine's bookkeeping counts some more, or forward passes alone,
-    to time it (see `fitting`); model, sample and random states are left as they were. `plan.apply(model)` puts the plan
-    on the model.
+    Runs up to four steps to profile them. Where the engine's bookkeeping takes a noticeable share of the time, it runs
+    a few more steps or forward passes to time that. Model, sample and random states are left as they were.
+    `plan.apply(model)` puts the plan on the model.
 
     Args:
         model: the model as it will be trained (mode, dtype, device).
         sample: a tensor, a tuple (positional arguments), a mapping (keyword arguments), or a callable without
             arguments that runs one whole step (forward, loss, backward); it is run twice, and what it changes besides
             tensors (the schedule of a learning rate, say) stays so. Or `Samples`, several batches of different shapes:
-            that with the highest peak is planned for, and `Plan.samples` tells how the others do.
+            the plan is for the one with the highest peak, and `Plan.samples` tells how the others do.
         budget: limit for the peak of the whole step on the device: bytes, "20GB" (10^9), "20GiB" (2^30), or "80%" of
             the device's memory.
-        max_overhead: in place of a budget: the least memory with which a step takes at most so much longer, "5%" or
-            0.05; to within 0.1 % of the peak with nothing recomputed. The plan's budget is then its peak.
+        max_overhead: instead of a budget: plan for the least memory with which a step takes at most this much longer,
+            "5%" or 0.05; found to within 0.1 % of the peak with nothing recomputed. The plan's budget is then its peak.
         loss: from the model's output to a scalar; left out, the output's `.loss`, or the output if scalar, else the
             mean of its floating tensors.
         optimizer: if given, its state and what its `step()` takes count as part of the step. It is not run.
         regions: None (found automatically), names or globs of modules, or a predicate `(fqn, module) -> bool`. A glob
             stands for the outermost modules that it finds.
-        policies: what you want of some values whatever the plan finds best: `autoac.Policy` objects, a function for
-            torch's selective checkpointing, or several of these; see `autoac.policies`.
+        policies: constraints and hints for single values: `autoac.Policy` objects, a policy function for torch's
+            selective checkpointing, or several of these; see `autoac.policies`.
         engine: "replay" (runs single ops again), "sac" (a policy for torch's selective checkpointing), "compile" (has
             torch.compile compile the regions, and chooses what each keeps), or "auto": replay, but sac for a compiled
             model.
@@ -88,7 +88,7 @@ def plan(
             "reserved" memory (`max_memory_reserved`), which is simulated with the options in `PYTORCH_CUDA_ALLOC_CONF`.
         time_limit_s: for the solver, seconds.
         gap: how far from the least time the plan may be, as a fraction of the step's time.
-        mode, device: as for `profile`. Of a device that is not here, the memory counts for "80%".
+        mode, device: as for `profile`. With `device`, a budget in percent is of that device's memory.
         parallel: how the model will be trained on several processes, `autoac.parallel.DDP(...)` or `.FSDP2(...)`, where
             it is not wrapped yet. A model that is wrapped (by DDP, or sharded by FSDP2) is planned for by all ranks
             together: every rank calls this, and gets the same plan or the same error.

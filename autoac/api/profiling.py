@@ -56,11 +56,11 @@ def profile(
 ) -> Profile:
     """Record one training step: time and bytes of every op, and what autograd saves.
 
-    The step is run with everything recomputed, so a model that does not fit without checkpointing can be profiled;
-    where the engine's bookkeeping counts and the step fits, its forward or all of it is also run as it is, for the time
-    (see `fitting`). On fake tensors nothing of it is allocated: for a model that does not fit at all, or is on the meta
-    device. Afterwards model, sample and random states are as they were, also if it fails. Threads that profile at once
-    take turns, so the step of one must not wait for another's.
+    The step runs with everything recomputed, so a model that does not fit without checkpointing can be profiled. Where
+    the engine's bookkeeping takes a noticeable share of the time and the step fits, forward or the whole step also runs
+    without recomputation, to time it. On fake tensors nothing is allocated: for a model that does not fit at all, or is
+    on the meta device. Afterwards model, sample and random states are as they were, also if profiling fails. Threads
+    that profile at once take turns, so the step of one must not wait for another's.
 
     Args:
         model, sample, loss, optimizer, progress: as for `plan`.

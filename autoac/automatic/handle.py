@@ -25,7 +25,7 @@ from autoac_solver.records.errors import AutoacError
 from autoac_solver.records.format import format_bytes
 
 _MOST_UNPLANNED = 3
-"""So many steps without a plan are said to be too many: the first may have been skipped, as gradient scaling does."""
+"""After this many steps without a plan we warn; gradient scaling may have skipped the first ones."""
 
 
 class Auto:

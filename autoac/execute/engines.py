@@ -8,7 +8,7 @@ from autoac.execute.replay.engine import ReplayEngine
 from autoac.execute.sac.engine import SacEngine
 
 ENGINES: dict[str, Engine] = {}
-"""By name. Where none is asked for it is the first that does what the model needs."""
+"""By name; "auto" takes the first that can run the model."""
 
 
 def register(engine: Engine) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autoac
-from autoac.check.verify import same
+from autoac.check.equal import same
 from autoac.execute import placement
 from autoac.execute.engines import ENGINES
 from autoac.measure import measure_peak

@@ -7,20 +7,18 @@ which ops run and in what order, and the measured run lists every op with its st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
-import torch
 
-from autoac.check.verify import KeptOptimizers, written_by
+from autoac.check.any_plan import AnyPlan
 from autoac.measure import Timeline, measure_peak
 from autoac.step.model import check_backwards_may_run, device_of
+from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.plan import PlanRecord
 
 _LOOK_AHEAD = 200
 """Within how many ops of the run an expected one has to come; some (views, composites) are not in the plan."""
@@ -30,15 +28,6 @@ _FEW = 3
 """If this many that are expected later come first, the op that was to come before them ran under another name."""
 _MOST_MISSING = 0.05
 """Share of the expected ops that may run under another name, as BatchNorm does when it is replayed."""
-
-
-class AnyPlan(Protocol):
-    """What is asked of a plan."""
-
-    @property
-    def record(self) -> PlanRecord: ...
-    def gradient_at_start(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
-    def applied(self, model: torch.nn.Module) -> Any: ...
 
 
 def measured_memory(plan: AnyPlan, step: TrainingStep) -> pd.Series:
@@ -53,14 +42,14 @@ def measured_memory(plan: AnyPlan, step: TrainingStep) -> pd.Series:
     def run() -> Timeline:
         with (
             untouched(model, step.inputs, plan.gradient_at_start),
-            values_kept(written_by(step)),
+            values_kept(step.written),
             plan.applied(model),
         ):
             timeline = measure_peak(step.run, device).timeline
         assert timeline is not None
         return timeline
 
-    with KeptOptimizers():
+    with OptimizerStates(copies=True):
         run()  # lazy initialisation is not to count, the optimizers' among it
         timeline = run()
     record = plan.record

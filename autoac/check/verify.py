@@ -4,46 +4,28 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autoac.check.any_plan import AnyPlan
+from autoac.check.equal import close, same, values_of
+from autoac.check.first_op import first_op
 from autoac.device import device_for
 from autoac.execute.engines import ENGINES
 from autoac.measure import ONE_AT_A_TIME, in_turn, measure_peak
-from autoac.ops.info import op_info, tensors_in, written_tensors
 from autoac.step.model import check_backwards_may_run, device_of
-from autoac.step.restore import other_random_numbers, put_back, random_states, untouched, values_kept
+from autoac.step.optimizer_states import OptimizerStates
+from autoac.step.restore import other_random_numbers, random_states, untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import uncompiled
-from autoac.torch_private import TorchDispatchMode, counted_writes, current_node, parts_of
 from autoac_solver.plan.baselines import checkpointed
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.plan import PlanRecord
-
-
-class AnyPlan(Protocol):
-    """What `verify` asks of a plan."""
-
-    @property
-    def record(self) -> PlanRecord: ...
-    @property
-    def predicted_peak_bytes(self) -> int: ...
-    @property
-    def predicted_overhead(self) -> float: ...
-    @property
-    def resident_bytes(self) -> int: ...
-    @property
-    def budget_bytes(self) -> int: ...
-    def applied(self, model: torch.nn.Module) -> Any: ...
-    def gradient_at_start(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -127,6 +109,7 @@ class Report:
 _ANOTHER_STEP = 0.05
 """Share by which the peak without a plan may exceed the predicted one before a word is said."""
 _TIMED_ROUNDS = 3
+_LOSS, _GRADIENT = "the loss", "the gradient of "
 
 
 COMPILED_TOLERANCE = 1e-6
@@ -148,14 +131,14 @@ def verify(plan: AnyPlan, step: TrainingStep, reference: AnyPlan | None = None, 
 
 def _verify(plan: AnyPlan, step: TrainingStep, reference: AnyPlan | None, steps: int) -> Report:
     check_backwards_may_run(step.model)
-    model, trains, optimizers = step.model, step.is_whole, KeptOptimizers()
+    model, trains, optimizers = step.model, step.is_whole, OptimizerStates(copies=True)
     tolerance = 0.0 if reference is None else COMPILED_TOLERANCE
     unplanned = nullcontext if reference is None else functools.partial(reference.applied, model)
 
     def run(planned: bool, measure: bool = False) -> _Outcome:
         with (
             untouched(model, step.inputs, plan.gradient_at_start),
-            values_kept(written_by(step)),
+            values_kept(step.written),
             optimizers,
             plan.applied(model) if planned else unplanned(),
         ):
@@ -183,7 +166,7 @@ def _verify(plan: AnyPlan, step: TrainingStep, reference: AnyPlan | None, steps:
             return f"{by_itself}, which differs between two steps without a plan, too"
         if reference is not None:  # no dispatch mode sees into compiled code
             return difference
-        return _first_op(step, plan, optimizers, difference == _LOSS) or difference
+        return first_op(step, plan, optimizers, difference == _LOSS) or difference
 
     difference = differs(without, with_plan)
     unplanned_bytes, planned_bytes = [without.peak_bytes], [with_plan.peak_bytes]
@@ -212,66 +195,6 @@ def _verify(plan: AnyPlan, step: TrainingStep, reference: AnyPlan | None, steps:
     )
 
 
-def written_by(step: TrainingStep) -> list[torch.Tensor]:
-    """The tensors that a step may write in place."""
-    inputs = (tensor for tensor in step.inputs if tensor.layout is torch.strided)
-    return [*step.model.parameters(), *step.model.buffers(), *inputs]
-
-
-class KeptOptimizers:
-    """Context that puts back what a callable step does to its optimizers: their states, their groups' options.
-
-    An optimizer is known from its first step on, in this context or in one before. A learning rate's scheduler is not.
-    """
-
-    def __init__(self) -> None:
-        self._known: list[tuple[torch.optim.Optimizer, dict[Any, Any], list[Any]]] = []
-
-    @property
-    def known(self) -> list[torch.optim.Optimizer]:
-        """Those that have stepped."""
-        return [optimizer for optimizer, _, _ in self._known]
-
-    def __enter__(self) -> None:
-        self._hook = register_optimizer_step_pre_hook(self._look)
-
-    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if all(known is not optimizer for known, _, _ in self._known):
-            rows = {parameter: (row, _copies(row)) for parameter, row in optimizer.state.items()}
-            groups = [(group, _copies(group)) for group in optimizer.param_groups]
-            self._known.append((optimizer, rows, groups))
-
-    def __exit__(self, *_: Any) -> None:
-        self._hook.remove()
-        put_back(functools.partial(self._restore, *known) for known in self._known)
-
-    @staticmethod
-    def _restore(optimizer: torch.optim.Optimizer, rows: dict[Any, Any], groups: list[Any]) -> None:
-        optimizer.state.clear()
-        for parameter, (row, copies) in rows.items():
-            _put(row, copies)
-            optimizer.state[parameter] = row
-        for group, copies in groups:
-            _put(group, copies)
-
-
-def _copies(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What is there, and a copy of it; a group's parameters are the model's, and kept elsewhere."""
-    return {name: (v, v if name == "params" else copy.deepcopy(v)) for name, v in values.items()}
-
-
-def _put(values: dict[str, Any], copies: dict[str, tuple[Any, Any]]) -> None:
-    values.clear()
-    for name, (value, kept) in copies.items():
-        if isinstance(value, torch.Tensor):
-            with torch.no_grad():
-                for part, copied in zip(parts_of(value), parts_of(kept), strict=True):
-                    part.copy_(copied)
-            values[name] = value
-        else:
-            values[name] = value if name == "params" else copy.deepcopy(kept)
-
-
 @dataclass
 class _Outcome:
     values: dict[str, Any]
@@ -286,51 +209,9 @@ class _Outcome:
     def first_difference(self, other: _Outcome, tolerance: float = 0.0) -> str:
         for name, value in self.values.items():
             its = other.values.get(name)
-            if not same(value, its) and not (tolerance and _close(value, its, tolerance)):
+            if not same(value, its) and not (tolerance and close(value, its, tolerance)):
                 return name
         return ""
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal to the bit: a NaN equals itself, and -0.0 is not 0.0."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        ours, theirs = list(parts_of(a)), list(parts_of(b))
-        if len(ours) != 1 or ours[0] is not a:
-            return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and same(ours, theirs)
-        if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
-            return False
-        return torch.equal(_bits(a), _bits(b))
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if hasattr(a, "shape"):
-        return bool((a == b).all())
-    return a == b
-
-
-def _close(a: Any, b: Any, tolerance: float) -> bool:
-    """Whether floating tensors differ, as vectors, by no more than a share of the first, in steps of their type."""
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(
-            same(x, y) or _close(x, y, tolerance) for x, y in zip(a, b, strict=True)
-        )
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return False
-    if a.dtype != b.dtype or a.shape != b.shape or not a.is_floating_point():
-        return False
-    steps = tolerance * torch.finfo(a.dtype).eps / torch.finfo(torch.float32).eps
-    exact, other = a.detach().double(), b.detach().double()
-    return bool((exact - other).norm() <= max(steps, tolerance) * exact.norm())
-
-
-def _values(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A copy of what the tensor holds."""
-    return [part.detach().clone() for part in parts_of(tensor)]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    return dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _run(step: TrainingStep, measure: bool) -> _Outcome:
@@ -348,17 +229,17 @@ def _run(step: TrainingStep, measure: bool) -> _Outcome:
     for name, parameter in model.named_parameters():
         values[_GRADIENT + name] = parameter.grad
     for name, buffer in model.named_buffers():
-        values[f"buffer {name}"] = _values(buffer)
+        values[f"buffer {name}"] = values_of(buffer)
     for index, state in enumerate(random_states(model)):
         values[f"random state {index}"] = state
     return _Outcome(values, seconds, peak)
 
 
-def _trained(model: torch.nn.Module, optimizers: KeptOptimizers) -> dict[str, Any]:
+def _trained(model: torch.nn.Module, optimizers: OptimizerStates) -> dict[str, Any]:
     """The parameters after a step, and what its optimizers keep of them."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     values: dict[str, Any] = {
-        f"{name} after the step": _values(parameter) for parameter, name in names.items()
+        f"{name} after the step": values_of(parameter) for parameter, name in names.items()
     }
     for optimizer in optimizers.known:
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in names):
@@ -366,76 +247,3 @@ def _trained(model: torch.nn.Module, optimizers: KeptOptimizers) -> dict[str, An
                 what = f"{key} of {names[parameter]} in {type(optimizer).__name__}"
                 values[what] = copy.deepcopy(value)
     return values
-
-
-class _Trace(TorchDispatchMode):
-    """Records what ops compute, by a checksum of their results.
-
-    `rows` has the words for each op, and what it is to be compared by: in a planned model the node of a cross entropy
-    has another name, and writes its result in place.
-
-    Args:
-        forward: of forward as well, not only of backward.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, forward: bool) -> None:
-        super().__init__()
-        self.forward = forward
-        self.rows: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        info = op_info(func)
-        with counted_writes(written_tensors(info, args, kwargs) if info.writes_lists else []):
-            result = func(*args, **kwargs)
-        node = current_node()
-        if not info.ignored and (self.forward or node is not None):
-            words = f"forward op {info.name}" if node is None else f"backward op {info.name} in {node.name()}"
-            self.rows.append((words, (info.name.rpartition(".")[0], *map(_digest, tensors_in(result)))))
-        return result
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    digest = hashlib.sha256()
-    for part in parts_of(tensor):
-        digest.update(_bits(part).cpu().numpy().tobytes())
-    return digest.digest()
-
-
-_LOSS, _GRADIENT = "the loss", "the gradient of "
-_OF_LOSSES = (
-    *("NllLossBackward0", "LogSoftmaxBackward0", "_CrossEntropyBackward"),
-    *("forward op aten._log_softmax.default", "forward op aten.nll_loss_forward.default"),
-)
-"""The nodes and ops of cross entropies, torch's and the lean one."""
-
-
-def _first_op(
-    step: TrainingStep,
-    plan: AnyPlan,
-    optimizers: KeptOptimizers,
-    in_forward: bool,
-) -> str:
-    """The first op whose result differs, of backward or from forward on, "" if none can be told."""
-    model, traces = step.model, []
-    for planned in (False, True):
-        context = plan.applied(model) if planned else nullcontext()
-        with (
-            untouched(model, step.inputs, plan.gradient_at_start),
-            values_kept(written_by(step)),
-            optimizers,
-            context,
-            _Trace(in_forward) as trace,
-        ):
-            step.run()
-        traces.append(trace.rows)
-    plain, planned_rows = traces
-    if in_forward or plan.record.chunked_losses:  # lean losses run other ops, chunked ones by some rows
-        plain = [row for row in plain if not row[0].endswith(_OF_LOSSES)]
-    remaining = iter([key for _, key in planned_rows])  # with replayed ops, so plain's must be a subsequence
-    for words, key in plain:
-        if key not in remaining:
-            return words
-    return ""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoac.check.verify import same
+from autoac.check.equal import same
 from autoac.compare.quiet import MOST_STOLEN
 from autoac.compare.strategies import Strategy
 from autoac.compare.workload import Workload

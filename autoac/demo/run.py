@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import autoac
-from autoac.check.verify import same
+from autoac.check.equal import same
 from autoac.demo.gpt import BATCH, BLOCKS, CONTEXT, DROPOUT, GPT, Batch, Text
 from autoac.demo.report import DemoReport, Side, mb
 from autoac.measure import measure_peak, unique_storage_bytes

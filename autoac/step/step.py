@@ -60,6 +60,12 @@ class TrainingStep:
         """The tensors of the sample; none of a callable, which brings its own."""
         return [] if self.is_whole else list(tensors_of(self.sample))
 
+    @property
+    def written(self) -> list[torch.Tensor]:
+        """The tensors that the step may write in place."""
+        inputs = (tensor for tensor in self.inputs if tensor.layout is torch.strided)
+        return [*self.model.parameters(), *self.model.buffers(), *inputs]
+
     def of(self, model: torch.nn.Module, sample: Any = None) -> TrainingStep:
         """The same step of another form of the model, and with another form of the sample if one is given."""
         step = copy.copy(self)  # what was refused was refused of the form that the user gave

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoac
-from autoac.check.verify import same
+from autoac.check.equal import same
 from autoac.step.restore import values_kept
 from autoac.torch_private import parts_of
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autoac.check.verify import KeptOptimizers, written_by
 from autoac.device import device_for
 from autoac.measure import ONE_AT_A_TIME, measure_peak
 from autoac.plans import Plan
 from autoac.step.model import device_of
+from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac_solver.plan.recorded.step import step_of
@@ -74,8 +74,8 @@ def peak_with(plan: Plan, step: TrainingStep) -> int:
         with (
             ONE_AT_A_TIME,
             untouched(model, step.inputs, plan.gradient_at_start),
-            values_kept(written_by(step)),
-            KeptOptimizers(),
+            values_kept(step.written),
+            OptimizerStates(copies=True),
             plan.applied(model),
         ):
             if measures:

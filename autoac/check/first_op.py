@@ -1,0 +1,89 @@
+"""The first op that computes something else under a plan."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from autoac.check.any_plan import AnyPlan
+from autoac.check.equal import bits_of
+from autoac.ops.info import op_info, tensors_in, written_tensors
+from autoac.step.optimizer_states import OptimizerStates
+from autoac.step.restore import untouched, values_kept
+from autoac.step.step import TrainingStep
+from autoac.torch_private import TorchDispatchMode, counted_writes, current_node, parts_of
+
+
+class _Trace(TorchDispatchMode):
+    """Records what ops compute, by a checksum of their results.
+
+    `rows` has the words for each op, and what it is to be compared by: in a planned model the node of a cross entropy
+    has another name, and writes its result in place.
+
+    Args:
+        forward: of forward as well, not only of backward.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, forward: bool) -> None:
+        super().__init__()
+        self.forward = forward
+        self.rows: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        info = op_info(func)
+        with counted_writes(written_tensors(info, args, kwargs) if info.writes_lists else []):
+            result = func(*args, **kwargs)
+        node = current_node()
+        if not info.ignored and (self.forward or node is not None):
+            words = f"forward op {info.name}" if node is None else f"backward op {info.name} in {node.name()}"
+            self.rows.append((words, (info.name.rpartition(".")[0], *map(_digest, tensors_in(result)))))
+        return result
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts_of(tensor):
+        digest.update(bits_of(part).cpu().numpy().tobytes())
+    return digest.digest()
+
+
+_OF_LOSSES = (
+    *("NllLossBackward0", "LogSoftmaxBackward0", "_CrossEntropyBackward"),
+    *("forward op aten._log_softmax.default", "forward op aten.nll_loss_forward.default"),
+)
+"""The nodes and ops of cross entropies, torch's and the lean one."""
+
+
+def first_op(
+    step: TrainingStep,
+    plan: AnyPlan,
+    optimizers: OptimizerStates,
+    in_forward: bool,
+) -> str:
+    """The first op whose result differs, of backward or from forward on, "" if none can be told."""
+    model, traces = step.model, []
+    for planned in (False, True):
+        context = plan.applied(model) if planned else nullcontext()
+        with (
+            untouched(model, step.inputs, plan.gradient_at_start),
+            values_kept(step.written),
+            optimizers,
+            context,
+            _Trace(in_forward) as trace,
+        ):
+            step.run()
+        traces.append(trace.rows)
+    plain, planned_rows = traces
+    if in_forward or plan.record.chunked_losses:  # lean losses run other ops, chunked ones by some rows
+        plain = [row for row in plain if not row[0].endswith(_OF_LOSSES)]
+    remaining = iter([key for _, key in planned_rows])  # with replayed ops, so plain's must be a subsequence
+    for words, key in plain:
+        if key not in remaining:
+            return words
+    return ""

@@ -28,9 +28,10 @@ from autoac_solver.problem.problem import (
     when_recomputed,
     when_saved,
 )
+from autoac_solver.records.disk.limits import Seconds
 from autoac_solver.records.engines import REPLAY
 from autoac_solver.records.plan import Pause
-from autoac_solver.records.profile import NEVER, SHARDED, ModuleCall, Op, Profile, Seconds
+from autoac_solver.records.profile import NEVER, SHARDED, ModuleCall, Op, Profile
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ from autoac_solver.build.engines.rerun import Rerun
 from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import Lifetime, SharedCost
+from autoac_solver.records.disk.limits import Seconds
 from autoac_solver.records.engines import SAC
 from autoac_solver.records.plan import Pause
-from autoac_solver.records.profile import CACHED, FOREIGN, INFERENCE, NEVER, ModuleCall, Op, Profile, Seconds
+from autoac_solver.records.profile import CACHED, FOREIGN, INFERENCE, NEVER, ModuleCall, Op, Profile
 
 
 @dataclass(frozen=True, slots=True)

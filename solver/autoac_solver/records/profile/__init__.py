@@ -1,0 +1,48 @@
+"""The record of one training step: ops, storages, what autograd saved and when, and the modules they belong to.
+
+Times are *ticks* of one clock that advances with every op and every event between ops, so that the order of an
+allocation, a release and the start of a region's backward is never ambiguous. Storages, ops, module calls and saved
+tensors refer to each other by index.
+
+On disk a profile is JSON, in columns, with a schema version. Loading one runs no code from it.
+"""
+
+from autoac_solver.records.profile.profile import PROFILE, EngineCosts, Profile
+from autoac_solver.records.profile.rows import (
+    CACHED,
+    FOREIGN,
+    GATHERED,
+    INFERENCE,
+    KINDS,
+    NEVER,
+    SCALAR_BYTES,
+    SHARDED,
+    TIMES_FROM,
+    UNSTEADY,
+    VARIES,
+    ModuleCall,
+    Op,
+    Saved,
+    Storage,
+)
+
+__all__ = [
+    "CACHED",
+    "FOREIGN",
+    "GATHERED",
+    "INFERENCE",
+    "KINDS",
+    "NEVER",
+    "PROFILE",
+    "SCALAR_BYTES",
+    "SHARDED",
+    "TIMES_FROM",
+    "UNSTEADY",
+    "VARIES",
+    "EngineCosts",
+    "ModuleCall",
+    "Op",
+    "Profile",
+    "Saved",
+    "Storage",
+]

@@ -1,0 +1,108 @@
+"""What is checked of a profile that comes from a file, besides types and ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from autoac_solver.records.compiled import MOST_POINTS
+from autoac_solver.records.disk.limits import MOST_BYTES
+from autoac_solver.records.profile.rows import NEVER
+
+if TYPE_CHECKING:
+    from autoac_solver.records.profile.profile import Profile
+
+
+def check(profile: Profile) -> None:
+    """What no type tells: that what refers to each other is there and fits together.
+
+    Raises:
+        ValueError: it does not.
+    """
+    _check_ops(profile)
+    _check_storages(profile)
+    _check_calls(profile)
+    _check_compiled(profile)
+    for saved in profile.saved:
+        _demand(_refers(profile.storage_table, saved.storage), "a saved tensor has no storage")
+        _demand(saved.module == NEVER or _refers(profile.calls, saved.module), "a saved tensor has no module")
+        in_order = 0 <= saved.tick <= saved.dropped <= saved.released <= profile.end
+        _demand(in_order, "a saved tensor's ticks are out of order")
+        _demand(
+            saved.unpacked == NEVER or saved.tick <= saved.unpacked <= profile.end,
+            "a saved tensor is used before it is saved, or after the step",
+        )
+
+
+def _check_ops(profile: Profile) -> None:
+    last_tick, created = -1, [False] * len(profile.storage_table)
+    for op in profile.tape:
+        where = f"op {op.name} at tick {op.tick}"
+        _demand(last_tick < op.tick < profile.end, f"{where} is out of order")
+        last_tick = op.tick
+        for storage in (*op.reads, *op.writes, *op.creates):
+            _demand(_refers(created, storage), f"{where} refers to a storage that is not there")
+        _demand(op.module == NEVER or _refers(profile.calls, op.module), f"{where} is in no module")
+        _demand(
+            op.signature == NEVER or _refers(profile.signatures, op.signature), f"{where} has no signature"
+        )
+        for storage in op.creates:
+            _demand(not created[storage], f"{where} creates a storage that was created before")
+            _demand(
+                profile.storage_table[storage].alloc == op.tick, f"{where} creates a storage of another tick"
+            )
+            created[storage] = True
+
+
+def _check_storages(profile: Profile) -> None:
+    for storage in profile.storage_table:
+        _demand(NEVER <= storage.alloc <= storage.free <= profile.end, "a storage's ticks are out of order")
+    total = sum(storage.bytes for storage in profile.storage_table)
+    total += sum(op.workspace_bytes + op.random_bytes for op in profile.tape)
+    _demand(total <= MOST_BYTES, f"it speaks of more than {MOST_BYTES} bytes of memory")
+
+
+def _check_calls(profile: Profile) -> None:
+    """Calls begin in order, lie inside their parents and not in one another's way, and are numbered by module."""
+    free_from: dict[int, int] = {NEVER: 0}  # call -> where the next call inside of it may begin
+    numbers: dict[str, int] = {}
+    views: dict[int, int] = {}  # call -> how many views there are in the calls directly inside of it
+    for index, call in enumerate(profile.calls):
+        where = f"call {call.call} of module {call.fqn!r}"
+        _demand(call.parent in free_from, f"{where} is inside of one that is not there")
+        until = profile.end if call.parent == NEVER else profile.calls[call.parent].end
+        _demand(free_from[call.parent] <= call.start <= call.end <= until, f"{where} has ticks out of order")
+        free_from[call.parent], free_from[index] = call.end, call.start
+        _demand(call.call == numbers.get(call.fqn, 0), f"{where} has a wrong number")
+        numbers[call.fqn] = call.call + call.grad
+        _demand(
+            all(_refers(profile.storage_table, storage) for storage in call.inputs),
+            f"{where} refers to a storage that is not there",
+        )
+        views[call.parent] = views.get(call.parent, 0) + call.views
+    for index, inside in views.items():
+        _demand(
+            index == NEVER or inside <= profile.calls[index].views,
+            f"call {index} has fewer views than the calls in it",
+        )
+
+
+def _check_compiled(profile: Profile) -> None:
+    """Measured regions are calls of the profile, none in two rows, and each has a point."""
+    regions = () if profile.compiled is None else profile.compiled.regions
+    calls = [call for region in regions for call in region.calls]
+    _demand(all(_refers(profile.calls, call) for call in calls), "a compiled region is no call")
+    _demand(len(set(calls)) == len(calls), "a call is in two compiled regions")
+    fine = all(bool(region.points) is not bool(region.failure) for region in regions)
+    _demand(fine, "a compiled region has neither points nor a failure, or both")
+    most = max((len(region.points) for region in regions), default=0)
+    _demand(most <= MOST_POINTS, f"a compiled region has more than {MOST_POINTS} points")
+
+
+def _refers(table: Sequence[Any], index: int) -> bool:
+    return 0 <= index < len(table)
+
+
+def _demand(holds: bool, fault: str) -> None:
+    if not holds:
+        raise ValueError(fault)

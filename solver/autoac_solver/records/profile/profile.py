@@ -1,0 +1,285 @@
+"""The profile itself, and its file."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pandas as pd
+
+from autoac_solver.records.asked import Shown, ask
+from autoac_solver.records.clocks import Lanes, run
+from autoac_solver.records.compiled import CompiledPoint, CompiledRegion, CompiledTable
+from autoac_solver.records.disk.files import read_json, write_json
+from autoac_solver.records.disk.limits import Seconds, Size
+from autoac_solver.records.disk.schema import checked, columns, document, fields_of, rows, table
+from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.format import format_bytes, format_seconds
+from autoac_solver.records.profile.checks import check
+from autoac_solver.records.profile.rows import NEVER, TIMES_FROM, ModuleCall, Op, Saved, Storage
+
+SCHEMA = "autoac.profile"
+SCHEMA_VERSION = 7  # 6: costs by the engines' names; 7: host's time, compiled points, sources
+
+EngineCosts = dict[str, dict[str, Seconds]]
+"""Seconds that the engines' own bookkeeping takes on the profile's machine: by the engine's name, then by its part.
+
+Each engine says what its parts are (`build.engines`), and what they take where they were not measured.
+"""
+
+
+@dataclass(frozen=True)
+class Profile(Shown):
+    """One recorded training step.
+
+    Args:
+        model: class name of the model.
+        model_fingerprint: tells this model's structure (module names and classes, parameter shapes) from others.
+        op_fingerprint: tells this sequence of ops from others.
+        device: device type and what is known of it, such as "cpu".
+        device_bytes: the device's total memory, 0 if unknown.
+        torch_version: the torch it was recorded with.
+        end: the last tick plus one.
+        tape: the ops in order.
+        storage_table, saved, calls: see there.
+        signatures: overload, shapes, types and scalars of the distinct ops, as text.
+        mode: "real" if the step was run, "fake" if only its shapes were.
+        device_name: what the device is, in words, where that is known.
+        costs: what the engines cost on this machine, see there.
+        measured_step_s: wall-clock seconds of the recorded step (with everything recomputed, under recording).
+        views_s: seconds of all ops that only make views.
+        outside_s: seconds of the step that belong to no op (the optimizer's, if it was given).
+        notes: what the reader should know about how it was made.
+        sample: names, types and shapes of what the model was called with, in the call with the most elements; "" where
+            that is not known.
+        compiled: what compiled regions take, None where none was compiled (`engine="compile"`).
+        sources: for each class of modules but torch's own, where its forward is: a file's name, without its folder, and
+            a line, such as "modeling_llama.py:312".
+    """
+
+    model: str
+    model_fingerprint: str
+    op_fingerprint: str
+    device: str
+    device_bytes: Size
+    torch_version: str
+    end: Size
+    tape: tuple[Op, ...] = field(repr=False)
+    storage_table: tuple[Storage, ...] = field(repr=False)
+    saved: tuple[Saved, ...] = field(repr=False)
+    calls: tuple[ModuleCall, ...] = field(repr=False)
+    signatures: tuple[str, ...] = field(default=(), repr=False)
+    costs: EngineCosts = field(default_factory=dict, repr=False)
+    mode: str = "real"
+    device_name: str = ""
+    measured_step_s: Seconds = 0.0
+    views_s: Seconds = 0.0
+    outside_s: Seconds = 0.0
+    notes: tuple[str, ...] = ()
+    sample: str = ""
+    compiled: CompiledTable | None = field(default=None, repr=False)
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes alive before the step, those included that die in it."""
+        return sum(storage.bytes for storage in self.storage_table if storage.alloc <= 0)
+
+    @functools.cached_property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the step as it runs without autoac, resident bytes included."""
+        return ask("peak_bytes", self)
+
+    @functools.cached_property
+    def least_peak_bytes(self) -> int:
+        """The least predicted peak of any plan (engine replay): a smaller budget is infeasible. It takes solving."""
+        return ask("least_peak_bytes", self)
+
+    def source_of(self, module: str) -> str:
+        """Where the forward of a module, or of a call of it, is: its class, and the place in `sources` where known."""
+        found = self._class_of.get(module.partition("#")[0], "")
+        return f"{found}, {self.sources[found]}" if found in self.sources else found
+
+    @property
+    def is_one_call(self) -> bool:
+        """Whether the step calls the model once, and begins without gradients."""
+        gradients = any(s.kind == "Gradient" and s.alloc == NEVER for s in self.storage_table)
+        return not gradients and sum(call.grad and not call.fqn for call in self.calls) == 1
+
+    @functools.cached_property
+    def _class_of(self) -> dict[str, str]:
+        return {call.fqn: call.class_name for call in self.calls}
+
+    @property
+    def has_two_clocks(self) -> bool:
+        """Whether the host only launches ops, which a device then computes, and both times are known."""
+        return any(op.host_s for op in self.tape)
+
+    @functools.cached_property
+    def lanes(self) -> Lanes:
+        """Host and device over the step with nothing recomputed, where it `has_two_clocks`."""
+        host_s = np.array([self.views_s, *(op.host_s for op in self.tape), 0.0])
+        device_s = np.array([0.0, *(op.time_s for op in self.tape), self.outside_s])
+        return run(host_s, device_s, np.array([False, *(op.waits for op in self.tape), False]))
+
+    @functools.cached_property
+    def step_s(self) -> float:
+        """Predicted seconds of the step with nothing recomputed."""
+        if self.has_two_clocks:
+            return self.lanes.end_s
+        return sum(op.time_s for op in self.tape) + self.views_s + self.outside_s
+
+    @property
+    def time_shares(self) -> dict[str, float]:
+        """Share of the step's time that was measured, looked up, interpolated and estimated; see `TIMES_FROM`."""
+        total = sum(op.time_s for op in self.tape)
+        parts = {kind: sum(op.time_s for op in self.tape if op.time_from == kind) for kind in TIMES_FROM}
+        return {kind: part / total for kind, part in parts.items() if part}
+
+    @property
+    def ops(self) -> pd.DataFrame:
+        """The tape, one row an op."""
+        frame = pd.DataFrame(columns(self.tape, Op))
+        frame["module"] = [self.module_name(index) for index in frame["module"]]
+        return frame
+
+    @property
+    def storages(self) -> pd.DataFrame:
+        """The storages, one row each."""
+        return pd.DataFrame(columns(self.storage_table, Storage))
+
+    def module_name(self, call: int) -> str:
+        """Name of a module call for people: its fqn, with the call's number if it is not the first."""
+        if call < 0:
+            return ""
+        record = self.calls[call]
+        return record.fqn if record.call == 0 else f"{record.fqn}#{record.call}"
+
+    def calls_below_root(self, names: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], int] | None:
+        """How the calls of some modules are spread over the step's calls of the model itself.
+
+        Returns:
+            For each module how often it was called, with gradients on, before each call of the model, and how many
+            calls of the model there are before the first gradient that is there at the step's end: a backward before it
+            leaves none. None if a module was also called from elsewhere.
+        """
+        roots = [call for call in self.calls if call.fqn == "" and call.grad]
+        offsets = {}
+        for name in names:
+            starts = [call.start for call in self.calls if call.fqn == name and call.grad]
+            if any(not any(root.start < start < root.end for root in roots) for start in starts):
+                return None
+            offsets[name] = tuple(sum(start < root.start for start in starts) for root in roots)
+        gradients = (storage.alloc for storage in self.storage_table if storage.kind == "Gradient")
+        first = min((alloc for alloc in gradients if alloc != NEVER), default=self.end)
+        return offsets, sum(root.start < first for root in roots)
+
+    @property
+    def saved_by_class(self) -> pd.DataFrame:
+        """What autograd saves for backward, by class of the module that makes it: module_class, storages, bytes.
+
+        Parameters and whatever else was there before the step are left out; a storage saved twice counts once.
+        """
+        maker = {storage: op.module for op in self.tape for storage in op.creates}
+        rows = []
+        for storage in sorted({saved.storage for saved in self.saved}):
+            record = self.storage_table[storage]
+            if record.alloc != NEVER:
+                call = maker.get(storage, NEVER)
+                rows.append(("" if call == NEVER else self.calls[call].class_name, record.bytes))
+        frame = pd.DataFrame(rows, columns=["module_class", "bytes"]).groupby("module_class")["bytes"]
+        found = (
+            frame.agg(["size", "sum"]).reset_index().set_axis(["module_class", "storages", "bytes"], axis=1)
+        )
+        return found.sort_values(["bytes", "module_class"], ascending=[False, True], ignore_index=True)
+
+    def __repr__(self) -> str:
+        noted = f", notes: {len(self.notes)}" if self.notes else ""
+        return (
+            f"Profile({self.model} on {self.device}: {len(self.tape)} ops, a step of {format_seconds(self.step_s)}, "
+            f"{format_bytes(self.resident_bytes)} before the step{noted})"
+        )
+
+    def as_data(self) -> dict[str, Any]:
+        """What `save` writes, in columns."""
+        scalars = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _TABLES}
+        tables = {name: columns(getattr(self, name), kind) for name, kind in _TABLES.items()}
+        compiled = None if self.compiled is None else dataclasses.asdict(self.compiled)
+        return {**scalars, **tables, "compiled": compiled}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Profile:
+        """The profile that `as_data` gave, checked.
+
+        Raises:
+            ValueError: it is no valid profile.
+        """
+        return cls.of(checked(data, PROFILE))
+
+    @classmethod
+    def of(cls, found: msgspec.Struct) -> Profile:
+        """The profile of what a file holds in the form of `PROFILE`.
+
+        Raises:
+            ValueError: its parts do not fit together.
+        """
+        values = fields_of(found)
+        values |= {name: rows(values[name], kind) for name, kind in _TABLES.items()}
+        values["compiled"] = values["compiled"] and _compiled_table(values["compiled"])
+        profile = cls(**values)
+        check(profile)
+        return profile
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON; the file appears whole or not at all.
+
+        Raises:
+            FileNotFoundError, IsADirectoryError, OSError: see `files.check_writable`.
+            ProfileError: a name in it is no printable text.
+        """
+        write_json(path, SCHEMA, SCHEMA_VERSION, self.as_data(), PROFILE)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile.
+
+        Raises:
+            ProfileError: the file is damaged, of another kind, or from a newer version.
+        """
+        data = read_json(path, SCHEMA, SCHEMA_VERSION)
+        try:
+            return cls.from_data(data)
+        except ValueError as error:
+            raise ProfileError(f"{path} is not a valid profile: {error!s:.300}. Record it again.") from error
+
+
+_TABLES: dict[str, Any] = {"tape": Op, "storage_table": Storage, "saved": Saved, "calls": ModuleCall}
+
+
+def _compiled_table(found: msgspec.Struct) -> CompiledTable:
+    """What a file holds of it."""
+    values = fields_of(found)
+    regions = []
+    for region in values["regions"]:
+        parts = fields_of(region)
+        points = tuple(CompiledPoint(**fields_of(point)) for point in parts["points"])
+        regions.append(CompiledRegion(**{**parts, "points": points}))
+    return CompiledTable(**{**values, "regions": tuple(regions)})
+
+
+_COMPILED = document(
+    CompiledTable, regions=list[document(CompiledRegion, points=list[document(CompiledPoint)])]
+)
+_AS_TABLES: Any = {name: table(kind) for name, kind in _TABLES.items()}
+PROFILE = document(
+    Profile,
+    compiled=_COMPILED | None,
+    **_AS_TABLES,
+)
+"""How a profile stands in a file, and in files that hold one."""

@@ -23,7 +23,6 @@ class AutoACCallback(Callback):
     def __init__(self, budget: int | str, **options: Any):
         super().__init__()
         self._planned = Planned(budget, **options)
-        self._measured: int | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -33,8 +32,7 @@ class AutoACCallback(Callback):
     @property
     def measured_peak_bytes(self) -> int | None:
         """Of the first planned step, resident bytes included; None before."""
-        handle = self._planned.handle
-        return self._measured if handle is None else handle.measured_peak_bytes
+        return self._planned.measured_peak_bytes
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Strategy and precision have been set up: wait for the first step."""
@@ -47,12 +45,8 @@ class AutoACCallback(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the module as it was."""
-        self._stop()
+        self._planned.stop()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the module as it was."""
-        self._stop()
-
-    def _stop(self) -> None:
-        self._measured = self.measured_peak_bytes
         self._planned.stop()

@@ -46,11 +46,17 @@ class Planned:
         }
         self.handle: Auto | None = None
         self._last: Plan | None = None
+        self._last_peak_bytes: int | None = None
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the run, None before its first step is over; it is kept when training ends."""
         return self._last if self.handle is None else self.handle.plan
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Of the run's first planned step, resident bytes included; None before; it is kept when training ends."""
+        return self._last_peak_bytes if self.handle is None else self.handle.measured_peak_bytes
 
     def start(self, model: torch.nn.Module) -> None:
         """Begin anew with this model; a plan of a run before, which may have failed, is taken off."""
@@ -63,10 +69,10 @@ class Planned:
         self.handle = auto(model, self.budget, **self.options, measure=True)
 
     def stop(self) -> None:
-        """Take the plan off; `plan` still tells it."""
+        """Take the plan off; `plan` and `measured_peak_bytes` still tell of the run."""
         handle, self.handle = self.handle, None
         if handle is not None:
-            self._last = handle.known_plan
+            self._last, self._last_peak_bytes = handle.known_plan, handle.measured_peak_bytes
             handle.remove()
 
 

@@ -37,10 +37,7 @@ class AutoACCallback(TrainerCallback):
     @property
     def measured_peak_bytes(self) -> int | None:
         """Of the first planned step, resident bytes included; None before."""
-        handle = self._planned.handle
-        return self._measured if handle is None else handle.measured_peak_bytes
-
-    _measured: int | None = None
+        return self._planned.measured_peak_bytes
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: torch.nn.Module | None = None, **_: Any
@@ -75,7 +72,6 @@ class AutoACCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave the model as it was."""
-        self._measured = self.measured_peak_bytes
         self._planned.stop()
         self._trainer = None
 

@@ -1,7 +1,7 @@
 """One line in a loop: the first training step is recorded as it runs, and the next ones run under a plan.
 
 `start.auto` checks the arguments and puts the handle on the model. `handle.Auto` hears of the loop's events: a call of
-the model, an optimizer's step. `recording` records steps, `optimizers` counts what the loop's optimizers take, `watch`
+the model, an optimizer's step. `cycle` tells which of them belong to one step, `recording` records steps, `optimizers` counts what the loop's optimizers take, `watch`
 tells steps that the plan was not made for, and `peak` measures the first planned step.
 
 NOTE [ The loop's steps ]
@@ -14,7 +14,8 @@ NOTE [ The loop's steps ]
   3. The plan is made when the next step begins. Only then we know which tensors of the step before the loop still
      holds (its output, its loss), and whether there are gradients when a step begins. If the recorded step differs in
      that, as where `zero_grad` comes after forward, the next step is recorded instead.
-  4. Only calls of the model in train mode and with gradients on count.
+  4. Steps that end with several optimizers by turns are taken as one, see NOTE [ Several optimizers ] in `cycle`.
+  5. Only calls of the model in train mode and with gradients on count.
 """
 
 from autoac.automatic.handle import Auto

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autoac.automatic.cycle import Cycle
 from autoac.automatic.once import Once
 from autoac.automatic.optimizers import Optimizers
 from autoac.automatic.peak import StepPeak
@@ -16,6 +17,7 @@ from autoac.automatic.recording import Recording
 from autoac.automatic.report import in_a_line, verified
 from autoac.automatic.wanted import Wanted, needs_no_more
 from autoac.automatic.watch import Finding, Watch
+from autoac.execute.attach import restart_calls
 from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import LOGGER
@@ -45,12 +47,12 @@ class Auto:
         self._wanted = wanted
         self._provisional: Plan | None = None
         self._plan: Plan | None = None
-        self._stepped = True  # whether an optimizer has, since the model was last called
         self._running = False
         self._was_saved = False
         self._unplanned_steps = 0  # of an optimizer, while nothing is recorded and there is no plan
         self._trained = ""  # which parameters were trained in the recorded step
         self._kept: Plan | None = None  # stays if the next recorded step calls no more modules
+        self._cycle = Cycle()
         self._on_top = OnTop(model, self)
         self._warn = Once()
         self._optimizers = Optimizers(self._model, optimizer, self._warn)
@@ -105,7 +107,7 @@ class Auto:
         counts = self._model.training and torch.is_grad_enabled() and not in_backward() and not self._running
         if not counts:  # evaluation, a second run of its code in backward, or a call inside of another one
             return self._on_top.run(args, kwargs)
-        self.begins(args, kwargs)
+        self._begins(args, kwargs, self._cycle.may_begin(has_gradients(self._model)))
         self._running = True
         try:
             return self._on_top.run(args, kwargs)
@@ -117,16 +119,30 @@ class Auto:
             self._running = False
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward of the training step begins; for trainers that do not call the model itself.
+        """A step begins, or a further micro-batch of it: for trainers that do not call the model itself.
+
+        A step then goes on until the next one begins, however many optimizers step in it.
 
         Args:
             args, kwargs: of the call; the batch is in them.
         """
-        self._recording.end_if_over()
+        self._cycle.is_told = True
+        self._begins(args, kwargs, self._cycle.has_stepped or not has_gradients(self._model))
+        self._cycle.has_stepped = False
+
+    def _begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], begins: bool) -> None:
+        """The model is called.
+
+        Args:
+            begins: a step begins with that.
+        """
+        self._recording.end_if_over(begins and not (self._cycle.is_one and has_gradients(self._model)))
+        if not self._cycle.is_told:
+            self._cycle.has_stepped = False
         if self._recording.is_on:
             return
-        begins = self._stepped or not has_gradients(self._model)
-        self._stepped = False
+        if begins:
+            self._begin_cycle()
         if begins and self._trained != self._trains_now() and (self._recording.profile or self._plan):
             LOGGER.info("other parameters are trained than in the recorded step: recording this step")
             self._record_again(is_new=True)
@@ -147,30 +163,40 @@ class Auto:
             self._watch.uncounted = self._plan is not None and not self._was_saved
         self._tell_if_nothing_is_planned()
         if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": self._then_over(kwargs["closure"])}
+            return args, {**kwargs, "closure": self._then_over(kwargs["closure"], optimizer)}
         if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
-            return (args[0], self._then_over(args[1]), *args[2:]), kwargs
+            return (args[0], self._then_over(args[1], optimizer), *args[2:]), kwargs
         if not in_backward():  # else it steps parameter by parameter while backward runs
-            self._step_is_over()
+            self._step_is_over(optimizer)
         return None
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        if self._peak.is_running and self._optimizers.trains(optimizer) and not in_backward():
+        if not self._optimizers.trains(optimizer) or in_backward():
+            return
+        self._recording.pause(False)
+        if self._peak.is_running and self._cycle.is_over:
             self._tell_peak(self._peak.end())
 
-    def _then_over(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _then_over(self, closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
+        is_first = True
+
         def run() -> Any:
+            nonlocal is_first
             result = closure()
-            self._step_is_over()
+            if is_first:
+                is_first = False
+                self._step_is_over(optimizer)
             return result
 
         return run
 
-    def _step_is_over(self) -> None:
-        if self._recording.went_backward:
+    def _step_is_over(self, optimizer: Any) -> None:
+        self._cycle.count(optimizer)
+        if self._recording.went_backward and self._cycle.is_over:
             self._recording.end()
             self._optimizers.hold(True)
-        self._stepped = True
+        elif self._recording.is_on:
+            self._recording.pause(True)  # the record goes on after the optimizer
 
     def _trains_now(self) -> str:
         """Tells these parameters, and which of them require gradients, from others; quickly."""
@@ -179,6 +205,19 @@ class Auto:
         return f"{len(trained)} {hash((*trained, *(p.dtype for p in parameters)))}"
 
     # What is done then.
+
+    def _begin_cycle(self) -> None:
+        """A step begins: with other optimizers' steps than the one before, maybe."""
+        if self._cycle.begins():
+            self._record_again(is_new=True)
+            self._peak = StepPeak(self._model, self._wanted.measure)
+            LOGGER.info("the loop's steps end with several optimizers: recording them as one")
+        if self._cycle.is_too_long:
+            self._warn(
+                "too long",
+                "too many steps of this loop's optimizers belong together to be planned for as one: the plan is for "
+                "those that were recorded, and others may take more than the budget. Leave headroom=.",
+            )
 
     def _record(self, args: Any, kwargs: Any) -> None:
         """Record the step that begins."""
@@ -276,6 +315,8 @@ class Auto:
         if found is not None:
             self._act_on(found)
         if begins and self._plan is not None:
+            if not self._cycle.is_one:
+                restart_calls(self._model)
             self._peak.begin()
 
     def _act_on(self, found: Finding) -> None:

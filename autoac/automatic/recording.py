@@ -43,6 +43,7 @@ class Recording:
         self._live: LiveStep | None = None
         self._survivors: dict[int, Any] = {}
         self._workspaces: dict[Any, int] = {}
+        self._is_paused = False
         self._had_gradients = False  # whether there were any when the step began
 
     @property
@@ -80,19 +81,24 @@ class Recording:
             except ProfilingError as error:
                 self._warn("cannot record", f"autoac: no plan yet. {error}")
                 return False
-        self._live = live
+        self._live, self._is_paused = live, False
         self.count += 1
         self._had_gradients = has_gradients(self._model)
         return True
 
-    def end_if_over(self) -> None:
-        """The model is called: end the record if that begins the next step, or if no backward can come any more."""
+    def end_if_over(self, begins: bool) -> None:
+        """The model is called: end the record if that begins the next step, or if no backward can come any more.
+
+        Args:
+            begins: whether the call begins a step, if backward went through the one that is recorded.
+        """
         if self._live is None:
             return
+        self.pause(False)  # an optimizer's step may have failed
         tape = self._live.tape
         if tape.is_given_up:
             self.give_up()
-        elif tape.is_over or (tape.went_backward and not has_gradients(self._model)):
+        elif tape.is_over or (tape.went_backward and begins):
             self.end()
 
     def end(self) -> None:
@@ -111,6 +117,12 @@ class Recording:
         if not self._model.training:
             profile = replace(profile, notes=(*profile.notes, "the model was put in eval mode in the step"))
         self.profile, self._survivors, self._workspaces = profile, live.survivors, live.workspaces
+
+    def pause(self, paused: bool) -> None:
+        """Leave out what runs from here on, an optimizer's step in the middle of a longer one, or no longer."""
+        if self._live is not None and paused != self._is_paused:
+            self._is_paused = paused
+            self._live.tape.clock.suspended += 1 if paused else -1
 
     def give_up(self) -> None:
         """Record no further, and make no profile."""

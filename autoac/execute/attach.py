@@ -132,7 +132,9 @@ class Root:
         """Which of the step's calls of the root this one is, in this thread."""
         count = len(next(iter(self.offsets.values())))
         index = getattr(self.calls, "index", 0)
-        if index >= min(self.fresh, count):
+        if getattr(self.calls, "is_told", False):
+            index = min(index, count - 1)
+        elif index >= min(self.fresh, count):
             found = has_gradients(module)
             if (
                 index >= count
@@ -142,6 +144,10 @@ class Root:
                 index = 0
         self.calls.index = index + 1
         return index
+
+    def restart(self) -> None:
+        """A step begins in this thread: from now on somebody tells of each one."""
+        self.calls.index, self.calls.is_told = 0, True
 
 
 def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -155,6 +161,16 @@ def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if isinstance(region, PlannedRegion):
                 region.restart(offsets[call])
     return original_forward(root, module)(*args, **kwargs)
+
+
+def restart_calls(model: torch.nn.Module) -> None:
+    """Let the model's next call in this thread be the first of a step; to be called before each step from then on."""
+    for module in model.modules():
+        carried = planned(module)
+        if isinstance(carried, PlannedRegion):
+            carried.restart(0)
+        elif isinstance(carried, Root):
+            carried.restart()
 
 
 def attach_root(

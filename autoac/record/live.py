@@ -130,8 +130,9 @@ class LiveTape(Tape):
 
     @property
     def is_given_up(self) -> bool:
-        """Whether no backward can come any more: nothing is held for one."""
-        return not self.went_backward and all(row["released"] != NEVER for row in self.saved.rows)
+        """Whether no backward can come any more: nothing is held any longer of what was."""
+        rows = self.saved.rows
+        return not self.went_backward and bool(rows) and all(row["released"] != NEVER for row in rows)
 
 
 class LiveStep:
@@ -154,6 +155,7 @@ class LiveStep:
         # By the user, and there cannot be two: what ops take inside of them is not seen.
         self.profiled = self.device.type == "cpu" and is_profiled()
         self.survivors: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.fingerprint = model_fingerprint(model)  # some loops freeze parts of it within the step
 
     def begin(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], others: Iterable[torch.Tensor]) -> None:
         """Record from here on.
@@ -221,7 +223,7 @@ class LiveStep:
         recorder.check_recorded(tables)
         return Profile(
             model=own_name(self.model),
-            model_fingerprint=model_fingerprint(self.model),
+            model_fingerprint=self.fingerprint,
             device=str(self.device),
             device_bytes=device_bytes(self.device),
             torch_version=torch.__version__,

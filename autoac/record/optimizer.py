@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -95,7 +95,7 @@ def _fake_steps(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, _Li
         fake = copy.copy(optimizer)
         groups = [
             {
-                name: _fake_parameters(value, device) if name == "params" else value
+                name: _fake_parameters(value, device, optimizer.state) if name == "params" else value
                 for name, value in group.items()
             }
             for group in optimizer.param_groups
@@ -116,14 +116,18 @@ def _workspaces(live: _LiveBytes, device: torch.device) -> dict[Signature, int]:
     return workspaces_on_scratch(live.calls, estimate_s.__getitem__, device, free_bytes(device) // 4)
 
 
-def _fake_parameters(parameters: list[torch.Tensor], device: str) -> list[torch.Tensor]:
+def _fake_parameters(
+    parameters: list[torch.Tensor], device: str, states: Mapping[torch.Tensor, Any]
+) -> list[torch.Tensor]:
+    """Stand-ins, with gradients if they are trained; those with a state are, though they may be frozen just now."""
     fakes = []
     for whole in parameters:
         real = local_part(whole)
         place = torch.device(device) if real.is_meta else real.device
         empty = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=place)
-        fake = torch.nn.Parameter(empty, requires_grad=whole.requires_grad)
-        if whole.requires_grad:
+        is_trained = whole.requires_grad or bool(states.get(whole))
+        fake = torch.nn.Parameter(empty, requires_grad=is_trained)
+        if is_trained:
             fake.grad = torch.empty_like(empty)
         fakes.append(fake)
     return fakes

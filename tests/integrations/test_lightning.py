@@ -26,6 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16-mixed"},
     "accumulation": {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0},
     "manual": {},
+    "two optimizers": {},
 }
 
 
@@ -53,15 +54,45 @@ class Task(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def trained(setting: str, callback: AutoACCallback | None, steps: int = 5) -> Task:
+class Adversarial(lightning.LightningModule):
+    """Its own forward is the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = make(blocks=2), make(blocks=3)
+        self.automatic_optimization = False
+
+    def forward(self, noise: torch.Tensor) -> torch.Tensor:
+        return self.generator(noise)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        x, _ = batch
+        for optimizer, trains_critic in zip(self.optimizers(), (True, False), strict=True):
+            self.toggle_optimizer(optimizer)
+            made = self(torch.randn_like(x))
+            if trains_critic:
+                loss = F.softplus(-self.critic(x)).mean() + F.softplus(self.critic(made.detach())).mean()
+            else:
+                loss = F.softplus(-self.critic(made)).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.critic.parameters()), torch.optim.Adam(self.generator.parameters())]
+
+
+def trained(setting: str, callback: AutoACCallback | None, steps: int = 5) -> torch.nn.Module:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     lightning.seed_everything(0, verbose=False)
-    task = Task(setting == "manual")
+    several = setting == "two optimizers"
+    task: Any = Adversarial() if several else Task(setting == "manual")
     data = torch.utils.data.TensorDataset(
         torch.randn(10 * BATCH, WIDTH), torch.randint(0, WIDTH, (10 * BATCH,))
     )
     trainer = lightning.Trainer(
-        max_steps=steps,
+        max_steps=2 * steps if several else steps,  # it counts those of optimizers
         accelerator="cpu",
         callbacks=[callback] if callback else [],
         logger=False,

@@ -1,0 +1,113 @@
+"""`autoac.auto` where several optimizers' steps belong together, as in GANs: all of them keep to the budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoac
+from autoac.automatic import Auto
+from autoac.automatic.cycle import Cycle
+from autoac_solver.plan.planning import least_budget_bytes
+from tests.small_models import BATCH, WIDTH, make
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ENOUGH = 10**9
+LOOPS = {
+    "alternating": {},
+    "two steps of the critic, all cleared": {"critics": 2, "clearing": True},
+    "the other is frozen": {"freezing": True},
+}
+
+
+class Adversarial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = make(blocks=2), make(blocks=3)
+
+    def forward(self, real: torch.Tensor, noise: torch.Tensor, trains_critic: bool) -> torch.Tensor:
+        made = self.generator(noise)
+        if trains_critic:
+            return F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(made.detach())).mean()
+        return F.softplus(-self.critic(made)).mean()
+
+
+def trained(
+    budget: int | None, critics: int = 1, freezing: bool = False, clearing: bool = False, steps: int = 5
+) -> tuple[Adversarial, Auto | None]:
+    torch.manual_seed(0)
+    model = Adversarial().train()
+    optimizers = {
+        True: torch.optim.SGD(model.critic.parameters(), lr=0.1, momentum=0.9),
+        False: torch.optim.Adam(model.generator.parameters()),
+    }
+    handle = None if budget is None else autoac.auto(model, budget, measure=True)
+    for _ in range(steps):
+        for trains_critic in (True,) * critics + (False,):
+            real, noise = torch.randn(2, BATCH, WIDTH)
+            if freezing:
+                model.critic.requires_grad_(trains_critic)
+                model.generator.requires_grad_(not trains_critic)
+            (model if clearing else optimizers[trains_critic]).zero_grad()
+            model(real, noise, trains_critic).backward()
+            optimizers[trains_critic].step()
+    return model, handle
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_all_steps_are_planned_for_as_one(loop: str):
+    without, _ = trained(None, **LOOPS[loop])
+    _, ample = trained(ENOUGH, **LOOPS[loop], steps=4)
+    assert ample is not None
+    assert ample.plan is not None
+    profile = ample.plan.record.profile
+    assert sum(call.fqn == "" for call in profile.calls) == LOOPS[loop].get("critics", 1) + 1
+    least = least_budget_bytes(profile)
+    budget = int(least + 0.3 * (ample.plan.record.unplanned_peak_bytes - least))
+    model, handle = trained(budget, **LOOPS[loop])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, without.state_dict()[name]), name
+    assert handle is not None
+    assert handle.plan is not None
+    assert any(region.wrapped for region in handle.plan.regions)
+    assert not handle.plan.is_not_followed
+    assert handle.measured_peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=1e-3)
+    assert handle.plan.predicted_peak_bytes <= budget
+    handle.remove()
+
+
+class Named:
+    """In place of an optimizer."""
+
+
+def begins(cycle: Cycle, optimizers: str) -> list[int]:
+    """The numbers of the optimizers' steps before which a step of the loop begins."""
+    known = {name: Named() for name in set(optimizers)}
+    found = []
+    for number, name in enumerate(optimizers):
+        if cycle.may_begin(has_gradients=True):
+            cycle.begins()
+            found.append(number)
+        cycle.has_stepped = False
+        cycle.count(known[name])
+    return found
+
+
+def test_where_steps_begin():
+    assert begins(Cycle(), "aaaa") == [0, 1, 2, 3]
+    assert begins(Cycle(), "abababab") == [0, 1, 2, 4, 6]
+    assert begins(Cycle(), "aaabaaabaaab") == [0, 1, 2, 3, 4, 8]
+
+
+def test_another_optimizer_from_then_on_ends_each_step():
+    assert begins(Cycle(), "aabbb") == [0, 1, 2, 3, 4]
+
+
+def test_too_many_steps_are_not_taken_as_one():
+    cycle = Cycle()
+    assert begins(cycle, "ab" + "a" * 20) == [0, 1, 2, *range(15, 22)]
+    assert cycle.is_too_long
+    assert cycle.is_one

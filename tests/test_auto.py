@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import autoac
 from autoac.automatic import Auto
@@ -701,6 +702,43 @@ def test_a_larger_later_micro_batch_is_planned_for():
         optimizer.zero_grad()
     assert handle.plan is not None
     assert handle.plan.record.profile.sample == f"float32[32,{WIDTH}]"
+    handle.remove()
+
+
+def test_largest_batch_stays_planned_for_where_a_smaller_one_runs_other_ops(caplog: pytest.LogCaptureFixture):
+    """As with padding: a mask that is all ones is dropped, and attention runs other ops."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+            self.has_mask = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.up(x)
+            return x + self.down((h.sin() if self.has_mask else h.cos()).exp())
+
+    def train(budget: int) -> Auto:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Masked() for _ in range(4))).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        handle = autoac.auto(model, budget)
+        for size, has_mask in ((64, False), (64, False), (32, True), (32, True), (64, True), (64, True)):
+            for block in model:
+                block.has_mask = has_mask
+            model(torch.randn(size, WIDTH)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return handle
+
+    ample = train(ENOUGH).plan
+    assert ample is not None
+    with caplog.at_level("INFO", "autoac"), pytest.warns(UserWarning, match="the plan is not followed"):
+        handle = train(budget_of(ample, 0.7))
+    assert handle.plan is not None
+    assert handle.plan.record.profile.sample == f"float32[64,{WIDTH}]"
+    assert not handle.plan.is_not_followed
+    assert "recording this larger one" in caplog.text
     handle.remove()
 
 

@@ -321,6 +321,7 @@ class Auto:
 
     def _act_on(self, found: Finding) -> None:
         plan = self._plan
+        self._recording.count -= found.is_free
         if found.log and self._record_again(found.is_new):
             LOGGER.info("%s", found.log)
             self._kept = plan if found.plan_may_stay else self._kept

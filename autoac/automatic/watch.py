@@ -12,6 +12,7 @@ from autoac.automatic.wanted import called_in
 from autoac.execute.larger_inputs import LargerInputs, unwatch_inputs
 from autoac.execute.newcomers import outermost, unwatch_newcomers, watch_newcomers
 from autoac.plans import Plan
+from autoac.step.inputs import elements_of
 from autoac.step.model import has_gradients
 
 
@@ -25,6 +26,7 @@ class Finding:
         log: what is logged when the step that begins is recorded; "" if it is not to be.
         is_new: the step is recorded however many were recorded before.
         plan_may_stay: the plan is kept if the recorded step needs no more.
+        is_free: the recording does not count as one.
     """
 
     key: str
@@ -32,6 +34,7 @@ class Finding:
     log: str = ""
     is_new: bool = False
     plan_may_stay: bool = False
+    is_free: bool = False
 
 
 class Watch:
@@ -49,6 +52,7 @@ class Watch:
         self.uncounted = False
         self._model = model
         self._on_larger = on_larger
+        self._most = 0  # elements that were planned for, by this plan or one before
         self._larger_later = False  # a later call of a planned step was larger
 
     def put_on(self, plan: Plan) -> None:
@@ -57,6 +61,7 @@ class Watch:
         unwatch_inputs(self._model)  # we look ourselves
         self._plan = plan
         self._larger = LargerInputs(profile.sample, plan.budget_bytes)
+        self._most = max(self._most, self._larger.elements)
         self._newcomers = watch_newcomers(
             self._model, called_in(profile)
         )  # called since, and not when recorded
@@ -82,6 +87,9 @@ class Watch:
             words = self._larger.words_on_autocast()
             return Finding("autocast", words, f"{words}: recording this step anew")
         if self._larger.are(args, kwargs):
+            if begins and elements_of(args, kwargs) <= self._most:
+                words = "the plan is for a smaller batch than the one before it: recording this larger one"
+                return Finding("as before", log=words, is_free=True)
             return self._larger_call(self._larger.words(args, kwargs), begins)
         if not begins:
             return self._micro_batch() if self._one_call else None

@@ -16,10 +16,10 @@ from autoac_solver.problem.problem import (
     RegionCost,
     SharedCost,
     save_or_recompute,
-    validate,
 )
 from autoac_solver.problem.simulator import Simulator, Timeline, alive_at, simulate, violations
 from autoac_solver.problem.solution import Solution
+from autoac_solver.problem.validate import validate
 from autoac_solver.records.errors import (
     AutoacError,
     BudgetFormatError,

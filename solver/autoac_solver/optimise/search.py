@@ -20,9 +20,10 @@ from autoac_solver.optimise.algebra import Algebra, Variables
 from autoac_solver.optimise.backends import INFEASIBLE, STOPPED, Job, Outcome, choose_backend
 from autoac_solver.optimise.formulation import Formulation
 from autoac_solver.optimise.memory import MemoryModel
-from autoac_solver.problem.problem import Problem, validate
+from autoac_solver.problem.problem import Problem
 from autoac_solver.problem.simulator import Decisions, Simulator, Timeline
 from autoac_solver.problem.solution import Solution
+from autoac_solver.problem.validate import validate
 
 _ROWS_A_ROUND = 128
 """About how many memory rows are added at once, spread over the positions."""

@@ -19,8 +19,7 @@ The engines differ only in which groups, lifetimes, extensions and costs they gi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -283,75 +282,3 @@ class Problem:
     position_replayed: tuple[bool, ...] = field(default=(), repr=False)
     shared: tuple[SharedCost, ...] = ()
     work: tuple[Work, ...] = field(default=(), repr=False)
-
-
-def validate(problem: Problem) -> None:
-    """Refuse a problem with an index, size or time out of range, which elsewhere would quietly mean something else.
-
-    Raises:
-        ValueError: names the first fault.
-    """
-    for fault in _faults(problem):
-        raise ValueError(fault)
-
-
-def _faults(problem: Problem) -> Iterator[str]:
-    if problem.n_positions < 1 or problem.resident_bytes < 0 or not _is_duration(problem.step_s):
-        yield "n_positions must be positive, resident_bytes and step_s must not be negative"
-    for index, region in enumerate(problem.regions):
-        if not _is_duration(region.wrap_s):
-            yield f"region {index}: wrap_s={region.wrap_s} is no duration"
-    for index, cost in enumerate(problem.shared):
-        if not _is_duration(cost.time_s) or not all(_is_known(problem, literal) for literal in cost.literals):
-            yield f"shared cost {index}: literals={cost.literals} or time_s={cost.time_s} is out of range"
-    for index, work in enumerate(problem.work):
-        known = all(_is_known(problem, literal) for literal in work.literals)
-        if not (_is_duration(work.host_s) and _is_duration(work.device_s) and known):
-            yield f"work {index}: {work} is out of range"
-        if not -1 <= work.wrapped < len(problem.regions):
-            yield f"work {index}: there is no region {work.wrapped}"
-    for index, group in enumerate(problem.groups):
-        yield from (f"group {index}: {fault}" for fault in _group_faults(problem, group))
-    for index, lifetime in enumerate(problem.lifetimes):
-        yield from (f"lifetime {index}: {fault}" for fault in _lifetime_faults(problem, lifetime))
-
-
-def _group_faults(problem: Problem, group: DecisionGroup) -> Iterator[str]:
-    first = group.options[0] if group.options else None
-    if first is None or first.action is Action.RECOMPUTE or first.time_s:
-        yield "the first option must be to save, and add no time"
-    for option in group.options:
-        if not _is_duration(option.time_s):
-            yield f"time_s={option.time_s} is no duration"
-        if not _is_duration(option.hint_s):
-            yield f"hint_s={option.hint_s} is no duration"
-        if not all(_is_known(problem, literal) for literal in option.requires):
-            yield f"requires={option.requires} names no option of a group"
-    if not 0 <= group.region < len(problem.regions):
-        yield f"there is no region {group.region}"
-    if not -1 <= group.same_as < len(problem.groups):
-        yield f"same_as={group.same_as} names no group"
-    elif group.same_as >= 0 and len(problem.groups[group.same_as].options) != len(group.options):
-        yield f"same_as={group.same_as} names a group with other options"
-    if not all(0 <= refusal.option < len(group.options) for refusal in group.refusals):
-        yield f"refusals={group.refusals} names an option that is not there"
-
-
-def _lifetime_faults(problem: Problem, lifetime: Lifetime) -> Iterator[str]:
-    if lifetime.bytes < 0 or not 0 <= lifetime.start <= lifetime.end <= problem.n_positions:
-        yield f"{lifetime.bytes} bytes over [{lifetime.start}, {lifetime.end})"
-    for condition in (lifetime.exists, *(extension.when for extension in lifetime.extensions)):
-        known = all(_is_known(problem, literal) for literal in condition.literals)
-        if not known or not -1 <= condition.wrapped < len(problem.regions):
-            yield f"{condition} names no option of a group, or no region"
-    if any(extension.end > problem.n_positions for extension in lifetime.extensions):
-        yield "an extension ends after the last position"
-
-
-def _is_known(problem: Problem, literal: Literal) -> bool:
-    groups = problem.groups
-    return 0 <= literal.group < len(groups) and 0 <= literal.option < len(groups[literal.group].options)
-
-
-def _is_duration(seconds: float) -> bool:
-    return math.isfinite(seconds) and seconds >= 0

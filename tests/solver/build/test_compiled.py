@@ -12,8 +12,9 @@ from autoac_solver.plan.partitions import blocks, whole
 from autoac_solver.plan.planning import plan_budgets, plan_profile
 from autoac_solver.plan.recorded.made import predicted_anew
 from autoac_solver.plan.recorded.step import step_of
-from autoac_solver.problem.problem import Action, validate
+from autoac_solver.problem.problem import Action
 from autoac_solver.problem.simulator import simulate
+from autoac_solver.problem.validate import validate
 from autoac_solver.records.compiled import (
     CompiledPoint,
     CompiledRegion,

@@ -11,10 +11,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoac.automatic.cycle import Cycle
 from autoac.automatic.once import Once
-from autoac.automatic.optimizers import Optimizers
+from autoac.automatic.optimizers import Optimizers, trained_in
 from autoac.automatic.peak import StepPeak
 from autoac.automatic.recording import Recording
-from autoac.automatic.report import in_a_line, verified
+from autoac.automatic.report import in_a_line, peak_in_a_line, verified
 from autoac.automatic.wanted import Wanted, needs_no_more
 from autoac.automatic.watch import Finding, Watch
 from autoac.execute.attach import restart_calls
@@ -24,10 +24,6 @@ from autoac.progress import LOGGER
 from autoac.step.model import has_gradients, unwrapped
 from autoac.torch_private import in_backward
 from autoac_solver.records.errors import AutoacError
-from autoac_solver.records.format import format_bytes
-
-_MOST_UNPLANNED = 3
-"""After this many steps without a plan we warn; gradient scaling may have skipped the first ones."""
 
 
 class Auto:
@@ -49,7 +45,6 @@ class Auto:
         self._plan: Plan | None = None
         self._running = False
         self._was_saved = False
-        self._unplanned_steps = 0  # of an optimizer, while nothing is recorded and there is no plan
         self._trained = ""  # which parameters were trained in the recorded step
         self._kept: Plan | None = None  # stays if the next recorded step calls no more modules
         self._cycle = Cycle()
@@ -143,7 +138,7 @@ class Auto:
             return
         if begins:
             self._begin_cycle()
-        if begins and self._trained != self._trains_now() and (self._recording.profile or self._plan):
+        if begins and self._trained != trained_in(self._model) and (self._recording.profile or self._plan):
             LOGGER.info("other parameters are trained than in the recorded step: recording this step")
             self._record_again(is_new=True)
         if self._recording.profile is not None and begins:
@@ -161,7 +156,8 @@ class Auto:
             return None
         if self._optimizers.are_joined_by(optimizer):
             self._watch.uncounted = self._plan is not None and not self._was_saved
-        self._tell_if_nothing_is_planned()
+        if self._plan is None:
+            self._recording.tell_if_nothing_is_seen()
         if kwargs.get("closure") is not None:
             return args, {**kwargs, "closure": self._then_over(kwargs["closure"], optimizer)}
         if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
@@ -198,12 +194,6 @@ class Auto:
         elif self._recording.is_on:
             self._recording.pause(True)  # the record goes on after the optimizer
 
-    def _trains_now(self) -> str:
-        """Tells these parameters, and which of them require gradients, from others; quickly."""
-        parameters = list(self._model.parameters())
-        trained = [p.requires_grad for p in parameters]
-        return f"{len(trained)} {hash((*trained, *(p.dtype for p in parameters)))}"
-
     # What is done then.
 
     def _begin_cycle(self) -> None:
@@ -223,7 +213,7 @@ class Auto:
         """Record the step that begins."""
         if self._recording.begin(args, kwargs, self._optimizers.states()):
             self._was_saved = False
-            self._trained = self._trains_now()
+            self._trained = trained_in(self._model)
 
     def _record_again(self, is_new: bool = False) -> bool:
         """Let the next step be recorded, unless that was done too often.
@@ -286,7 +276,7 @@ class Auto:
         with self._on_top.aside():
             plan.apply(self._given)
         self._watch.put_on(plan)
-        self._trained = self._trains_now()
+        self._trained = trained_in(self._model)
         self._plan = plan
         LOGGER.info("%s", in_a_line(verb, plan))
 
@@ -328,35 +318,10 @@ class Auto:
         elif found.warning:
             self._warn(found.key, found.warning)
 
-    def _tell_if_nothing_is_planned(self) -> None:
-        """Warn if the model is trained, and its calls were not seen, or no backward from them."""
-        recording = self._recording
-        if self._plan is not None or recording.profile is not None or recording.went_backward:
-            return
-        self._unplanned_steps += 1
-        if self._unplanned_steps < _MOST_UNPLANNED:
-            return
-        if not recording.is_on and not recording.count:
-            why = (
-                "it was not called in train mode and with gradients on since (compiled later, or by its parts?): call "
-                "autoac.auto for the module that the loop calls, after torch.compile"
-            )
-        else:
-            why = "no backward from its calls was seen (in another thread, or a reentrant checkpoint around it?)"
-        self._warn(
-            "nothing planned",
-            f"autoac.auto has no plan for {type(self._model).__name__}, which is trained: {why}.",
-        )
-
     def _tell_peak(self, above_start_bytes: int | None) -> None:
         if above_start_bytes is not None and self._plan is not None:
             self.measured_peak_bytes = self._plan.resident_bytes + above_start_bytes
-            LOGGER.info(
-                "measured peak %s, predicted %s, budget %s",
-                format_bytes(self.measured_peak_bytes),
-                format_bytes(self._plan.predicted_peak_bytes),
-                format_bytes(self._plan.budget_bytes),
-            )
+            LOGGER.info("%s", peak_in_a_line(self._plan, self.measured_peak_bytes))
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -74,3 +74,10 @@ class Optimizers:
                     storage_table=(*profile.storage_table, state),
                 )
         return profile
+
+
+def trained_in(model: torch.nn.Module) -> str:
+    """Tells these parameters, and which of them require gradients, from others; quickly."""
+    parameters = list(model.parameters())
+    trained = [p.requires_grad for p in parameters]
+    return f"{len(trained)} {hash((*trained, *(p.dtype for p in parameters)))}"

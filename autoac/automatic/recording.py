@@ -20,6 +20,10 @@ MOST_RECORDINGS = 3
 """At most this many steps are recorded for a loop whose later steps differ from the recorded one."""
 
 
+_MOST_UNPLANNED = 3
+"""After this many steps without a plan we warn; gradient scaling may have skipped the first ones."""
+
+
 class Recording:
     """Records a step, and keeps its profile until the next step begins.
 
@@ -44,6 +48,7 @@ class Recording:
         self._survivors: dict[int, Any] = {}
         self._workspaces: dict[Any, int] = {}
         self._is_paused = False
+        self._unseen_steps = 0  # of an optimizer, while nothing is recorded and there is no plan
         self._had_gradients = False  # whether there were any when the step began
 
     @property
@@ -141,3 +146,22 @@ class Recording:
     def forget(self) -> None:
         """Keep no profile."""
         self.profile, self._survivors = None, {}
+
+    def tell_if_nothing_is_seen(self) -> None:
+        """An optimizer steps without a plan: warn if the model's calls were not seen, or no backward from them."""
+        if self.profile is not None or self.went_backward:
+            return
+        self._unseen_steps += 1
+        if self._unseen_steps < _MOST_UNPLANNED:
+            return
+        if not self.is_on and not self.count:
+            why = (
+                "it was not called in train mode and with gradients on since (compiled later, or by its parts?): call "
+                "autoac.auto for the module that the loop calls, after torch.compile"
+            )
+        else:
+            why = "no backward from its calls was seen (in another thread, or a reentrant checkpoint around it?)"
+        self._warn(
+            "nothing planned",
+            f"autoac.auto has no plan for {type(self._model).__name__}, which is trained: {why}.",
+        )

@@ -23,6 +23,14 @@ def in_a_line(verb: str, plan: Plan) -> str:
     )
 
 
+def peak_in_a_line(plan: Plan, measured_bytes: int) -> str:
+    """The measured peak of a planned step beside what was predicted of it."""
+    return (
+        f"measured peak {format_bytes(measured_bytes)}, predicted {format_bytes(plan.predicted_peak_bytes)}, budget "
+        f"{format_bytes(plan.budget_bytes)}"
+    )
+
+
 def verified(plan: Plan, model: torch.nn.Module, args: Any, kwargs: Any) -> Report:
     """Run `verify` on a batch, with the output's loss.
 

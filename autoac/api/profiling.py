@@ -21,6 +21,7 @@ from autoac.parallel.fsdp2 import FSDP2
 from autoac.parallel.protocol import Plain, check_parallel
 from autoac.parallel.wrapped import found_on
 from autoac.progress import Progress, Tell, part, progress_shown
+from autoac.record.cuda_ops import capability_elsewhere
 from autoac.record.on_fake import record_fake
 from autoac.record.optimizer import with_optimizer
 from autoac.record.recorder import recorded_step
@@ -147,7 +148,7 @@ def _recorded(
         lean_losses: as for `recorded_step`.
     """
     timed, model = table is None, step.model
-    as_cuda = table is not None and table.kind == "cuda" and device_of(model).type != "cuda"
+    as_cuda = capability_elsewhere(table, device_of(model))
     fake = functools.partial(record_fake, step, progress, timed, as_cuda, lean_losses)
     real = functools.partial(_recorded_for_real, step, timed, lean_losses, progress)
     if mode == "fake":

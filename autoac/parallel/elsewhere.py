@@ -10,6 +10,7 @@ import torch
 
 from autoac.parallel.fsdp2 import FSDP2
 from autoac.progress import Tell
+from autoac.record.cuda_ops import capability_elsewhere
 from autoac.record.on_fake import record_fake
 from autoac.record.optimizer import with_optimizer
 from autoac.step.model import device_of, model_fingerprint
@@ -42,7 +43,7 @@ def record_sharded(
             "a callable sample runs your own model, and FSDP2(world_size=...) shards a copy of it: pass the model's "
             "input as sample, and loss=."
         )
-    as_cuda = table is not None and table.kind == "cuda" and device_of(step.model).type != "cuda"
+    as_cuda = capability_elsewhere(table, device_of(step.model))
     fingerprint = model_fingerprint(step.model)
     with spec.sharded(step.model) as (skeleton, shard):
         shards: dict[str, torch.nn.Parameter] = {}

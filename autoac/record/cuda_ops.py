@@ -1,61 +1,120 @@
 """The ops that CUDA takes where the CPU takes others, for steps that are recorded on fake tensors without a GPU.
 
 A CPU build of torch cannot record fake CUDA tensors: its autograd has no device guard for them. So the step is recorded
-on fake CPU tensors, and the functions that choose their op by device are led to CUDA's choice here: attention (flash or
-memory-efficient), dropout (one op with a mask of bytes) and batch norm (cuDNN). Sources: `sdp_utils.cpp`, `Dropout.cpp`
-and `Normalization.cpp` in ATen. Not covered: recurrent layers (cuDNN's), `rms_norm`
-(fused on CUDA) and what happens inside of `F.multi_head_attention_forward`.
+on fake CPU tensors, and the functions that choose their op by device are led to CUDA's choice here: attention (see
+`cuda_attention`), dropout (one op with a mask of bytes), batch norm (cuDNN) and `rms_norm` (fused). Sources:
+`Dropout.cpp`, `Normalization.cpp` and `layer_norm.cpp` in ATen. `python -m tests.cuda_ops` holds all of it against a
+CUDA build. Not covered: recurrent layers (cuDNN's), and what a model's own code decides by the device.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from autoac.execute.cross_entropy.lean import LeavesLosses
+from autoac.record.cuda_attention import Capability, attention
+from autoac.torch_private import TorchDispatchMode, call_below_autograd
+from autoac_solver.records.devices import DeviceTable
 
+_ATEN = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
-_FLASH_MOST_WIDTH = 256
+_CAPABILITIES = {
+    r"GB?[23]00": (10, 0),
+    r"B[123]00": (10, 0),
+    r"GH200|H[128]00|H20": (9, 0),
+    r"L4|L40S?|RTX 40\d0|4090|Ada": (8, 9),
+    r"A10G?|A16|A40|A[2456]000|RTX 30\d0": (8, 6),
+    r"A[138]00|A30": (8, 0),
+    r"RTX 50\d0|5090": (12, 0),
+    r"T4|RTX 20\d0": (7, 5),
+    r"V100": (7, 0),
+}
+_LIKELIEST = (9, 0)
+
+
+def capability_of(title: str) -> Capability:
+    """The compute capability of a GPU by its name; that of an H100 where the name tells nothing."""
+    for names, capability in _CAPABILITIES.items():
+        if re.search(rf"(?<![0-9a-z])({names})(?![0-9])", title, re.IGNORECASE):
+            return capability
+    return _LIKELIEST
+
+
+def capability_elsewhere(table: DeviceTable | None, device: torch.device) -> Capability | None:
+    """The capability of the GPU that a table stands for, None if that is no other device than this one."""
+    elsewhere = table is not None and table.kind == "cuda" and device.type != "cuda"
+    return capability_of(table.title) if table is not None and elsewhere else None
 
 
 class CudaOps(LeavesLosses):
-    """Mode in which functions run the ops that they would run on CUDA."""
+    """Mode in which functions run the ops that they would run on a GPU of this capability."""
+
+    def __init__(self, capability: Capability):
+        super().__init__()
+        self.replacements: dict[Any, Any] = {
+            F.scaled_dot_product_attention: functools.partial(attention, capability),
+            F.dropout: _dropout,
+            torch.dropout: _dropout,
+            F.batch_norm: _batch_norm,
+            F.rms_norm: _rms_norm,
+            torch.rms_norm: _rms_norm,
+        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        replacement = _REPLACEMENTS.get(func)
+        if func is F.multi_head_attention_forward:
+            with self._inside():
+                return func(*args, **kwargs)
+        replacement = self.replacements.get(func)
         result = NotImplemented if replacement is None else replacement(*args, **kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
 
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """What a function of torch calls by name in its own module, where the mode is off."""
+        before = F.scaled_dot_product_attention, F.dropout
+        F.scaled_dot_product_attention = self.replacements[F.scaled_dot_product_attention]
+        F.dropout = _or_own(_dropout, F.dropout)
+        try:
+            yield
+        finally:
+            F.scaled_dot_product_attention, F.dropout = before
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    width = query.shape[-1]
-    plain = query.dim() == 4 and width % 8 == 0 and key.shape[-1] == value.shape[-1] == width
-    if not plain:
-        return NotImplemented
-    if attn_mask is None and query.dtype in _HALF and width <= _FLASH_MOST_WIDTH:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if enable_gqa and query.shape[1] != key.shape[1]:
-        return NotImplemented  # the memory-efficient kernel does not share heads
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
-    needs_statistics = query.requires_grad or key.requires_grad or value.requires_grad
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, attn_mask, needs_statistics, dropout_p, is_causal, scale=scale)[0]
+
+def _or_own(replacement: Any, own: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = replacement(*args, **kwargs)
+        return own(*args, **kwargs) if result is NotImplemented else result
+
+    return run
+
+
+class CudaResults(TorchDispatchMode):
+    """Mode in which norms of half precision keep their statistics in float32, as CUDA's kernels do.
+
+    Below autograd, right above the fake mode. (The CPU's kernels return them in the input's type.)
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in _WITH_STATISTICS or result[0].dtype not in _HALF:
+            return result
+        output, *statistics = result
+        return (output, *(torch.empty_like(kept, dtype=torch.float32) for kept in statistics))
+
+
+_WITH_STATISTICS = {
+    _ATEN.native_layer_norm.default,
+    _ATEN.native_batch_norm.default,
+    _ATEN._fused_rms_norm.default,
+}
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -83,9 +142,40 @@ def _batch_norm(
     return torch.cudnn_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)[0]
 
 
-_REPLACEMENTS: dict[Any, Any] = {
-    F.scaled_dot_product_attention: _attention,
-    F.dropout: _dropout,
-    torch.dropout: _dropout,
-    F.batch_norm: _batch_norm,
-}
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> Any:
+    if weight is not None and weight.dtype != input.dtype:
+        return NotImplemented
+    return _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """The fused op and its derivative: on CPU tensors the op comes apart above all modes.
+
+    Source: `_fused_rms_norm` in torch's derivatives.yaml.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
+    ) -> torch.Tensor:
+        made: list[torch.Tensor] = []
+        call_below_autograd(lambda: made.extend(_ATEN._fused_rms_norm.default(input, shape, weight, eps)))
+        ctx.save_for_backward(input, weight, made[1])
+        ctx.shape = shape
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        input, weight, rstd = ctx.saved_tensors
+        needed = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
+        made: list[torch.Tensor] = []
+        backward = _ATEN._fused_rms_norm_backward.default
+        call_below_autograd(
+            lambda: made.extend(backward(gradients[0], input, ctx.shape, rstd, weight, needed))
+        )
+        of_input, of_weight = (
+            gradient if need else None for gradient, need in zip(made, needed, strict=True)
+        )
+        return of_input, None, of_weight, None

@@ -100,8 +100,8 @@ def notes_on_fake(
     ]
     if as_cuda:
         notes.append(
-            "recorded without a GPU, with the ops that CUDA takes for attention, dropout and batch norm; profile there "
-            "before training, for other ops may differ"
+            "recorded without a GPU, with the ops that CUDA takes for attention, dropout, batch norm and rms_norm; "
+            "profile there before training, for other ops may differ"
         )
     if unknown:
         on_cuda = ", and on a GPU recurrent layers run other ops" if as_cuda else ""

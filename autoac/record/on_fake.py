@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from autoac.ops.private_results import PrivateResults
 from autoac.price.engine_costs import device_rates, engine_costs
 from autoac.price.isolated_ops import Measured, measure_on_scratch
 from autoac.price.meters import Disturbance, OpTime, SignatureMeter
-from autoac.record.cuda_ops import CudaOps
+from autoac.record.cuda_attention import Capability
+from autoac.record.cuda_ops import CudaOps, CudaResults
 from autoac.record.fake import Faked, explained, fake_model
 from autoac.record.notes import note_if_unsteady, notes_if_compiled, notes_if_uncounted, notes_on_fake
 from autoac.record.recorder import (
@@ -41,7 +42,7 @@ def record_fake(
     step: TrainingStep,
     progress: Progress | None = None,
     measure: bool = True,
-    as_cuda: bool = False,
+    as_cuda: Capability | None = None,
     lean_losses: bool = True,
     shard: Callable[[], None] | None = None,
 ) -> Profile:
@@ -53,7 +54,8 @@ def record_fake(
         step: its optimizer is not run.
         measure: run each distinct op that can be afforded on scratch memory, for its time and workspace. What cannot
             be is estimated from this device's rates, as is everything without `measure`.
-        as_cuda: record the ops that CUDA takes, see `as_cuda`. They cannot be run here, so `measure` must be off.
+        as_cuda: record the ops that a GPU of this capability takes, see `CudaOps`. They cannot be run here, so
+            `measure` must be off.
         lean_losses: as for `recorded_step`.
         shard: called once the model's tensors are fake; the model is a copy that nobody else has.
 
@@ -126,7 +128,7 @@ def record_fake(
         measured_step_s=elapsed,
         mode="fake",
         notes=(
-            *notes_on_fake(results.unknown, found, len(signatures), measure, as_cuda),
+            *notes_on_fake(results.unknown, found, len(signatures), measure, as_cuda is not None),
             *runs.notes(),
             *notes_if_compiled(model, tape),
             *notes_if_uncounted(tape),
@@ -137,15 +139,21 @@ def record_fake(
 
 
 def _run(
-    fake: Faked, tape: Tape, results: PrivateResults, as_cuda: bool, losses: Losses | None
+    fake: Faked, tape: Tape, results: PrivateResults, as_cuda: Capability | None, losses: Losses | None
 ) -> dict[str, Any]:
     fake.start_anew()
     with (
         explained(lambda: tape.failed_at),
-        CudaOps() if as_cuda else contextlib.nullcontext(),
-        recording(fake.step, tape, fake.tensors, losses, fake.active(results)),
+        contextlib.nullcontext() if as_cuda is None else CudaOps(as_cuda),
+        recording(fake.step, tape, fake.tensors, losses, fake.active(_above_fakes(results, as_cuda))),
     ):
         return tape_tables.finish(tape, names_of(fake.step.model), {}, {})
+
+
+@contextlib.contextmanager
+def _above_fakes(results: PrivateResults, as_cuda: Capability | None) -> Iterator[None]:
+    with contextlib.nullcontext() if as_cuda is None else CudaResults(), results:
+        yield
 
 
 def _work(row: dict[str, Any]) -> tuple[str, int, int]:

@@ -34,21 +34,23 @@ class Attends(nn.Module):
         return F.dropout(F.scaled_dot_product_attention(y, y, y, **self.options), 0.1)  # type: ignore[arg-type]
 
 
-def ops_on_h200(model: nn.Module, x: torch.Tensor) -> Counter[str]:
-    return Counter(op.name for op in autoac.profile(model, x, device="h200").tape)
+def ops_on(device: str, model: nn.Module, x: torch.Tensor) -> Counter[str]:
+    return Counter(op.name for op in autoac.profile(model, x, device=device).tape)
 
 
 def test_ops_that_cuda_takes():
     x = torch.randn(2, 2, 8, 32)
-    single = ops_on_h200(Attends(is_causal=True), x)
+    single = ops_on("h200", Attends(is_causal=True), x)
     assert single["aten._scaled_dot_product_efficient_attention.default"] == 1
     assert single["aten.cudnn_batch_norm.default"] == single["aten.cudnn_batch_norm_backward.default"] == 1
     assert single["aten.native_dropout.default"] == single["aten.native_dropout_backward.default"] == 1
-    half = ops_on_h200(Attends(is_causal=True).bfloat16(), x.bfloat16())
+    half = ops_on("a100", Attends(is_causal=True).bfloat16(), x.bfloat16())
     assert half["aten._scaled_dot_product_flash_attention.default"] == 1
     assert half["aten.native_batch_norm.default"] == 1
-    masked = ops_on_h200(Attends(attn_mask=torch.ones(8, 8, dtype=torch.bool)).bfloat16(), x.bfloat16())
+    masked = ops_on("a100", Attends(attn_mask=torch.ones(8, 8, dtype=torch.bool)).bfloat16(), x.bfloat16())
     assert masked["aten._scaled_dot_product_efficient_attention_backward.default"] == 1
+    newer = ops_on("h200", Attends(is_causal=True).bfloat16(), x.bfloat16())
+    assert newer["aten._scaled_dot_product_cudnn_attention_backward.default"] == 1
     on_cpu = Counter(op.name for op in autoac.profile(Attends(), x).tape)
     assert on_cpu["aten._scaled_dot_product_flash_attention_for_cpu.default"] == 1
 

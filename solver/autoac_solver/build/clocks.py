@@ -6,10 +6,7 @@ NOTE [ Two clocks ]
   2. What wrapping a region costs is the host's, at the region's first op; a pause that is lost as well.
   3. Views launch nothing: their time is the host's, at the beginning of the step. What belongs to no op is the
      device's, at its end.
-  4. Prices are what the integer program adds up: the seconds of a piece that lie on the longest path through the step
-     with nothing recomputed. That path is one of those whose longest is the end of the planned step, so the sum
-     never promises more than the plan takes, and a bound on the sum is a bound on the time. It may promise less where a
-     plan recomputes so much in one lane that the longest path becomes another one.
+  4. Prices are what the integer program adds up, see NOTE [ Prices of one path ].
 """
 
 from __future__ import annotations
@@ -17,11 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from autoac_solver.build.draft import Draft
-from autoac_solver.problem.problem import RECOMPUTE, Literal, Option, Problem, Work
-from autoac_solver.records.clocks import longest_path
+from autoac_solver.problem.prices import priced
+from autoac_solver.problem.problem import RECOMPUTE, Literal, Problem, Work
 
 
 def with_two_clocks(draft: Draft, problem: Problem, loss: int) -> Problem:
@@ -31,35 +26,7 @@ def with_two_clocks(draft: Draft, problem: Problem, loss: int) -> Problem:
         problem: whose options, regions and shared costs have the seconds that they take, on whichever lane.
         loss: the group of the losses, -1 for none.
     """
-    work = tuple(_pieces(draft, problem, loss))
-    always = [not piece.literals and piece.wrapped < 0 for piece in work]
-    host_s = np.array([piece.host_s for piece in work])
-    device_s = np.array([piece.device_s for piece in work])
-    waits = np.array([piece.waits for piece in work], dtype=bool)
-    on_host, on_device = longest_path(host_s * always, device_s * always, waits & always)
-    price_s = host_s * on_host + device_s * on_device
-    of_literals: dict[tuple[Literal, ...], float] = {}
-    of_region = [0.0] * len(problem.regions)
-    for piece, price in zip(work, price_s.tolist(), strict=True):
-        if piece.wrapped >= 0:
-            of_region[piece.wrapped] += price
-        elif piece.literals:
-            of_literals[piece.literals] = of_literals.get(piece.literals, 0.0) + price
-    groups = []
-    for index, group in enumerate(problem.groups):
-        price = of_literals.pop((Literal(index, RECOMPUTE),), 0.0)
-        groups.append(replace(group, options=tuple(_priced(option, price) for option in group.options)))
-    return replace(
-        problem,
-        groups=tuple(groups),
-        regions=tuple(replace(r, wrap_s=price) for r, price in zip(problem.regions, of_region, strict=True)),
-        shared=tuple(replace(s, time_s=of_literals.pop(s.literals, 0.0)) for s in problem.shared),
-        work=work,
-    )
-
-
-def _priced(option: Option, price_s: float) -> Option:
-    return replace(option, time_s=price_s) if option.time_s or option.action == "recompute" else option
+    return priced(replace(problem, work=tuple(_pieces(draft, problem, loss))))[0]
 
 
 def _pieces(draft: Draft, problem: Problem, loss: int) -> Iterator[Work]:

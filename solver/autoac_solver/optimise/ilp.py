@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from autoac_solver.optimise.backends import Outcome
 from autoac_solver.optimise.formulation import Formulation
 from autoac_solver.optimise.greedy import Greedy
 from autoac_solver.optimise.search import WHOLE, Plan, Prepared, Progress, Search, Task, worst_positions
+from autoac_solver.problem.prices import priced
 from autoac_solver.problem.problem import SAVE, Problem
 from autoac_solver.problem.simulator import Decisions
 from autoac_solver.problem.solution import CLOSED, Solution
@@ -19,6 +21,11 @@ from autoac_solver.records.format import format_bytes, format_seconds
 
 _GREEDY_S = 5.0
 """Seconds that must be left for a greedy plan, which nobody stops once it has begun."""
+
+_MOST_PATHS = 4
+"""How often prices are taken from another path."""
+_LEAST_SHARE = 0.5
+"""What must be left of the time, as a share of what has passed, for another search."""
 
 
 class RuledOut(Exception):
@@ -59,7 +66,32 @@ def solve(
         NoPlanInTimeError: none was found in time.
     """
     task = Task(problem, time_limit_s, solver, start, progress)
-    return _LeastTime(task, budget_bytes, gap, find_minimum).solve(rough)
+    found = _LeastTime(task, budget_bytes, gap, find_minimum).solve(rough)
+    return (
+        _along_other_paths(task, found, budget_bytes, gap, solver)
+        if task.problem.work and not rough
+        else found
+    )
+
+
+def _along_other_paths(task: Task, found: Solution, budget_bytes: int, gap: float, solver: str) -> Solution:
+    """The same search with prices of the found plan's longest path, while that helps; see `priced`."""
+    rounds, step_s = found.rounds, task.problem.step_s
+    for _ in range(_MOST_PATHS):
+        if found.status == "optimal" or task.left_s() < _LEAST_SHARE * task.elapsed_s():
+            break
+        problem, slack_s = priced(task.problem, task.simulator.work_done(found.decisions))
+        again = Task(Prepared(problem), task.left_s(), solver, found.decisions, None)
+        other = _LeastTime(again, budget_bytes, gap, find_minimum=False).solve(rough=False)
+        rounds += other.rounds
+        bound_s = max(found.bound_s, other.bound_s - slack_s)
+        is_better = other.objective_s < found.objective_s - CLOSED * step_s
+        is_closer = bound_s > found.bound_s + CLOSED * step_s
+        best = other if is_better else found
+        found = replace(best, rounds=rounds, solve_s=task.elapsed_s()).bounded(bound_s, gap, step_s)
+        if not (is_better or is_closer):
+            break
+    return found
 
 
 def minimum_peak(

@@ -172,9 +172,13 @@ class Simulator:
         width = max(map(len, rows), default=0)
         return np.array([row + row[:1] * (width - len(row)) for row in rows], dtype=np.int64).T
 
+    def work_done(self, decisions: Decisions) -> np.ndarray:
+        """Whether each piece of `work` is done, bool."""
+        return np.asarray(self._facts.of(as_options(decisions))[self._done].any(axis=0))
+
     def lanes(self, decisions: Decisions) -> Lanes:
         """Host and device over the planned step, where the problem has `work`."""
-        done = self._facts.of(as_options(decisions))[self._done].any(axis=0)
+        done = self.work_done(decisions)
         return run(self._host_s[done], self._device_s[done], self._waits[done])
 
     def simulate(self, decisions: Decisions) -> Timeline:

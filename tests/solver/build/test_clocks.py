@@ -103,8 +103,8 @@ def test_random_profiles(engine: str, first: int):
             assert solution.peak_bytes <= budget
             assert solution.extra_s == pytest.approx(found[solution.decisions].extra_s)
             assert solution.bound_s - 1e-6 <= best_s <= solution.extra_s + 1e-9
-            if solution.status == "optimal":
-                assert solution.extra_s == pytest.approx(best_s, abs=1e-6)
+            # With prices of the first path only, one in 25 is not the fastest, and by up to 42 % of the step.
+            assert solution.extra_s == pytest.approx(best_s, abs=1e-6)
 
 
 def test_bookkeeping_is_hidden_behind_a_busy_device():

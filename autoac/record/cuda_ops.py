@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from autoac.execute.cross_entropy.lean import LeavesLosses
 from autoac.record.cuda_attention import Capability, attention
-from autoac.torch_private import TorchDispatchMode, call_below_autograd
+from autoac.torch_private import TorchDispatchMode, any_autocast, call_below_autograd
 from autoac_solver.records.devices import DeviceTable
 
 _ATEN = torch.ops.aten
@@ -54,10 +54,15 @@ def capability_elsewhere(table: DeviceTable | None, device: torch.device) -> Cap
 
 
 class CudaOps(LeavesLosses):
-    """Mode in which functions run the ops that they would run on a GPU of this capability."""
+    """Mode in which functions run the ops that they would run on a GPU of this capability.
+
+    Attributes:
+        saw_autocast: whether autocast was on for any of them. Its casts are the CPU's then, which are of other ops.
+    """
 
     def __init__(self, capability: Capability):
         super().__init__()
+        self.saw_autocast = False
         self.replacements: dict[Any, Any] = {
             F.scaled_dot_product_attention: functools.partial(attention, capability),
             F.dropout: _dropout,
@@ -69,6 +74,7 @@ class CudaOps(LeavesLosses):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.saw_autocast = self.saw_autocast or any_autocast()
         if func is F.multi_head_attention_forward:
             with self._inside():
                 return func(*args, **kwargs)

@@ -9,6 +9,7 @@ import torch
 from autoac.device import device_for
 from autoac.price.isolated_ops import Measured
 from autoac.price.meters import Disturbance, OpTime, unsteady
+from autoac.record.cuda_ops import CudaOps
 from autoac.record.tape.tape import Tape
 from autoac.step.uncompiled import compiled_modules
 
@@ -83,7 +84,7 @@ def _some(names: list[str]) -> str:
 
 
 def notes_on_fake(
-    unknown: set[str], found: Measured, distinct: int, measure: bool, as_cuda: bool
+    unknown: set[str], found: Measured, distinct: int, measure: bool, cuda_ops: CudaOps | None
 ) -> tuple[str, ...]:
     """Notes on what a step on fake tensors does not tell.
 
@@ -92,19 +93,24 @@ def notes_on_fake(
         found: what was measured of single ops.
         distinct: how many different ops there are.
         measure: whether single ops were to be measured.
-        as_cuda: whether it was recorded with the ops that CUDA takes.
+        cuda_ops: the mode in which the ops were those that CUDA takes, None without.
     """
     notes = [
         "recorded on fake tensors: nothing of the model was allocated, and whether values come out of their "
         "recomputation with the same bits could not be looked at: let plan.verify do so before training"
     ]
-    if as_cuda:
+    if cuda_ops is not None:
         notes.append(
             "recorded without a GPU, with the ops that CUDA takes for attention, dropout, batch norm and rms_norm; "
             "profile there before training, for other ops may differ"
         )
+    if cuda_ops is not None and cuda_ops.saw_autocast:
+        notes.append(
+            "autocast was on, with the casts of the CPU: CUDA's autocast runs other ops in float32 (norms, softmax, "
+            "losses), so the peak there is another one. Profile on the GPU, or a model in half precision"
+        )
     if unknown:
-        on_cuda = ", and on a GPU recurrent layers run other ops" if as_cuda else ""
+        on_cuda = ", and on a GPU recurrent layers run other ops" if cuda_ops is not None else ""
         notes.append(
             f"the workspace that {', '.join(sorted(unknown))} hands to backward is not known to fake tensors{on_cuda}: "
             "peaks are predicted too low"

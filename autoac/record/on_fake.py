@@ -69,6 +69,7 @@ def record_fake(
     tell = progress or (lambda *_: None)
     rates = device_rates(device)
     most_bytes = free_bytes(device) // 4
+    cuda_ops = None if as_cuda is None else CudaOps(as_cuda)
     results = PrivateResults(lambda signature: measure and signature.fits_in(most_bytes))
     tell("recording on fake tensors", 0.0)
     with untouched(model, step.inputs):
@@ -80,7 +81,7 @@ def record_fake(
         def run(outcome: str, losses: Losses | None) -> tuple[Tape, dict[str, Any] | None]:
             tape = Tape(device, SignatureMeter())
             tape.single = SingleDraws(outcome)
-            return tape, runs.tried(tape, lambda: _run(fake, tape, results, as_cuda, losses))
+            return tape, runs.tried(tape, lambda: _run(fake, tape, results, cuda_ops, losses))
 
         # Twice, for the first sets up what is set up once, such as tables of positions.
         all_losses = None if lean_losses else {}
@@ -128,7 +129,7 @@ def record_fake(
         measured_step_s=elapsed,
         mode="fake",
         notes=(
-            *notes_on_fake(results.unknown, found, len(signatures), measure, as_cuda is not None),
+            *notes_on_fake(results.unknown, found, len(signatures), measure, cuda_ops),
             *runs.notes(),
             *notes_if_compiled(model, tape),
             *notes_if_uncounted(tape),
@@ -139,20 +140,22 @@ def record_fake(
 
 
 def _run(
-    fake: Faked, tape: Tape, results: PrivateResults, as_cuda: Capability | None, losses: Losses | None
+    fake: Faked, tape: Tape, results: PrivateResults, cuda_ops: CudaOps | None, losses: Losses | None
 ) -> dict[str, Any]:
     fake.start_anew()
     with (
         explained(lambda: tape.failed_at),
-        contextlib.nullcontext() if as_cuda is None else CudaOps(as_cuda),
-        recording(fake.step, tape, fake.tensors, losses, fake.active(_above_fakes(results, as_cuda))),
+        cuda_ops or contextlib.nullcontext(),
+        recording(
+            fake.step, tape, fake.tensors, losses, fake.active(_above_fakes(results, cuda_ops is not None))
+        ),
     ):
         return tape_tables.finish(tape, names_of(fake.step.model), {}, {})
 
 
 @contextlib.contextmanager
-def _above_fakes(results: PrivateResults, as_cuda: Capability | None) -> Iterator[None]:
-    with contextlib.nullcontext() if as_cuda is None else CudaResults(), results:
+def _above_fakes(results: PrivateResults, as_cuda: bool) -> Iterator[None]:
+    with CudaResults() if as_cuda else contextlib.nullcontext(), results:
         yield
 
 

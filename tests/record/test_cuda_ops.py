@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import autoac
 from autoac.record.cuda_attention import EFFICIENT_SHARES_HEADS, choice
 from autoac.record.cuda_ops import CudaOps, capability_elsewhere, capability_of
 from tests.cuda_ops import attention
@@ -112,6 +113,14 @@ def test_a_kernel_that_the_user_has_switched_off_is_not_taken():
 def test_capability_by_name(title: str, capability: tuple[int, int]):
     assert capability_of(title) == capability
     assert capability_elsewhere(None, torch.device("cpu")) is None
+
+
+def test_casts_of_the_cpus_autocast_are_told():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = autoac.profile(model, x, device="h200")
+    plain = autoac.profile(model, x, device="h200")
+    assert [["casts of the CPU" in note for note in of.notes].count(True) for of in (cast, plain)] == [1, 0]
 
 
 def test_attention_inside_of_torchs_own_layer_is_put_back():

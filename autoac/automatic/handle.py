@@ -156,13 +156,13 @@ class Auto:
             return None
         if self._optimizers.are_joined_by(optimizer):
             self._watch.uncounted = self._plan is not None and not self._was_saved
-        if self._plan is None:
-            self._recording.tell_if_nothing_is_seen()
         if kwargs.get("closure") is not None:
             return args, {**kwargs, "closure": self._then_over(kwargs["closure"], optimizer)}
         if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
             return (args[0], self._then_over(args[1], optimizer), *args[2:]), kwargs
-        if not in_backward():  # else it steps parameter by parameter while backward runs
+        if in_backward():  # it steps parameter by parameter while backward runs
+            self._tell_if_nothing_is_seen()
+        else:
             self._step_is_over(optimizer)
         return None
 
@@ -186,7 +186,12 @@ class Auto:
 
         return run
 
+    def _tell_if_nothing_is_seen(self) -> None:
+        if self._plan is None:
+            self._recording.tell_if_nothing_is_seen()
+
     def _step_is_over(self, optimizer: Any) -> None:
+        self._tell_if_nothing_is_seen()
         self._cycle.count(optimizer)
         if self._recording.went_backward and self._cycle.is_over:
             self._recording.end()

@@ -626,6 +626,24 @@ def test_an_optimizer_that_is_dropped_takes_its_state_along():
     handle.remove()
 
 
+def test_a_step_that_begins_with_gradients_is_recorded():
+    """As under Lightning, which clears them after the forward, but before it validates."""
+
+    def predicted(loops: list[Step]) -> int:
+        model = make(dropout=0.0).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = autoac.auto(model, ENOUGH)
+        for loop, (x, y) in zip(loops, batches(len(loops)), strict=True):
+            loop(model, optimizer, x, y)
+        assert handle.plan is not None
+        peak = handle.plan.predicted_peak_bytes
+        handle.remove()
+        return peak
+
+    late = [clearing_late] * 4
+    assert predicted([bare] * 3 + late) == predicted(late) > predicted([bare] * 3)
+
+
 @pytest.mark.parametrize("later", ["frozen", "unfrozen"])
 def test_other_parameters_are_trained(later: str):
     model = make(dropout=0.0).train()

@@ -15,6 +15,8 @@ from autoac.plans import Plan
 from autoac.step.inputs import elements_of
 from autoac.step.model import has_gradients
 
+_GRADIENTS = "a step begins with gradients, and the recorded one began without, so this one may take more"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -93,6 +95,8 @@ class Watch:
             return self._larger_call(self._larger.words(args, kwargs), begins)
         if not begins:
             return self._micro_batch() if self._one_call else None
+        if recording.count and recording.began_otherwise and has_gradients(self._model):
+            return Finding("gradients", _GRADIENTS, f"{_GRADIENTS}: recording this step")
         if recording.may_begin_again and self._plan.is_not_followed:
             return Finding("followed", log="the plan was not followed: recording the next step anew")
         if self._newcomers:

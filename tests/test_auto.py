@@ -738,11 +738,12 @@ def test_largest_batch_stays_planned_for_where_a_smaller_one_runs_other_ops(capl
 
     def train(budget: int) -> Auto:
         torch.manual_seed(0)
-        model = nn.Sequential(*(Masked() for _ in range(4))).train()
+        blocks = [Masked() for _ in range(4)]
+        model = nn.Sequential(*blocks).train()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         handle = autoac.auto(model, budget)
         for size, has_mask in ((64, False), (64, False), (32, True), (32, True), (64, True), (64, True)):
-            for block in model:
+            for block in blocks:
                 block.has_mask = has_mask
             model(torch.randn(size, WIDTH)).mean().backward()
             optimizer.step()

@@ -19,6 +19,7 @@ from autoac.outcomes import largest_first, with_others
 from autoac.parallel.elsewhere import record_sharded
 from autoac.parallel.fsdp2 import FSDP2
 from autoac.parallel.protocol import Plain, check_parallel
+from autoac.parallel.tensor import TensorParallel
 from autoac.parallel.wrapped import found_on
 from autoac.progress import Progress, Tell, part, progress_shown
 from autoac.record.cuda_ops import capability_elsewhere
@@ -115,7 +116,7 @@ def profile(
     with progress_shown("profiling", progress) as tell:
         with ONE_AT_A_TIME, OptimizerStates():
             told = part(tell, 0.0, 0.3) if is_compiled else tell
-            if isinstance(wrapped, FSDP2) and wrapped.world_size is not None:
+            if isinstance(wrapped, (FSDP2, TensorParallel)) and wrapped.is_elsewhere:
                 recorded = record_sharded(wrapped, step, mode, table, lean_losses, told)
             else:
                 recorded = _recorded(step, mode, table, lean_losses, told)

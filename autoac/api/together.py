@@ -17,6 +17,7 @@ from autoac.plans import Plan
 from autoac.progress import part, progress_shown
 from autoac.step.model import device_of, model_fingerprint, unwrapped
 from autoac.step.step import TrainingStep
+from autoac.torch_private import ranks_of
 from autoac_solver.plan.reserved import check_budget_of
 from autoac_solver.records.arguments import check_effort
 
@@ -34,7 +35,7 @@ def plan_together(
         ParallelError: what one of the ranks raised, on all of them.
     """
     alone = replace(wrapped, is_here=False)  # type: ignore[type-var]
-    with together("plan") as ranks:
+    with together("plan", members=ranks_of(model)) as ranks:
         names = checked(
             model,
             budget,

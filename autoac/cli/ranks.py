@@ -1,4 +1,4 @@
-"""`--fsdp`: a step of one rank of many, none of which is here, and what more or fewer of them would hold."""
+"""`--fsdp` and `--tp`: a step of one rank of many, none of which is here, and what more or fewer of them would hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoac_solver.records.engines import compiles
 if TYPE_CHECKING:
     import torch
 
-    from autoac.parallel import FSDP2
+    from autoac.parallel import FSDP2, TensorParallel
     from autoac.parallel.sizes import Held
     from autoac_solver.records.plan import PlanRecord
     from autoac_solver.records.profile import Profile
@@ -29,6 +29,16 @@ Ranks = Annotated[
         metavar="RANKS",
         show_default=False,
         help="For one of so many ranks that shard the model with FSDP2 (fully_shard); none of them need be here.",
+    ),
+]
+Split = Annotated[
+    int | None,
+    typer.Option(
+        "--tp",
+        metavar="RANKS",
+        show_default=False,
+        help="For one of so many ranks that split the layers of a transformers model, by its own plan; with --fsdp, "
+        "each part is sharded further.",
     ),
 ]
 Units = Annotated[
@@ -62,21 +72,35 @@ ReduceDtype = Annotated[
 
 @dataclass(frozen=True)
 class Sharding:
-    """The options of `--fsdp`, as `autoac.parallel.FSDP2` takes them; dtypes by name."""
+    """The options of `--fsdp` and `--tp`, as `FSDP2` and `TensorParallel` take them; dtypes by name."""
 
-    ranks: int
+    ranks: int | None
+    split: int | None
     units: Sequence[str] | None
     reshard_after_forward: bool | None
     replicas: int
     param_dtype: str | None
     reduce_dtype: str | None
 
-    def spec(self, target: Target) -> FSDP2:
+    def spec(self, target: Target) -> FSDP2 | TensorParallel:
         """For a model, which is not changed.
 
         Raises:
-            typer.BadParameter: the units are no modules of it.
+            typer.BadParameter: the units are no modules of it, or it has no plan of its own for tensor parallelism.
         """
+        if self.split is None:
+            return self._fsdp(target)
+        from autoac.parallel import TensorParallel
+        from autoac.parallel.tensor import own_plan
+        from autoac_solver.records.errors import ProfilingError
+
+        try:
+            styles = own_plan(target.model)
+        except ProfilingError as error:
+            raise typer.BadParameter(str(error), param_hint="'--tp'") from error
+        return TensorParallel(self.split, styles, None if self.ranks is None else self._fsdp(target))
+
+    def _fsdp(self, target: Target) -> FSDP2:
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -109,10 +133,11 @@ def sharding(
     param_dtype: str | None,
     reduce_dtype: str | None,
     *,
+    split: int | None = None,
     source: str | None,
     engine: str,
 ) -> Sharding | None:
-    """What `--fsdp` asks for, None where it is not given; nothing is loaded for it.
+    """What `--fsdp` and `--tp` ask for, None where neither is given; nothing is loaded for it.
 
     Raises:
         typer.BadParameter: an option makes no sense, or not with this source or engine.
@@ -131,23 +156,38 @@ def sharding(
                     "it goes with --fsdp only: say of how many ranks with --fsdp RANKS.",
                     param_hint=f"'{name}'",
                 )
-        return None
-    if ranks < 1:
+        if split is None:
+            return None
+    elif ranks < 1:
         raise _wrong(f"{ranks} ranks shard nothing: say how many train the model together, 1 or more.")
     if source is not None and is_recorded(source):
         raise _wrong(
             f"{source} is a recorded step, whose number of ranks stays as it was recorded: pass a factory or --hf, or "
-            f"record one with `autoac profile MODEL --fsdp {ranks}`."
+            f"record one with `autoac profile MODEL {_asked(ranks, split)}`."
+        )
+    if split is not None and split < 1:
+        raise typer.BadParameter(
+            f"{split} ranks split nothing: say how many compute a layer together, 1 or more.",
+            param_hint="'--tp'",
         )
     if compiles(engine):
         raise _wrong("engine compile does not plan for ranks: leave --engine out, or take replay or sac.")
     replicas = 1 if replicas is None else replicas
-    if replicas < 1 or ranks % replicas:
+    if replicas > 1 and split is not None:
+        raise typer.BadParameter(
+            "with --tp the shards are on all ranks of a part: leave it out.", param_hint="'--replicas'"
+        )
+    if replicas < 1 or (ranks or replicas) % replicas:
         raise typer.BadParameter(
             f"{ranks} ranks cannot be {replicas} groups of the same size: take a divisor of {ranks}.",
             param_hint="'--replicas'",
         )
-    return Sharding(ranks, units, reshard_after_forward, replicas, param_dtype, reduce_dtype)
+    return Sharding(ranks, split, units, reshard_after_forward, replicas, param_dtype, reduce_dtype)
+
+
+def _asked(ranks: int | None, split: int | None) -> str:
+    options = {"--fsdp": ranks, "--tp": split}
+    return " ".join(f"{name} {value}" for name, value in options.items() if value is not None)
 
 
 def _wrong(message: str) -> typer.BadParameter:
@@ -157,20 +197,35 @@ def _wrong(message: str) -> typer.BadParameter:
 # -- what it comes to ----------------------------------------------------------------------------------------------
 
 
-def sizes(spec: FSDP2, target: Target, profile: Profile, record: PlanRecord | None = None) -> list[Held]:
-    """What each of half as many, as many and twice as many ranks holds; see `autoac.parallel.sizes.held`."""
+def sizes(
+    spec: FSDP2 | TensorParallel, target: Target, profile: Profile, record: PlanRecord | None = None
+) -> list[Held]:
+    """What each of half as many, as many and twice as many ranks holds; see `autoac.parallel.sizes.held`.
+
+    Nothing for ranks that split layers: what these hold between them depends on their number.
+    """
+    from autoac.parallel import FSDP2
     from autoac.parallel.sizes import held
 
+    if not isinstance(spec, FSDP2):
+        return []
     return held(spec, target.model, target.optimizer, profile, record)
 
 
-def document(spec: FSDP2, found: Sequence[Held]) -> dict[str, Any]:
-    """Plain data, for `--json`."""
+def document(spec: FSDP2 | TensorParallel, found: Sequence[Held]) -> dict[str, Any]:
+    """Plain data, for `--json`: under "fsdp" how parameters are sharded, under "tp" how layers are split."""
+    from autoac.parallel import FSDP2
+
+    if not isinstance(spec, FSDP2):
+        said = {"tp": {"ranks": spec.world_size, "all_ranks": spec.ranks}}
+        return said if spec.fsdp is None else {**said, **document(spec.fsdp, found)}
     return {
-        "ranks": spec.world_size,
-        "replicas": spec.replicas,
-        "reshard_after_forward": spec.reshard_after_forward,
-        "sizes": [one.as_json() for one in found],
+        "fsdp": {
+            "ranks": spec.world_size,
+            "replicas": spec.replicas,
+            "reshard_after_forward": spec.reshard_after_forward,
+            "sizes": [one.as_json() for one in found],
+        }
     }
 
 

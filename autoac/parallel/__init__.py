@@ -1,10 +1,11 @@
-"""Training on several processes: what DDP and FSDP2 change, one plan on all ranks, plans for absent ranks."""
+"""Training on several processes: what wrappers change, one plan on all ranks, plans for absent ranks."""
 
 from autoac.parallel.ddp import DDP
 from autoac.parallel.fsdp2 import FSDP2
 from autoac.parallel.one_plan import agree
 from autoac.parallel.protocol import Parallel, Plain
+from autoac.parallel.tensor import TensorParallel
 from autoac.parallel.wrapped import found_on
 from autoac_solver.records.errors import ParallelError
 
-__all__ = ["DDP", "FSDP2", "Parallel", "ParallelError", "Plain", "agree", "found_on"]
+__all__ = ["DDP", "FSDP2", "Parallel", "ParallelError", "Plain", "TensorParallel", "agree", "found_on"]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from autoac.parallel.fsdp2 import FSDP2
+from autoac.parallel.tensor import TensorParallel
 from autoac.progress import Tell
 from autoac.record.cuda_ops import capability_elsewhere
 from autoac.record.on_fake import record_fake
@@ -21,26 +22,27 @@ from autoac_solver.records.profile import VARIES, Profile
 
 
 def record_sharded(
-    spec: FSDP2,
+    spec: FSDP2 | TensorParallel,
     step: TrainingStep,
     mode: str,
     table: DeviceTable | None,
     lean_losses: bool,
     progress: Tell | None,
 ) -> Profile:
-    """The profile of one of `spec.world_size` ranks; arguments as for `api._recorded`.
+    """The profile of one of the ranks that a spec speaks of; arguments as for `api._recorded`.
 
     Raises:
         ProfilingError: the step cannot be recorded so.
     """
+    kind = type(spec).__name__
     if mode == "real":
         raise ProfilingError(
-            f"FSDP2(world_size={spec.world_size}) is for ranks that are not here, so no step of theirs can be run: "
+            f"{kind}(world_size={spec.world_size}) is for ranks that are not here, so no step of theirs can be run: "
             'take mode="fake".'
         )
     if step.is_whole:
         raise ProfilingError(
-            "a callable sample runs your own model, and FSDP2(world_size=...) shards a copy of it: pass the model's "
+            f"a callable sample runs your own model, and {kind}(world_size=...) shards a copy of it: pass the model's "
             "input as sample, and loss=."
         )
     as_cuda = capability_elsewhere(table, device_of(step.model))
@@ -61,8 +63,8 @@ def record_sharded(
                 recorded, trained, optimizer_of(step.optimizer, step.model, shards), measure=table is None
             )
     note = (
-        f"of one rank of {spec.world_size} under FSDP2, on fake tensors: collectives take the time of a copy, and the "
-        "buffers that a backend has of its own (gloo, NCCL) are not counted"
+        f"of one rank of {spec.ranks} under {spec.in_words}, on fake tensors: collectives take the time of a copy, and "
+        "the buffers that a backend has of its own (gloo, NCCL) are not counted"
     )
     # FSDP2's first step makes the tensors that parameters are gathered into, with an op more for each: no variation.
     notes = [said for said in recorded.notes if not said.startswith(f"{VARIES} with its data")]

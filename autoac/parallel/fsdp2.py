@@ -53,6 +53,18 @@ class FSDP2(Plain):
         if not isinstance(self.replicas, int) or self.replicas < 1 or (size or self.replicas) % self.replicas:
             raise ValueError(f"replicas is {self.replicas!r}: it must divide the {size} ranks.")
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """See `Parallel`."""
+        return self.world_size is not None
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks there are in all."""
+        return self.world_size
+
+    in_words = "FSDP2"
+
     @contextlib.contextmanager
     def sharded(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Callable[[], None]]]:
         """Context with a copy of the model, and a function that shards it; nothing of its parameters is copied.
@@ -72,11 +84,11 @@ class FSDP2(Plain):
                 "this model is sharded already: leave parallel= out to plan for the ranks that are there, or pass the "
                 "model before fully_shard to plan for others."
             )
-        units = _chosen(model, self.units)
-        skeleton = _without_values(model)
+        units = chosen_units(model, self.units)
+        skeleton = without_values(model)
         with fake_ranks(self.world_size):
             mesh = self._mesh()  # here, for it looks at values, which fake tensors have not
-            yield skeleton, lambda: self._shard(skeleton, units, mesh)
+            yield skeleton, lambda: self.shard(skeleton, units, mesh)
 
     def _mesh(self) -> DeviceMesh:
         from torch.distributed.device_mesh import init_device_mesh
@@ -87,7 +99,12 @@ class FSDP2(Plain):
             return init_device_mesh("cpu", (shards,))
         return init_device_mesh("cpu", (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
 
-    def _shard(self, model: torch.nn.Module, units: Iterable[str], mesh: DeviceMesh) -> None:
+    def shard(self, model: torch.nn.Module, units: Iterable[str], mesh: DeviceMesh) -> None:
+        """Call `fully_shard` with these modules, by name, and with the model.
+
+        Args:
+            mesh: of the ranks that shard together.
+        """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         options: dict[str, Any] = {
@@ -101,7 +118,7 @@ class FSDP2(Plain):
         fully_shard(model, **options)
 
 
-def _chosen(model: torch.nn.Module, units: RegionChoice) -> list[str]:
+def chosen_units(model: torch.nn.Module, units: RegionChoice) -> list[str]:
     """Names of the modules to shard one by one."""
     if units is not None:
         return select_modules(model, units) or []
@@ -119,7 +136,7 @@ def _chosen(model: torch.nn.Module, units: RegionChoice) -> list[str]:
     return sorted(found)
 
 
-def _without_values(model: torch.nn.Module) -> torch.nn.Module:
+def without_values(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a model whose parameters, and buffers of fractions, are on the meta device.
 
     Raises:

@@ -9,12 +9,16 @@ import torch
 
 from autoac.parallel.ranks import Ranks, together
 from autoac.plans import Plan
+from autoac.torch_private import ranks_of
 from autoac_solver.records.errors import ParallelError
 from autoac_solver.records.profile import NEVER, Profile
 
 
 def agree(plan: Plan | None, model: torch.nn.Module) -> Plan:
-    """The same plan on all ranks, for models that are the same; every rank calls this.
+    """The same plan on all ranks that hold a model together; every one of them calls this.
+
+    These are the ranks of its sharded tensors' meshes, or of its DDP's process group; else all. So each stage of a
+    pipeline has a plan of its own.
 
     Args:
         plan: a rank's plan, or None. The plan of the first rank that has one is taken.
@@ -23,10 +27,10 @@ def agree(plan: Plan | None, model: torch.nn.Module) -> Plan:
     Raises:
         ParallelError: no rank has a plan, the plan is not for a rank's model, or a rank has failed; on all ranks.
     """
-    with together("agree on a plan") as ranks:
+    with together("agree on a plan", members=ranks_of(model)) as ranks:
         have = ranks.all(plan is not None)
         if not any(have):
-            raise ParallelError("no rank has a plan: pass one on rank 0.", 0)
+            raise ParallelError(f"no rank has a plan: pass one on rank {ranks.members[0]}.", ranks.members[0])
         return shared(ranks, have.index(True), plan, model)
 
 
@@ -37,7 +41,9 @@ def shared(ranks: Ranks, owner: int, plan: Plan | None, model: torch.nn.Module) 
     taken.check(model)
     ids = ranks.all(taken.program_id)
     if len(set(ids)) > 1:
-        raise ParallelError(f"the plan did not arrive as it was sent: its programs are {ids}.", owner)
+        raise ParallelError(
+            f"the plan did not arrive as it was sent: its programs are {ids}.", ranks.members[owner]
+        )
     return taken
 
 
@@ -55,13 +61,14 @@ def same_everywhere(ranks: Ranks, facts: dict[str, str]) -> None:
         odd = next((rank for rank, value in enumerate(found) if value != found[0]), None)
         if odd is not None:
             raise ParallelError(
-                f"the ranks do not have the same {name}: rank 0 has {found[0]}, rank {odd} has {found[odd]}.",
-                odd,
+                f"the ranks do not have the same {name}: rank {ranks.members[0]} has {found[0]}, rank "
+                f"{ranks.members[odd]} has {found[odd]}.",
+                ranks.members[odd],
             )
 
 
 def needs_most(ranks: Ranks, profile: Profile) -> int:
-    """The rank whose step keeps the most, as far as that is known before planning; the first of them."""
+    """The place among the ranks of that whose step keeps the most, as far as known before planning."""
     saved = {tensor.storage for tensor in profile.saved}
     kept = sum(s.bytes for i, s in enumerate(profile.storage_table) if s.alloc == NEVER or i in saved)
     found = ranks.all(kept)

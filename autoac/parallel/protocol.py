@@ -21,6 +21,11 @@ class Parallel(Protocol):
         """Whether the ranks are there: all of them plan together, and get one plan."""
         ...
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it speaks of ranks that are not there: `sharded` makes one of them, on fake tensors."""
+        ...
+
     def inner(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model without wrappers; its modules' names are those of regions."""
         ...
@@ -51,6 +56,11 @@ class Plain:
         """See `Parallel`."""
         return False
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """See `Parallel`."""
+        return False
+
     def inner(self, model: torch.nn.Module) -> torch.nn.Module:
         """See `Parallel`."""
         return unwrapped(model)
@@ -76,6 +86,6 @@ def check_parallel(parallel: Any) -> None:
     """
     if parallel is not None and not isinstance(parallel, Plain):
         raise ValueError(
-            f"parallel is {parallel!r:.80}: pass autoac.parallel.DDP(...) or autoac.parallel.FSDP2(...), or leave it "
-            "out for a model that is wrapped already."
+            f"parallel is {parallel!r:.80}: pass autoac.parallel.DDP(...), FSDP2(...) or TensorParallel(...) of that "
+            "module, or leave it out for a model that is wrapped already."
         )

@@ -8,6 +8,8 @@ NOTE [ All or none ]
   3. Every rank gives a sign of life each second. One that gives none for `patience_s` is taken for dead. A rank that
      waits in a collective for one that has failed waits no longer than `patience_s` either (gloo).
   4. Only texts go through the store, no pickles.
+  5. The ranks that hold one model together are a session of their own: another stage of a pipeline has another model.
+     Errors name ranks as the whole job counts them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import itertools
 import json
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,7 +33,7 @@ PATIENCE_S = 20.0
 
 _BEAT_S, _LOOK_S = 1.0, 0.02
 _PIECE = 1 << 20
-_sessions = itertools.count()
+_sessions: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
 class Ranks:
@@ -39,13 +42,15 @@ class Ranks:
     Args:
         what: what they do, in words.
         patience_s: see rule 3.
+        members: the ranks that take part, None for all; `rank` and `size` count these. See rule 5.
     """
 
-    def __init__(self, what: str, patience_s: float):
+    def __init__(self, what: str, patience_s: float, members: tuple[int, ...] | None = None):
         self.what, self.patience_s = what, patience_s
-        self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.members = tuple(range(torch.distributed.get_world_size())) if members is None else members
+        self.rank, self.size = self.members.index(torch.distributed.get_rank()), len(self.members)
         self._store = default_store().clone()
-        self._name = f"autoac/{next(_sessions)}"
+        self._name = f"autoac/{','.join(map(str, self.members))}/{next(_sessions[self.members])}"
         self._over = threading.Event()
         self._rounds = 0
 
@@ -112,9 +117,9 @@ class Ranks:
             if time.monotonic() - heard > self.patience_s:
                 heard_of = "has given no sign of life" if seen else "has not come to do so"
                 raise ParallelError(
-                    f"rank {rank} {heard_of} for {self.patience_s:g} s, while the others {self.what}. Every rank has "
-                    "to call this, in the same order.",
-                    rank,
+                    f"rank {self.members[rank]} {heard_of} for {self.patience_s:g} s, while the others {self.what}. "
+                    "Every rank has to call this, in the same order.",
+                    self.members[rank],
                 )
             time.sleep(_LOOK_S)
         return self._get(key)
@@ -127,9 +132,10 @@ class Ranks:
             mine = {"rank": error.rank, "words": str(error)}
         else:
             kind = type(error).__name__
+            own = self.members[self.rank]
             mine = {
-                "rank": self.rank,
-                "words": f"rank {self.rank} failed while the ranks {self.what}: {kind}: {error}",
+                "rank": own,
+                "words": f"rank {own} failed while the ranks {self.what}: {kind}: {error}",
             }
         first = self._store.compare_set(self._key("failure"), "", json.dumps(mine)).decode()
         return _failure(first)
@@ -156,19 +162,22 @@ def _quietly(beat: Any) -> Any:
 
 
 @contextlib.contextmanager
-def together(what: str, patience_s: float | None = None) -> Iterator[Ranks]:
+def together(
+    what: str, patience_s: float | None = None, members: tuple[int, ...] | None = None
+) -> Iterator[Ranks]:
     """Context in which all ranks do something; if one fails, all raise the same `ParallelError`.
 
     Args:
         what: what they do, in words ("plan"). It goes into errors.
         patience_s: None for `PATIENCE_S`.
+        members: the ranks that take part, this one among them; None for all.
 
     Raises:
         ParallelError: as said.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
     try:
-        ranks = Ranks(what, patience_s)
+        ranks = Ranks(what, patience_s, members)
         with ranks.alive(), collectives_within(patience_s):
             try:
                 yield ranks

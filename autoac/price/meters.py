@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from autoac.device import device_for
-from autoac.ops.info import OpInfo, written_tensors
+from autoac.ops.info import OpInfo, is_collective, written_tensors
 from autoac.ops.signatures import Signature
 from autoac.torch_private import AllocationRanges, default_generator
 from autoac_solver.records.profile import UNSTEADY
@@ -86,6 +86,8 @@ class WorkspaceMeter:
         if signature in self.workspace_bytes:
             return func(*args, **kwargs), signature
         self.workspace_bytes[signature] = 0
+        if is_collective(info.name):  # a backend's buffers come and go in threads of its own: not counted
+            return func(*args, **kwargs), signature
         if self._ranges is not None:
             name = f"autoac workspace {len(self._names)}"
             self._names[name] = signature

@@ -29,7 +29,7 @@ from autoac.execute.replay import Handle, Record, Slot
 from autoac.ops.generators import generators_of
 from autoac.ops.info import OpInfo
 from autoac.ops.private_results import PRIVATE_RESULTS
-from autoac.torch_private import disable_dispatch_modes, is_fake
+from autoac.torch_private import disable_dispatch_modes, is_fake, local_part
 
 OpKey = tuple[str, int, str, int]
 """Module, its call in the step, op, and its call by the module."""
@@ -207,6 +207,7 @@ def checksum_of(tensor: torch.Tensor) -> int | None:
     Tensors of equal sizes, strides and bits have equal checksums. On CPU only a tensor with gaps between its elements
     is copied, piece by piece.
     """
+    tensor = local_part(tensor)
     if tensor.layout is not torch.strided or is_fake(tensor) or tensor.device.type == "meta":
         return None
     if tensor.device.type == "cpu":

@@ -57,6 +57,11 @@ class UnseenWrites:
         for index, tensor in self._made_in_step(tensors):
             self._left[index] = checksum_of_storage(tensor)
 
+    def is_written_later(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A collective has begun to write these, or has been waited for: what is in them is no op's."""
+        for index, _ in self._made_in_step(tensors):
+            self._left.pop(index, None)
+
     def reads(self, tensors: Iterable[torch.Tensor]) -> None:
         """An op is about to read these, autograd saves them, or a lean module returns them."""
         for index, tensor in self._made_in_step(tensors):

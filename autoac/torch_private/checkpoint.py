@@ -5,9 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from typing import Any
 
 import torch.utils.checkpoint
+
+from autoac.torch_private.dispatch import on_fake_tensors
+from autoac.torch_private.distributed import is_sharded_type, is_wait
 
 POLICIES_SEE_RESULTS = (
     "op_output" in inspect.signature(torch.utils.checkpoint.SelectiveCheckpointContext).parameters
@@ -24,3 +29,33 @@ def checkpoint_debug_enabled() -> bool | None:
     Source: `_checkpoint_debug_enabled` in torch/utils/checkpoint.py.
     """
     return torch.utils.checkpoint._checkpoint_debug_enabled
+
+
+def on_local_parts(mode: Any) -> Any:
+    """Let one of selective checkpointing's modes see what an op on sharded tensors runs on the parts that are here.
+
+    As it is, it sees the op itself, with the collectives in it: these it could only run again or save together.
+
+    Source: `_CachingTorchDispatchMode`, `_CachedTorchDispatchMode` (torch/utils/checkpoint.py), which
+    `create_selective_checkpoint_contexts` returns.
+    """
+    mode.__class__ = _on_local_parts(type(mode))
+    return mode
+
+
+@functools.cache
+def _on_local_parts(kind: Any) -> Any:
+    class OnLocalParts(kind):
+        meets_shards = False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(map(is_sharded_type, types)):
+                self.meets_shards = True
+                return NotImplemented
+            if self.meets_shards and on_fake_tensors():
+                return func(*args, **(kwargs or {}))  # only shapes are inferred, once
+            if is_wait(func):
+                return func(*args, **(kwargs or {}))  # not matched: a second run may have others
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return OnLocalParts

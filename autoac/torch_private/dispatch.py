@@ -52,6 +52,15 @@ def top_dispatch_mode() -> Any:
     return torch.utils._python_dispatch._get_current_dispatch_mode()
 
 
+def on_fake_tensors() -> bool:
+    """Whether ops run on fake tensors, here and now: DTensor infers shapes so, inside of an op on real ones.
+
+    Source: `torch._C._get_dispatch_mode` (torch/csrc/autograd/init.cpp); `ShardingPropagator._propagate_tensor_meta`
+    (torch/distributed/tensor/_sharding_prop.py) is what infers.
+    """
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def disable_dispatch_modes() -> Any:
     """Context in which no dispatch mode sees an op. It acts from its construction on: make it where it is entered.
 

@@ -8,6 +8,7 @@ Nothing here imports torch's distributed packages before somebody else has: that
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import sys
@@ -18,6 +19,7 @@ from typing import Any, cast
 
 import torch
 
+from autoac.torch_private.fake import unset_fake_temporarily
 from autoac_solver.records.errors import ProfilingError
 
 
@@ -30,20 +32,49 @@ def _class(module: str, name: str) -> type | None:
 
 
 def is_sharded_type(kind: type) -> bool:
-    """Whether tensors of this type are DTensors: of their values only a part is here.
+    """Whether tensors of this type stand for one that is here: DTensors, and results of collectives not waited for yet.
 
-    Source: `DTensor` (torch/distributed/tensor/_api.py).
+    Source: `DTensor` (torch/distributed/tensor/_api.py), `AsyncCollectiveTensor`
+    (torch/distributed/_functional_collectives.py).
     """
     sharded = _class("torch.distributed.tensor", "DTensor")
-    return sharded is not None and issubclass(kind, sharded)
+    return (sharded is not None and issubclass(kind, sharded)) or _is_awaited_type(kind)
+
+
+def _is_awaited_type(kind: type) -> bool:
+    awaited = _class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    return awaited is not None and issubclass(kind, awaited)
+
+
+@functools.cache
+def is_wait(func: Any) -> bool:
+    """Whether this op waits for a collective, which is done once: a second run of the code has nothing to wait for.
+
+    Source: `AsyncCollectiveTensor.trigger_wait` (torch/distributed/_functional_collectives.py).
+    """
+    return str(func) == "_c10d_functional.wait_tensor.default"
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What is here of a DTensor; any other tensor itself.
+    """What is here of a DTensor, and what a collective writes; any other tensor itself.
 
-    Source: `DTensor._local_tensor` (torch/distributed/tensor/_api.py).
+    Source: `DTensor._local_tensor` (torch/distributed/tensor/_api.py), `AsyncCollectiveTensor.elem`
+    (torch/distributed/_functional_collectives.py).
     """
-    return tensor._local_tensor if is_sharded_type(type(tensor)) else tensor
+    while is_sharded_type(type(tensor)):
+        tensor = tensor.elem if _is_awaited_type(type(tensor)) else tensor._local_tensor
+    return tensor
+
+
+def sharded_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What makes a DTensor like this one of another local tensor; None for what is no DTensor.
+
+    Source: `DTensor.__new__`, `DTensor._spec` (torch/distributed/tensor/_api.py).
+    """
+    kind: Any = type(tensor)
+    if not is_sharded_type(kind) or _is_awaited_type(kind):
+        return None
+    return functools.partial(kind, spec=tensor._spec, requires_grad=False)
 
 
 # -- FSDP2 ---------------------------------------------------------------------------------------------------------
@@ -133,6 +164,21 @@ def bucket_options(ddp: Any) -> tuple[bool, list[torch.nn.Parameter]]:
     return bool(ddp.gradient_as_bucket_view), list(ddp._module_parameters)
 
 
+def ranks_of(model: torch.nn.Module) -> tuple[int, ...] | None:
+    """The ranks that hold this model together, in order; None if it does not tell: all of them.
+
+    Source: `DTensor.device_mesh`, and `DistributedDataParallel.process_group`; public, here for `is_sharded_type`.
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        if is_ddp(module):
+            found.update(torch.distributed.get_process_group_ranks(cast("Any", module).process_group))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if is_sharded_type(type(tensor)):
+            found.update(cast("Any", tensor).device_mesh.mesh.flatten().tolist())
+    return tuple(sorted(found)) or None
+
+
 # -- processes -----------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +242,27 @@ def fake_ranks(world_size: int) -> Iterator[None]:
     finally:
         torch.distributed.destroy_process_group()
         sys.excepthook = excepthook
+
+
+@contextmanager
+def meshes_joined_for_real() -> Iterator[None]:
+    """Context in which meshes are joined on real tensors, in fake mode too: torch looks at their values.
+
+    Source: `DeviceMesh._concatenate` (torch/distributed/device_mesh.py), which `fully_shard` calls for what
+    `parallelize_module` has split.
+    """
+    kind: Any = torch.distributed.device_mesh.DeviceMesh
+    original = vars(kind)["_concatenate"]
+
+    def joined(meshes: Any) -> Any:
+        with unset_fake_temporarily():
+            return original.__func__(meshes)
+
+    kind._concatenate = staticmethod(joined)
+    try:
+        yield
+    finally:
+        kind._concatenate = original
 
 
 @contextmanager

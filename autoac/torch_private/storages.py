@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import operator
 import sys
+import time
 import weakref
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
@@ -85,3 +87,24 @@ def held_once_as_argument(tensor: torch.Tensor) -> bool:
 def _references(argument: object) -> int:
     """Of something that only a variable of the caller's holds: that, ours, that of `getrefcount`, and the call's."""
     return sys.getrefcount(argument)
+
+
+def let_go_by_gloo(tensor: torch.Tensor) -> None:
+    """Wait until gloo's thread has dropped its hold on what a collective wrote, which has been waited for.
+
+    It does so some moments after it has told that it is done. On a busy machine that is late enough for the tensors
+    to seem to live on.
+
+    Source: `Tensor._use_count` (torch/csrc/autograd/python_variable.cpp); `ProcessGroupGloo::runLoop`
+    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp) is the thread.
+    """
+    for _ in range(_LONGEST_MS):
+        before = cast("Any", tensor)._use_count()
+        time.sleep(1e-3)
+        if cast("Any", tensor)._use_count() == before <= _USES_IN_DISPATCH:
+            return
+
+
+_LONGEST_MS = 50
+_USES_IN_DISPATCH = 3
+"""The tensor's own object, the caller's stack and ours; gloo's work adds three."""

@@ -556,7 +556,7 @@ def test_plan_for_a_configuration_refuses_what_makes_no_sense(configured: Path, 
 
     assert "give either MODEL_OR_FILE or --hf" in refused()
     assert "give either MODEL_OR_FILE or --hf" in refused(MODEL, "--hf", configured, "--seq", 4)
-    assert "it goes with --hf or --fsdp only" in refused(MODEL, "--device", "h200")
+    assert "it goes with --hf, --fsdp or --tp only" in refused(MODEL, "--device", "h200")
     assert "it goes with --hf only" in refused(MODEL, "--fsdp", 2, "--seq", 4)
     assert "say how many tokens" in refused("--hf", configured)
     assert "no file or folder" in refused("--hf", tmp_path / "nowhere", "--seq", 4)

@@ -109,3 +109,79 @@ def test_resizes_are_seen():
     tensor.untyped_storage().resize_(0)
     assert seen == [(0, 16, 0), (16, 0, 16)]
     assert vars(torch.UntypedStorage).get("resize_") is own
+
+
+def test_sharded_tensors_and_the_parts_of_them_that_are_here():
+    with torch_private.fake_ranks(4):
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "split"))["split"]
+        whole: Any = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+        assert torch_private.sharded_like(torch.ones(1)) is None
+        like = torch_private.sharded_like(whole)
+        assert like is not None
+        made: Any = like(torch.zeros(2, 3))
+        assert (made.shape, made.placements, made.device_mesh) == (whole.shape, whole.placements, mesh)
+        assert torch.equal(torch_private.local_part(made), torch.zeros(2, 3))
+        layer = torch.nn.Linear(3, 4)
+        assert torch_private.ranks_of(layer) is None
+        layer.weight = torch.nn.Parameter(whole)
+        assert torch_private.ranks_of(layer) == (0, 1)
+        awaited = AsyncCollectiveTensor(torch.ones(3))
+        assert torch_private.is_sharded_type(AsyncCollectiveTensor)
+        assert torch_private.local_part(awaited) is awaited.elem
+        assert torch_private.sharded_like(awaited) is None
+        assert torch_private.is_wait(torch.ops._c10d_functional.wait_tensor.default)
+        assert not torch_private.is_wait(torch.ops.aten.mm.default)
+
+
+def test_selective_checkpointing_sees_the_local_parts():
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    seen = []
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.append((str(op), [type(arg) for arg in args]))
+        return CheckpointPolicy.MUST_SAVE
+
+    with torch_private.fake_ranks(2):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        whole = DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+        for mode in create_selective_checkpoint_contexts(policy):
+            with torch_private.on_local_parts(mode):
+                result: Any = whole.sin()
+                torch.ops._c10d_functional.wait_tensor(torch.ones(1))
+            assert torch.equal(result.to_local(), torch.ones(2, 3).sin())
+    assert seen == [("aten.sin.default", [torch.Tensor]), ("aten.ones.default", [list])]
+
+
+def test_whether_ops_run_on_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert not torch_private.on_fake_tensors()
+    with FakeTensorMode():
+        assert torch_private.on_fake_tensors()
+
+
+def test_meshes_are_joined_in_fake_mode():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch_private.fake_ranks(4):
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "split"))
+        before = vars(DeviceMesh)["_concatenate"]
+        with FakeTensorMode(), torch_private.meshes_joined_for_real():
+            joined: Any = cast("Any", DeviceMesh)._concatenate([mesh["shard"], mesh["split"]])
+        assert joined.mesh_dim_names == ("shard", "split")
+        assert vars(DeviceMesh)["_concatenate"] is before
+
+
+def test_a_tensor_that_nobody_else_holds_is_let_go_at_once():
+    tensor = torch.ones(1)
+    assert cast("Any", tensor)._use_count() == 1
+    torch_private.let_go_by_gloo(tensor)

@@ -32,6 +32,7 @@ from autoac.cli.ranks import (
     ReduceDtype,
     Replicas,
     ReshardAfterForward,
+    Split,
     Units,
     parts_table,
     sharding,
@@ -42,7 +43,7 @@ from autoac.cli.ranks import document as of_ranks
 from autoac.cli.target import Target, is_recorded, load_target, no_arguments, recorded
 
 if TYPE_CHECKING:
-    from autoac.parallel import FSDP2
+    from autoac.parallel import FSDP2, TensorParallel
     from autoac_solver.records.plan import PlanRecord
     from autoac_solver.records.profile import Profile
 
@@ -102,6 +103,7 @@ def main(
         ),
     ] = None,
     fsdp: Ranks = None,
+    tp: Split = None,
     units: Units = None,
     reshard_after_forward: ReshardAfterForward = None,
     replicas: Replicas = None,
@@ -125,8 +127,8 @@ def main(
     for name, value in with_hf.items():
         if hf is None and value is not None:
             raise typer.BadParameter("it goes with --hf only.", param_hint=f"'{name}'")
-    if hf is None and fsdp is None and device is not None:
-        raise typer.BadParameter("it goes with --hf or --fsdp only.", param_hint="'--device'")
+    if hf is None and fsdp is None and tp is None and device is not None:
+        raise typer.BadParameter("it goes with --hf, --fsdp or --tp only.", param_hint="'--device'")
     if hf is not None and seq is None:
         raise typer.BadParameter("say how many tokens a row has.", param_hint="'--seq'")
     if (budget is None) == (max_overhead is None):
@@ -138,6 +140,7 @@ def main(
         replicas,
         param_dtype,
         reduce_dtype,
+        split=tp,
         source=source,
         engine=engine,
     )
@@ -168,8 +171,12 @@ def main(
     shown = explain(record) if details else f"{summary(record)}\n--details says more."
     tables = []
     if spec is not None:
-        data["fsdp"] = of_ranks(spec, held)
-        tables = ["", parts_table(spec.world_size or 1, data["peak_parts_bytes"]), sizes_table(held)]
+        data |= of_ranks(spec, held)
+        tables = [
+            "",
+            parts_table(spec.ranks or 1, data["peak_parts_bytes"]),
+            *([sizes_table(held)] if held else []),
+        ]
     written = [f"Written: {output}"] if output is not None else []
     out.results(data, shown, *tables, *written)
 
@@ -238,7 +245,7 @@ def planned_for_device(
     limit: int | str | None,
     regions: Sequence[str] | None,
     options: dict[str, Any],
-    spec: FSDP2 | None = None,
+    spec: FSDP2 | TensorParallel | None = None,
 ) -> PlanRecord:
     """A plan from a model that is profiled for a device, or as one of ranks, that need not be here.
 

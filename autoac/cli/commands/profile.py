@@ -15,6 +15,7 @@ from autoac.cli.ranks import (
     ReduceDtype,
     Replicas,
     ReshardAfterForward,
+    Split,
     Units,
     sharding,
     sizes,
@@ -52,6 +53,7 @@ def main(
         ),
     ] = "auto",
     fsdp: Ranks = None,
+    tp: Split = None,
     units: Units = None,
     reshard_after_forward: ReshardAfterForward = None,
     replicas: Replicas = None,
@@ -69,7 +71,15 @@ def main(
     """
     out = Output(context)
     sharded = sharding(
-        fsdp, units, reshard_after_forward, replicas, param_dtype, reduce_dtype, source=model, engine=engine
+        fsdp,
+        units,
+        reshard_after_forward,
+        replicas,
+        param_dtype,
+        reduce_dtype,
+        split=tp,
+        source=model,
+        engine=engine,
     )
     if sharded is not None and mode == "real":
         raise typer.BadParameter(
@@ -111,7 +121,7 @@ def main(
             "unplanned_peak_bytes": profile.peak_bytes,
             "least_peak_bytes": least_bytes,
             "notes": list(profile.notes),
-            **({} if spec is None else {"fsdp": of_ranks(spec, held)}),
+            **({} if spec is None else of_ranks(spec, held)),
         },
         facts(
             ("model", f"{profile.model} on {profile.device}, {len(profile.tape)} ops in a step"),

@@ -37,9 +37,13 @@ from autoac.torch_private import (
     UnwrappedDispatchMode,
     counted_writes,
     detach_sharing_version,
+    is_sharded_type,
     key_of_storage,
+    local_part,
+    on_fake_tensors,
     put_back,
     set_aside,
+    sharded_like,
     version_of,
 )
 from autoac.torch_private.kernel_flags import KernelFlags, kernel_flags
@@ -72,6 +76,7 @@ class Recording(UnwrappedDispatchMode):
         self.left_at: tuple[Any, Any] = (None, None)  # there: the op that was expected, and the one that came
         self.pauses = call.program.pauses
         self.paused = False  # ever
+        self.meets_shards = False  # so far
         self.slots: dict[int, Slot] = {}
         self.flags: KernelFlags = ()  # the last that were read
         self.raw: set[int] = set()  # keys of recomputed storages that no visible op has written yet
@@ -79,6 +84,11 @@ class Recording(UnwrappedDispatchMode):
     # -- decisions ---------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if types and any(map(is_sharded_type, types)):
+            self.meets_shards = True
+            return NotImplemented  # what its own dispatch runs on the parts that are here comes next
+        if self.meets_shards and on_fake_tensors():
+            return func(*args, **kwargs) if kwargs else func(*args)  # only shapes are inferred
         overload, recompute, look, info = self.steps[self.position]
         if overload is func and info is not None:
             self.position += 1
@@ -291,10 +301,12 @@ class Recording(UnwrappedDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
-        slot = self.slot_of(tensor)
-        if slot is None or (self.raw and key_of(tensor) in self.raw and not slot.written):
+        local = local_part(tensor)
+        slot = self.slot_of(local)
+        if slot is None or (self.raw and key_of(local) in self.raw and not slot.written):
             return without_graph(tensor, detach_foreign_too), version_of(tensor), self.call
-        handle = Handle(self.call, slot, slot.geometry_of(tensor), version_of(tensor))
+        like = None if local is tensor else sharded_like(tensor)
+        handle = Handle(self.call, slot, slot.geometry_of(local), version_of(local), like)
         slot.handles.append(weakref.ref(handle))
         return handle
 

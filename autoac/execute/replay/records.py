@@ -12,7 +12,7 @@ NOTE [ Who holds what ]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,13 +110,21 @@ class Record:
 class Handle:
     """What autograd holds in place of a tensor that will be recomputed."""
 
-    __slots__ = ("__weakref__", "call", "geometry", "modified", "slot", "tensor", "version")
+    __slots__ = ("__weakref__", "call", "geometry", "like", "modified", "slot", "tensor", "version")
 
-    def __init__(self, call: ReplayCall, slot: Slot, geometry: Geometry | None, version: int):
+    def __init__(
+        self,
+        call: ReplayCall,
+        slot: Slot,
+        geometry: Geometry | None,
+        version: int,
+        like: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
         self.call = call
         self.slot = slot
         self.geometry = geometry
         self.version = version
+        self.like = like  # makes a sharded tensor of what is here of it
         self.modified = False
         self.tensor: torch.Tensor | None = None
 
@@ -132,7 +140,7 @@ class Handle:
         # its end.
         if keep_graph or in_compiled_autograd():
             self.tensor = None
-        return tensor
+        return tensor if self.like is None else self.like(tensor)
 
 
 def _put(args: list[Any], kwargs: dict[str, Any], where: Any, tensor: torch.Tensor) -> dict[str, Any]:

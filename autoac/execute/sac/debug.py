@@ -19,7 +19,13 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointError, set_checkpoint_debug_enabled
 
 from autoac.ops.info import op_info, read_tensors
-from autoac.torch_private import TorchDispatchMode, checkpoint_debug_enabled
+from autoac.torch_private import (
+    TorchDispatchMode,
+    checkpoint_debug_enabled,
+    is_sharded_type,
+    is_wait,
+    on_fake_tensors,
+)
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
@@ -84,7 +90,11 @@ class OpLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in SAC_IGNORED_OPS:
+        if any(map(is_sharded_type, types)):
+            return NotImplemented  # logged is what runs on the local parts
+        if on_fake_tensors():
+            return func(*args, **kwargs)
+        if func not in SAC_IGNORED_OPS and not is_wait(func):
             info = op_info(func)
             reads = tuple(map(_described, read_tensors(info, args, kwargs)))
             module, line = self._where()

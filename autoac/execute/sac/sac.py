@@ -41,6 +41,9 @@ from autoac.torch_private import (
     counted_writes,
     detach_sharing_version,
     disable_dispatch_modes,
+    is_sharded_type,
+    on_fake_tensors,
+    on_local_parts,
     storage_key,
     storage_ref,
     version_of,
@@ -98,6 +101,7 @@ def contexts(
     first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     if torch.compiler.is_compiling() or being_traced():
         return first, second
+    first, second = on_local_parts(first), on_local_parts(second)
     policy.watches = True
     log = OpLog(program.region) if debugging() else None
     casts = policy.cast if torch.is_autocast_cache_enabled() and any_autocast() else None
@@ -221,6 +225,10 @@ class _Refusing(TorchDispatchMode):
         self.counts: Counter[Any] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_sharded_type, types)):
+            return NotImplemented  # the policy has seen what runs on the local parts
+        if on_fake_tensors():
+            return func(*args, **(kwargs or {}))
         call = func, self.counts[func]
         self.counts[func] += 1
         if call in self.calls:

@@ -13,7 +13,7 @@ from autoac.ops.info import OpInfo, op_info
 from autoac.ops.signatures import Signature
 from autoac.price.meters import OpTimer
 from autoac.record.tape.tape import Tape
-from autoac.torch_private import is_fake_type, is_sharded_type, version_of
+from autoac.torch_private import is_fake_type, is_sharded_type, on_fake_tensors, version_of
 
 
 class _TimedCall(ReplayCall):
@@ -53,6 +53,8 @@ class LeanRecording(Recording):
         info = op_info(func)
         if any(map(is_sharded_type, types)):
             return NotImplemented  # see NOTE [ The recorded step ] 6
+        if not self.saved.on_fakes and on_fake_tensors():
+            return func(*args, **(kwargs or {}))
         if info.ignored:
             return func(*args, **(kwargs or {}))
         types = tuple(kind for kind in types if not is_fake_type(kind))

@@ -15,7 +15,14 @@ from autoac.record.tape.calls import ModuleCalls, name_of, sequence_of
 from autoac.record.tape.clock import Clock, Suspended
 from autoac.record.tape.storages import Storages
 from autoac.record.unseen import UnseenWrites
-from autoac.torch_private import COMPILED_NODE, current_node, disable_dispatch_modes, in_backward, version_of
+from autoac.torch_private import (
+    COMPILED_NODE,
+    current_node,
+    disable_dispatch_modes,
+    in_backward,
+    local_part,
+    version_of,
+)
 from autoac_solver.records.profile import NEVER
 
 
@@ -96,8 +103,8 @@ class SavedTensors:
             tensor = replay_unpack(watched.packed)
             if self.guard is not None:
                 self.guard.unpacked(watched.packed, tensor)
-        if row is not None and self.storages.known(tensor) is None:
-            self.storages.recomputed(tensor, row["storage"])
+        if row is not None and self.storages.known(local_part(tensor)) is None:
+            self.storages.recomputed(local_part(tensor), row["storage"])
         return tensor
 
     def _first_unpack(self, row: dict[str, Any], index: int) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from autoac.execute.replay import ReplayCall
-from autoac.ops.info import OpInfo, op_info, read_tensors, tensors_in, written_tensors
+from autoac.ops.info import OpInfo, is_collective, op_info, read_tensors, tensors_in, written_tensors
 from autoac.ops.signatures import flops_of
 from autoac.price.meters import OpTimer, SignatureMeter, WorkspaceMeter
 from autoac.record.guard import Draws
@@ -55,7 +55,10 @@ from autoac.torch_private import (
     is_fake,
     is_fake_type,
     is_sharded_type,
+    is_wait,
+    let_go_by_gloo,
     local_part,
+    on_fake_tensors,
     storage_key,
 )
 from autoac_solver.records.profile import INFERENCE
@@ -97,6 +100,7 @@ class Tape(TorchDispatchMode):
         self.on_op: Callable[[int], None] = lambda done: None  # told now and then how many ops are recorded
         self.ops: list[dict[str, Any]] = []
         self.view_times: list[float] = []
+        self.for_shards: Any = None  # the op on sharded tensors whose own part is still to come
         self.replays: weakref.WeakSet[ReplayCall] = weakref.WeakSet()
         self.clock = Clock()
         self.before = before or BeforeStep()
@@ -112,7 +116,10 @@ class Tape(TorchDispatchMode):
         if self.clock.suspended:
             return func(*args, **kwargs)
         if any(map(is_sharded_type, types)):
+            self.for_shards = func
             return NotImplemented  # DTensor's own dispatch is next, and what it runs comes here
+        if not self.saved.on_fakes and on_fake_tensors():
+            return func(*args, **kwargs)  # only shapes are inferred
         try:
             return self._dispatch(func, args, kwargs)
         except BaseException:
@@ -158,7 +165,8 @@ class Tape(TorchDispatchMode):
         sizes = self.storages.sizes(written) if info.resizes else {}
         random_bytes = self._random_bytes(info, args, kwargs)
         self.formulas.note_end(info)
-        in_place = self.formulas.in_place(info, args)
+        # Autograd adds up sharded tensors out of place, mode or not.
+        in_place = func is not self.for_shards and self.formulas.in_place(info, args)
         beside_bytes = self.formulas.beside_bytes(info, args)
         with (
             self.storages.shapes_watched(written if info.resizes else ()),
@@ -169,10 +177,14 @@ class Tape(TorchDispatchMode):
             if info.random:
                 result = self.single.drawn(func, args, kwargs, result)
             random_bytes += draws.note(self.before.keep_state)
+        if is_wait(func) and self.device.type == "cpu" and not self.saved.on_fakes:
+            let_go_by_gloo(result)
         if in_place:
             self.storages.stand_in(result, for_tensor=args[0])
             writes = reads[:1]
         creates = self.storages.made(tensors_in(result), tick)
+        if not is_collective(info.name):
+            self.for_shards = None
         self.formulas.note_scalar(info, args)
         if torch.is_inference_mode_enabled():
             self.calls.runs_in_inference_mode()
@@ -205,7 +217,8 @@ class Tape(TorchDispatchMode):
             }
         )
         if unseen is not None:
-            unseen.wrote((*written, *tensors_in(result)))
+            touched = (*written, *tensors_in(result))
+            (unseen.is_written_later if is_collective(info.name) else unseen.wrote)(touched)
         return result
 
     def left_lean(self, result: Any) -> None:

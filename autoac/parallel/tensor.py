@@ -1,0 +1,140 @@
+"""Tensor parallelism (`parallelize_module`): each rank holds a part of a layer, and computes with that.
+
+Nothing is computed here: the step is recorded with torch's own code, as for `FSDP2`. The tape and the engines see what
+runs on the parts that are here, see NOTE [ The recorded step ] 6 in `record/tape/tape.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autoac.parallel.fsdp2 import FSDP2, chosen_units, without_values
+from autoac.parallel.protocol import Plain
+from autoac.torch_private import fake_ranks, is_sharded_type, meshes_joined_for_real
+from autoac_solver.records.errors import ProfilingError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+@dataclass(frozen=True)
+class TensorParallel(Plain):
+    """`torch.distributed.tensor.parallel.parallelize_module`, and `fully_shard` on what it makes.
+
+    Args:
+        world_size: of how many ranks that split layers to plan for one; None for the ranks that are there.
+        plan: as `parallelize_module` takes it: names or globs of modules, and their styles. None for the model's own,
+            if it is one of transformers'.
+        fsdp: how the parts are sharded further, with `world_size` the number of ranks that have the same part; None
+            if they are not. Styles must fit so many ranks.
+        is_here: whether the ranks are there, and all of them call this.
+    """
+
+    world_size: int | None = None
+    plan: Mapping[str, ParallelStyle] | None = field(default=None, compare=False)
+    fsdp: FSDP2 | None = None
+    is_here: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    def __post_init__(self) -> None:
+        size = self.world_size
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(f"world_size is {size!r}: how many ranks split a layer, at least 1.")
+        if self.fsdp is None:
+            return
+        if size is None or self.fsdp.world_size is None or self.fsdp.replicas != 1:
+            raise ValueError(
+                "fsdp= says how the parts of ranks that are not there are sharded further: give both a world_size, and "
+                "FSDP2 one group of ranks (replicas=1)."
+            )
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """See `Parallel`."""
+        return self.world_size is not None
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks there are in all."""
+        if self.fsdp is None or self.fsdp.world_size is None or self.world_size is None:
+            return self.world_size
+        return self.world_size * self.fsdp.world_size
+
+    @property
+    def in_words(self) -> str:
+        """What it is called in notes."""
+        return "tensor parallelism" + ("" if self.fsdp is None else " and FSDP2")
+
+    @contextlib.contextmanager
+    def sharded(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Callable[[], None]]]:
+        """Context with a copy of the model, and a function that splits it; nothing of its parameters is copied.
+
+        Args, Returns: as for `FSDP2.sharded`.
+
+        Raises:
+            ProfilingError: the model cannot be copied, is split already, has no plan, or this process is a rank itself.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        assert self.world_size is not None
+        assert self.ranks is not None
+        if any(is_sharded_type(type(parameter)) for parameter in model.parameters()):
+            raise ProfilingError(
+                "this model is split already: leave parallel= out to plan for the ranks that are there, or pass the "
+                "model before parallelize_module to plan for others."
+            )
+        styles = dict(own_plan(model) if self.plan is None else self.plan)
+        units = [] if self.fsdp is None else chosen_units(model, self.fsdp.units)
+        skeleton = without_values(model)
+        with fake_ranks(self.ranks):
+            mesh = init_device_mesh(
+                "cpu", (self.ranks // self.world_size, self.world_size), mesh_dim_names=("shard", "split")
+            )
+
+            def split() -> None:
+                parallelize_module(skeleton, mesh["split"], styles, src_data_rank=None)
+                if self.fsdp is not None:
+                    with meshes_joined_for_real():
+                        self.fsdp.shard(skeleton, units, mesh["shard"])
+
+            yield skeleton, split
+
+
+def own_plan(model: torch.nn.Module) -> dict[str, ParallelStyle]:
+    """The styles that a model of transformers has for its modules.
+
+    Raises:
+        ProfilingError: it has none, or one that `parallelize_module` does not have.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    made: dict[str, Callable[[], ParallelStyle]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    }
+    name = type(model).__name__
+    base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    if not base:
+        raise ProfilingError(
+            f"{name} has no plan of its own for tensor parallelism: pass TensorParallel(plan={{'layers.*.up': "
+            "ColwiseParallel(), ...}), as for parallelize_module."
+        )
+    prefix: Any = getattr(model, "base_model_prefix", "")
+    is_whole = bool(prefix) and hasattr(model, prefix)
+    words = {f"{prefix}.{module}" if is_whole else module: style for module, style in base.items()}
+    if is_whole:
+        words |= getattr(type(model), "_tp_plan", None) or {}
+    unknown = sorted(set(words.values()) - set(made))
+    if unknown:
+        raise ProfilingError(
+            f"{name}'s own plan for tensor parallelism has styles that parallelize_module does not have "
+            f"({', '.join(map(repr, unknown))}): pass TensorParallel(plan=...)."
+        )
+    return {module: made[style]() for module, style in words.items()}

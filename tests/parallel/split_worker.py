@@ -1,0 +1,191 @@
+"""One rank of four: ranks 0 and 1 split models between them, and all four split and shard; writes what came of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import split
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+import autoac
+from autoac.measure import measure_peak
+
+CASES: dict[str, Callable[[], Any]] = {}
+BUDGETS = (0.9, 0.8, 0.72)
+AGAIN = autoac.Policy("MUST_RECOMPUTE", op="aten.gelu*")
+
+
+def case(function: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+def trained(model: Any, step: Callable[[], Any], steps: int = 5) -> list[torch.Tensor]:
+    """This rank's part of the parameters after some steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        step()
+        optimizer.step()
+    optimizer.zero_grad()
+    return [local(p).detach().clone() for p in model.parameters()]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def least_peak(model: Any, step: Callable[[], Any]) -> int:
+    """Above the start; the least of some steps, for gloo's threads hold buffers on in some."""
+    found = []
+    for _ in range(4):
+        model.zero_grad(set_to_none=True)
+        found.append(measure_peak(step).peak_above_start_bytes)
+    model.zero_grad(set_to_none=True)
+    return min(found)
+
+
+def held_to(
+    made: Callable[[], Any], engines: dict[str, tuple[float, ...]], loss: Any = split.loss_of
+) -> dict[str, Any]:
+    """Plans for three budgets: each holds, and changes nothing.
+
+    Args:
+        engines: to which part of the peak without recomputation each plans.
+    """
+    x, plain = split.ids(), made()
+
+    def step_of(model: Any) -> Callable[[], None]:
+        def step() -> None:
+            output = model(x)  # held while backward runs, as in the recorded step
+            loss(output).backward()
+
+        return step
+
+    wanted = trained(plain, step_of(plain))
+    profile = autoac.profile(made(), x, loss=loss)
+    found: dict[str, Any] = {"notes": [note for note in profile.notes if "varies" in note]}
+    found["resident"] = profile.resident_bytes
+    for engine, budgets in engines.items():
+        loose = autoac.solve(profile, "1GB", engine=engine)
+        found["unplanned"] = loose.predicted_peak_bytes
+        for part in budgets:
+            plan = autoac.solve(profile, int(part * loose.predicted_peak_bytes), engine=engine)
+            model = plan.apply(made())
+            equal = same(wanted, trained(model, step_of(model)))
+            peak = plan.resident_bytes + least_peak(model, step_of(model))
+            found[f"{engine} {part}"] = {
+                "peaks": [plan.predicted_peak_bytes, peak, plan.budget_bytes],
+                "equal": equal,
+                "wrapped": [region.name for region in plan.regions if region.wrapped],
+            }
+    return found
+
+
+MESH: Any = None
+
+
+def pair(styles: Callable[[], Any], make: Callable[[], Any] = split.make) -> Callable[[], Any]:
+    return lambda: split.split(make(), MESH["split"], styles)
+
+
+@case
+def layers_in_parts() -> Any:
+    return held_to(pair(split.by_layer), {"replay": BUDGETS, "sac": BUDGETS[2:]})
+
+
+@case
+def sequence_in_parts() -> Any:
+    return held_to(pair(split.by_sequence), {"replay": BUDGETS[2:]})
+
+
+@case
+def sharded_between() -> Any:
+    return held_to(pair(lambda: split.by_sequence(as_sharded=True)), {"sac": BUDGETS[1:2]})
+
+
+@case
+def llama() -> Any:
+    from autoac.parallel.tensor import own_plan
+
+    model = split.make_llama()
+    return held_to(pair(lambda: own_plan(model), split.make_llama), {"replay": BUDGETS[:1]})
+
+
+@case
+def loss_in_parts() -> Any:
+    with loss_parallel():
+        return held_to(pair(split.with_loss_in_parts), {"replay": BUDGETS[:1]})
+
+
+@case
+def orders() -> Any:
+    """Planned before and after it is split; names are those of the whole model."""
+    x, made = split.ids(), pair(split.by_layer)
+    plain = made()
+    wanted = trained(plain, lambda: split.loss_of(plain(x)).backward())
+    plan = autoac.plan(split.make(), x, "1GB", loss=split.loss_of, policies=[AGAIN])
+    before = split.split(plan.apply(split.make()), MESH["split"], split.by_layer)
+    after = plan.apply(made())
+    again = autoac.plan(made(), x, "1GB", loss=split.loss_of, policies=[AGAIN])
+    return {
+        "equal": [
+            same(wanted, trained(model, lambda: split.loss_of(model(x)).backward()))  # noqa: B023
+            for model in (before, after)
+        ],
+        "names": [[r.name for r in one.regions if r.wrapped] for one in (plan, again)],
+        "id": again.program_id,
+    }
+
+
+@case
+def split_and_sharded() -> Any:
+    def made() -> Any:
+        model = split.split(split.make(), MESH["split"], split.by_layer)
+        for layer in model.layers:
+            fully_shard(layer, mesh=MESH["shard"])
+        return fully_shard(model, mesh=MESH["shard"])
+
+    return held_to(made, {"replay": BUDGETS[:1], "sac": BUDGETS[:1]})
+
+
+FOR_ALL = {"split_and_sharded"}
+
+
+def main() -> None:
+    global MESH
+    dist.init_process_group("gloo")
+    MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "split"))
+    found, times = {}, {}
+    chosen = sys.argv[2:] or list(CASES)
+    for name in chosen:
+        if dist.get_rank() > 1 and name not in FOR_ALL:
+            continue
+        started = time.monotonic()
+        try:
+            found[name] = CASES[name]()
+        except Exception as error:
+            traceback.print_exc()  # into the log
+            found[name] = {"raised": f"{type(error).__name__}: {error}"}
+        times[name] = time.monotonic() - started
+    Path(sys.argv[1]).write_text(json.dumps(found))
+    print(times)  # into the log
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Four real processes on CPU (gloo) that split models; one job for all cases, for starting takes longest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import autoac
+from autoac.parallel import FSDP2, TensorParallel
+from tests.parallel import split
+from tests.parallel.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    found = run_ranks("split_worker.py", tmp_path_factory.mktemp("ranks"), size=4)
+    assert all(rank is not None for rank in found)
+    return [rank for rank in found if rank is not None]
+
+
+def of(told: list[dict[str, Any]], case: str, ranks: int = 2) -> list[Any]:
+    found = [rank[case] for rank in told[:ranks]]
+    for rank in found:
+        assert not (isinstance(rank, dict) and "raised" in rank), rank
+    return found
+
+
+CASES = {
+    "layers_in_parts": ["replay 0.9", "replay 0.8", "replay 0.72", "sac 0.72"],
+    "sequence_in_parts": ["replay 0.72"],
+    "sharded_between": ["sac 0.8"],
+    "llama": ["replay 0.9"],
+    "loss_in_parts": ["replay 0.9"],
+    "split_and_sharded": ["replay 0.9", "sac 0.9"],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plans_hold_and_change_nothing(told: Any, case: str):
+    for rank in of(told, case, ranks=4 if case == "split_and_sharded" else 2):
+        for name in CASES[case]:
+            predicted, measured, budget = rank[name]["peaks"]
+            assert rank[name]["equal"], name
+            assert rank[name]["wrapped"], name
+            assert abs(measured / predicted - 1) < 0.01, (name, predicted, measured)
+            assert measured <= budget
+        assert case == "split_and_sharded" or rank["notes"] == []  # FSDP2 sets itself up in its first step
+
+
+def test_either_order_and_names_of_the_whole_model(told: Any):
+    first, second = of(told, "orders")
+    assert first["equal"] == second["equal"] == [True, True]
+    layers = [f"layers.{i}" for i in range(split.LAYERS)]
+    assert first["names"][1] == second["names"][1]
+    assert set(first["names"][1]) <= {"", *layers}
+    assert first["id"] == second["id"]  # the ranks of one mesh plan together; the other two were not asked
+
+
+@pytest.mark.parametrize(
+    ("case", "spec"),
+    [
+        ("layers_in_parts", TensorParallel(2, split.by_layer())),
+        ("llama", TensorParallel(2)),
+        ("split_and_sharded", TensorParallel(2, split.by_layer(), fsdp=FSDP2(2))),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_one_process_predicts_what_ranks_record(told: Any, case: str, spec: TensorParallel):
+    model = split.make_llama() if case == "llama" else split.make()
+    found = autoac.profile(model, split.ids(), loss=split.loss_of, mode="fake", parallel=spec)
+    recorded = of(told, case)[0]
+    assert found.resident_bytes == recorded["resident"]
+    assert abs(autoac.solve(found, "1GB").predicted_peak_bytes / recorded["unplanned"] - 1) < 0.01
+
+
+def test_refusals():
+    with pytest.raises(autoac.ProfilingError, match="has no plan of its own for tensor parallelism"):
+        autoac.profile(split.make(), split.ids(), loss=split.loss_of, parallel=TensorParallel(2))
+    with pytest.raises(autoac.ProfilingError, match="so no step of theirs can be run"):
+        autoac.profile(split.make(), split.ids(), mode="real", parallel=TensorParallel(2, split.by_layer()))
+    with pytest.raises(ValueError, match="world_size is 0"):
+        TensorParallel(0)
+    with pytest.raises(ValueError, match="give both a world_size"):
+        TensorParallel(2, fsdp=FSDP2())

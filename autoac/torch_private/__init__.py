@@ -54,6 +54,7 @@ from autoac.torch_private.dispatch import (
     schema_of,
     set_aside,
     top_dispatch_mode,
+    without_dispatch_modes,
 )
 from autoac.torch_private.distributed import (
     bucket_options,
@@ -271,6 +272,7 @@ __all__ = [
     "tree_map_only",
     "unset_fake_temporarily",
     "version_of",
+    "without_dispatch_modes",
     "wrapped_module",
     "alias_unseen",
     "is_view",

@@ -75,6 +75,14 @@ def disable_dispatch_modes() -> Any:
     return torch._C._DisableTorchDispatch()
 
 
+def without_dispatch_modes() -> Any:
+    """Context in which modes see no op, and tensors with a dispatch of their own keep that; slower than the other.
+
+    Source: `_disable_current_modes` in torch/utils/_python_dispatch.py.
+    """
+    return torch.utils._python_dispatch._disable_current_modes()
+
+
 def set_aside(mode: Any) -> bool:
     """Take a dispatch mode off the stack, if it is the topmost; `put_back` it. Tells whether it was.
 

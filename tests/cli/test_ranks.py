@@ -69,6 +69,22 @@ def test_a_plan_for_a_rank_in_words(llama: tuple[Any, ...], tmp_path: Path) -> N
     assert answer("plan", path, "--budget", "1GB")["resident_bytes"] == autoac.Plan.load(path).resident_bytes
 
 
+def test_layers_that_ranks_split(llama: tuple[Any, ...]) -> None:
+    def asked(*options: Any) -> dict[str, Any]:
+        return answer("plan", *llama, *BOTH, *options)
+
+    split, both, alone = asked("--tp", 2), asked("--tp", 2, "--fsdp", 4), asked("--fsdp", 4)
+    assert split["tp"] == {"ranks": 2, "all_ranks": 2}
+    assert "fsdp" not in split
+    assert both["tp"] == {"ranks": 2, "all_ranks": 8}
+    assert both["fsdp"]["sizes"] == []
+    parameters = [said["peak_parts_bytes"]["parameters"] for said in (split, both, alone)]
+    assert parameters[1] < min(parameters[0], parameters[2])
+    shown = done("plan", *llama, *BOTH, "--tp", 2).stdout
+    assert "One of 2 ranks at its peak" in shown
+    assert "Other numbers of ranks" not in shown
+
+
 def test_fsdp2s_options(llama: tuple[Any, ...]) -> None:
     def parts(*options: Any) -> dict[str, Any]:
         return answer("plan", *llama, *BOTH, "--fsdp", 8, *options)
@@ -110,6 +126,12 @@ def test_a_factorys_model_for_a_rank(tmp_path: Path) -> None:
     [
         (["--fsdp", 0], "'--fsdp': 0 ranks shard nothing: say how many"),
         (["--fsdp", 8, "--engine", "compile"], "take replay or sac"),
+        (["--tp", 0], "'--tp': 0 ranks split nothing"),
+        (
+            ["--tp", 2, "--fsdp", 4, "--replicas", 2],
+            "'--replicas': with --tp, all ranks that have the same part",
+        ),
+        (["--tp", 2, "--units", "blocks.*"], "'--units': it goes with --fsdp only"),
         (["--fsdp", 8, "--replicas", 3], "'--replicas': 8 ranks cannot be 3 groups of the same size"),
         (["--fsdp", 8, "--replicas", 0], "take a divisor of 8"),
         (["--no-reshard-after-forward"], "say of how many ranks with --fsdp RANKS"),

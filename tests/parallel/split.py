@@ -72,6 +72,18 @@ def make() -> Transformer:
         return Transformer()
 
 
+class Autocast(Transformer):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(ids)
+
+
+def make_autocast() -> Transformer:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Autocast()
+
+
 def make_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 

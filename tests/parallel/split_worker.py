@@ -49,11 +49,16 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
-def least_peak(model: Any, step: Callable[[], Any]) -> int:
-    """Above the start; the least of some steps, for gloo's threads hold buffers on in some."""
+def least_peak(model: Any, step: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> int:
+    """Above the start; the least of some steps, for gloo's threads hold buffers on in some.
+
+    Args:
+        before: called before each of them.
+    """
     found = []
     for _ in range(4):
         model.zero_grad(set_to_none=True)
+        before()
         found.append(measure_peak(step).peak_above_start_bytes)
     model.zero_grad(set_to_none=True)
     return min(found)
@@ -133,6 +138,12 @@ def loss_in_parts() -> Any:
 
 
 @case
+def autocast() -> Any:
+    """Its casts of sharded weights are kept, and made once more by a second run."""
+    return held_to(pair(split.by_layer, split.make_autocast), {"replay": BUDGETS[1:2], "sac": BUDGETS[1:2]})
+
+
+@case
 def orders() -> Any:
     """Planned before and after it is split; names are those of the whole model."""
     x, made = split.ids(), pair(split.by_layer)
@@ -161,6 +172,80 @@ def split_and_sharded() -> Any:
         return fully_shard(model, mesh=MESH["shard"])
 
     return held_to(made, {"replay": BUDGETS[:1], "sac": BUDGETS[:1]})
+
+
+def pipeline(schedule: str, *engines: str) -> dict[str, Any]:
+    """Each rank plans for its stage, or its two, from a step with all micro-batches."""
+    from torch.distributed import pipelining
+
+    rank, x, target = dist.get_rank(), split.ids(), split.ids(1)
+    group = MESH["split"].get_group()
+    each = 2 if schedule == "ScheduleInterleaved1F1B" else 1
+
+    def made() -> tuple[torch.nn.ModuleList, Callable[[], None], Callable[[], None]]:
+        whole = split.make()
+        parts = [torch.nn.Sequential(whole.words, whole.layers[0]), whole.layers[1], whole.norm, whole.head]
+        if each == 1:
+            parts = [parts[0], torch.nn.Sequential(*parts[1:])]
+        mine = torch.nn.ModuleList(parts[rank::2])
+        stages = [
+            pipelining.PipelineStage(module, rank + 2 * i, len(parts), torch.device("cpu"), group=group)
+            for i, module in enumerate(mine)
+        ]
+
+        def loss(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+        kind: Any = getattr(pipelining, schedule)
+        runs = kind(stages if each == 2 else stages[0], n_microbatches=4, loss_fn=loss)
+
+        def forget() -> None:
+            for stage in stages:
+                stage.clear_runtime_states()  # the last step's results, which are kept until the next begins
+
+        def step() -> None:
+            if rank == 0:
+                runs.step(x)
+            else:
+                runs.step(target=target)
+
+        step()  # the schedule sets itself up
+        mine.zero_grad()
+        return mine, step, forget
+
+    plain, step, _ = made()
+    wanted = trained(plain, step)
+    model, step, _ = made()
+    profile = autoac.profile(model, step)
+    loose = autoac.solve(profile, "1GB")
+    found: dict[str, Any] = {"unplanned": loose.predicted_peak_bytes, "notes": profile.notes}
+    for engine in engines:
+        budget = (loose.predicted_peak_bytes + profile.least_peak_bytes) // 2
+        plan = autoac.solve(profile, budget, engine=engine)
+        model, step, forget = made()
+        equal = same(wanted, trained(plan.apply(model), step))
+        peak = plan.resident_bytes + least_peak(model, step, forget)
+        found[engine] = {
+            "peaks": [plan.predicted_peak_bytes, peak, plan.budget_bytes],
+            "equal": equal,
+            "wrapped": [f"{r.name} {r.call}" for r in plan.regions if r.wrapped],
+        }
+    return found
+
+
+@case
+def gpipe() -> Any:
+    return pipeline("ScheduleGPipe", "replay", "sac")
+
+
+@case
+def one_forward_one_backward() -> Any:
+    return pipeline("Schedule1F1B", "replay")
+
+
+@case
+def interleaved() -> Any:
+    return pipeline("ScheduleInterleaved1F1B", "replay")
 
 
 FOR_ALL = {"split_and_sharded"}

@@ -42,11 +42,13 @@ from autoac.torch_private import (
     detach_sharing_version,
     disable_dispatch_modes,
     is_sharded_type,
+    local_part,
     on_fake_tensors,
     on_local_parts,
     storage_key,
     storage_ref,
     version_of,
+    without_dispatch_modes,
 )
 from autoac.torch_private.kernel_flags import kernel_flags, with_kernel_flags
 
@@ -108,6 +110,8 @@ def contexts(
     state = None if module is None else ModuleState(module)
     policy.state = state
     firsts = [first_run(), first, *([] if log is None else [log])]
+    if casts is not None:
+        firsts.append(_CastsOfShards(policy))
     return _Together(firsts), _SecondRun(second, policy, casts, log, objects, state)
 
 
@@ -258,10 +262,27 @@ class _AdditionalCasts(TorchDispatchMode):
         self.known = known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _casts_weight(func, args) and storage_key(args[0]) not in self.known:
-            with disable_dispatch_modes():
+        if _casts_weight(func, args) and storage_key(local_part(args[0])) not in self.known:
+            with without_dispatch_modes():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+class _CastsOfShards(TorchDispatchMode):
+    """Tells the policy, which sees local tensors only, which sharded weights the first run casts itself."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, policy: SacPolicy):
+        super().__init__()
+        self.policy = policy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(map(is_sharded_type, types)):
+            return func(*args, **(kwargs or {}))
+        if _casts_weight(func, args):
+            self.policy.cast.add(storage_key(local_part(args[0])))
+        return NotImplemented
 
 
 def _casts_weight(func: Any, args: Any) -> bool:

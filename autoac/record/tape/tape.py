@@ -101,6 +101,7 @@ class Tape(TorchDispatchMode):
         self.ops: list[dict[str, Any]] = []
         self.view_times: list[float] = []
         self.for_shards: Any = None  # the op on sharded tensors whose own part is still to come
+        self.casts_shards = False  # whether that is a cast that autocast keeps
         self.replays: weakref.WeakSet[ReplayCall] = weakref.WeakSet()
         self.clock = Clock()
         self.before = before or BeforeStep()
@@ -117,6 +118,7 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(map(is_sharded_type, types)):
             self.for_shards = func
+            self.casts_shards = self._is_cached_cast(func, args)
             return NotImplemented  # DTensor's own dispatch is next, and what it runs comes here
         if not self.saved.on_fakes and on_fake_tensors():
             return func(*args, **kwargs)  # only shapes are inferred
@@ -166,6 +168,7 @@ class Tape(TorchDispatchMode):
         random_bytes = self._random_bytes(info, args, kwargs)
         self.formulas.note_end(info)
         # Autograd adds up sharded tensors out of place, mode or not.
+        casts_shards = self.casts_shards and func is self.for_shards
         in_place = func is not self.for_shards and self.formulas.in_place(info, args)
         beside_bytes = self.formulas.beside_bytes(info, args)
         with (
@@ -213,7 +216,7 @@ class Tape(TorchDispatchMode):
                 "dtype": signature.dtype,
                 "flops": flops_of(func, args, kwargs, result),
                 "moved_bytes": signature.moved_bytes(made),
-                "cached_cast": self._is_cached_cast(func, args),
+                "cached_cast": self._is_cached_cast(func, args) or (func is _CAST and casts_shards),
             }
         )
         if unseen is not None:

@@ -115,14 +115,10 @@ def by_layer() -> dict[str, ParallelStyle]:
     }
 
 
-def by_sequence(as_sharded: bool = False) -> dict[str, ParallelStyle]:
-    """What is between is split along the sequence.
-
-    Args:
-        as_sharded: the residual stream is a DTensor, too.
-    """
+def by_sequence() -> dict[str, ParallelStyle]:
+    """What is between is split along the sequence; the residual stream is a DTensor, too."""
     part, whole = Shard(1), Replicate()
-    to_part: dict[str, Any] = {"output_layouts": part, "use_local_output": not as_sharded}
+    to_part: dict[str, Any] = {"output_layouts": part, "use_local_output": False}
     gathered = {"input_layouts": (part,), "desired_input_layouts": (whole,)}
     return {
         **by_layer(),

@@ -56,7 +56,7 @@ def least_peak(model: Any, step: Callable[[], Any], before: Callable[[], Any] = 
         before: called before each of them.
     """
     found = []
-    for _ in range(4):
+    for _ in range(3):
         model.zero_grad(set_to_none=True)
         before()
         found.append(measure_peak(step).peak_above_start_bytes)
@@ -115,12 +115,7 @@ def layers_in_parts() -> Any:
 
 @case
 def sequence_in_parts() -> Any:
-    return held_to(pair(split.by_sequence), {"replay": BUDGETS[2:]})
-
-
-@case
-def sharded_between() -> Any:
-    return held_to(pair(lambda: split.by_sequence(as_sharded=True)), {"sac": BUDGETS[1:2]})
+    return held_to(pair(split.by_sequence), {"replay": BUDGETS[2:], "sac": BUDGETS[1:2]})
 
 
 @case

@@ -28,8 +28,7 @@ def of(told: list[dict[str, Any]], case: str, ranks: int = 2) -> list[Any]:
 
 CASES = {
     "layers_in_parts": ["replay 0.9", "replay 0.8", "replay 0.72", "sac 0.72"],
-    "sequence_in_parts": ["replay 0.72"],
-    "sharded_between": ["sac 0.8"],
+    "sequence_in_parts": ["replay 0.72", "sac 0.8"],
     "llama": ["replay 0.9"],
     "loss_in_parts": ["replay 0.9"],
     "autocast": ["replay 0.8", "sac 0.8"],

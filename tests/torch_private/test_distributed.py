@@ -185,3 +185,20 @@ def test_a_tensor_that_nobody_else_holds_is_let_go_at_once():
     tensor = torch.ones(1)
     assert cast("Any", tensor)._use_count() == 1
     torch_private.let_go_by_gloo(tensor)
+
+
+def test_sharded_tensors_keep_their_own_dispatch_where_no_mode_is():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Refuses(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(func)
+
+    with torch_private.fake_ranks(2):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard
+
+        whole = DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with Refuses(), torch_private.without_dispatch_modes():
+            made: Any = whole + whole
+    assert torch.equal(made.to_local(), 2 * torch.ones(2, 3))

@@ -69,6 +69,7 @@ def test_a_plan_for_a_rank_in_words(llama: tuple[Any, ...], tmp_path: Path) -> N
     assert answer("plan", path, "--budget", "1GB")["resident_bytes"] == autoac.Plan.load(path).resident_bytes
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 def test_layers_that_ranks_split(llama: tuple[Any, ...]) -> None:
     def asked(*options: Any) -> dict[str, Any]:
         return answer("plan", *llama, *BOTH, *options)

@@ -130,7 +130,7 @@ def test_a_factorys_model_for_a_rank(tmp_path: Path) -> None:
         (["--tp", 0], "'--tp': 0 ranks split nothing"),
         (
             ["--tp", 2, "--fsdp", 4, "--replicas", 2],
-            "'--replicas': with --tp, all ranks that have the same part",
+            "'--replicas': with --tp the shards are on all ranks of a part",
         ),
         (["--tp", 2, "--units", "blocks.*"], "'--units': it goes with --fsdp only"),
         (["--fsdp", 8, "--replicas", 3], "'--replicas': 8 ranks cannot be 3 groups of the same size"),

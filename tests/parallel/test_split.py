@@ -14,7 +14,7 @@ from tests.parallel.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    found = run_ranks("split_worker.py", tmp_path_factory.mktemp("ranks"), size=4)
+    found = run_ranks("split_worker.py", tmp_path_factory.mktemp("ranks"), size=4, timeout_s=900)
     assert all(rank is not None for rank in found)
     return [rank for rank in found if rank is not None]
 

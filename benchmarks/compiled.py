@@ -1,8 +1,8 @@
 """Compiled models under byte budgets, beside what one would do without: `python -m benchmarks.compiled`.
 
 At some budgets, on one model, with CPU time and peak measured: engine compile; the fastest of torch's own budgets whose
-measured peak fits, one fraction for all blocks; engine replay, which compiles nothing; and compiled blocks under plain
-full checkpointing. All runs take turns. Gradients are those of `plan.verify`.
+measured peak fits, one fraction for all blocks or for the model compiled as a whole; engine replay, which compiles
+nothing; and compiled blocks under plain full checkpointing. All runs take turns. Gradients are those of `plan.verify`.
 """
 
 from __future__ import annotations
@@ -12,28 +12,25 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch.utils.checkpoint import checkpoint
 
 import autoac
 from autoac.compare import quiet
+from autoac.compare.compiled import at_fraction, checkpoint_compiled
+from autoac.compare.measure import Costume
 from autoac.compare.workload import Workload
 from autoac.execute.compiled.code import compiled
 from autoac.measure import in_turn, measure_peak
-from autoac.plans import Plan
 from autoac.step.restore import untouched
-from autoac_solver.records.compiled import TORCHS, CompiledTable
+from autoac_solver.records.compiled import CompiledTable
 from autoac_solver.records.disk.files import write_json
 from benchmarks.models import MODELS, make
-
-FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
-"""Of torch's own budget."""
 
 ENGINE, TORCH, REPLAY, CHECKPOINT = (
     "engine compile",
@@ -50,7 +47,7 @@ class Row:
     """What one way took.
 
     Args:
-        way: one of the four, with torch's fraction where it has one.
+        way: one of the four, with torch's fraction where it has one, and "whole" where the model is one graph.
         budget_bytes: that was asked for, 0 where none can be.
         predicted_bytes: peak that was predicted, 0 where nobody predicts.
         peak_bytes: measured, resident bytes included.
@@ -68,30 +65,23 @@ class Row:
         return statistics.median(self.samples_s)
 
 
-def at_fraction(plan: Plan, fraction: float) -> Plan:
-    """A plan of engine compile with all regions compiled at torch's own budget; nothing is predicted of it."""
-    regions = tuple(
-        dataclasses.replace(r, point=f"torch:{fraction:g}") if r.wrapped else r for r in plan.regions
-    )
-    return Plan(dataclasses.replace(plan.record, regions=regions))
+def fractions_of(count: int) -> list[float]:
+    """Of torch's own budget, from all to nothing."""
+    return [round(1 - i / max(1, count - 1), 3) for i in range(count)]
 
 
-def checkpointed(model: torch.nn.Module, names: list[str]) -> AbstractContextManager[Any]:
-    """Context in which these modules run compiled as torch does, under its checkpoint."""
-    stack = ExitStack()
-    for name in names:
-        module = model.get_submodule(name)
+def compile_whole(fraction: float, model: torch.nn.Module) -> None:
+    """Let a model run compiled as one graph at torch's own budget, for good."""
 
-        def forward(*args: Any, module: torch.nn.Module = module, **kwargs: Any) -> Any:
-            run = compiled(type(module), TORCHS)
-            return checkpoint(run, module, args, kwargs, use_reentrant=False)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return compiled(type(model), f"torch:{fraction:g}")(model, args, kwargs)
 
-        module.__dict__["forward"] = forward
-        stack.callback(module.__dict__.pop, "forward")
-    return stack
+    model.__dict__["forward"] = forward
 
 
-def ways(workload: Workload, budgets: int) -> dict[tuple[str, int], tuple[Applied, int]]:
+def ways(
+    workload: Workload, budgets: int, fractions: int, whole: bool
+) -> dict[tuple[str, int], tuple[Applied, int]]:
     """Everything that is compared, by name and budget: what puts it on the model, and the peak it predicts."""
     model = workload.modules
     quiet.tell("profiling, compiling, measuring")
@@ -110,18 +100,21 @@ def ways(workload: Workload, budgets: int) -> dict[tuple[str, int], tuple[Applie
         except autoac.InfeasibleBudgetError:
             continue
         found[REPLAY, budget] = (lambda plan=replay: plan.applied(model)), replay.predicted_peak_bytes
-    for fraction in FRACTIONS:
+    for fraction in fractions_of(fractions):
         torchs = at_fraction(curve.plans[0], fraction)
         found[f"{TORCH} {fraction:g}", 0] = (lambda plan=torchs: plan.applied(model)), 0
+        if whole:
+            one_graph = Costume(model, functools.partial(compile_whole, fraction))
+            found[f"{TORCH} {fraction:g} whole", 0] = one_graph.worn, 0
     names = list({region.fqn for region in curve.plans[0].regions})
-    found[CHECKPOINT, 0] = (lambda: checkpointed(model, names)), 0
+    found[CHECKPOINT, 0] = Costume(model, functools.partial(checkpoint_compiled, names)).worn, 0
     return found
 
 
-def measure(workload: Workload, budgets: int, rounds: int) -> list[Row]:
+def measure(workload: Workload, budgets: int, rounds: int, fractions: int, whole: bool) -> list[Row]:
     """Peak and CPU time of every way."""
     model, run = workload.modules, workload.step()
-    compared = ways(workload, budgets)
+    compared = ways(workload, budgets, fractions, whole)
     resident = autoac.profile(model, workload.sample, loss=workload.loss).resident_bytes
 
     def step(applied: Applied) -> float:
@@ -181,13 +174,15 @@ def main(
     size: Annotated[str, typer.Option(help="full, or tiny for a try.")] = "full",
     budgets: Annotated[
         int, typer.Option(min=2, help="From the least to that which needs no recomputation.")
-    ] = 5,
+    ] = 10,
     rounds: Annotated[int, typer.Option(min=1)] = 9,
+    fractions: Annotated[int, typer.Option(min=1, help="Of torch's own budget, from all to nothing.")] = 15,
+    whole: Annotated[bool, typer.Option(help="Have torch compile the model as one graph, too.")] = True,
     output: Annotated[Path | None, typer.Option(help="Write all samples, .json.")] = None,
 ) -> None:
     """Measure engine compile beside torch's own budgets, engine replay and checkpointing."""
     workload = make(model, size, torch.device("cpu"))
-    rows = measure(workload, budgets, rounds)
+    rows = measure(workload, budgets, rounds, fractions, whole)
     print(
         f"{workload.title}; CPU time over the uncompiled step without checkpointing, medians of {rounds} rounds\n"
     )

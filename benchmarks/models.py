@@ -1,4 +1,4 @@
-"""What is trained: a GPT, a ResNet and an encoder-decoder, from random weights, on random data.
+"""What is trained: a GPT, a ResNet, an encoder-decoder and a ViT, from random weights, on random data.
 
 Each comes in two sizes: "full" is what the published table shows, "tiny" is for the tests.
 """
@@ -114,7 +114,28 @@ def t5(size: str) -> Workload:
     return _workload("t5", title, model, {"input_ids": source, "labels": labels}, "T5Block")
 
 
-MODELS: dict[str, Callable[[str], Workload]] = {"gpt": gpt, "resnet": resnet, "t5": t5}
+def vit(size: str) -> Workload:
+    """transformers' ViT with the loss of its labels."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    layers, width, heads, pixels, patch, batch = (
+        (8, 384, 6, 160, 10, 8) if size == "full" else (3, 32, 2, 16, 4, 2)
+    )
+    config = ViTConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        image_size=pixels,
+        patch_size=patch,
+        num_labels=10,
+    )
+    sample = {"pixel_values": torch.randn(batch, 3, pixels, pixels), "labels": torch.randint(10, (batch,))}
+    title = f"transformers' ViT, {layers} blocks, d {width}, {heads} heads, {pixels} x {pixels} pixels, batch {batch}"
+    return _workload("vit", title, ViTForImageClassification(config), sample, "ViTLayer")
+
+
+MODELS: dict[str, Callable[[str], Workload]] = {"gpt": gpt, "resnet": resnet, "t5": t5, "vit": vit}
 
 
 def make(name: str, size: str, device: torch.device) -> Workload:

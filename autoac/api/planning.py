@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from autoac.api.checks import Mode, check_compiling, check_samples, check_together, checked, kind_of
+from autoac.api.choosing import against_compiling, engine_for, engine_to_plan_with
 from autoac.api.profiling import profile
 from autoac.api.solving import plan_recorded
 from autoac.api.together import plan_together
 from autoac.buckets import Buckets
-from autoac.calibrate.compiled.table import BLOCKS
+from autoac.calibrate.compiled.table import BLOCKS, NothingCompiled
 from autoac.calibrate.compiled.tried import tried
 from autoac.outcomes import largest_first, with_outcomes
 from autoac.parallel.protocol import Plain, check_parallel
@@ -79,8 +80,8 @@ def plan(
         policies: constraints and hints for single values: `autoac.Policy` objects, a policy function for torch's
             selective checkpointing, or several of these; see `autoac.policies`.
         engine: "replay" (runs single ops again), "sac" (a policy for torch's selective checkpointing), "compile" (has
-            torch.compile compile the regions, and chooses what each keeps), or "auto": replay, but sac for a compiled
-            model.
+            torch.compile compile the regions, and chooses what each keeps), or "auto": replay; for a model that is
+            compiled, compile, or sac where that cannot do what is asked for. The plan's explanation says why.
         granularity: of engine compile, where no regions are named: each of the model's "blocks" is compiled by itself,
             those that are alike once; or the model as a "whole".
         headroom: part of the budget to leave free, for what no plan can see (fragmentation, other libraries).
@@ -121,27 +122,42 @@ def plan(
     check_budget_of(budget_of, kind_of(model, device))
     steps = [TrainingStep(unwrapped(model), one, loss, optimizer) for one in batches_of(sample)]
     check_effort(time_limit_s, gap)
+    against = against_compiling(policies, max_overhead, sample, budget_of, mode, device)
+    asked = engine
+    engine, reason = engine_to_plan_with(model, asked, against)
     check_compiling(engine, granularity, policies, max_overhead)
     check_samples(sample, engine, budget_of)
     with progress_shown("planning", progress) as tell:
         share = 0.7 / len(steps)
-        profiles = [
-            profile(
-                model,
-                one,
-                loss=loss,
-                optimizer=optimizer,
-                regions=regions,
-                engine=engine,
-                granularity=granularity,
-                mode=mode,
-                device=device,
-                parallel=wrapped,
-                progress=part(tell, share * index, share * (index + 1)),
+
+        def profiles(engine: EngineName) -> list[Profile]:
+            return [
+                profile(
+                    model,
+                    one,
+                    loss=loss,
+                    optimizer=optimizer,
+                    regions=regions,
+                    engine=engine,
+                    granularity=granularity,
+                    mode=mode,
+                    device=device,
+                    parallel=wrapped,
+                    progress=part(tell, share * index, share * (index + 1)),
+                )
+                for index, one in enumerate(batches_of(sample))
+            ]
+
+        try:
+            recorded, *others = largest_first(profiles(engine))
+        except NothingCompiled as error:
+            if asked != "auto":
+                raise
+            engine, reason = (
+                engine_for(model, asked)[0],
+                f"auto: nothing of the model can be compiled: {error.why}",
             )
-            for index, one in enumerate(batches_of(sample))
-        ]
-        recorded, *others = largest_first(profiles)
+            recorded, *others = largest_first(profiles(engine))
         solving = part(tell, 0.7, 1.0)
 
         def solved(recorded: Profile) -> Plan:
@@ -153,6 +169,7 @@ def plan(
                 names=names,
                 policies=policies,
                 engine=engine,
+                engine_reason=reason,
                 headroom=headroom,
                 budget_of=budget_of,
                 time_limit_s=time_limit_s,

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 import torch
 
 from autoac.api.checks import check_is_profile
-from autoac.execute.engines import default_engine
+from autoac.api.choosing import engine_for
 from autoac.plans import Plan, Tradeoff
 from autoac.policies import Policies, as_policies, listed
 from autoac.progress import Progress, Tell, progress_shown
-from autoac.torch_private import compiled_attribute
-from autoac_solver.plan.planning import plan_budgets, plan_profile, resolve_engine
+from autoac_solver.plan.planning import plan_budgets, plan_profile
 from autoac_solver.records.engines import EngineName
 from autoac_solver.records.profile import Profile
 
@@ -73,6 +72,7 @@ def plan_recorded(
     names: list[str] | None,
     policies: Policies,
     engine: EngineName,
+    engine_reason: str = "",
     headroom: int | str,
     budget_of: str = "allocated",
     time_limit_s: float = 60.0,
@@ -83,17 +83,14 @@ def plan_recorded(
 
     Args:
         names: what `checked` returned.
+        engine_reason: why it is this engine, where the caller has chosen.
         budget, max_overhead, policies, engine, headroom, budget_of, time_limit_s, gap: as for `plan`, and checked.
         progress: called with a text and the share done.
 
     Raises:
         InfeasibleBudgetError, PolicyError, ProfilingError: as for `plan`.
     """
-    _, reason = resolve_engine(engine)
-    if engine == "auto":
-        compiled = compiled_attribute(model) is not None
-        engine = default_engine(compiled=compiled)
-        reason = "auto: the model is compiled" if compiled else "auto: eager mode"
+    engine, reason = engine_for(model, engine)
     names = called_among(recorded, names)
     return Plan(
         plan_profile(
@@ -101,7 +98,7 @@ def plan_recorded(
             budget,
             max_overhead=max_overhead,
             engine=engine,
-            engine_reason=reason,
+            engine_reason=engine_reason or reason,
             regions=names,
             policies=as_policies(listed(policies), recorded),
             headroom=headroom,

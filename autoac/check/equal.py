@@ -9,6 +9,11 @@ import torch
 from autoac.torch_private import parts_of
 
 
+def alike(value: Any, other: Any, tolerance: float) -> bool:
+    """Equal to the bit, or where there is a tolerance within that; see `close`."""
+    return same(value, other) or bool(tolerance and close(value, other, tolerance))
+
+
 def same(a: Any, b: Any) -> bool:
     """Equal to the bit: a NaN equals itself, and -0.0 is not 0.0."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):

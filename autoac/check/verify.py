@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autoac.check.any_plan import AnyPlan
-from autoac.check.equal import close, same, values_of
+from autoac.check.equal import alike, values_of
 from autoac.check.first_op import first_op
 from autoac.device import device_for
 from autoac.execute.engines import ENGINES
@@ -209,7 +209,7 @@ class _Outcome:
     def first_difference(self, other: _Outcome, tolerance: float = 0.0) -> str:
         for name, value in self.values.items():
             its = other.values.get(name)
-            if not same(value, its) and not (tolerance and close(value, its, tolerance)):
+            if not alike(value, its, tolerance):
                 return name
         return ""
 

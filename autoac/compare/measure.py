@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoac.check.equal import same
+from autoac.check.equal import alike
+from autoac.check.verify import COMPILED_TOLERANCE
 from autoac.compare.quiet import MOST_STOLEN
 from autoac.compare.strategies import Strategy
 from autoac.compare.workload import Workload
@@ -40,7 +41,7 @@ class Configuration:
 
     Args:
         peak_bytes: measured, resident bytes included.
-        gradients_equal: to those without checkpointing, to the bit.
+        gradients_equal: to those without checkpointing, to the bit; see `Strategy.compiled`.
         buffers_equal: the same of the buffers after one step (running statistics).
         seconds: one sample a round: CPU time on CPU, event time on CUDA.
         wall_s: the same samples by the clock on the wall.
@@ -119,6 +120,7 @@ class Bench:
         self.step = workload.step()
         self.costumes: dict[str, Costume] = {}
         self.reference: _Outcome | None = None
+        self.compiled: _Outcome | None = None
         self.order = random.Random(SEED)
         self.turns = 0
         self.taken_again = 0
@@ -130,6 +132,8 @@ class Bench:
 
     def examine(self, strategy: Strategy) -> Configuration:
         """Peak and gradients of a strategy; the first that runs is what the others' gradients are compared with.
+
+        So is the first that is compiled for the compiled ones.
 
         Model, gradients and random states are afterwards as they were, whatever happens.
         """
@@ -145,21 +149,25 @@ class Bench:
     def _examine(self, strategy: Strategy) -> Configuration:
         device_for(self.device).release_cache()  # what a strategy that ran out of memory has left in pieces
         costume = Costume(self.model, strategy.install)
-        if self.reference is None:
+        if self.reference is None or strategy.compiled:
             with self._kept(), costume.worn():
-                self.step()  # what torch sets up once is not to count
+                self.step()  # what torch sets up once is not to count, nor compiling
         with self._kept(), costume.worn():
             self._prepare()
             measured = measure_peak(self.step, self.device)
             buffers = [buffer.clone() for buffer in self.model.buffers()]
             outcome = _Outcome([leaf.grad for leaf in self._leaves()], buffers)
         self.reference = self.reference or outcome
+        reference, tolerance = self.reference, 0.0
+        if strategy.compiled:
+            reference, tolerance = self.compiled or outcome, COMPILED_TOLERANCE
+            self.compiled = reference
         self.costumes[strategy.name] = costume
         return Configuration(
             strategy,
             peak_bytes=self.resident_bytes + measured.peak_above_start_bytes,
-            gradients_equal=_equal(outcome.gradients, self.reference.gradients),
-            buffers_equal=_equal(outcome.buffers, self.reference.buffers),
+            gradients_equal=_equal(outcome.gradients, reference.gradients, tolerance),
+            buffers_equal=_equal(outcome.buffers, reference.buffers, tolerance),
         )
 
     def time(self, configurations: Sequence[Configuration], rounds: int, tell: Tell) -> None:
@@ -236,6 +244,8 @@ class _Outcome:
     buffers: list[torch.Tensor]
 
 
-def _equal(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
+def _equal(
+    some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None], tolerance: float
+) -> bool:
     pairs = zip(some, others, strict=True)
-    return all(a is b if a is None or b is None else same(a, b) for a, b in pairs)
+    return all(a is b if a is None or b is None else alike(b, a, tolerance) for a, b in pairs)

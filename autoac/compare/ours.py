@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autoac.calibrate.compiled.tried import tried
 from autoac.compare.strategies import Strategy
 from autoac.plans import Plan
+from autoac.step.step import TrainingStep
 from autoac_solver.plan.planning import plan_profile
+from autoac_solver.records.engines import COMPILE
 from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import Profile
@@ -17,18 +20,29 @@ def budgets_between(least_bytes: int, most_bytes: int, count: int) -> list[int]:
     return [least_bytes + (most_bytes - least_bytes) * i // max(1, count - 1) for i in range(count)]
 
 
-def planned(profile: Profile, budgets: Mapping[str, int], engine: str) -> list[Strategy]:
+def planned(
+    profile: Profile, budgets: Mapping[str, int], engine: str, step: TrainingStep | None = None
+) -> list[Strategy]:
     """Our plan for each budget; one with an error where there is none.
 
     Args:
         budgets: bytes, by the name of the strategy.
+        step: on which plans of engine compile are tried, as `autoac.plan` does it; None to leave that.
     """
-    return [_planned(profile, name, budget, engine) for name, budget in budgets.items()]
+    return [_planned(profile, name, budget, engine, step) for name, budget in budgets.items()]
 
 
-def _planned(profile: Profile, name: str, budget_bytes: int, engine: str) -> Strategy:
+def _planned(
+    profile: Profile, name: str, budget_bytes: int, engine: str, step: TrainingStep | None
+) -> Strategy:
+    def solved(profile: Profile) -> Plan:
+        return Plan(plan_profile(profile, budget_bytes, engine=engine))
+
     try:
-        plan = Plan(plan_profile(profile, budget_bytes, engine=engine))
+        if engine == COMPILE and step is not None:
+            plan = tried(profile, step, budget_bytes, solved)
+        else:
+            plan = solved(profile)
     except InfeasibleBudgetError as error:
         reason = f"no plan fits: the least possible peak is {format_bytes(error.minimum_bytes)}"
         return Strategy(name, "ours", lambda model: model, budget_bytes, error=reason)
@@ -41,4 +55,5 @@ def _planned(profile: Profile, name: str, budget_bytes: int, engine: str) -> Str
         budget_bytes=budget_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes,
         predicted_overhead=plan.predicted_overhead,
+        compiled=engine == COMPILE,
     )

@@ -18,6 +18,8 @@ from autoac.compare.strategies import Strategy, by_hand, policies_for
 from autoac.compare.workload import Workload
 from autoac.device import device_for
 from autoac.step.model import device_bytes, device_of
+from autoac.step.step import TrainingStep
+from autoac_solver.records.engines import COMPILE
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.units import parse_bytes
 
@@ -48,7 +50,8 @@ def compare(
     """Measure peak, gradients and step time of strategies on a model, side by side.
 
     Ours are planned for the peak of each other strategy that runs and is right, and for each budget. The model is
-    afterwards as it was.
+    afterwards as it was. With engine compile, blocks compiled at torch's own budgets and under its checkpoint are among
+    the others.
 
     Args:
         budgets: bytes, or text as for `autoac.plan`.
@@ -68,11 +71,16 @@ def compare(
             workload.sample,
             loss=workload.loss,
             optimizer=workload.optimizer,
+            engine=engine,
             progress=Part(tell, 0.0, 0.1),
         )
     profile_s = time.perf_counter() - start
     bench = Bench(workload, device, profile.resident_bytes)
     strategies = by_hand(workload.blocks, policies_for(profile, workload.blocks))
+    if engine == COMPILE:
+        from autoac.compare.compiled import by_torch
+
+        strategies += by_torch(profile)
     found = examine(bench, strategies, Part(tell, 0.1, 0.25))
     if not bench.tells_gradients:
         raise ProfilingError(
@@ -87,7 +95,9 @@ def compare(
     targets |= {AT_BUDGET + name: budget for name, budget in asked.items()}
     tell("our plans", 0.35)
     start = time.perf_counter()
-    plans = ours.planned(profile, targets, engine)
+    step = TrainingStep(workload.modules, workload.sample, workload.loss, workload.optimizer)
+    with from_zero_grad(workload):
+        plans = ours.planned(profile, targets, engine, step)
     solve_s = time.perf_counter() - start
     found += examine(bench, plans, Part(tell, 0.4, 0.5))
     bench.time(found, rounds, Part(tell, 0.5, 1.0))

@@ -44,6 +44,8 @@ class Strategy:
         budget_bytes: what it was asked to fit, 0 if it takes no budget.
         predicted_peak_bytes, predicted_overhead: what its planner says, None if nobody says anything.
         error: why it could not be made, "" if it could.
+        compiled: it runs code that `torch.compile` has made, whose gradients are compared with those of the first such
+            strategy, within the tolerance of `Plan.verify`.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Strategy:
     predicted_peak_bytes: int | None = None
     predicted_overhead: float | None = None
     error: str = ""
+    compiled: bool = False
 
 
 def by_hand(

@@ -10,7 +10,9 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
+from autoac.check.verify import COMPILED_TOLERANCE
 from autoac.compare.results import ModelResult, Row
+from autoac_solver.records.engines import COMPILE
 
 
 def render(result: ModelResult, conditions: Mapping[str, str], blocks: Sequence[str]) -> Group:
@@ -84,6 +86,10 @@ def _notes(result: ModelResult, conditions: Mapping[str, str], blocks: Sequence[
             f"{result.noise:.1%} in 95 of 100 cases: smaller differences mean nothing."
         )
         lines += filter(None, [result.about_taken_again])
+    if result.engine == COMPILE:
+        lines.append(
+            f"gradients of compiled code: equal within {COMPILED_TOLERANCE:g} to those of torch.compile at budget 1."
+        )
     if blocks:
         lines.append(f"blocks: {blocks[0]} ... {blocks[-1]} ({len(blocks)})")
     lines.append("; ".join(f"{name} {value}" for name, value in conditions.items()))

@@ -23,10 +23,10 @@ from autoac.plans.view import PlanView
 from autoac.step.model import unwrapped
 from autoac.step.step import TrainingStep
 from autoac_solver.plan.recorded.made import predicted_anew
-from autoac_solver.records.compiled import TORCHS
-from autoac_solver.records.engines import compiles
+from autoac_solver.plan.recorded.programs import with_regions
+from autoac_solver.records.compiled import EAGER, TORCHS
 from autoac_solver.records.errors import PlanMismatchError
-from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.plan import PlanRecord, RegionPlan
 from autoac_solver.records.profile import NEVER, Profile
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -223,9 +223,16 @@ class Plan(PlanView):
 
     def _compiled_as_torch_does(self) -> Plan | None:
         """Where regions are compiled: a plan that compiles them without a budget, so that the two can be compared."""
-        if not compiles(self.engine) or not any(region.wrapped for region in self.regions):
+        if not any(region.point != EAGER for region in self.regions):
             return None
-        regions = tuple(
-            dataclasses.replace(region, point=TORCHS) if region.wrapped else region for region in self.regions
-        )
-        return Plan(dataclasses.replace(self.record, regions=regions))
+        regions = tuple(map(_without_budget, self.regions))
+        return Plan(dataclasses.replace(with_regions(self.record, regions), chunked_losses=False))
+
+
+def _without_budget(region: RegionPlan) -> RegionPlan:
+    """A region as it is where memory does not matter: compiled as torch does, or with nothing recomputed."""
+    if region.point != EAGER:
+        return dataclasses.replace(region, point=TORCHS)
+    return dataclasses.replace(
+        region, wrapped=False, steps=tuple((name, False) for name, _ in region.steps), pauses=()
+    )

@@ -68,6 +68,17 @@ def compiled_attribute(module: torch.nn.Module) -> str | None:
     return "_compiled_call_impl" if module.__dict__.get("_compiled_call_impl") is not None else None
 
 
+def is_compiled_by_inductor(module: torch.nn.Module) -> bool:
+    """Whether calls of this module run code that inductor has made or will make, not another backend's.
+
+    Source: `get_compiler_config` on what `torch.compile` returns (torch/_dynamo/eval_frame.py), which only inductor's
+    backend fills (`_TorchCompileInductorWrapper`, torch/__init__.py).
+    """
+    compiled = module if is_compiled_wrapper(module) else module.__dict__.get("_compiled_call_impl")
+    configuration = getattr(compiled, "get_compiler_config", None)
+    return configuration is not None and configuration() is not None
+
+
 def put_compiled_back(module: torch.nn.Module, attribute: Any) -> None:
     """Let calls of a module run compiled again, by the attribute it had, unless somebody has compiled it anew.
 

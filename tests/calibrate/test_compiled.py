@@ -13,6 +13,9 @@ import autoac
 from autoac.calibrate.compiled import table
 from autoac.calibrate.compiled.capture import captured
 from autoac.calibrate.compiled.tried import peak_with, tried
+from autoac.compare.run import AT_BUDGET, compare
+from autoac.compare.table import render
+from autoac.compare.workload import Workload
 from autoac.execute.compiled.code import compiled
 from autoac.plans import Plan
 from autoac.step.step import TrainingStep
@@ -72,11 +75,11 @@ def budgets(profile: Profile, points: int = 3) -> list[int]:
     return [int(b) for b in autoac.tradeoff(profile, points=points, engine="compile").frame["budget_bytes"]]
 
 
-def planned(profile: Profile, budget: int) -> Plan:
+def planned(profile: Profile, budget: int, model: Stemmed | None = None) -> Plan:
     """A plan that was tried, as `autoac.plan` does it."""
     return tried(
         profile,
-        TrainingStep(make(), batch(), loss),
+        TrainingStep(model or make(), batch(), loss),
         budget,
         lambda found: autoac.solve(found, budget, engine="compile"),
     )
@@ -181,6 +184,46 @@ def test_plan_apply_remove_save_and_load(profile: Profile, tmp_path: Path):
             model(batch())
 
 
+@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "in place"])
+def test_it_is_what_a_compiled_model_gets(profile: Profile, wrapped: bool):
+    model, budget = make(), budgets(profile)[0]
+    compiled_model: Any = torch.compile(model) if wrapped else model
+    if not wrapped:
+        for block in model.blocks:
+            block.compile()
+    before = attributes(model)
+    plan = autoac.plan(compiled_model, batch(), budget, loss=loss)
+    assert plan.engine == "compile"
+    assert "(auto: the model is compiled)" in plan.explain()
+    report = plan.verify(compiled_model, batch(), loss)
+    assert report.ok, str(report)
+    plan.apply(compiled_model)
+    compiled_model(batch())
+    plan.remove(compiled_model)
+    assert [[name for name, _ in found] for found in attributes(model)] == [
+        [name for name, _ in found] for found in before
+    ]
+    other = autoac.plan(
+        compiled_model, batch(), budget, loss=loss, policies=[autoac.Policy("MUST_SAVE", op="*")]
+    )
+    assert other.engine == ("sac" if wrapped else "replay")
+    assert "(auto: the model is compiled, and engine compile is not for policies)" in other.explain()
+
+
+def test_a_compiled_model_of_which_no_block_can_be_compiled(folder: Path):
+    model = make()
+    for i in range(3):
+        model.blocks[i] = Breaking(0.1)
+    compiled_model: Any = torch.compile(model)
+    plan = autoac.plan(compiled_model, batch(), "1GB", loss=loss)
+    assert plan.engine == "sac"
+    assert "auto: nothing of the model can be compiled: " in plan.explain()
+    compiled_model = torch.compile(make(), backend="aot_eager")
+    plan = autoac.plan(compiled_model, batch(), "1GB", loss=loss)
+    assert plan.engine == "sac"
+    assert "engine compile is not for code of another compiler than inductor" in plan.explain()
+
+
 def test_another_plan_never_gets_the_code_of_the_first(profile: Profile, folder: Path):
     """One folder for all: compiled anew, all is found there, and each point keeps what it kept."""
     from torch._dynamo.utils import counters
@@ -209,7 +252,8 @@ class Breaking(Block):
         return x
 
 
-def test_a_region_that_cannot_be_compiled_runs_as_it_is_written(profile: Profile):
+def test_a_region_that_cannot_be_compiled_is_replayed_in_the_same_plan(profile: Profile):
+    """Its values are recomputed one by one, masks and all, between regions that are compiled."""
     model = make()
     model.blocks[1] = Breaking(0.1)
     recorded = autoac.profile(model, batch(), loss=loss, engine="compile")
@@ -217,13 +261,23 @@ def test_a_region_that_cannot_be_compiled_runs_as_it_is_written(profile: Profile
     failed = [region for region in recorded.compiled.regions if region.failure]
     assert [recorded.calls[call].fqn for region in failed for call in region.calls] == ["blocks.1"]
     assert "graph_break" in failed[0].failure
-    assert sum("'blocks.1'" in note and "uncompiled" in note for note in recorded.notes) == 1
-    budget = budgets(recorded)[0]
-    plan = autoac.solve(recorded, budget, engine="compile")
-    assert [region.fqn for region in plan.regions] == ["blocks.0", "blocks.2"]
-    report = plan.verify(model, batch(), loss)
-    assert report.equal
-    assert "not compiled    'blocks.1'" in plan.explain()
+    assert sum("'blocks.1'" in note and "engine replay runs" in note for note in recorded.notes) == 1
+    gradients, plans = [], [planned(recorded, budget, model) for budget in budgets(recorded, 2)]
+    for plan in plans:
+        assert [(r.fqn, r.point != "eager") for r in plan.regions] == [
+            ("blocks.0", True),
+            ("blocks.1", False),
+            ("blocks.2", True),
+        ]
+        report = plan.verify(model, batch(), loss)
+        assert report.ok, str(report)
+        assert report.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+        with plan.applied(model):
+            gradients.append((plan.regions[1].wrapped, step(model)))
+    assert [wrapped for wrapped, _ in gradients] == [True, False]
+    for a, b in zip(*(found for _, found in gradients), strict=True):
+        assert torch.equal(a, b) if not a.is_floating_point() else (a - b).norm() <= 1e-6 * a.norm()
+    assert "not compiled    'blocks.1', which engine replay runs" in plans[0].explain()
 
 
 def test_where_nothing_can_be_compiled_it_says_so(folder: Path):
@@ -247,6 +301,24 @@ def test_more_kinds_of_arguments_than_torch_compiles_code_for(profile: Profile):
         with pytest.warns(UserWarning, match=r"region 'blocks\.\d' was called with more kinds of arguments"):
             gradients = step(model, batch()[:7])
     assert all(torch.isfinite(t).all() for t in gradients[:2])
+
+
+def test_compared_with_torchs_own_budgets(profile: Profile, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("autoac.compare.compiled.FRACTIONS", (1.0, 0.0))
+    budget, model = budgets(profile)[0], make()
+    workload = Workload("blocks", "blocks", model, batch(), tuple(f"blocks.{i}" for i in range(3)), loss)
+    result = compare(workload, [budget], engine="compile", rounds=1)
+    rows = {row.name: row for row in result.rows}
+    torchs, lowest = rows["torch.compile, budget 1"], rows["torch.compile, budget 0"]
+    assert not torchs.error
+    assert torchs.gradients_equal
+    assert not lowest.gradients_equal  # torch draws masks anew, if this fails it has been mended
+    assert rows["torch.compile, each block checkpointed"].peak_bytes < torchs.peak_bytes
+    ours = rows[f"{AT_BUDGET}{budget}"]
+    assert not ours.is_wrong
+    assert ours.predicted_peak_bytes == pytest.approx(ours.peak_bytes, rel=0.01)
+    assert all(not row.is_wrong for row in result.ours if not row.error)
+    assert "gradients of compiled code" in str(list(render(result, {}, ()).renderables))
 
 
 def test_infeasible(profile: Profile):

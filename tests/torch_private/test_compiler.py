@@ -58,6 +58,18 @@ def test_compiled_attribute():
     assert torch_private.compiled_attribute(model) is None
 
 
+def test_is_compiled_by_inductor():
+    model = nn.Linear(2, 2)
+    assert not torch_private.is_compiled_by_inductor(model)
+    assert torch_private.is_compiled_by_inductor(torch.compile(model))  # type: ignore[arg-type]
+    other = torch.compile(model, backend="aot_eager")
+    assert not torch_private.is_compiled_by_inductor(other)  # type: ignore[arg-type]
+    model.compile()
+    assert torch_private.is_compiled_by_inductor(model)
+    model.compile(backend="eager")
+    assert not torch_private.is_compiled_by_inductor(model)
+
+
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 def test_name_of_the_node_of_compiled_code():
     compiled = torch.compile(lambda x: x.sin().cos(), backend="aot_eager")

@@ -32,6 +32,20 @@ MOST_POINTS = 6
 """That are compiled of a region. Each takes the compiler some seconds, for all regions that are alike together."""
 
 
+class NothingCompiled(ProfilingError):
+    """No region of a model can be compiled.
+
+    Args:
+        why: of the first one.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(
+            f"no region of the model can be compiled: {why}. Choose other regions (regions=), or take engine='replay'."
+        )
+
+
 def with_compiled_regions(
     profile: Profile,
     step: TrainingStep,
@@ -48,7 +62,7 @@ def with_compiled_regions(
         names: modules to compile; None takes what `granularity` says.
 
     Raises:
-        ProfilingError: no region can be compiled.
+        NothingCompiled: no region can be compiled.
     """
     start = time.perf_counter()
     if names is not None:
@@ -58,17 +72,14 @@ def with_compiled_regions(
     with ONE_AT_A_TIME:
         regions = _regions(profile, step, calls, progress or (lambda *_: None))
     if not any(region.points for region in regions):
-        reason = (
-            f": {regions[0].failure}" if regions else ": the model has no block that holds a twentieth of it"
-        )
-        raise ProfilingError(
-            f"no region of the model can be compiled{reason}. Choose other regions (regions=), or take "
-            "engine='replay'."
+        raise NothingCompiled(
+            regions[0].failure if regions else "the model has no block that holds a twentieth of it"
         )
     table = CompiledTable(tuple(regions), seconds=time.perf_counter() - start)
     failed = [region for region in regions if region.failure]
     notes = [
-        f"{profile.module_name(region.calls[0])!r} and what is like it runs uncompiled: {region.failure}"
+        f"{profile.module_name(region.calls[0])!r} and what is like it cannot be compiled, so engine replay runs it: "
+        f"{region.failure}"
         for region in failed
     ]
     return replace(profile, compiled=table, notes=(*profile.notes, *notes))

@@ -90,8 +90,11 @@ def _corrected(plan: Plan, measured_bytes: int) -> Plan:
     record = plan.record
     table = record.profile.compiled
     assert table is not None
-    live = step_of(record).timeline["live_bytes"].to_numpy()
-    ran = 1 + max(index for index, op in enumerate(record.profile.tape) if op.backward)
+    step = step_of(record)
+    live = step.timeline["live_bytes"].to_numpy()
+    ran = 1 + max(
+        p for p, op in enumerate(step.built.problem.position_op) if record.profile.tape[op].backward
+    )
     error = measured_bytes - int(live[:ran].max())
     counted = max(table.unseen_bytes, -record.resident_bytes)  # no less than nothing is there before the step
     profile = replace(record.profile, compiled=replace(table, unseen_bytes=counted + error))

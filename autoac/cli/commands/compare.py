@@ -27,7 +27,10 @@ def main(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of the step time of each strategy.")] = 8,
-    engine: Annotated[Literal["replay", "sac"], typer.Option(help="Of our plans.")] = "replay",
+    engine: Annotated[
+        Literal["replay", "sac", "compile"],
+        typer.Option(help="Of our plans. With compile, torch's own budgets are measured, too."),
+    ] = "replay",
     threads: Threads = None,
     arguments: Arguments = None,
     plot: Annotated[
@@ -47,7 +50,8 @@ def main(
 
     No checkpointing, full checkpointing of each and of every second block,
     saving attention and matmuls (or convolutions), torch's sac_milp if pwlf is
-    installed, and ours at the peak of each of these and at your budgets.
+    installed, and ours at the peak of each of these and at your budgets. With
+    --engine compile also blocks compiled at torch's own memory budgets.
 
     The process restarts once, with settings that keep the times quiet. Exits
     with 1 if a gradient or buffer under one of our plans differs, a peak

@@ -11,18 +11,26 @@ import torch
 from autoac.execute.chains import Chains
 from autoac.execute.compiled.code import compiled
 from autoac.execute.program import Program
+from autoac.execute.replay.engine import ReplayEngine
 from autoac.torch_private import is_recompile_limit
 from autoac_solver.build.engines import engine_model
 from autoac_solver.build.engines.compile import CompileCosts
+from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.engines import COMPILE
 
 
 class CompileEngine:
-    """See `Engine`. Compiled modules around or inside of regions run as they are written, for regions are compiled."""
+    """See `Engine`. Compiled modules around or inside of regions run as they are written, for regions are compiled.
+
+    Regions that cannot be compiled have no point: engine replay runs them.
+    """
 
     model = engine_model(COMPILE)
     eager_only = True
     is_policy = False
+
+    def __init__(self) -> None:
+        self._replay = ReplayEngine()
 
     def run(
         self,
@@ -32,6 +40,8 @@ class CompileEngine:
         kwargs: dict[str, Any],
         module: torch.nn.Module,
     ) -> Any:
+        if program.point == EAGER:
+            return self._replay.run(program, forward, args, kwargs, module)
         if torch.compiler.is_compiling():  # somebody compiles around it: the point would be lost
             return forward(*args, **kwargs)
         try:

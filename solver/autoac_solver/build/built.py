@@ -42,7 +42,8 @@ class Built:
         group_storages: for each group, the storages that it is about.
         loss: the group of the log-probabilities of all cross entropies that may be chunked, -1 for none.
         refused: module calls that were asked for and are no regions.
-        points: where regions are compiled, for each the points' names, one for each option of its group.
+        points: where regions are compiled, for each the points' names, one for each option of its group; none for one
+            that is replayed.
     """
 
     model: EngineModel
@@ -64,7 +65,13 @@ class Built:
 
     def point(self, region: int, decisions: Sequence[int]) -> str:
         """How a region is compiled."""
-        return self.points[region][decisions[region]] if self.points else EAGER
+        if not self.is_compiled(region):
+            return EAGER
+        return self.points[region][decisions[self.regions[region].group_of[0]]]
+
+    def is_compiled(self, region: int) -> bool:
+        """Whether what is decided of a region is a point at which it is compiled."""
+        return bool(self.points and self.points[region])
 
     def steps(self, profile: Profile, region: int, decisions: Sequence[int]) -> tuple[tuple[str, bool], ...]:
         """Overload and decision of every op of a region, in order."""

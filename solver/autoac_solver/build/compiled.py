@@ -7,17 +7,26 @@ NOTE [ Memory of a compiled region ]
   2. From there to the end of its backward `kept_bytes` are alive, and its inputs.
   3. While its backward runs, from the first unpack to the last release of its saved tensors on the tape,
      `backward_bytes` are alive on top. What the tape allocates there and outlives it (gradients) lives from its end on.
+
+NOTE [ Regions that cannot be compiled ]
+  Engine replay runs them, and decides on their values one by one. So the axis, the groups and the lifetimes are
+  replay's, of a step whose only regions are these; compiled code is laid over it. The groups of the compiled regions
+  come after those of replay and of the loss.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from autoac_solver.build.axis import Axis
 from autoac_solver.build.built import Built, RegionTape
+from autoac_solver.build.draft import Draft, Use
 from autoac_solver.build.engine_model import EngineModel
+from autoac_solver.build.engines.replay import Replay, lives_of, lives_of_ops
+from autoac_solver.build.groups import Groups
+from autoac_solver.build.loss import LOSS, decided_losses, ops_of, with_chunked_losses
 from autoac_solver.build.regions import Region, choose_regions
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import (
@@ -30,10 +39,14 @@ from autoac_solver.problem.problem import (
     Option,
     Problem,
     RegionCost,
+    SharedCost,
+    save_or_recompute,
 )
 from autoac_solver.records.compiled import EAGER, CompiledPoint, undominated
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.profile import NEVER, Profile
+
+_REPLAY = Replay()
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,7 @@ class _Compiled:
     points: tuple[CompiledPoint, ...]
     forward: tuple[int, int]
     backward: tuple[int, int]
+    group: int
 
 
 def build_compiled(profile: Profile, calls: Sequence[int], model: EngineModel) -> Built:
@@ -60,73 +74,120 @@ def build_compiled(profile: Profile, calls: Sequence[int], model: EngineModel) -
             "this profile has no measured points of compiled regions, which engine 'compile' chooses from: record it "
             "with autoac.profile(model, sample, engine='compile'), or plan with autoac.plan(..., engine='compile')."
         )
-    step = Step(profile)
+    table, step = profile.compiled, Step(profile)
     found, refused = choose_regions(step, calls, model)
-    compiled = [_of(step, region) for region in found]
+    failed = [refusal.call for refusal in refused if table.of_call(refusal.call) is not None]
+    draft = _draft(step, found, failed)
+    replayed = {region.call for region in draft.regions}
+    first = len(draft.groups.all) + bool(draft.losses)
+    compiled = [_of(draft, region, first + index) for index, region in enumerate(found)]
+    regions = sorted((*found, *draft.regions), key=lambda region: region.start)
+    points = {c.region.call: tuple(point.name for point in c.points) for c in compiled}
+    group = {c.region.call: c.group for c in compiled}
+    storages: list[list[int]] = [[] for _ in draft.groups.all]
+    for storage, index in draft.groups.of_storage.items():
+        storages[index].append(storage)
+    if draft.losses:
+        storages.append([loss.log_probabilities for loss in draft.losses])
     return Built(
         model,
-        tuple(
-            RegionTape(
-                c.region.call, tuple(c.region.ops), (i,) * len(c.region.ops), (False,) * len(c.region.ops)
-            )
-            for i, c in enumerate(compiled)
-        ),
-        _problem(step, compiled),
-        tuple(() for _ in compiled),
-        refused=refused,
-        points=tuple(tuple(point.name for point in c.points) for c in compiled),
+        tuple(_tape(draft, region, group.get(region.call, NEVER)) for region in regions),
+        _problem(draft, compiled, regions),
+        (*(tuple(sorted(own)) for own in storages), *(() for _ in compiled)),
+        len(draft.groups.all) if draft.losses else -1,
+        tuple(refusal for refusal in refused if refusal.call not in replayed),
+        tuple(points.get(region.call, ()) for region in regions),
     )
 
 
-def _of(step: Step, region: Region) -> _Compiled:
-    table = step.profile.compiled
+def _draft(step: Step, compiled: Sequence[Region], failed: Sequence[int]) -> Draft:
+    """The step with all that engine replay decides on: the regions that cannot be compiled, and losses."""
+    replayed, _ = choose_regions(step, failed, _REPLAY)
+    losses = decided_losses(step, (*compiled, *replayed), _REPLAY)
+    of_losses = ops_of(losses)
+    if any(not of_losses.isdisjoint(region.ops) for region in compiled):
+        losses, of_losses = (), set()
+    only_losses = {region.index for region in replayed if of_losses.issuperset(region.ops)}
+    groups = Groups(step, replayed, _REPLAY, frozenset(), only_losses)
+    return Draft(step, replayed, groups, Axis(step, replayed, groups, _REPLAY), losses)
+
+
+def _tape(draft: Draft, region: Region, group: int) -> RegionTape:
+    """A region on the tape; `group` is `NEVER` if it is replayed."""
+    groups = (draft.groups.of_op.get(op, -1) if group == NEVER else group for op in region.ops)
+    return RegionTape(region.call, tuple(region.ops), tuple(groups), (False,) * len(region.ops))
+
+
+def _of(draft: Draft, region: Region, group: int) -> _Compiled:
+    axis, table = draft.axis, draft.step.profile.compiled
     measured = None if table is None else table.of_call(region.call)
     assert measured is not None  # others were refused
-    first = bisect_left(step.ticks, region.begin_backward)
-    last = bisect_left(step.ticks, region.last_release)
+    first, last = axis.position(region.begin_backward), axis.position(region.last_release)
     return _Compiled(
         region,
         undominated(measured.points),
-        (region.ops.start, region.ops.stop),
-        (min(first, len(step.ticks) - 1), min(max(last, first + 1), len(step.ticks))),
+        (axis.forward[region.ops[0]], axis.forward[region.ops[-1]] + 1),
+        (min(first, len(axis) - 1), min(max(last, first + 1), len(axis))),
+        group,
     )
 
 
-def _problem(step: Step, compiled: Sequence[_Compiled]) -> Problem:
-    profile = step.profile
+def _problem(draft: Draft, compiled: Sequence[_Compiled], regions: Sequence[Region]) -> Problem:
+    profile, axis = draft.step.profile, draft.axis
     assert profile.compiled is not None
     inside = _inside(compiled)
     fastest_s = sum(c.points[0].time_s for c in compiled)
-    outside_s = sum(op.time_s for index, op in enumerate(profile.tape) if index not in inside)
+    outside_s = sum(op.time_s for index, op in enumerate(profile.tape) if axis.forward[index] not in inside)
     resident = sum(s.bytes for s in profile.storage_table if s.alloc == NEVER)
     # What was measured of a whole step says nothing of the optimizer, which runs after the last op of backward.
-    unseen, optimizer = (
-        profile.compiled.unseen_bytes,
-        1 + max(i for i, op in enumerate(profile.tape) if op.backward),
-    )
+    last = max(i for i, op in enumerate(profile.tape) if op.backward)
+    unseen, optimizer = profile.compiled.unseen_bytes, 1 + axis.forward[last]
     less = max(0, min(-unseen, resident))
+    groups, costs, shared = _decided(draft, compiled, regions)
     return Problem(
-        n_positions=len(step.ticks),
+        n_positions=len(axis),
         resident_bytes=resident - less,
         step_s=outside_s + fastest_s + profile.views_s + profile.outside_s,
-        groups=tuple(_group(index, c) for index, c in enumerate(compiled)),
-        regions=tuple(RegionCost(0.0, profile.module_name(c.region.call)) for c in compiled),
+        groups=groups,
+        regions=costs,
         lifetimes=(
-            *_storages(step, compiled),
-            *_workspaces(step, inside),
-            Lifetime(less, optimizer, len(step.ticks)),
+            *_storages(draft, compiled),
+            *lives_of_ops(draft, inside),
+            Lifetime(less, optimizer, len(axis)),
             Lifetime(max(0, unseen), 0, optimizer),
-            *(lifetime for index, c in enumerate(compiled) for lifetime in _code(index, c)),
+            *(lifetime for c in compiled for lifetime in _code(c)),
         ),
-        position_op=tuple(range(len(step.ticks))),
-        position_replayed=(False,) * len(step.ticks),
+        position_op=tuple(axis.op),
+        position_replayed=tuple(axis.replayed),
+        shared=shared,
     )
 
 
-def _group(index: int, compiled: _Compiled) -> DecisionGroup:
+def _decided(
+    draft: Draft, compiled: Sequence[_Compiled], regions: Sequence[Region]
+) -> tuple[tuple[DecisionGroup, ...], tuple[RegionCost, ...], tuple[SharedCost, ...]]:
+    """Groups, what wrapping each region takes, and costs that groups share."""
+    profile = draft.step.profile
+    place = {region.call: index for index, region in enumerate(regions)}
+    groups = [replace(g, region=place[draft.regions[g.region].call]) for g in draft.groups.all]
+    costs = [RegionCost(0.0, profile.module_name(region.call)) for region in regions]
+    shared: list[SharedCost] = []
+    for region in draft.regions:
+        wrap_s, parts = _REPLAY.overhead(draft, region)
+        costs[place[region.call]] = RegionCost(wrap_s, profile.module_name(region.call))
+        shared += parts
+    if draft.losses:
+        ops = tuple(loss.log_softmax for loss in draft.losses)
+        groups.append(save_or_recompute(len(costs), sum(profile.tape[op].again_s for op in ops), ops=ops))
+        costs.append(RegionCost(0.0, LOSS))
+    groups += (_group(place[c.region.call], c) for c in compiled)
+    return tuple(groups), tuple(costs), tuple(shared)
+
+
+def _group(region: int, compiled: _Compiled) -> DecisionGroup:
     fastest_s = compiled.points[0].time_s
     return DecisionGroup(
-        index,
+        region,
         tuple(
             Option(Action.SAVE if point.name == EAGER else Action.COMPILED, point.time_s - fastest_s)
             for point in compiled.points
@@ -139,81 +200,85 @@ def _inside(compiled: Sequence[_Compiled]) -> set[int]:
     return {p for c in compiled for window in (c.forward, c.backward) for p in range(*window)}
 
 
-def _when(group: int, option: int) -> Condition:
-    return Condition((Literal(group, option),))
+def _when(compiled: _Compiled, option: int) -> Condition:
+    return Condition((Literal(compiled.group, option),))
 
 
-def _code(index: int, compiled: _Compiled) -> Iterator[Lifetime]:
+def _code(compiled: _Compiled) -> Iterator[Lifetime]:
     """What the compiled code of a region takes, by point; see NOTE [ Memory of a compiled region ]."""
     (first, end), (begin, last) = compiled.forward, compiled.backward
     for option, point in enumerate(compiled.points):
-        when = _when(index, option)
+        when = _when(compiled, option)
         yield Lifetime(point.forward_bytes, first, end, when)
         yield Lifetime(point.kept_bytes, end, last, when)
         yield Lifetime(point.backward_bytes, begin, last, when)
 
 
-def _workspaces(step: Step, inside: set[int]) -> Iterator[Lifetime]:
-    """What is alive only while an op runs that is in no compiled region."""
-    for position, op in enumerate(step.profile.tape):
-        if op.workspace_bytes and position not in inside:
-            yield Lifetime(op.workspace_bytes, position, position + 1)
-
-
-def _storages(step: Step, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
+def _storages(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
     """The storages of the tape that live outside of compiled code."""
-    profile = step.profile
+    windows = sorted(window for c in compiled for window in (c.forward, c.backward))
+    lives = _outside(draft, compiled)
+    loss = len(draft.groups.all) if draft.losses else -1
+    for lifetime in with_chunked_losses(draft, loss, lives):
+        start = lifetime.start
+        if start >= len(draft.axis) or not draft.axis.replayed[start]:
+            start = _born(windows, start)
+        found = replace(
+            lifetime,
+            start=start,
+            end=max(start, _ended(windows, lifetime.end)),
+            extensions=tuple(Extension(_ended(windows, e.end), e.when) for e in lifetime.extensions),
+        )
+        if max((found.end, *(e.end for e in found.extensions))) > start:
+            yield found
 
-    def position(tick: int) -> int:
-        return bisect_left(step.ticks, tick)
 
-    region_at = {op: index for index, c in enumerate(compiled) for op in c.region.ops}
-    ends = [profile.storage_table[i].free for i in range(len(profile.storage_table))]
+def _outside(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
+    """Lives of storages as autograd and replay have them, and as compiled regions hold them besides."""
+    profile = draft.step.profile
+    makers = {storage: i for i, op in enumerate(profile.tape) for storage in op.creates}
+    made_in = {s: c for c in compiled for op in c.region.ops for s in profile.tape[op].creates}
+    holder = _holder(compiled)
+    held = dict.fromkeys(range(len(profile.storage_table)), 0)
     for saved in profile.saved:
-        index = _region_of(compiled, saved.tick)
-        if index is None:
-            ends[saved.storage] = max(ends[saved.storage], saved.released)
-        elif _region_of(compiled, profile.storage_table[saved.storage].alloc) != index:
-            ends[saved.storage] = max(ends[saved.storage], compiled[index].region.last_release)
+        c = holder(saved.tick)
+        if c is not None and holder(profile.storage_table[saved.storage].alloc) is not c:
+            held[saved.storage] = max(held[saved.storage], c.backward[1])
     for c in compiled:
         for storage in profile.calls[c.region.call].inputs:
-            ends[storage] = max(ends[storage], c.region.last_release)
-    made_in = {s: region_at[op] for op in region_at for s in profile.tape[op].creates}
-    windows = sorted(window for c in compiled for window in (c.forward, c.backward))
-    for storage, record in enumerate(profile.storage_table):
-        if record.alloc == NEVER or not record.bytes:
-            continue
-        start, end = _clipped(windows, position(record.alloc), position(ends[storage]))
-        maker = made_in.get(storage)
-        if start >= end:
-            continue
-        extensions: tuple[Extension, ...] = ()
+            held[storage] = max(held[storage], c.backward[1])
+    for use in draft.uses():
+        saves = [index for index in use.saves if holder(profile.saved[index].tick) is None]
+        maker = made_in.get(use.storage)
+        lives = lives_of(draft, Use(use.storage, saves, use.reads, use.inputs), makers)
+        first = next(lives)
+        end = max(first.end, held[use.storage])
+        kept = [e for e in first.extensions if e.end > end]
         if maker is not None:
-            until = compiled[maker].backward[1]
-            extensions = tuple(
-                Extension(until, _when(maker, option))
-                for option, point in enumerate(compiled[maker].points)
-                if point.holds_output and until > end
+            kept += (
+                Extension(maker.backward[1], _when(maker, option))
+                for option, point in enumerate(maker.points)
+                if point.holds_output and maker.backward[1] > end and end > maker.forward[1]
             )
-        yield Lifetime(record.bytes, start, end, extensions=extensions, storage=storage)
+        yield replace(first, end=end, extensions=tuple(kept))
+        yield from lives
 
 
-def _region_of(compiled: Sequence[_Compiled], tick: int) -> int | None:
-    return next((i for i, c in enumerate(compiled) if c.region.owns(tick)), None)
+def _holder(compiled: Iterable[_Compiled]) -> Callable[[int], _Compiled | None]:
+    """From a tick of forward to the compiled region that runs then."""
+    owner = list(compiled)
+    return lambda tick: next((c for c in owner if c.region.owns(tick)), None)
 
 
-def _clipped(windows: Sequence[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
-    """A life without what compiled code does in it: see NOTE [ Memory of a compiled region ].
-
-    What begins in a window begins at its end, before the next window if that is there at once, and what ends in one
-    ends at its end.
-    """
+def _born(windows: Sequence[tuple[int, int]], start: int) -> int:
+    """What begins in a window begins at its end, before the next window if that is there at once."""
     born = float(start)
     for first, last in windows:
         if first <= born < last:
-            if end <= last:
-                return start, start
             born = last - 0.5
-        elif born < first < end < last:
-            end = last
-    return math.ceil(born), end
+    return math.ceil(born)
+
+
+def _ended(windows: Sequence[tuple[int, int]], end: int) -> int:
+    """What ends in a window ends at its end."""
+    return max((last for first, last in windows if first < end < last), default=end)

@@ -268,10 +268,13 @@ def _check_regions(record: PlanRecord) -> None:
             raise ValueError(f"region {region.name!r} recomputes something, but is not wrapped")
         if region.point != EAGER and not compiles(record.engine):
             raise ValueError(f"region {region.name!r} is compiled, in a plan of engine {record.engine!r}")
-        if compiles(record.engine) and region.wrapped != (region.point != EAGER):
+        again = any(again for _, again in region.steps)
+        if compiles(record.engine) and region.wrapped != (again or region.point != EAGER):
             raise ValueError(
-                f"region {region.name!r} is wrapped but not compiled, or compiled but not wrapped"
+                f"region {region.name!r} is wrapped and neither compiled nor recomputed, or the other way round"
             )
+        if again and region.point != EAGER:
+            raise ValueError(f"region {region.name!r} is compiled, and has ops that run again")
         _check_pauses(region)
 
 

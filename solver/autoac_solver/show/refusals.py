@@ -106,9 +106,15 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
 
 def _region(profile: Profile, step: PlannedStep, region: int) -> str:
     """What is done in a region, and what must be saved in it."""
-    if step.built.points:
-        row = step.decisions.iloc[region]
+    if step.built.is_compiled(region):
+        row = step.decisions[step.decisions["unit"] == step.built.regions[region].group_of[0]].iloc[0]
         return f"is a region, {row['op']}: it keeps {format_bytes(int(row['bytes']))} for backward"
+    if step.built.points:
+        return f"cannot be compiled, so engine replay runs it: it {_replayed(profile, step, region)}"
+    return _replayed(profile, step, region)
+
+
+def _replayed(profile: Profile, step: PlannedStep, region: int) -> str:
     groups = [i for i, group in enumerate(step.built.problem.groups) if group.region == region]
     again = [i for i in groups if step.built.is_recomputed(step.options, i)]
     kept = [i for i in groups if step.built.problem.groups[i].must_save]

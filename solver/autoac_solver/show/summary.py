@@ -185,7 +185,7 @@ def _compiled(record: PlanRecord) -> list[str]:
         if region.failure:
             name = record.profile.module_name(region.calls[0])
             more = f" and {len(region.calls) - 1} more" if len(region.calls) > 1 else ""
-            rows.append(_row("not compiled", f"{name!r}{more}: {region.failure}"))
+            rows.append(_row("not compiled", f"{name!r}{more}, which engine replay runs: {region.failure}"))
     return rows
 
 

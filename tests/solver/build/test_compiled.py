@@ -12,7 +12,7 @@ from autoac_solver.plan.partitions import blocks, whole
 from autoac_solver.plan.planning import plan_budgets, plan_profile
 from autoac_solver.plan.recorded.made import predicted_anew
 from autoac_solver.plan.recorded.step import step_of
-from autoac_solver.problem.problem import Action
+from autoac_solver.problem.problem import Action, Problem
 from autoac_solver.problem.simulator import simulate
 from autoac_solver.problem.validate import validate
 from autoac_solver.records.compiled import (
@@ -133,6 +133,49 @@ def test_agrees_with_exhaustive_search(solver: str):
         assert_agrees_with_exhaustive_search(built.problem, budgets_around(rng), solver)
 
 
+@pytest.mark.parametrize("name", ["gpt-8-blocks-cpu"])
+def test_memory_of_replayed_regions_is_that_of_engine_replay(name: str):
+    """Where no region can be compiled, the problem is engine replay's."""
+    profile = Profile.load(ROOT / "profiles" / f"{name}.json")
+    blocks = [index for index, call in enumerate(profile.calls) if call.class_name == "Block"]
+    rng = random.Random(2)
+    failed = CompiledTable((CompiledRegion(tuple(blocks), (), (), FAILED),))
+    mixed = build(replace(profile, compiled=failed), blocks, "compile").problem
+    replayed = build(profile, blocks, "replay").problem
+    for _ in range(20):
+        decisions = random_decisions(rng, replayed)
+        assert (
+            simulate(mixed, decisions).live_bytes.tolist()
+            == simulate(replayed, decisions).live_bytes.tolist()
+        )
+        assert simulate(mixed, decisions).extra_s == pytest.approx(simulate(replayed, decisions).extra_s)
+
+
+def random_decisions(rng: random.Random, problem: Problem) -> list[int]:
+    """Permitted by the groups one by one, and the same as those they must be like."""
+    found = [rng.randrange(2) if not group.must_save else 0 for group in problem.groups]
+    return [
+        found[group.same_as] if group.same_as >= 0 else found[i] for i, group in enumerate(problem.groups)
+    ]
+
+
+@pytest.mark.parametrize("solver", ["highs"])
+def test_compiled_and_replayed_regions_agree_with_exhaustive_search(solver: str):
+    rng = random.Random(4)
+    for _ in range(8):
+        points = random_points(rng)
+        points = tuple(replace(p, kept_bytes=p.kept_bytes // 10**4, forward_bytes=p.forward_bytes // 10**4,
+                               backward_bytes=p.backward_bytes // 10**4) for p in points)  # fmt: skip
+        first, second = rng.sample(BLOCKS, 2)
+        table = CompiledTable(
+            (CompiledRegion((first,), (), points), CompiledRegion((second,), (), (), FAILED))
+        )
+        built = build(replace(two_blocks(), compiled=table), BLOCKS, "compile")
+        validate(built.problem)
+        assert {len(group.options) == 2 for group in built.problem.groups} >= {True}
+        assert_agrees_with_exhaustive_search(built.problem, budgets_around(rng), solver)
+
+
 def test_dominated_points_are_no_options():
     slower, larger = replace(FAST, backward_s=4.0), replace(MIDDLE, kept_bytes=60, backward_s=4.5)
     assert undominated((slower, FAST, larger, MIDDLE, replace(FAST, name="eager"), SMALL)) == (
@@ -194,16 +237,32 @@ def test_points_in_words():
             kept_ops(name)
 
 
-def test_a_region_that_cannot_be_compiled_is_left_as_it_is():
-    table = CompiledTable(
-        (CompiledRegion((1,), (), (SMALL,)), CompiledRegion((3,), (), (), "graph break in user code"))
+FAILED = "graph break in user code"
+
+
+def test_a_region_that_cannot_be_compiled_is_replayed(tmp_path: Path):
+    fast, small = replace(FAST, forward_bytes=120), replace(SMALL, forward_bytes=60)
+    table = CompiledTable((CompiledRegion((1,), (), (), FAILED), CompiledRegion((3,), (), (fast, small))))
+    profile = replace(two_blocks(), compiled=table)
+    built = build(profile, BLOCKS, "compile")
+    validate(built.problem)
+    assert built.points == ((), ("torch:1", "save:"))
+    assert not built.refused
+    curve = plan_budgets(profile, points=4, engine="compile")
+    least, most = curve.record(0), curve.record(len(curve.points) - 1)
+    for record, compiled_at, again in ((least, "save:", True), (most, "torch:1", False)):
+        first, second = record.regions
+        assert (first.fqn, first.point) == ("blocks.0", "eager")
+        assert (second.fqn, second.point) == ("blocks.1", compiled_at)
+        assert first.wrapped is again
+        assert any(recomputed for _, recomputed in first.steps) is again
+        record.save(tmp_path / "plan.json")
+        assert step_of(PlanRecord.load(tmp_path / "plan.json")).options == step_of(record).options
+    assert f"not compiled    'blocks.0', which engine replay runs: {FAILED}" in explain(least)
+    assert why(least, "blocks.0").startswith(
+        "blocks.0: cannot be compiled, so engine replay runs it: it is a region; "
     )
-    record = plan_profile(replace(two_blocks(), compiled=table), 10**6, engine="compile")
-    assert [region.fqn for region in record.regions] == ["blocks.0"]
-    assert (
-        why(record, "blocks.1") == "blocks.1: is no region: it cannot be compiled: graph break in user code"
-    )
-    assert "not compiled    'blocks.1': graph break in user code" in explain(record)
+    assert set(step_of(least).decisions["region"]) == {"blocks.0", "blocks.1"}
 
 
 def test_what_another_profile_predicts_of_the_same_plan():
@@ -239,7 +298,7 @@ def test_damaged_plans_are_refused(tmp_path: Path):
     record = plan_profile(compiled(two_blocks(), FAST, SMALL), 1260, engine="compile")
     path = tmp_path / "plan.json"
     for wrong, message in (
-        (changed(record, wrapped=False), "wrapped but not compiled, or compiled but not wrapped"),
+        (changed(record, wrapped=False), "wrapped and neither compiled nor recomputed"),
         (changed(record, point="save:9"), r"a point .* no measurement"),
         (changed(record, point="torch:1"), "programs do not give its predicted peak"),
         (replace(changed(record), engine="replay"), "in a plan of engine 'replay'"),

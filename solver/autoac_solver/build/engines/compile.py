@@ -1,7 +1,8 @@
 """Regions that `torch.compile` compiles, each at one of several measured points: what is decided is the point.
 
 Such a region is one decision group, see `build.compiled`. Below it nothing is decided: its ops are no groups, and none
-of them has a place where it runs again, for what compiled code recomputes is part of its measured backward.
+of them has a place where it runs again, for what compiled code recomputes is part of its measured backward. Regions
+that cannot be compiled are engine replay's, in the same plan.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from dataclasses import dataclass
 
 from autoac_solver.build.built import Built, RegionTape
 from autoac_solver.build.draft import Draft
+from autoac_solver.build.engines.replay import Replay
 from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import Lifetime, SharedCost
 from autoac_solver.records.engines import COMPILE
 from autoac_solver.records.plan import Pause
 from autoac_solver.records.profile import ModuleCall, Op, Profile
+
+_REPLAY = Replay()
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,10 @@ class Compile:
         return 0.0
 
     def wanted(self, op: Op, storages: set[int]) -> bool:
-        return False
+        return _REPLAY.wanted(op, storages)
 
     def needed(self, profile: Profile, built: Built, tape: RegionTape) -> set[int]:
-        return set()
+        return _REPLAY.needed(profile, built, tape)
 
     def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
         """What lives when where no region is compiled."""
@@ -72,7 +76,7 @@ class Compile:
     def pauses(
         self, profile: Profile, region: int, recorded: AbstractSet[int], never: Container[str]
     ) -> tuple[Pause, ...]:
-        return ()
+        return _REPLAY.pauses(profile, region, recorded, never) if recorded else ()
 
     def overhead(self, draft: Draft, region: Region) -> tuple[float, list[SharedCost]]:
         return 0.0, []

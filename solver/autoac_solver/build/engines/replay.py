@@ -114,12 +114,12 @@ class Replay:
     def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
         makers = {storage: i for i, op in enumerate(draft.step.profile.tape) for storage in op.creates}
         for use in draft.uses():
-            yield from _storage(draft, use, makers)
-        yield from _ops(draft)
+            yield from lives_of(draft, use, makers)
+        yield from lives_of_ops(draft)
 
 
-def _storage(draft: Draft, use: Use, makers: Mapping[int, int]) -> Iterator[Lifetime]:
-    """A storage as forward makes it, and as replay makes it again.
+def lives_of(draft: Draft, use: Use, makers: Mapping[int, int]) -> Iterator[Lifetime]:
+    """A storage as forward makes it, then as replay makes it again.
 
     Args:
         makers: by storage, the op that creates it.
@@ -155,14 +155,18 @@ def _storage(draft: Draft, use: Use, makers: Mapping[int, int]) -> Iterator[Life
         yield lifetime(size, first, first + 1, when_recomputed(group), again, use.storage)
 
 
-def _ops(draft: Draft) -> Iterator[Lifetime]:
-    """Workspace, and on CPU the states of random ops: stashed until the replay, and the generator's own meanwhile."""
+def lives_of_ops(draft: Draft, hidden: Container[int] = ()) -> Iterator[Lifetime]:
+    """Workspace, and on CPU the states of random ops: stashed until the replay, and the generator's own meanwhile.
+
+    Args:
+        hidden: positions at which no op of forward or backward runs by itself.
+    """
     axis, groups, profile = draft.axis, draft.groups, draft.step.profile
     on_cpu = profile.device.split(":")[0] == "cpu"
     for position, (op, again) in enumerate(zip(axis.op, axis.replayed, strict=True)):
         record = profile.tape[op]
         group = groups.of_op.get(op, -1)
-        if again and groups.all[group].must_save:
+        if (again and groups.all[group].must_save) or (position in hidden and not again):
             continue
         exists = when_recomputed(group) if again else ALWAYS
         stashed = record.random_bytes if again and on_cpu else 0

@@ -25,7 +25,7 @@ def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[s
     for index, tape in enumerate(built.regions):
         call, steps = profile.calls[tape.call], built.steps(profile, index, decisions)
         point, is_wrapped = built.point(index, decisions), index in wrapped
-        if built.points:
+        if built.is_compiled(index):
             is_wrapped = point != EAGER
         if index not in wrapped:  # an op that early stop would spare is none that runs again
             steps = tuple((name, False) for name, _ in steps)
@@ -108,10 +108,12 @@ def decisions_in(record: PlanRecord, built: Built) -> tuple[int, ...]:
     """
     if [tape.call for tape in built.regions] != list(region_calls(record)):
         raise ProfileError("the plan has other regions than its profile gives rise to. Make it again.")
-    if built.points:
-        return _points_in(record, built)
     again = {built.loss: record.chunked_losses} if built.loss >= 0 else {}
-    for region, tape in zip(record.regions, built.regions, strict=True):
+    points: dict[int, int] = {}
+    for index, (region, tape) in enumerate(zip(record.regions, built.regions, strict=True)):
+        if built.is_compiled(index):
+            points[tape.group_of[0]] = _point_of(region, built.points[index])
+            continue
         ops = zip(region.steps, tape.group_of, tape.free_of_choice, strict=False)
         for (_, recomputed), group, spared in ops:
             if not spared and group >= 0 and again.setdefault(group, recomputed) != recomputed:
@@ -119,7 +121,9 @@ def decisions_in(record: PlanRecord, built: Built) -> tuple[int, ...]:
                     f"the plan recomputes in region {region.name!r} a part of what is one value. Make it again."
                 )
     groups = built.problem.groups
-    decisions = tuple(RECOMPUTE if again.get(group) else SAVE for group in range(len(groups)))
+    decisions = tuple(
+        points.get(group, RECOMPUTE if again.get(group) else SAVE) for group in range(len(groups))
+    )
     for name, value in programs(record.profile, built, decisions).items():
         if getattr(record, name) != value:
             raise ProfileError(f"the plan's {name} do not belong to its profile. Make it again.")
@@ -130,17 +134,11 @@ def decisions_in(record: PlanRecord, built: Built) -> tuple[int, ...]:
     return decisions
 
 
-def _points_in(record: PlanRecord, built: Built) -> tuple[int, ...]:
-    """The decisions of a plan whose regions are compiled: the option of each that is its point."""
-    decisions = []
-    for region, points in zip(record.regions, built.points, strict=True):
-        if region.point not in points:
-            raise ProfileError(
-                f"the plan compiles region {region.name!r} at a point ({region.point}) that its profile has no "
-                "measurement of, or a better one than. Make it again."
-            )
-        decisions.append(points.index(region.point))
-    for name, value in programs(record.profile, built, decisions).items():
-        if getattr(record, name) != value:
-            raise ProfileError(f"the plan's {name} do not belong to its profile. Make it again.")
-    return tuple(decisions)
+def _point_of(region: RegionPlan, points: Sequence[str]) -> int:
+    """The option of a compiled region that is its point."""
+    if region.point not in points:
+        raise ProfileError(
+            f"the plan compiles region {region.name!r} at a point ({region.point}) that its profile has no "
+            "measurement of, or a better one than. Make it again."
+        )
+    return points.index(region.point)

@@ -24,14 +24,12 @@ def decisions_table(profile: Profile, built: Built, decisions: Sequence[int]) ->
     """One row a value: its region, the op that makes it, bytes, and what is done with it.
 
     `decision` is "recompute"; "save" where it is kept for somebody who needs it in backward; "skip" where nobody does.
-    `time_s` is what recomputing its decision group adds to the step; `unit` is the group's number. Where regions are
-    compiled, one row a region: all that it keeps, `op` says at which point, and `decision` is "compiled" or "save".
+    `time_s` is what recomputing its decision group adds to the step; `unit` is the group's number. Of a compiled region
+    one row: all that it keeps, `op` says at which point, and `decision` is "compiled" or "save".
     """
-    if built.points:
-        return _points_table(profile, built, decisions)
     made_by = {storage: op for op in profile.tape for storage in op.creates}
     needed = _needed_storages(profile, built, decisions)
-    rows: list[dict[str, Any]] = []
+    rows = _of_compiled(profile, built, decisions)
     for index, (group, storages) in enumerate(zip(built.problem.groups, built.group_storages, strict=True)):
         region = built.problem.regions[group.region].name
         again = built.is_recomputed(decisions, index)
@@ -54,19 +52,21 @@ def decisions_table(profile: Profile, built: Built, decisions: Sequence[int]) ->
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-def _points_table(profile: Profile, built: Built, decisions: Sequence[int]) -> pd.DataFrame:
+def _of_compiled(profile: Profile, built: Built, decisions: Sequence[int]) -> list[dict[str, Any]]:
     """One row a compiled region."""
     rows = []
-    for index, (tape, group) in enumerate(zip(built.regions, built.problem.groups, strict=True)):
-        name, option = profile.module_name(tape.call), group.options[decisions[index]]
+    for region, tape in enumerate(built.regions):
+        if not built.is_compiled(region):
+            continue
+        group, name = tape.group_of[0], profile.module_name(tape.call)
+        option = built.problem.groups[group].options[decisions[group]]
         measured = profile.compiled and profile.compiled.of_call(tape.call)
         assert measured is not None  # it would be no region
-        point = next(p for p in measured.points if p.name == built.point(index, decisions))
-        words = in_words(point.name, measured.heavy)
-        rows.append(
-            (name, name, words, point.kept_bytes, option.action.value, option.time_s, "", index, NEVER)
-        )
-    return pd.DataFrame(rows, columns=_COLUMNS)
+        point = next(p for p in measured.points if p.name == built.point(region, decisions))
+        words, action = in_words(point.name, measured.heavy), option.action.value
+        values = (name, name, words, point.kept_bytes, action, option.time_s, "", group, NEVER)
+        rows.append(dict(zip(_COLUMNS, values, strict=True)))
+    return rows
 
 
 def _needed_storages(profile: Profile, built: Built, decisions: Sequence[int]) -> set[int]:

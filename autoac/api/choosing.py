@@ -1,0 +1,69 @@
+"""Which engine is taken where none is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoac.execute.engines import default_engine
+from autoac.step.model import device_of, unwrapped
+from autoac.step.samples import Samples
+from autoac.step.uncompiled import compiled_modules
+from autoac.torch_private import compiled_attribute, is_compiled_by_inductor
+from autoac_solver.records.engines import COMPILE
+
+
+def engine_for(model: torch.nn.Module, engine: str) -> tuple[str, str]:
+    """The engine for a step that was recorded without compiling anything, and why it is that."""
+    if engine != "auto":
+        return engine, "asked for"
+    if compiled_attribute(model) is None:
+        return default_engine(compiled=False), "auto: eager mode"
+    return default_engine(compiled=True), "auto: the model is compiled"
+
+
+def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tuple[str, str]:
+    """The engine for a step that is recorded next, and why it is that.
+
+    A model counts as compiled if it is itself, or if most of its parameters are in modules that are.
+
+    Args:
+        against: what is asked for that engine compile cannot do, "" for nothing.
+    """
+    otherwise, reason = engine_for(model, engine)
+    compiled = _compiled(model)
+    if engine != "auto" or not compiled:
+        return otherwise, reason
+    if not all(map(is_compiled_by_inductor, compiled)):
+        against = against or "code of another compiler than inductor"
+    elif device_of(unwrapped(model)).type != "cpu":
+        against = against or f"{device_of(unwrapped(model)).type} by itself yet: ask for it to have it"
+    if not against:
+        return COMPILE, "auto: the model is compiled"
+    return otherwise, f"auto: the model is compiled, and engine compile is not for {against}"
+
+
+def against_compiling(
+    policies: Any, max_overhead: Any, sample: Any, budget_of: str, mode: str, device: str | Path | None
+) -> str:
+    """What is asked for that engine compile cannot do, "" for nothing; arguments as for `plan`."""
+    asked = {
+        "policies": bool(policies),
+        "max_overhead": max_overhead is not None,
+        "several samples": isinstance(sample, Samples),
+        f"budget_of={budget_of!r}": budget_of != "allocated",
+        f"mode={mode!r}": mode == "fake",
+        f"device={device!r}": device is not None,
+    }
+    return next((what for what, is_asked in asked.items() if is_asked), "")
+
+
+def _compiled(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The compiled modules, if the model is one of them or most of its parameters are in them."""
+    if compiled_attribute(model) is not None:
+        return [model]
+    found = list(compiled_modules(model).values())
+    inside = {p for module in found for p in module.parameters()}
+    return found if 2 * sum(p.numel() for p in inside) > sum(p.numel() for p in model.parameters()) else []

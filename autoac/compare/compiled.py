@@ -1,0 +1,67 @@
+"""What people who compile do about memory: torch's own budget, and checkpoints around compiled blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import autoac
+from autoac.compare.strategies import Strategy
+from autoac.execute.compiled.code import compiled
+from autoac.plans import Plan
+from autoac_solver.plan.programs import region_calls
+from autoac_solver.records.compiled import EAGER, TORCHS
+from autoac_solver.records.engines import COMPILE
+from autoac_solver.records.profile import Profile
+
+FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Of `torch._functorch.config.activation_memory_budget`; 1 is what `torch.compile` does without it."""
+
+TORCHS_BUDGET = "torch.compile, budget "
+CHECKPOINTED = "torch.compile, each block checkpointed"
+
+
+def by_torch(profile: Profile) -> list[Strategy]:
+    """The regions that a profile has compiled, compiled at torch's own budgets, and under its checkpoint.
+
+    The first is what gradients of compiled code are compared with, so 1 is the first fraction.
+    """
+    plan = autoac.solve(profile, 2**62, engine=COMPILE)
+    names = list(dict.fromkeys(region.fqn for region in plan.regions if region.point != EAGER))
+    found = [
+        Strategy(f"{TORCHS_BUDGET}{fraction:g}", "other", at_fraction(plan, fraction).apply, compiled=True)
+        for fraction in FRACTIONS
+    ]
+    install = functools.partial(checkpoint_compiled, names)
+    return [*found, Strategy(CHECKPOINTED, "other", install, compiled=True)]
+
+
+def at_fraction(plan: Plan, fraction: float) -> Plan:
+    """A plan of engine compile with all regions compiled at torch's own budget; nothing is predicted of it."""
+    point = f"torch:{fraction:g}"
+    table = plan.record.profile.compiled
+    assert table is not None
+    failed = {call for region in table.regions if region.failure for call in region.calls}
+    calls = zip(plan.record.regions, region_calls(plan.record), strict=True)
+    regions = (
+        region if call in failed else dataclasses.replace(region, wrapped=True, point=point)
+        for region, call in calls
+    )
+    return Plan(dataclasses.replace(plan.record, regions=tuple(regions)))
+
+
+def checkpoint_compiled(names: Sequence[str], model: nn.Module) -> None:
+    """Let modules run compiled as torch does, under its checkpoint, for good."""
+    for name in names:
+        module = model.get_submodule(name)
+
+        def forward(*args: Any, module: nn.Module = module, **kwargs: Any) -> Any:
+            run = compiled(type(module), TORCHS)
+            return checkpoint(run, module, args, kwargs, use_reentrant=False)
+
+        module.__dict__["forward"] = forward

@@ -65,7 +65,7 @@ def main(
             f", and as many more of ours and of those that may be the best other at a budget as fit {more:g} minutes"
         )
     measured_on["rounds"] += "; twice as many of no checkpointing"
-    for name in model or models.MODELS:
+    for name in model or models.COMPARED:
         found.append(measure_model(name, size, place, engine, budgets, rounds, more))
         results = Results(measured_on, found)
         results.save(out / "compare.json")

@@ -136,6 +136,8 @@ def vit(size: str) -> Workload:
 
 
 MODELS: dict[str, Callable[[str], Workload]] = {"gpt": gpt, "resnet": resnet, "t5": t5, "vit": vit}
+COMPARED = "gpt", "resnet", "t5"
+"""What `benchmarks.compare` shows."""
 
 
 def make(name: str, size: str, device: torch.device) -> Workload:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ def main(names: list[str]) -> int:
             wrong += check(name)
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {error!s:.500}")
-            print(f"  {wrong[-1]}")
+            traceback.print_exc(file=sys.stdout)
     print("\n".join(wrong) or "all as planned")
     return len(wrong)
 

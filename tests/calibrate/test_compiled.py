@@ -1,6 +1,8 @@
 """Engine compile, from the profile to the trained step. What is compiled here takes the compiler half a minute."""
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from autoac.compare.run import AT_BUDGET, compare
 from autoac.compare.table import render
 from autoac.compare.workload import Workload
 from autoac.execute.compiled.code import compiled
+from autoac.measure import measure_peak
 from autoac.plans import Plan
 from autoac.step.step import TrainingStep
 from autoac_solver.records.compiled import TORCHS, CompiledTable
@@ -203,9 +206,8 @@ def test_it_is_what_a_compiled_model_gets(profile: Profile, wrapped: bool):
     assert [[name for name, _ in found] for found in attributes(model)] == [
         [name for name, _ in found] for found in before
     ]
-    other = autoac.plan(
-        compiled_model, batch(), budget, loss=loss, policies=[autoac.Policy("MUST_SAVE", op="*")]
-    )
+    policies = [autoac.Policy("MUST_SAVE", op="*")]
+    other = autoac.plan(compiled_model, batch(), "1GB", loss=loss, policies=policies)
     assert other.engine == ("sac" if wrapped else "replay")
     assert "(auto: the model is compiled, and engine compile is not for policies)" in other.explain()
 
@@ -243,6 +245,33 @@ def test_another_plan_never_gets_the_code_of_the_first(profile: Profile, folder:
         for some in (regions, anew.compiled.regions)
     ]
     assert sizes[0] == sizes[1]
+
+
+SECOND_PROCESS = """
+import sys
+from torch._dynamo.utils import counters
+import autoac
+from tests.calibrate.test_compiled import make, step
+model = make()
+with autoac.Plan.load(sys.argv[1]).applied(model):
+    print(*(float(t.double().norm()) for t in step(model)))
+found = counters["aot_autograd"]
+print(found["autograd_cache_hit"], found["autograd_cache_miss"])
+"""
+
+
+def test_a_second_process_starts_warm(profile: Profile, tmp_path: Path):
+    plan, model = planned(profile, budgets(profile)[0]), make()
+    plan.save(tmp_path / "plan.json")
+    with plan.applied(model):
+        expected = [float(t.double().norm()) for t in step(model)]
+    command = [sys.executable, "-W", "ignore", "-c", SECOND_PROCESS, str(tmp_path / "plan.json")]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    norms, counted = run.stdout.splitlines()[-2:]
+    assert [float(norm) for norm in norms.split()] == pytest.approx(expected, rel=1e-6)
+    hits, misses = map(int, counted.split())
+    assert hits
+    assert not misses
 
 
 class Breaking(Block):
@@ -319,6 +348,25 @@ def test_compared_with_torchs_own_budgets(profile: Profile, monkeypatch: pytest.
     assert ours.predicted_peak_bytes == pytest.approx(ours.peak_bytes, rel=0.01)
     assert all(not row.is_wrong for row in result.ours if not row.error)
     assert "gradients of compiled code" in str(list(render(result, {}, ()).renderables))
+
+
+def test_smaller_batches_keep_to_the_budget_and_are_compiled_for_once(profile: Profile):
+    """Torch compiles for a second size, and what it makes then is for all sizes."""
+    from torch._dynamo.utils import counters
+
+    plan, model = planned(profile, budgets(profile)[0]), make()
+    sizes, peaks, graphs = (64, 40, 24, 17), [], []
+    with plan.applied(model):
+        for rows in sizes:
+            step(model, batch()[:rows])
+            model.zero_grad(set_to_none=True)
+            graphs.append(counters["stats"]["unique_graphs"])
+            found = measure_peak(lambda rows=rows: step(model, batch()[:rows])).peak_above_start_bytes
+            peaks.append(plan.resident_bytes + found)
+            model.zero_grad(set_to_none=True)
+    assert graphs[1] == graphs[2] == graphs[3]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[1] <= plan.budget_bytes
 
 
 def test_infeasible(profile: Profile):

@@ -128,8 +128,8 @@ def vit(size: str) -> Workload:
         num_attention_heads=heads,
         image_size=pixels,
         patch_size=patch,
-        num_labels=10,
     )
+    config.num_labels = 10
     sample = {"pixel_values": torch.randn(batch, 3, pixels, pixels), "labels": torch.randint(10, (batch,))}
     title = f"transformers' ViT, {layers} blocks, d {width}, {heads} heads, {pixels} x {pixels} pixels, batch {batch}"
     return _workload("vit", title, ViTForImageClassification(config), sample, "ViTLayer")

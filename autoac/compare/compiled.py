@@ -14,7 +14,7 @@ import autoac
 from autoac.compare.strategies import Strategy
 from autoac.execute.compiled.code import compiled
 from autoac.plans import Plan
-from autoac_solver.plan.programs import region_calls
+from autoac_solver.plan.recorded.programs import region_calls
 from autoac_solver.records.compiled import EAGER, TORCHS
 from autoac_solver.records.engines import COMPILE
 from autoac_solver.records.profile import Profile

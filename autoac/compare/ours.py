@@ -9,7 +9,7 @@ from autoac.compare.strategies import Strategy
 from autoac.plans import Plan
 from autoac.step.step import TrainingStep
 from autoac_solver.plan.planning import plan_profile
-from autoac_solver.records.engines import COMPILE
+from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import Profile
@@ -39,7 +39,7 @@ def _planned(
         return Plan(plan_profile(profile, budget_bytes, engine=engine))
 
     try:
-        if engine == COMPILE and step is not None:
+        if compiles(engine) and step is not None:
             plan = tried(profile, step, budget_bytes, solved)
         else:
             plan = solved(profile)
@@ -55,5 +55,5 @@ def _planned(
         budget_bytes=budget_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes,
         predicted_overhead=plan.predicted_overhead,
-        compiled=engine == COMPILE,
+        compiled=compiles(engine),
     )

@@ -19,7 +19,7 @@ from autoac.compare.workload import Workload
 from autoac.device import device_for
 from autoac.step.model import device_bytes, device_of
 from autoac.step.step import TrainingStep
-from autoac_solver.records.engines import COMPILE
+from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.units import parse_bytes
 
@@ -77,7 +77,7 @@ def compare(
     profile_s = time.perf_counter() - start
     bench = Bench(workload, device, profile.resident_bytes)
     strategies = by_hand(workload.blocks, policies_for(profile, workload.blocks))
-    if engine == COMPILE:
+    if compiles(engine):
         from autoac.compare.compiled import by_torch
 
         strategies += by_torch(profile)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from autoac.check.verify import COMPILED_TOLERANCE
 from autoac.compare.results import ModelResult, Row
-from autoac_solver.records.engines import COMPILE
+from autoac_solver.records.engines import compiles
 
 
 def render(result: ModelResult, conditions: Mapping[str, str], blocks: Sequence[str]) -> Group:
@@ -86,7 +86,7 @@ def _notes(result: ModelResult, conditions: Mapping[str, str], blocks: Sequence[
             f"{result.noise:.1%} in 95 of 100 cases: smaller differences mean nothing."
         )
         lines += filter(None, [result.about_taken_again])
-    if result.engine == COMPILE:
+    if compiles(result.engine):
         lines.append(
             f"gradients of compiled code: equal within {COMPILED_TOLERANCE:g} to those of torch.compile at budget 1."
         )

@@ -21,7 +21,12 @@ from autoac.torch_private.autograd import (
     saved_tensors_hooks_allowed,
     top_saved_tensors_hooks,
 )
-from autoac.torch_private.called import called_module, remove_forward_hooks, remove_forward_pre_hooks
+from autoac.torch_private.called import (
+    called_module,
+    hooked_inside,
+    remove_forward_hooks,
+    remove_forward_pre_hooks,
+)
 from autoac.torch_private.checkpoint import (
     POLICIES_SEE_RESULTS,
     checkpoint_debug_enabled,
@@ -199,6 +204,7 @@ __all__ = [
     "call_below_autograd",
     "checkpoint_debug_enabled",
     "compiled_attribute",
+    "hooked_inside",
     "is_compiled_by_inductor",
     "conjugate_view",
     "counted_version",

@@ -48,3 +48,18 @@ def remove_forward_hooks(module: torch.nn.Module, kind: type) -> None:
             del module._forward_hooks[key]
             module._forward_hooks_with_kwargs.pop(key, None)
             module._forward_hooks_always_called.pop(key, None)
+
+
+def hooked_inside(module: torch.nn.Module) -> str:
+    """Name of a module inside of this one that has hooks on its calls, "" if none has.
+
+    Compiled code runs such hooks as it found them, and does not look whether any were added since.
+
+    Source: `Module._forward_hooks` and its like (torch/nn/modules/module.py), `skip_nnmodule_hook_guards`
+    (torch/_dynamo/config.py).
+    """
+    for name, inside in module.named_modules():
+        hooks = inside._forward_hooks or inside._forward_pre_hooks
+        if name and (hooks or inside._backward_hooks or inside._backward_pre_hooks):
+            return name
+    return ""

@@ -309,6 +309,26 @@ def test_a_region_that_cannot_be_compiled_is_replayed_in_the_same_plan(profile: 
     assert "not compiled    'blocks.1', which engine replay runs" in plans[0].explain()
 
 
+def test_hooks_inside_of_a_region_are_run(profile: Profile):
+    """Dynamo does not look for hooks that come later, and transformers collects outputs by them."""
+    model, seen = make(), []
+    model.blocks[1].norm.register_forward_hook(lambda *_: seen.append(1))
+    recorded = autoac.profile(model, batch(), loss=loss, engine="compile")
+    plan = autoac.solve(recorded, budgets(recorded, 2)[0], engine="compile")
+    assert [r.fqn for r in plan.regions if r.point == "eager"] == ["blocks.1"]
+    assert any("'norm' in it has hooks" in note for note in recorded.notes)
+    seen.clear()
+    with plan.applied(model):
+        step(model)
+        assert seen == [1]
+        model.blocks[2].norm.register_forward_hook(lambda *_: seen.append(2))
+        with pytest.warns(
+            UserWarning, match=r"region 'blocks\.2' has hooks on module 'norm' since it was planned"
+        ):
+            step(model)
+    assert seen == [1, 1, 2]
+
+
 def test_where_nothing_can_be_compiled_it_says_so(folder: Path):
     model = make()
     for i in range(3):

@@ -58,6 +58,28 @@ def test_compiled_attribute():
     assert torch_private.compiled_attribute(model) is None
 
 
+def test_hooked_inside():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    model.register_forward_hook(lambda *_: None)  # its own run around it
+    assert not torch_private.hooked_inside(model)
+    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
+        handle = getattr(model[1][0], f"register_{register}")(lambda *_: None)
+        assert torch_private.hooked_inside(model) == "1.0"
+        handle.remove()
+        assert not torch_private.hooked_inside(model)
+
+
+def test_compiled_code_does_not_see_later_hooks():
+    """Why regions with hooks inside of them are not compiled. If this fails, torch looks for them, and they may be."""
+    model, seen = nn.Sequential(nn.Linear(2, 2)), []
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(1, 2))
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    compiled(torch.ones(1, 2))
+    assert not seen
+    torch._dynamo.reset()
+
+
 def test_is_compiled_by_inductor():
     model = nn.Linear(2, 2)
     assert not torch_private.is_compiled_by_inductor(model)

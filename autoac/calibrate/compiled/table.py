@@ -17,7 +17,7 @@ from autoac.step.model import device_of
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import uncompiled
-from autoac.torch_private import innermost, raised_in_compiler
+from autoac.torch_private import hooked_inside, innermost, raised_in_compiler
 from autoac_solver.plan.partitions import blocks, named_calls, whole
 from autoac_solver.plan.planning import Progress
 from autoac_solver.records.compiled import CompiledRegion, CompiledTable
@@ -132,6 +132,10 @@ def _region(region: Captured, calls: tuple[int, ...], device: torch.device, tell
     """One region, compiled and measured; if that fails, with the reason."""
     if "forward" in region.module.__dict__:
         return CompiledRegion(calls, (), (), "some library has given the module a forward of its own")
+    if hooked := hooked_inside(region.module):
+        return CompiledRegion(
+            calls, (), (), f"module {hooked!r} in it has hooks, which compiled code may not run"
+        )
     try:
         tell("what it could keep")
         survey = _survey(region)

@@ -12,7 +12,7 @@ from autoac.execute.chains import Chains
 from autoac.execute.compiled.code import compiled
 from autoac.execute.program import Program
 from autoac.execute.replay.engine import ReplayEngine
-from autoac.torch_private import is_recompile_limit
+from autoac.torch_private import hooked_inside, is_recompile_limit
 from autoac_solver.build.engines import engine_model
 from autoac_solver.build.engines.compile import CompileCosts
 from autoac_solver.records.compiled import EAGER
@@ -44,19 +44,24 @@ class CompileEngine:
             return self._replay.run(program, forward, args, kwargs, module)
         if torch.compiler.is_compiling():  # somebody compiles around it: the point would be lost
             return forward(*args, **kwargs)
-        try:
-            return compiled(type(module), program.point)(module, args, kwargs)
-        except Exception as error:
-            if not is_recompile_limit(error):
-                raise
+        if hooked := hooked_inside(module):
+            why = (
+                f"has hooks on module {hooked!r} since it was planned, which compiled code may not run, so it runs "
+                "uncompiled: the budget may not hold. Plan again with the hooks."
+            )
+        else:
+            try:
+                return compiled(type(module), program.point)(module, args, kwargs)
+            except Exception as error:
+                if not is_recompile_limit(error):
+                    raise
+            why = (
+                "was called with more kinds of arguments than torch compiles code for, so it runs uncompiled for this "
+                "one: the budget may not hold. Pad batches to a few lengths, or raise torch.compiler's recompile limit."
+            )
         if not program.warned:
             program.warned = True
-            warnings.warn(
-                f"region {program.region!r} was called with more kinds of arguments than torch compiles code for, so "
-                "it runs uncompiled for this one: the budget may not hold. Pad batches to a few lengths, or raise "
-                "torch.compiler's recompile limit.",
-                stacklevel=2,
-            )
+            warnings.warn(f"region {program.region!r} {why}", stacklevel=2)
         return forward(*args, **kwargs)
 
     def measure(self, chains: Chains) -> CompileCosts:

@@ -26,7 +26,7 @@ from autoac_solver.build.draft import Draft, Use
 from autoac_solver.build.engine_model import EngineModel
 from autoac_solver.build.engines.replay import Replay, lives_of, lives_of_ops
 from autoac_solver.build.groups import Groups
-from autoac_solver.build.loss import LOSS, decided_losses, ops_of, with_chunked_losses
+from autoac_solver.build.losses.chunked import LOSS, decided_losses, ops_of, with_chunked_losses
 from autoac_solver.build.regions import Region, choose_regions
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import (

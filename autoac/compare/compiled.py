@@ -31,7 +31,7 @@ def by_torch(profile: Profile) -> list[Strategy]:
 
     The first is what gradients of compiled code are compared with, so 1 is the first fraction.
     """
-    plan = autoac.solve(profile, 2**62, engine=COMPILE)
+    plan = autoac.solve(profile, 10**15, engine=COMPILE)
     names = list(dict.fromkeys(region.fqn for region in plan.regions if region.point != EAGER))
     found = [
         Strategy(f"{TORCHS_BUDGET}{fraction:g}", "other", at_fraction(plan, fraction).apply, compiled=True)

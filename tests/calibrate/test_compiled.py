@@ -1,8 +1,7 @@
 """Engine compile, from the profile to the trained step. What is compiled here takes the compiler half a minute."""
 
+import copy
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -247,33 +246,6 @@ def test_another_plan_never_gets_the_code_of_the_first(profile: Profile, folder:
     assert sizes[0] == sizes[1]
 
 
-SECOND_PROCESS = """
-import sys
-from torch._dynamo.utils import counters
-import autoac
-from tests.calibrate.test_compiled import make, step
-model = make()
-with autoac.Plan.load(sys.argv[1]).applied(model):
-    print(*(float(t.double().norm()) for t in step(model)))
-found = counters["aot_autograd"]
-print(found["autograd_cache_hit"], found["autograd_cache_miss"])
-"""
-
-
-def test_a_second_process_starts_warm(profile: Profile, tmp_path: Path):
-    plan, model = planned(profile, budgets(profile)[0]), make()
-    plan.save(tmp_path / "plan.json")
-    with plan.applied(model):
-        expected = [float(t.double().norm()) for t in step(model)]
-    command = [sys.executable, "-W", "ignore", "-c", SECOND_PROCESS, str(tmp_path / "plan.json")]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    norms, counted = run.stdout.splitlines()[-2:]
-    assert [float(norm) for norm in norms.split()] == pytest.approx(expected, rel=1e-6)
-    hits, misses = map(int, counted.split())
-    assert hits
-    assert not misses
-
-
 class Breaking(Block):
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         x = super().forward(x, scale)
@@ -301,8 +273,9 @@ def test_a_region_that_cannot_be_compiled_is_replayed_in_the_same_plan(profile: 
         report = plan.verify(model, batch(), loss)
         assert report.ok, str(report)
         assert report.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
-        with plan.applied(model):
-            gradients.append((plan.regions[1].wrapped, step(model)))
+        fresh = copy.deepcopy(model)  # buffers change with each step
+        with plan.applied(fresh):
+            gradients.append((plan.regions[1].wrapped, step(fresh)))
     assert [wrapped for wrapped, _ in gradients] == [True, False]
     for a, b in zip(*(found for _, found in gradients), strict=True):
         assert torch.equal(a, b) if not a.is_floating_point() else (a - b).norm() <= 1e-6 * a.norm()

@@ -111,7 +111,7 @@ def _regions(
 
 
 def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:
-    """What two regions have in common that are compiled once: class, mode, ops and shapes, parameters and buffers."""
+    """What regions have in common that are compiled once: class, mode, ops, shapes, parameters, buffers, hooks."""
     record = profile.calls[call]
     module = model.get_submodule(record.fqn)
     ops = tuple(
@@ -125,7 +125,7 @@ def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:
         for name, t in named
     )
     modes = tuple(inside.training for inside in module.modules())
-    return type(module), ops, tensors, modes
+    return type(module), ops, tensors, modes, hooked_inside(module)
 
 
 def _region(region: Captured, calls: tuple[int, ...], device: torch.device, tell: Any) -> CompiledRegion:

@@ -63,7 +63,7 @@ def test_hooked_inside():
     model.register_forward_hook(lambda *_: None)  # its own run around it
     assert not torch_private.hooked_inside(model)
     for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
-        handle = getattr(model[1][0], f"register_{register}")(lambda *_: None)
+        handle = getattr(model.get_submodule("1.0"), f"register_{register}")(lambda *_: None)
         assert torch_private.hooked_inside(model) == "1.0"
         handle.remove()
         assert not torch_private.hooked_inside(model)

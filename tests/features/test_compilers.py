@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import autoac
@@ -228,7 +229,7 @@ def test_fullgraph_over_a_replay_plan_says_what_to_do():
     profile = autoac.profile(model, SAMPLE)
     plan = autoac.solve(profile, least_bytes(profile, "replay"), engine="replay")
     plan.apply(model)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"fullgraph=True cannot be met.* engine='sac'"):
+    with pytest.raises(Unsupported, match=r"fullgraph=True cannot be met.* engine='sac'"):
         torch.compile(model, backend="eager", fullgraph=True)(SAMPLE)
     torch._dynamo.reset()
 

@@ -227,7 +227,7 @@ def _measured(
             return device.now() - start
 
     def planned() -> float:
-        with plan.applied(model):
+        with plan.placement.unlooked(), plan.applied(model):
             taken = timed()
         if plan.is_not_followed:
             raise RuntimeError("its steps run other ops than the recorded one did")
@@ -289,7 +289,7 @@ def _measured_forward(
 
         def run(half: Plan) -> None:
             seconds.update(dict.fromkeys(names, 0.0))
-            with half.applied(model), untouched(model, step.inputs):
+            with half.placement.unlooked(), half.applied(model), untouched(model, step.inputs):
                 step.forward()
             if half.is_not_followed:
                 raise RuntimeError("its forward runs other ops than that of the recorded step did")

@@ -32,6 +32,8 @@ class Program:
         pauses: calls of modules in it while which engine replay does not look.
         following: is told of ops that the profiled step did not run; None makes one for this program alone.
         point: how it is compiled (engine compile).
+        unchecked: whether nothing has shown yet that what it recomputes comes out as in forward; the engine then looks
+            in its first step, and says so here.
 
     In step with the profile, an op's decision is read off its position. Data-dependent control flow may bring ops in
     another order; from there on, decisions are looked up by (overload, n-th call in the region), as torch's selective
@@ -49,6 +51,7 @@ class Program:
         pauses: Iterable[Pause] = (),
         following: Following | None = None,
         point: str = EAGER,
+        unchecked: bool = False,
     ):
         self.region = region
         self.names = tuple(steps)
@@ -56,6 +59,7 @@ class Program:
         self.pauses = {pause.start: pause for pause in pauses}
         self.following = following or Following()
         self.point = point
+        self.unchecked = unchecked
         self.warned = False
         self.unnamed = _unnamed(self.names) if region else self
         self._steps: tuple[Step, ...] | None = None
@@ -67,7 +71,7 @@ class Program:
     def __reduce__(self) -> Any:
         return Program, (
             *(self.region, self.names, self.wrapped),
-            *(tuple(self.pauses.values()), self.following, self.point),
+            *(tuple(self.pauses.values()), self.following, self.point, self.unchecked),
         )
 
     @property

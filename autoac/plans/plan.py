@@ -189,7 +189,7 @@ class Plan(PlanView):
         """
         if type(steps) is not int or steps < 1:
             raise ValueError(f"steps is {steps!r}: at least one step is compared.")
-        with self.placement.taken_off(model):
+        with self.placement.taken_off(model), self.placement.unlooked():
             self.placement.check(model)
             return verify(
                 self, TrainingStep(unwrapped(model), sample, loss), self._compiled_as_torch_does(), steps

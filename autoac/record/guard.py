@@ -14,22 +14,19 @@ NOTE [ The guard ]
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
+from autoac.execute.checksums import checksum_of
 from autoac.execute.replay import Handle, Record, Slot
 from autoac.ops.generators import generators_of
 from autoac.ops.info import OpInfo
 from autoac.ops.private_results import PRIVATE_RESULTS
-from autoac.torch_private import disable_dispatch_modes, is_fake, local_part
 
 OpKey = tuple[str, int, str, int]
 """Module, its call in the step, op, and its call by the module."""
@@ -193,80 +190,3 @@ class Draws:
         for generator, state in drawn:
             keep(generator, state)
         return sum(state.nbytes for _, state in drawn)
-
-
-# -- checksums -----------------------------------------------------------------------------------------------------
-
-_WORDS = 1 << 20  # words of eight bytes that are summed together on a device
-_PIECES = 64  # a tensor with gaps is copied in so many pieces
-
-
-def checksum_of(tensor: torch.Tensor) -> int | None:
-    """A checksum of a tensor's elements, in the order of memory; None if they cannot be read.
-
-    Tensors of equal sizes, strides and bits have equal checksums. On CPU only a tensor with gaps between its elements
-    is copied, piece by piece.
-    """
-    tensor = local_part(tensor)
-    if tensor.layout is not torch.strided or is_fake(tensor) or tensor.device.type == "meta":
-        return None
-    if tensor.device.type == "cpu":
-        return _on_cpu(tensor)
-    with disable_dispatch_modes(), torch.no_grad():
-        return on_device(tensor)
-
-
-def _dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Stride and size of each dimension, largest stride first; repeated elements count once."""
-    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
-    return sorted(((stride, size) for stride, size in dims if stride), reverse=True)
-
-
-def _on_cpu(tensor: torch.Tensor) -> int:
-    if not tensor.numel():
-        return 0
-    dims, item = _dims(tensor), tensor.element_size()
-    span = sum(stride * (size - 1) for stride, size in dims) + 1
-    memory: Any = (ctypes.c_char * (span * item)).from_address(tensor.data_ptr())
-    if span == _product(dims):
-        return zlib.crc32(memory)
-    shape, strides = [size for _, size in dims], [stride * item for stride, _ in dims]
-    elements = np.ndarray(shape, np.dtype(f"V{item}"), memory, 0, strides)
-    checksum, step = 0, -(-shape[0] // _PIECES)
-    for start in range(0, shape[0], step):
-        checksum = zlib.crc32(np.ascontiguousarray(elements[start : start + step]).data, checksum)
-    return checksum
-
-
-def _product(dims: Sequence[tuple[int, int]]) -> int:
-    count = 1
-    for _, size in dims:
-        count *= size
-    return count
-
-
-def on_device(tensor: torch.Tensor) -> int:
-    """A checksum by torch's ops, on any device: words of eight bytes, weighted by their place and summed."""
-    if not tensor.numel():
-        return 0
-    dims = _dims(tensor)
-    flat = (
-        tensor.as_strided([s for _, s in dims], [s for s, _ in dims])
-        .contiguous()
-        .resolve_conj()
-        .resolve_neg()
-        .reshape(-1)
-        .view(torch.uint8)
-    )
-    flat = flat.clone() if flat.data_ptr() % 8 else flat
-    whole = flat.numel() // 8 * 8
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in (*flat[:whole].view(torch.int64).split(_WORDS), flat[whole:].long()):
-        weights = (2 * torch.arange(part.numel(), device=part.device) + 1) * _MIX
-        # Upper halves are added again: the weights are odd, so a word's top bit adds 2**63 wherever the word is.
-        total = total * _MIX + (part * weights).sum() + ((part >> 32) * (weights >> 7)).sum()
-    return int(total)
-
-
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
-"""An odd number with bits all over (2**64 over the golden ratio), as a signed one."""

@@ -98,7 +98,8 @@ def notes_on_fake(
     """
     notes = [
         "recorded on fake tensors: nothing of the model was allocated, and whether values come out of their "
-        "recomputation with the same bits could not be looked at: let plan.verify do so before training"
+        "recomputation with the same bits could not be looked at: the first planned step of engine replay "
+        "does so, plan.verify can for any engine"
     ]
     if cuda_ops is not None:
         notes.append(

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from autoac.record.guard import on_device
+from autoac.execute.checksums import on_device
 from autoac.record.tape.calls import ModuleCalls
 from autoac.record.tape.storages import Storages
 from autoac.torch_private import disable_dispatch_modes, is_zero_tensor, negative_view

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autoac.record.guard import checksum_of, on_device
+from autoac.execute.checksums import checksum_of, on_device
 from autoac.record.unseen import bytes_of_storage
 
 CHECKSUMS = pytest.mark.parametrize("checksum", [checksum_of, on_device])

@@ -9,6 +9,7 @@ import torch
 
 from autoac.execute.chains import LINKS, SAVES, SAVES_NOT, Chains
 from autoac.execute.program import Program
+from autoac.execute.replay.first_step import CheckedRecording
 from autoac.execute.replay.pausing import attach_pausing
 from autoac.execute.replay.recording import run
 from autoac.torch_private import disable_dynamo
@@ -17,8 +18,13 @@ from autoac_solver.build.engines.replay import ReplayCosts
 from autoac_solver.records.engines import REPLAY
 from autoac_solver.records.plan import Pause
 
+
+def _run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return run(program, forward, args, kwargs, CheckedRecording(program) if program.unchecked else None)
+
+
 _run_eagerly = disable_dynamo(
-    run,
+    _run,
     "this model has a plan of autoac's engine 'replay', whose regions are not compiled, so fullgraph=True cannot be "
     "met. Plan with engine='sac' or engine='compile', or compile without fullgraph",
 )
@@ -42,7 +48,7 @@ class ReplayEngine:
         # It needs the ops of eager mode: under `torch.compile` its regions are left out of the graph.
         if torch.compiler.is_compiling():
             return _run_eagerly(program, forward, args, kwargs)
-        return run(program, forward, args, kwargs)
+        return _run(program, forward, args, kwargs)
 
     def measure(self, chains: Chains) -> ReplayCosts:
         pausing, tensor = chains.links(), chains.tensor

@@ -316,9 +316,19 @@ class Recording(UnwrappedDispatchMode):
         self.call.pending = bool(self.call.records)
 
 
-def run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one call of a region so that its backward replays what the program says to recompute."""
-    recording = Recording(ReplayCall(program))
+def run(
+    program: Program,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recording: Recording | None = None,
+) -> Any:
+    """Run one call of a region so that its backward replays what the program says to recompute.
+
+    Args:
+        recording: under which it runs; a plain one if left out.
+    """
+    recording = recording or Recording(ReplayCall(program))
     outer, running.recording = running.recording, recording
     try:
         with torch.autograd.graph.saved_tensors_hooks(recording.pack, unpack), recording:

@@ -1,0 +1,103 @@
+"""The first step of a plan that was made on fake tensors: what is recomputed there is compared with forward's.
+
+NOTE [ The first step ]
+  1. A real profile recomputes everything once and compares (`autoac.record.guard`). On fake tensors there is nothing to
+     compare, so a plan's own first step does it: each value that will be recomputed gets a checksum where a recorded op
+     reads it and where autograd saves it, and is compared when it has been recomputed, before backward reads it.
+  2. A difference is an error: forward's value is gone, so the step cannot go on.
+  3. A region whose replay was found right is not looked at again. One that ran without a backward is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from autoac.execute.checksums import checksum_in_little_memory
+from autoac.execute.program import Program
+from autoac.execute.replay.call import ReplayCall
+from autoac.execute.replay.recording import Recording
+from autoac.execute.replay.records import Handle, Record, Slot
+from autoac.ops.info import OpInfo
+from autoac.ops.private_results import PRIVATE_RESULTS
+
+DIFFERS = (
+    "in region {region!r}, {op} gave other bits when it was run a second time (its result is written by code that "
+    "torch does not see, it draws random numbers of its own, or its kernel differs from run to run), so this step's "
+    "gradients would be wrong. The plan was made on fake tensors, where this does not show. Plan from a real step "
+    '(autoac.profile(model, sample, mode="real")), or keep its result: '
+    'policies=[autoac.Policy("MUST_SAVE", op={op!r}, module={region!r})].'
+)
+
+
+class CheckedCall(ReplayCall):
+    """A region's call whose replay is compared with its forward."""
+
+    __slots__ = ("makers", "packed", "private", "reads")
+
+    def __init__(self, program: Program):
+        super().__init__(program)
+        self.reads: dict[int, list[tuple[int, int]]] = {}  # by record: place among its references, checksum
+        self.packed: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
+        self.makers: dict[Slot, str] = {}  # the op that made it
+        self.private: set[Slot] = set()  # a kernel's own workspace, of which it may leave parts unwritten
+
+    def _run_one(self, record: Record, table: dict[Slot, torch.Tensor]) -> Any:
+        for place, checksum in self.reads.get(id(record), ()):
+            self._compare(record.refs[place][1], record.seen(place, table), checksum)
+        return super()._run_one(record, table)
+
+    def replay(self, keep_graph: bool, wanted: Handle | None = None) -> None:
+        super().replay(keep_graph, wanted)
+        for handle, checksum in list(self.packed.items()):
+            if handle.tensor is not None and not handle.modified and handle.slot not in self.private:
+                self._compare(handle.slot, handle.tensor, checksum)
+        if not self.recording:
+            self.program.unchecked = False
+
+    def _compare(self, slot: Slot, tensor: torch.Tensor, checksum: int) -> None:
+        if checksum_in_little_memory(tensor) not in (checksum, None):
+            raise RuntimeError(DIFFERS.format(region=self.program.region, op=self.makers[slot]))
+
+
+class CheckedRecording(Recording):
+    """A region's forward, with checksums of what will be recomputed."""
+
+    call: CheckedCall
+
+    def __init__(self, program: Program):
+        super().__init__(CheckedCall(program))
+        self._reads: list[tuple[int, int]] = []
+        self._writes: tuple[int | str, ...] = ()
+
+    def _record(self, func: Any, info: OpInfo, args: Any, kwargs: Any, written: tuple[Slot, ...]) -> Any:
+        self._reads, self._writes = [], tuple(info.writes)
+        done = len(self.call.records)
+        result = super()._record(func, info, args, kwargs, written)
+        for record in self.call.records[done:]:
+            assert record is not None
+            self.call.reads[id(record)] = self._reads
+            for position, slot in record.outputs:
+                self.call.makers[slot] = info.name
+                if PRIVATE_RESULTS.get(info.name) == position:
+                    self.call.private.add(slot)
+        return result
+
+    def _store(self, tensor: torch.Tensor, where: Any, refs: list, kept: list) -> torch.Tensor | None:
+        place = len(refs)
+        stored = super()._store(tensor, where, refs, kept)
+        position = where[0] if isinstance(where, tuple) else where
+        # Keywords are stored when the op has run; what it writes may not have been written before.
+        if len(refs) > place and not isinstance(position, str) and position not in self._writes:
+            checksum = checksum_in_little_memory(tensor)
+            if checksum is not None:
+                self._reads.append((place, checksum))
+        return stored
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = super().pack(tensor)
+        if type(packed) is Handle and (checksum := checksum_in_little_memory(tensor)) is not None:
+            self.call.packed[packed] = checksum
+        return packed

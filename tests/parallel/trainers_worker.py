@@ -46,13 +46,17 @@ def case(function: Callable[[int | None], Any]) -> Callable[[int | None], Any]:
     return function
 
 
-def weights_of(model: torch.nn.Module) -> list[torch.Tensor]:
+def data() -> Any:
+    return texts(64)
+
+
+def weights_of(model: Any) -> list[torch.Tensor]:
     return [
         (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in model.parameters()
     ]
 
 
-def told(model: torch.nn.Module, plan: Plan | None, measured: int | None) -> Any:
+def told(model: Any, plan: Plan | None, measured: int | None) -> Any:
     return weights_of(model), plan, measured
 
 
@@ -70,8 +74,8 @@ def trainer(budget: int | None, **settings: Any) -> Any:
         ddp_backend="gloo",
         **settings,
     )
-    made = transformers.Trainer(
-        model=tiny(), args=arguments, train_dataset=texts(64), callbacks=[callback] if callback else []
+    made: Any = transformers.Trainer(
+        model=tiny(), args=arguments, train_dataset=data(), callbacks=[callback] if callback else []
     )
     if "fsdp" in settings:
         shards_on_cpu(made.accelerator, plugin())
@@ -114,7 +118,7 @@ def accelerate_fsdp2(budget: int | None) -> Any:
     shards_on_cpu(accelerator, plugin())
     model = tiny().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = torch.utils.data.DataLoader(texts(64), batch_size=4)
+    loader = torch.utils.data.DataLoader(data(), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     assert is_unit(model)
     handle = None if budget is None else autoac.auto(model, budget, measure=True)
@@ -139,7 +143,7 @@ class Task(lightning.LightningModule):
 
     def configure_model(self) -> None:
         if self.shards:
-            mesh = self.device_mesh["data_parallel"]
+            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
             for layer in self.net.model.layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.net, mesh=mesh)
@@ -165,7 +169,7 @@ def with_lightning(budget: int | None, strategy: Any, shards: bool) -> Any:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[callback] if callback else [],
-    ).fit(task, torch.utils.data.DataLoader(texts(64), batch_size=4))
+    ).fit(task, torch.utils.data.DataLoader(data(), batch_size=4))
     return told(task, callback and callback.plan, callback and callback.measured_peak_bytes)
 
 

@@ -115,8 +115,9 @@ def plan_shard_apply(rank: int) -> Any:
 @case
 def checkpoints(rank: int) -> Any:
     """torch's distributed checkpoints of a planned model have the names they had, and load into one without a plan."""
-    from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     x = batch(rank)
     model = sharded(make())
@@ -124,10 +125,10 @@ def checkpoints(rank: int) -> Any:
     trained(plan.apply(model), x)
     state = get_model_state_dict(model)
     folder = Path(sys.argv[1]).with_name("checkpoint")
-    checkpoint.save(state, checkpoint_id=folder)
+    save(state, checkpoint_id=folder)
     other = sharded(make())
     loaded = get_model_state_dict(other)
-    checkpoint.load(loaded, checkpoint_id=folder)
+    load(loaded, checkpoint_id=folder)
     set_model_state_dict(other, loaded)
     return {
         "names": sorted(state) == sorted(make().state_dict()),

@@ -24,6 +24,7 @@ from autoac.parallel.ranks import Ranks, together
 from autoac.parallel.wrapped import is_spread
 from autoac.plans import Plan
 from autoac.step.model import model_fingerprint
+from autoac.torch_private import ranks_of
 from autoac_solver.records.profile import Profile
 
 
@@ -113,7 +114,7 @@ class Across:
             ParallelError: one of them has failed, has not come, or trains something else; on all of them.
         """
         wanted = self._wanted
-        with together("settle on a plan for their loop") as ranks:
+        with together("settle on a plan for their loop", members=ranks_of(self._model)) as ranks:
             same_everywhere(
                 ranks,
                 {

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-import autoac
-from tests.parallel.models import batch, make
 from tests.parallel.ranks import HERE, run_ranks
 
 CASES = [
@@ -22,7 +20,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_ranks("trying_worker.py", tmp_path_factory.mktemp("four"), 4, 420.0, json.dumps(CASES))
+    return run_ranks("trying_worker.py", tmp_path_factory.mktemp("four"), 4, 600.0, json.dumps(CASES))
 
 
 @pytest.mark.parametrize(
@@ -35,13 +33,6 @@ def test_weights_are_equal_and_peaks_as_predicted(told: list[Any], index: int):
         assert found["recomputing"]
         assert found["measured"] <= found["budget"]
         assert abs(found["measured"] / found["predicted"] - 1) < 0.01
-
-
-def test_one_process_predicts_what_four_ranks_record(told: list[Any]):
-    spec = autoac.parallel.FSDP2(world_size=4, units=["layers.*", "pair.*"])
-    loose = autoac.plan(make(), batch(), "1GB", mode="fake", parallel=spec)
-    for rank in told:
-        assert abs(rank[0][0]["unplanned"] / loose.predicted_peak_bytes - 1) < 0.01
 
 
 def test_the_table_in_the_docs_is_of_ways_that_are_tried(monkeypatch: pytest.MonkeyPatch):

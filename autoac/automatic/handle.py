@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autoac.automatic.across import Across, Meeting
 from autoac.automatic.cycle import Cycle
 from autoac.automatic.once import Once
 from autoac.automatic.optimizers import Optimizers, trained_in
@@ -24,6 +25,7 @@ from autoac.progress import LOGGER
 from autoac.step.model import has_gradients, unwrapped
 from autoac.torch_private import in_backward
 from autoac_solver.records.errors import AutoacError
+from autoac_solver.records.profile import Profile
 
 
 class Auto:
@@ -54,6 +56,7 @@ class Auto:
         self._recording = Recording(model, self._on_top, self._warn)
         self._watch = Watch(self._model, wanted.on_larger)
         self._peak = StepPeak(self._model, wanted.measure)
+        self._across = Across(model, self._model, wanted)
         before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
         self._hooks = [
             register_optimizer_step_pre_hook(lambda *a: f(*a) if (f := before()) else None),
@@ -134,17 +137,23 @@ class Auto:
         self._recording.end_if_over(begins and not (self._cycle.is_one and has_gradients(self._model)))
         if not self._cycle.is_told:
             self._cycle.has_stepped = False
+        meet = begins and self._across.step_begins()  # counts steps, also while one is recorded
         if self._recording.is_on:
+            if meet:
+                self._meet(args, kwargs)
             return
         if begins:
             self._begin_cycle()
         if begins and self._trained != trained_in(self._model) and (self._recording.profile or self._plan):
             LOGGER.info("other parameters are trained than in the recorded step: recording this step")
             self._record_again(is_new=True)
-        if self._recording.profile is not None and begins:
-            self._settle(args, kwargs)
-        if self._plan is None and self._recording.profile is None and begins:
-            self._take_up_saved(args, kwargs)
+        if meet:
+            self._meet(args, kwargs)
+        elif begins and not self._across.several:
+            if self._recording.profile is not None:
+                self._settle(args, kwargs)
+            if self._plan is None and self._recording.profile is None:
+                self._take_up_saved(args, kwargs)
         if self._plan is not None:
             self._look_at(args, kwargs, begins)
         if self._plan is None and self._recording.profile is None and begins:
@@ -219,6 +228,7 @@ class Auto:
         if self._recording.begin(args, kwargs, self._optimizers.states()):
             self._was_saved = False
             self._trained = trained_in(self._model)
+            self._across.ask()
 
     def _record_again(self, is_new: bool = False) -> bool:
         """Let the next step be recorded, unless that was done too often.
@@ -240,10 +250,7 @@ class Auto:
         """Plan for the recorded step, now that the next one begins."""
         if self._recording.began_otherwise and self._record_again():
             return
-        profile = self._optimizers.counted(self._recording.taken())
-        self._optimizers.hold(False)
-        self._provisional = None
-        self._watch.uncounted = False
+        profile = self._counted()
         kept, self._kept = self._kept, None
         if kept is not None and needs_no_more(profile, kept.record.profile):
             self._put_plan_on(kept, "no more modules were called, with no more; kept the plan of")
@@ -253,29 +260,70 @@ class Auto:
         except AutoacError:
             self.remove()
             raise
+        self._take(plan, args, kwargs)
+
+    def _counted(self) -> Profile:
+        """The recorded step with its optimizers; it is kept no longer."""
+        profile = self._optimizers.counted(self._recording.taken())
+        self._optimizers.hold(False)
+        self._provisional = None
+        self._watch.uncounted = False
+        return profile
+
+    def _take(self, plan: Plan, args: Any, kwargs: Any, save: bool = True) -> None:
+        """Put a new plan on."""
         if self._wanted.verify:
             self._verify(plan, args, kwargs)
-        if self._wanted.path is not None:
+        if save and self._wanted.path is not None:
             plan.save(self._wanted.path)
         self._put_plan_on(plan, "planned")
 
     def _take_up_saved(self, args: Any, kwargs: Any) -> None:
-        """Put on the plan that an earlier run saved, if it is for this model, device, budget and engine."""
-        path = self._wanted.path
-        if path is None or not path.exists() or self._recording.count:
-            return
-        plan = Plan.load(path)
-        if not self._wanted.is_met_by(plan, self._model):
-            LOGGER.warning(
-                "the plan in %s is for another model, device, budget, engine, regions or policies: planning anew, and "
-                "the new plan will replace it there",
-                path,
-            )
-            return
+        """Put on the plan that an earlier run saved, if there is one for this model."""
+        plan = None if self._recording.count else self._wanted.saved(self._model)
+        if plan is not None:
+            self._take_up(plan, args, kwargs)
+
+    def _take_up(self, plan: Plan, args: Any, kwargs: Any) -> None:
         if self._wanted.verify:
             self._verify(plan, args, kwargs)
         self._was_saved = True  # with the optimizers that stepped then
-        self._put_plan_on(plan, f"took up {path}:")
+        self._put_plan_on(plan, f"took up {self._wanted.path}:")
+
+    def _meet(self, args: Any, kwargs: Any) -> None:
+        """Settle with the other ranks on a plan; see NOTE [ One loop on several ranks ]."""
+        try:
+            with self._across.meeting() as meeting:
+                self._settle_with(meeting, args, kwargs)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _settle_with(self, meeting: Meeting, args: Any, kwargs: Any) -> None:
+        recording = self._recording
+        if meeting.any(recording.is_on):  # two calls before a backward, say
+            self._across.ask()
+            return
+        recorded = recording.profile is not None
+        if meeting.any(recorded and recording.began_otherwise and recording.may_begin_again):
+            self._record_again(is_new=not recording.may_begin_again)
+            return
+        profile, saved, at_hand = None, None, self._plan or self._kept
+        self._kept = None
+        if recorded:
+            profile = self._counted()
+            if at_hand is not None and needs_no_more(profile, at_hand.record.profile):
+                profile = None
+        elif at_hand is None and meeting.is_first and not recording.count:
+            saved = at_hand = self._wanted.saved(self._model)
+        plan = meeting.one_plan(profile, at_hand, lambda step: self._wanted.plan(self._given, step))
+        if plan is None:
+            return
+        self._take_plan_off()
+        if meeting.any(saved is not None):
+            self._take_up(plan, args, kwargs)
+        else:
+            self._take(plan, args, kwargs, save=meeting.is_first)
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:
         with self._on_top.aside():

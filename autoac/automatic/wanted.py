@@ -11,6 +11,7 @@ import torch
 from autoac.api import plan_recorded
 from autoac.plans import Plan
 from autoac.policies import as_policies
+from autoac.progress import LOGGER
 from autoac.step.inputs import elements_in
 from autoac.step.model import device_bytes, device_of, model_fingerprint
 from autoac_solver.plan.planning import limits
@@ -50,6 +51,24 @@ class Wanted:
             engine=self.engine,
             headroom=self.headroom,
         )
+
+    def saved(self, model: torch.nn.Module) -> Plan | None:
+        """The plan that an earlier run saved, if it is for this model and these arguments.
+
+        Args:
+            model: without wrappers.
+        """
+        if self.path is None or not self.path.exists():
+            return None
+        plan = Plan.load(self.path)
+        if self.is_met_by(plan, model):
+            return plan
+        LOGGER.warning(
+            "the plan in %s is for another model, device, budget, engine, regions or policies: planning anew, and "
+            "the new plan will replace it there",
+            self.path,
+        )
+        return None
 
     def is_met_by(self, plan: Plan, model: torch.nn.Module) -> bool:
         """Whether a plan was made for this model and these arguments.

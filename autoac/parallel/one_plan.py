@@ -69,10 +69,14 @@ def same_everywhere(ranks: Ranks, facts: dict[str, str]) -> None:
 
 def needs_most(ranks: Ranks, profile: Profile) -> int:
     """The place among the ranks of that whose step keeps the most, as far as known before planning."""
-    saved = {tensor.storage for tensor in profile.saved}
-    kept = sum(s.bytes for i, s in enumerate(profile.storage_table) if s.alloc == NEVER or i in saved)
-    found = ranks.all(kept)
+    found = ranks.all(kept_bytes(profile))
     return found.index(max(found))
+
+
+def kept_bytes(profile: Profile) -> int:
+    """What a step keeps: what is there before it, and what autograd saves."""
+    saved = {tensor.storage for tensor in profile.saved}
+    return sum(s.bytes for i, s in enumerate(profile.storage_table) if s.alloc == NEVER or i in saved)
 
 
 def _text_of(plan: Plan) -> str:

@@ -40,5 +40,11 @@ def found_on(model: torch.nn.Module) -> Plain:
     return Plain() if ddp is None else DDP.of(ddp, is_here=False)
 
 
+def is_spread(model: torch.nn.Module) -> bool:
+    """Whether several processes train this model together, each calling it in step with the others."""
+    several = _is_distributed() and torch.distributed.get_world_size() > 1
+    return several and type(found_on(model)) is not Plain
+
+
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()

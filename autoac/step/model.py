@@ -16,6 +16,7 @@ from autoac.torch_private import (
     ddp_around,
     is_compiled_wrapper,
     is_ddp,
+    is_fsdp1,
     wrapped_module,
 )
 from autoac_solver.records.errors import ProfilingError
@@ -28,6 +29,11 @@ def check_model(model: torch.nn.Module) -> None:
     if any(planned(module) for module in model.modules()):
         raise ProfilingError(
             "this model has a plan applied: call plan.remove(model) before profiling it again."
+        )
+    if any(map(is_fsdp1, model.modules())):
+        raise ProfilingError(
+            "this model is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters are not planned for: "
+            "shard it with torch.distributed.fsdp.fully_shard (FSDP2; fsdp_version: 2 in accelerate and Trainer)."
         )
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         raise ProfilingError(

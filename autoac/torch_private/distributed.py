@@ -89,6 +89,15 @@ def is_unit(module: torch.nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def is_fsdp1(module: torch.nn.Module) -> bool:
+    """Whether this is a `FullyShardedDataParallel`, of flat parameters.
+
+    Source: torch/distributed/fsdp/fully_sharded_data_parallel.py; public, here as it must not be imported for this.
+    """
+    kind = _class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    return kind is not None and isinstance(module, kind)
+
+
 def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
     """The class that the module had before `fully_shard` put a subclass of it in its place.
 

@@ -1,4 +1,7 @@
-"""One rank of two; the second one dies in the backward of its first recorded step."""
+"""One rank of two, in which one dies: while they plan, in a planned step, where they settle on a plan for a loop.
+
+Each case is a process of its own, forked after torch was imported, for that takes longest.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,24 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from auto_worker import is_clean
 from models import batch, make, sharded
+from torch.distributed.fsdp import fully_shard  # noqa: F401  (imported before the fork)
+from torch.nn.parallel import DistributedDataParallel
 
 import autoac
+from autoac.parallel import ranks
 
 
 class Dies(torch.autograd.Function):
+    """Ends the process in its backward."""
+
     @staticmethod
     def forward(context: object, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -25,20 +36,84 @@ class Dies(torch.autograd.Function):
         os._exit(1)
 
 
-def loss(output: torch.Tensor) -> torch.Tensor:
-    return Dies.apply(output) if dist.get_rank() == 1 else output
+def in_planning(rank: int, model: Any) -> None:
+    """In the backward of the first recorded step."""
+    autoac.plan(model, batch(), "1GB", loss=lambda out: Dies.apply(out) if rank == 1 else out)
+
+
+def in_forward(rank: int, model: Any) -> None:
+    with planned(model):
+        if rank == 1:
+            model.layers[1].register_forward_hook(lambda *_: os._exit(1))
+        model(batch()).backward()
+
+
+def in_backward(rank: int, model: Any) -> None:
+    with planned(model):
+        loss = model(batch())
+        (Dies.apply(loss) if rank == 1 else loss).backward()
+
+
+def before_settling(rank: int, model: Any, dies: int = 1) -> None:
+    """Between the first step of a loop and the second, at which the ranks meet; DDP does nothing before that."""
+    ranks.PATIENCE_S = 3.0
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    autoac.auto(model, "1GB", optimizer=optimizer)
+    for step in range(2):
+        if rank == dies and step == 1:
+            os._exit(1)
+        optimizer.zero_grad()
+        model(batch()).backward()
+        optimizer.step()
+
+
+def before_settling_rank_0(rank: int, model: Any) -> None:
+    """With the one that keeps the store."""
+    before_settling(rank, model, dies=0)
+
+
+def planned(model: Any) -> Any:
+    policies = [autoac.Policy("MUST_RECOMPUTE", op="aten.gelu*")]
+    return autoac.plan(model, batch(), "1GB", policies=policies).applied(model)
+
+
+CASES: tuple[Callable[[int, Any], None], ...] = (
+    in_planning,
+    in_forward,
+    in_backward,
+    before_settling,
+    before_settling_rank_0,
+)
+
+
+def run(case: Callable[[int, Any], None], path: Path) -> None:
+    rank, store = int(os.environ["RANK"]), f"file://{path.parent}/store-{case.__name__}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    settles = "settling" in case.__name__
+    model, started = make() if settles else sharded(make()), time.monotonic()
+    try:
+        case(rank, model)
+        words = "no error"
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+    told = {"error": words, "seconds": time.monotonic() - started, "clean": is_clean(model)}
+    path.with_suffix(f".{case.__name__}").write_text(json.dumps(told))
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    started = time.monotonic()
-    try:
-        autoac.plan(sharded(make()), batch(), "1GB", loss=loss)
-        words = "no error"
-    except autoac.ParallelError as error:
-        words = str(error)
-    Path(sys.argv[1]).write_text(json.dumps({"error": words, "seconds": time.monotonic() - started}))
-    os._exit(0)  # without the goodbyes of a job that has lost a rank
+    path, found = Path(sys.argv[1]), {}
+    for case in CASES:
+        child = os.fork()
+        if child == 0:
+            try:
+                run(case, path)
+            finally:
+                os._exit(0)  # without the goodbyes of a job that has lost a rank
+        os.waitpid(child, 0)
+        told = path.with_suffix(f".{case.__name__}")
+        found[case.__name__] = json.loads(told.read_text()) if told.exists() else None
+    path.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ ROOT = HERE.parents[1]
 
 
 def run_ranks(
-    worker: str, folder: Path, size: int = 2, timeout_s: float = 420.0
-) -> list[dict[str, Any] | None]:
+    worker: str, folder: Path, size: int = 2, timeout_s: float = 420.0, *arguments: str
+) -> list[Any]:
     """What each rank wrote, None for one that wrote nothing; all of them are over within the time.
 
     Args:
         worker: file beside this one, called with the path that it is to write JSON to.
+        arguments: others to call it with.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -30,7 +31,14 @@ def run_ranks(
     common = {**os.environ, "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = []
     for rank in range(size):
-        command = [sys.executable, "-W", "ignore", str(HERE / worker), str(folder / f"{rank}.json")]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            str(HERE / worker),
+            str(folder / f"{rank}.json"),
+            *arguments,
+        ]
         environment = {**common, "RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
         with (folder / f"{rank}.log").open("w") as log:
             started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))

@@ -113,6 +113,39 @@ def plan_shard_apply(rank: int) -> Any:
 
 
 @case
+def checkpoints(rank: int) -> Any:
+    """torch's distributed checkpoints of a planned model have the names they had, and load into one without a plan."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    x = batch(rank)
+    model = sharded(make())
+    plan = autoac.plan(model, x, "1GB", policies=[AGAIN])
+    trained(plan.apply(model), x)
+    state = get_model_state_dict(model)
+    folder = Path(sys.argv[1]).with_name("checkpoint")
+    save(state, checkpoint_id=folder)
+    other = sharded(make())
+    loaded = get_model_state_dict(other)
+    load(loaded, checkpoint_id=folder)
+    set_model_state_dict(other, loaded)
+    return {
+        "names": sorted(state) == sorted(make().state_dict()),
+        "equal": same(trained(model, x, 0), trained(other, x, 0)),
+    }
+
+
+@case
+def fsdp1_is_refused(rank: int) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(make(), device_id=torch.device("cpu"))
+    given = [error_of(lambda: autoac.profile(model, batch(rank)))]
+    return [*given, error_of(lambda: autoac.auto(model, "1GB"))]
+
+
+@case
 def leaves_no_trace(rank: int) -> Any:
     """What FSDP2 sets up once is still there after profiling: a state dict after forward alone holds the shards."""
     x, model = batch(rank), sharded(make())

@@ -45,6 +45,15 @@ def test_units_have_a_class_of_their_own():
         assert torch_private.own_class(model) is nn.Sequential
 
 
+def test_flat_sharding_is_told_from_units():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    flat = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    assert torch_private.is_fsdp1(flat)
+    with torch_private.fake_ranks(2):
+        assert not torch_private.is_fsdp1(cast("nn.Module", fully_shard(nn.Linear(4, 4))))
+
+
 def test_units_are_set_up_and_reset():
     with torch_private.fake_ranks(2):
         model: Any = fully_shard(

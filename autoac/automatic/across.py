@@ -1,0 +1,126 @@
+"""`autoac.auto` on several ranks: they settle on one plan, or all raise the same error.
+
+NOTE [ One loop on several ranks ]
+  1. Each rank records its own step, which takes no collective that the loop does not have. A rank that records says so
+     beforehand, and all meet when the next step begins; see `autoac.parallel.meetings`.
+  2. There they compare what they have: a newly recorded step, or the plan that is on the model. The one that keeps the
+     most is planned for, by the rank that has it, and all put that plan on. So a rank that meets a larger batch later
+     records that step by itself, and the others join in the next one.
+  3. Whatever one of them fails with, all of them raise, and take their plans off.
+  4. The file of a plan is read and written by rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from autoac.automatic.wanted import Wanted
+from autoac.parallel.meetings import Meetings
+from autoac.parallel.one_plan import kept_bytes, same_everywhere, shared
+from autoac.parallel.ranks import Ranks, together
+from autoac.parallel.wrapped import is_spread
+from autoac.plans import Plan
+from autoac.step.model import model_fingerprint
+from autoac.torch_private import ranks_of
+from autoac_solver.records.profile import Profile
+
+
+class Meeting:
+    """What the ranks decide while they meet.
+
+    Args:
+        ranks: all of them.
+        given: the model as the loop calls it.
+    """
+
+    def __init__(self, ranks: Ranks, given: torch.nn.Module):
+        self.ranks = ranks
+        self._given = given
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.ranks.rank == 0
+
+    def any(self, mine: bool) -> bool:
+        """Whether it is so on any rank."""
+        return any(self.ranks.all(mine))
+
+    def one_plan(
+        self, profile: Profile | None, at_hand: Plan | None, make: Callable[[Profile], Plan]
+    ) -> Plan | None:
+        """The plan for all: that of the rank whose step keeps the most; None if nobody has any.
+
+        Args:
+            profile: of a step that this rank has recorded, and has no plan for.
+            at_hand: a plan that this rank has, for want of such a step.
+            make: from that profile to its plan.
+        """
+        step = profile or (at_hand.record.profile if at_hand is not None else None)
+        found = self.ranks.all(-1 if step is None else kept_bytes(step))
+        if max(found) < 0:
+            return None
+        owner = found.index(max(found))
+        mine = None
+        if self.ranks.rank == owner:
+            mine = at_hand if profile is None else make(profile)
+        return shared(self.ranks, owner, mine, self._given)
+
+
+class Across:
+    """The ranks that run a loop; one process is none of several.
+
+    Args:
+        given: the model as the loop calls it.
+        model: the same without wrappers.
+    """
+
+    def __init__(self, given: torch.nn.Module, model: torch.nn.Module, wanted: Wanted):
+        self._given = given
+        self._model = model
+        self._wanted = wanted
+        self._meetings: Meetings | None = None
+        self._is_known = False
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several ranks; known once the first step has begun."""
+        return self._meetings is not None
+
+    def step_begins(self) -> bool:
+        """A step of the loop begins; whether the ranks meet now."""
+        if not self._is_known:  # not sooner: the model may be wrapped after `auto` was called
+            self._is_known = True
+            if is_spread(self._given):
+                self._meetings = Meetings()
+                if self._wanted.path is not None:  # there may be a plan in it
+                    self._meetings.step_begins()
+                    return True
+        return self._meetings is not None and self._meetings.step_begins()
+
+    def ask(self) -> None:
+        """Let all ranks meet when the next step begins."""
+        if self._meetings is not None:
+            self._meetings.ask()
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[Meeting]:
+        """Context in which all ranks decide.
+
+        Raises:
+            ParallelError: one of them has failed, has not come, or trains something else; on all of them.
+        """
+        wanted = self._wanted
+        with together("settle on a plan for their loop", members=ranks_of(self._model)) as ranks:
+            same_everywhere(
+                ranks,
+                {
+                    "model (fingerprint)": model_fingerprint(self._model),
+                    "budget": str(wanted.budget),
+                    "regions": str(wanted.names),
+                },
+            )
+            yield Meeting(ranks, self._given)

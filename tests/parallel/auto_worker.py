@@ -1,0 +1,199 @@
+"""One rank: loops under `autoac.auto`, and what came of each. A case that raises tells its error."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import batch, make, sharded
+from torch.nn.parallel import DistributedDataParallel
+
+import autoac
+from autoac.execute.placement import Placement
+from autoac.measure import measure_peak
+
+CASES: dict[str, Callable[[int], Any]] = {}
+
+
+def case(function: Callable[[int], Any]) -> Callable[[int], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+def weights_of(model: Any) -> list[torch.Tensor]:
+    return [
+        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in model.parameters()
+    ]
+
+
+def loop(
+    model: Any,
+    batches: Sequence[torch.Tensor],
+    budget: int | None = None,
+    after: Callable[[int, Any], None] = lambda step, handle: None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A user's loop; "peak" is the least one above a step's start of the last steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = None if budget is None else autoac.auto(model, budget, optimizer=optimizer, **options)
+    peaks = []
+    for index, x in enumerate(batches):
+        optimizer.zero_grad()
+        if index < 3:
+            model(x).backward()
+        else:
+            peaks.append(measure_peak(lambda x=x: model(x).backward()).peak_above_start_bytes)
+        optimizer.step()
+        after(index, handle)
+    optimizer.zero_grad()
+    found: dict[str, Any] = {"weights": weights_of(model), "peak": min(peaks, default=0)}
+    if handle is not None:
+        assert handle.plan is not None
+        found["plan"] = handle.plan
+        handle.remove()
+    return found
+
+
+def compared(
+    spread: Callable[[], Any], batches: Sequence[torch.Tensor], share: float = 0.8
+) -> dict[str, Any]:
+    plain = loop(spread(), batches)
+    loose = loop(spread(), batches, 10**9)["plan"]
+    budget = int(share * loose.predicted_peak_bytes)
+    model = spread()
+    planned = loop(model, batches, budget)
+    plan = planned["plan"]
+    return {
+        "equal": all(map(torch.equal, plain["weights"], planned["weights"])),
+        "id": plan.program_id,
+        "predicted": plan.predicted_peak_bytes,
+        "measured": plan.resident_bytes + planned["peak"],
+        "budget": budget,
+        "recomputing": sum(region.wrapped for region in plan.regions),
+        "sample": plan.record.profile.sample,
+        "clean": is_clean(model),
+    }
+
+
+def is_clean(model: Any) -> bool:
+    """Whether nothing of ours is left on a model."""
+    return not any(
+        "forward" in vars(module) or any("autoac" in name for name in vars(module))
+        for module in model.modules()
+    )
+
+
+@case
+def ddp(rank: int) -> Any:
+    return compared(lambda: DistributedDataParallel(make()), [batch(rank + 10 * step) for step in range(6)])
+
+
+@case
+def fsdp(rank: int) -> Any:
+    return compared(lambda: sharded(make()), [batch(rank + 10 * step) for step in range(6)])
+
+
+@case
+def sizes_differ(rank: int) -> Any:
+    return compared(lambda: sharded(make()), [batch(rank, rows=64 * (rank + 1)) for _ in range(6)])
+
+
+@case
+def one_rank_meets_a_larger_batch(rank: int) -> Any:
+    """It records by itself, and the others join it in the next step."""
+    batches = [batch(rank + 10 * step, rows=256 if (rank, step) == (1, 3) else 128) for step in range(6)]
+    samples: list[str | None] = []
+
+    def after(step: int, handle: Any) -> None:
+        if handle is not None:
+            samples.append(handle.known_plan and handle.known_plan.record.profile.sample)
+
+    plain = loop(sharded(make()), batches)
+    planned = loop(sharded(make()), batches, 10**9, after, on_larger="replan")
+    return {
+        "equal": all(map(torch.equal, plain["weights"], planned["weights"])),
+        "samples": samples,
+        "id": planned["plan"].program_id,
+    }
+
+
+@case
+def restarted(rank: int) -> Any:
+    """Only rank 0 has the file, and the others take its plan up from it."""
+    path = Path(sys.argv[1]).with_name(f"plan-of-{rank}.json")
+    batches = [batch(rank + 10 * step) for step in range(3)]
+    budget = 1_500_000
+    first = loop(sharded(make()), batches, budget, path=path)["plan"]
+    has_plan: list[bool] = []
+    started = loop(
+        sharded(make()),
+        batches[:1],
+        budget,
+        lambda step, handle: has_plan.append(handle.known_plan is not None),
+        path=path,
+    )["plan"]
+    return {
+        "files": path.exists(),
+        "at_once": has_plan,
+        "same": first.program_id == started.program_id,
+        "id": started.program_id,
+    }
+
+
+def failing(model: Any, rank: int, budget: int, **options: Any) -> dict[str, Any]:
+    started = time.monotonic()
+    try:
+        loop(model, [batch(rank)] * 3, budget, **options)
+        words = "no error"
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+    return {"error": words, "seconds": time.monotonic() - started, "clean": is_clean(model)}
+
+
+@case
+def no_plan_fits(rank: int) -> Any:
+    return failing(sharded(make()), rank, 1000)
+
+
+@case
+def budgets_differ(rank: int) -> Any:
+    return failing(DistributedDataParallel(make()), rank, 10**9 + rank)
+
+
+@case
+def cannot_be_put_on_one(rank: int) -> Any:
+    original = Placement.attach
+
+    def attach(self: Placement, inner: torch.nn.Module) -> None:
+        if rank == 1:
+            raise MemoryError("rank 1 has none left")
+        original(self, inner)
+
+    Placement.attach = attach
+    try:
+        return failing(sharded(make()), rank, 10**9)
+    finally:
+        Placement.attach = original
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    found = {}
+    for name, function in CASES.items():
+        started = time.monotonic()
+        try:
+            found[name] = function(dist.get_rank())
+        except Exception as error:
+            found[name] = {"raised": f"{type(error).__name__}: {error}"}
+        print(name, f"{time.monotonic() - started:.1f} s", found[name], flush=True)
+    Path(sys.argv[1]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Print what was trained on several ranks: `python -m tests.parallel.table`; `--write` puts the table in the docs,
+and with `--only` keeps the other rows.
+
+Every row is run: real processes on CPU (gloo), with a plan and without. A cell is "yes" if on all ranks the weights
+after five steps are to the bit those without a plan, and the measured peak is within 1 % of the prediction, and within
+the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.parallel.ranks import HERE, ROOT, run_ranks
+
+sys.path.insert(0, str(HERE))  # the workers' own modules
+
+from trying import Outcome
+from ways import WAYS
+
+PAGE = ROOT / "docs" / "guides" / "many-gpus.md"
+BEGIN = "<!-- ranks: python -m tests.parallel.table --write -->\n"
+END = "<!-- end of ranks -->\n"
+ENGINES = ("replay", "sac")
+HEAD = (
+    "| trained so | model | ranks | budgets | replay | sac | peak off by at most |",
+    "|---|---|---|---|---|---|---|",
+)
+Key = tuple[str, str, str]
+"""Way, model and number of ranks."""
+Case = tuple[str, str, Sequence[str], Sequence[float]]
+THREE = (0.9, 0.8, 0.7)
+FULL = ("DDP", "FSDP2 by block", "FSDP2, `reshard_after_forward=False`", "FSDP2, `mp_policy` bfloat16")
+
+
+def cases(size: int) -> list[Case]:
+    """Model, way, engines and budgets (shares of the peak without a plan) of the rows for so many ranks."""
+    every: list[Case] = [("Net", way.name, ENGINES, (0.8,)) for way in WAYS if way.ranks == size]
+    if size == 2:
+        return every
+    return [*every, *((model, way, ENGINES, THREE) for model in ("Llama", "ViT") for way in FULL)]
+
+
+def run(size: int, only: str = "") -> dict[Key, str]:
+    """The rows of so many ranks, which are run for it.
+
+    Args:
+        only: a part of the names of models and ways that are wanted.
+    """
+    wanted = [case for case in cases(size) if only in f"{case[0]}, {case[1]}"]
+    if not wanted:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        told = run_ranks("trying_worker.py", Path(folder), size, 3600, json.dumps(wanted))
+    return {
+        (way, model, str(size)): row(
+            way, model, size, len(shares), [Outcome(**one) for rank in told for one in rank[index]]
+        )
+        for index, (model, way, _, shares) in enumerate(wanted)
+    }
+
+
+def written() -> dict[Key, str]:
+    """The rows that the docs have."""
+    lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return {(own[1], own[2], own[3]): line for own, line in zip(cells, lines, strict=True)}
+
+
+def write(found: dict[Key, str]) -> None:
+    """Put these rows into the docs, beside those of other ways."""
+    every = {**written(), **found}
+    order = [(way, model, str(size)) for size in (2, 4) for model, way, _, _ in cases(size)]
+    lines = [*HEAD, *(every[key] for key in order if key in every)]
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2])
+
+
+def row(way: str, model: str, size: int, budgets: int, found: Sequence[Outcome]) -> str:
+    """One row; "no" says what is wrong."""
+    cells: list[Any] = [way, model, size, budgets]
+    for engine in ENGINES:
+        own = [one for one in found if one.engine == engine]
+        cells.append("yes" if own and all(one.is_right for one in own) else f"no: {own}")
+    off = max(abs(one.off) for one in found)
+    return "| " + " | ".join(map(str, [*cells, f"{off:.2%}"])) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", default="", help="a part of a model's and a way's name, as in 'Llama, DDP'")
+    asked = parser.parse_args()
+    for size in (2, 4):
+        found = run(size, asked.only)
+        print(*found.values(), sep="\n", flush=True)
+        if asked.write and found:
+            write(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""`autoac.auto` on two real processes (gloo): one plan, or one error; and processes that die."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parallel.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks("auto_worker.py", tmp_path_factory.mktemp("loops"))
+
+
+def of(told: list[dict[str, Any]], case: str) -> list[Any]:
+    found = [rank[case] for rank in told]
+    for rank in found:
+        assert "raised" not in rank, rank
+    return found
+
+
+@pytest.mark.parametrize("case", ["ddp", "fsdp", "sizes_differ"])
+def test_all_ranks_run_under_one_plan(told: Any, case: str):
+    first, second = of(told, case)
+    assert first["id"] == second["id"]
+    for rank in (first, second):
+        assert rank["equal"]
+        assert rank["recomputing"]
+        assert rank["sample"] == "float32[128,32]"  # where sizes differ, the larger one
+        assert rank["clean"]
+        assert rank["measured"] <= rank["budget"]
+    assert abs(second["measured"] / second["predicted"] - 1) < 0.01
+
+
+def test_the_others_join_a_rank_that_meets_a_larger_batch(told: Any):
+    first, second = of(told, "one_rank_meets_a_larger_batch")
+    assert first["equal"]
+    assert second["equal"]
+    assert first["id"] == second["id"]
+    small, large = "float32[128,32]", "float32[256,32]"
+    # Rank 1 records its fourth step, and in the fifth both have a plan for that.
+    assert first["samples"] == [None, small, small, small, large, large]
+    assert second["samples"] == [None, small, small, None, large, large]
+
+
+def test_the_file_of_rank_0_is_taken_up_by_all(told: Any):
+    first, second = of(told, "restarted")
+    assert (first["files"], second["files"]) == (True, False)
+    assert first["id"] == second["id"]
+    for rank in (first, second):
+        assert rank["same"]
+        assert rank["at_once"] == [True]
+
+
+def test_where_one_fails_all_raise_and_nothing_is_left(told: Any):
+    settling = "failed while the ranks settle on a plan for their loop:"
+    expected = {
+        "no_plan_fits": f"rank 0 {settling} InfeasibleBudgetError: No plan fits",
+        "budgets_differ": "the ranks do not have the same budget: rank 0 has 1000000000, rank 1 has 1000000001",
+        "cannot_be_put_on_one": f"rank 1 {settling} MemoryError: rank 1 has none left",
+    }
+    for case, words in expected.items():
+        first, second = of(told, case)
+        assert first["error"] == second["error"]
+        assert first["error"].startswith(f"ParallelError: {words}"), first
+        assert max(first["seconds"], second["seconds"]) < 30
+        assert first["clean"]
+        assert second["clean"]
+
+
+def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path: Any):
+    first, second = run_ranks("killed.py", tmp_path, timeout_s=300)
+    died_in = {
+        "in_planning": (second, first, "ParallelError: rank 0 failed while the ranks plan: RuntimeError"),
+        "in_forward": (second, first, "RuntimeError"),  # gloo's own
+        "in_backward": (second, first, "RuntimeError"),
+        "before_settling": (second, first, "ParallelError: rank 1 has not come to do so for 3 s"),
+        "before_settling_rank_0": (first, second, "ParallelError: rank 0 has not come to do so for 3 s"),
+    }
+    for case, (dead, survivor, words) in died_in.items():
+        assert dead[case] is None
+        assert survivor[case]["error"].startswith(words), survivor
+        assert survivor[case]["clean"]
+        assert survivor[case]["seconds"] < 60  # a step's own time counted; it hears of the death at once

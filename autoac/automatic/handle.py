@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoac.automatic.across import Across, Meeting
+from autoac.automatic.ahead import Ahead
 from autoac.automatic.cycle import Cycle
 from autoac.automatic.once import Once
 from autoac.automatic.optimizers import Optimizers, trained_in
@@ -57,6 +58,8 @@ class Auto:
         self._watch = Watch(self._model, wanted.on_larger)
         self._peak = StepPeak(self._model, wanted.measure)
         self._across = Across(model, self._model, wanted)
+        self._ahead = Ahead(model, self._about_to_be_called)
+        self._ahead.put_on()
         before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
         self._hooks = [
             register_optimizer_step_pre_hook(lambda *a: f(*a) if (f := before()) else None),
@@ -90,6 +93,7 @@ class Auto:
         self._optimizers.hold(False)
         self._take_plan_off()
         self._on_top.take_off()
+        self._ahead.take_off()
         _remove(self._hooks)
 
     def __repr__(self) -> str:
@@ -102,10 +106,13 @@ class Auto:
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model is called."""
-        counts = self._model.training and torch.is_grad_enabled() and not in_backward() and not self._running
-        if not counts:  # evaluation, a second run of its code in backward, or a call inside of another one
+        if not self._counts:
             return self._on_top.run(args, kwargs)
-        self._begins(args, kwargs, self._cycle.may_begin(has_gradients(self._model)))
+        if self._ahead.is_late:  # the model was sharded after `auto`: from the next call on
+            self._ahead.put_on()
+            return self._on_top.run(args, kwargs)
+        if not self._ahead.is_on:
+            self._begins(args, kwargs, self._cycle.may_begin(has_gradients(self._model)))
         self._running = True
         try:
             return self._on_top.run(args, kwargs)
@@ -115,6 +122,16 @@ class Auto:
             raise
         finally:
             self._running = False
+
+    @property
+    def _counts(self) -> bool:
+        """Whether a call now is the loop's: no evaluation, second run of code in backward, or call within another."""
+        return self._model.training and torch.is_grad_enabled() and not in_backward() and not self._running
+
+    def _about_to_be_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called, and FSDP2 has gathered nothing for it yet."""
+        if self._counts:
+            self._begins(args, kwargs, self._cycle.may_begin(has_gradients(self._model)))
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step begins, or a further micro-batch of it: for trainers that do not call the model itself.

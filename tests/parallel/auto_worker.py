@@ -91,17 +91,17 @@ def is_clean(model: Any) -> bool:
 
 @case
 def ddp(rank: int) -> Any:
-    return compared(lambda: DistributedDataParallel(make()), [batch(rank + 10 * step) for step in range(6)])
+    return compared(lambda: DistributedDataParallel(make()), [batch(rank + 10 * step) for step in range(12)])
 
 
 @case
 def fsdp(rank: int) -> Any:
-    return compared(lambda: sharded(make()), [batch(rank + 10 * step) for step in range(6)])
+    return compared(lambda: sharded(make()), [batch(rank + 10 * step) for step in range(12)])
 
 
 @case
 def sizes_differ(rank: int) -> Any:
-    return compared(lambda: sharded(make()), [batch(rank, rows=64 * (rank + 1)) for _ in range(6)])
+    return compared(lambda: sharded(make()), [batch(rank, rows=64 * (rank + 1)) for _ in range(12)])
 
 
 @case

@@ -196,7 +196,8 @@ def recording(
     losses: Losses | None,
     below: contextlib.AbstractContextManager[None] | None = None,
 ) -> Iterator[None]:
-    """Run the step under the tape; within the context everything is as the step has left it.
+    """Run the step under the tape; within the context everything is as the step has left it, and loss and output are
+    there, which the usual loop holds while its optimizer steps.
 
     Args:
         fixed: tensors that are there before the step.
@@ -204,6 +205,7 @@ def recording(
         below: a context for the step that the tape is to be above of.
     """
     tape.storages.indices_of(fixed)
+    held: list[Any] = []
     try:
         with (
             below or contextlib.nullcontext(),
@@ -214,9 +216,10 @@ def recording(
             _failures_located(tape),
             tape.single.of_python(),
         ):
-            step.run()
+            step.run(held)
         yield
     finally:
+        held.clear()
         tape.restore()
 
 

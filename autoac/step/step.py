@@ -27,7 +27,7 @@ class TrainingStep:
             callable without arguments that runs one whole step (forward, loss, backward).
         loss: from the model's output to a scalar; None is `default_loss`.
         optimizer: the one that trains the model; one that another library has wrapped is unwrapped.
-        keeps_output: whether the model's output stays alive until backward is over, as in the usual training loop.
+        keeps_output: whether the model's output stays alive until the step is over, as in the usual training loop.
 
     Raises:
         ProfilingError: one of these is of the wrong kind, or they do not go together.
@@ -88,16 +88,19 @@ class TrainingStep:
             return self.model(*map(_fresh, self.sample))
         return self.model(**{name: _fresh(value) for name, value in self.sample.items()})
 
-    def run(self) -> torch.Tensor | None:
+    def run(self, held: list[Any] | None = None) -> torch.Tensor | None:
         """Run forward, loss and backward; returns the loss (of a callable sample, the tensor that it returns if any).
 
         Autocast that is on around is taken as the loop will have it: on for forward and loss only, without casts of
         weights from before.
+
+        Args:
+            held: gets what the usual loop still holds when backward is over: the loss, and the model's output.
         """
         with interruptible():
-            return self._run()
+            return self._run([] if held is None else held)
 
-    def _run(self) -> torch.Tensor | None:
+    def _run(self, held: list[Any]) -> torch.Tensor | None:
         if self.is_whole:
             result = self.sample()
             return result.detach() if isinstance(result, torch.Tensor) else None
@@ -105,7 +108,7 @@ class TrainingStep:
             output = self._forward()
             value = (self.loss or default_loss)(output)
         if not self.keeps_output:
-            del output
+            output = None
         if not torch.is_grad_enabled():
             raise ProfilingError(
                 "gradients are off (torch.no_grad, torch.inference_mode), so there is no training step to run. Turn "
@@ -119,6 +122,7 @@ class TrainingStep:
             )
         with backward_autocast:
             value.backward()
+        held += [value, output]
         return value.detach()
 
 

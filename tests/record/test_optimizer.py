@@ -32,14 +32,10 @@ LOOK_AT_VALUES = {"Adafactor", "ASGD"}
 
 
 def train(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """A step from the zero_grad state, with `optimizer.step()` at its end."""
-
-    def forward_backward() -> None:
-        output = model(x)
-        loss = output.mean()
-        loss.backward()
-
-    forward_backward()
+    """A step from the zero_grad state, with `optimizer.step()` at its end, while output and loss are still there."""
+    output = model(x)
+    loss = output.mean()
+    loss.backward()
     optimizer.step()
 
 

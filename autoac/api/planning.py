@@ -74,7 +74,8 @@ def plan(
             "5%" or 0.05; found to within 0.1 % of the peak with nothing recomputed. The plan's budget is then its peak.
         loss: from the model's output to a scalar; left out, the output's `.loss`, or the output if scalar, else the
             mean of its floating tensors.
-        optimizer: if given, its state and what its `step()` takes count as part of the step. It is not run.
+        optimizer: if given, its state and what its `step()` takes count as part of the step, while loss and output are
+            still there. It is not run.
         regions: None (found automatically), names or globs of modules, or a predicate `(fqn, module) -> bool`. A glob
             stands for the outermost modules that it finds.
         policies: constraints and hints for single values: `autoac.Policy` objects, a policy function for torch's

@@ -10,7 +10,6 @@ import typer
 
 from autoac.cli.output import in_one_unit, table
 from autoac.cli.target import Target, is_recorded
-from autoac_solver.records.engines import compiles
 
 if TYPE_CHECKING:
     import torch
@@ -170,6 +169,8 @@ def sharding(
             f"{split} ranks split nothing: say how many compute a layer together, 1 or more.",
             param_hint="'--tp'",
         )
+    from autoac_solver.records.engines import compiles
+
     if compiles(engine):
         raise _wrong("engine compile does not plan for ranks: leave --engine out, or take replay or sac.")
     replicas = 1 if replicas is None else replicas

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,12 @@ def words(*shape: int) -> torch.Tensor:
     return torch.randint(3, WORDS, shape)
 
 
+def causal_lm(model: Callable[[Any], nn.Module], config: Any) -> RealModel:
+    """A decoder that predicts the next words, without a cache."""
+    ids = words(4, 32)
+    return with_labels(model(config), input_ids=ids, labels=ids, use_cache=False)
+
+
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
@@ -56,8 +62,7 @@ def gpt2() -> RealModel:
         vocab_size=WORDS, n_embd=32, n_layer=3, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2
     )
     assert config.resid_pdrop == config.attn_pdrop == config.embd_pdrop == 0.1
-    ids = words(4, 32)
-    return with_labels(GPT2LMHeadModel(config), input_ids=ids, labels=ids, use_cache=False)
+    return causal_lm(GPT2LMHeadModel, config)
 
 
 def llama() -> RealModel:
@@ -71,8 +76,7 @@ def llama() -> RealModel:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    ids = words(4, 32)
-    return with_labels(LlamaForCausalLM(config), input_ids=ids, labels=ids, use_cache=False)
+    return causal_lm(LlamaForCausalLM, config)
 
 
 def bert() -> RealModel:
@@ -397,10 +401,10 @@ ALL: dict[str, Callable[[], RealModel]] = {
 }  # fmt: skip
 
 
-def make(name: str) -> RealModel:
+def make(name: str, families: Mapping[str, Callable[[], RealModel]] | None = None) -> RealModel:
     """The model with this name, always the same, in training mode; the global random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = ALL[name]()
+        made = (families or ALL)[name]()
     made.model.train()
     return made

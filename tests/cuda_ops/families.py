@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests import real_models
-from tests.real_models import WORDS, RealModel, with_labels, words
+from tests.real_models import WORDS, RealModel, causal_lm, with_labels
 
 
 def wav2vec2_encoder() -> RealModel:
@@ -34,8 +34,7 @@ def gpt_neox() -> RealModel:
         hidden_dropout=0.1,
         attention_dropout=0.0625,
     )
-    ids = words(4, 32)
-    return with_labels(GPTNeoXForCausalLM(config), input_ids=ids, labels=ids, use_cache=False)
+    return causal_lm(GPTNeoXForCausalLM, config)
 
 
 def qwen3() -> RealModel:
@@ -50,8 +49,7 @@ def qwen3() -> RealModel:
         num_key_value_heads=2,
         head_dim=16,
     )
-    ids = words(4, 32)
-    return with_labels(Qwen3ForCausalLM(config), input_ids=ids, labels=ids, use_cache=False)
+    return causal_lm(Qwen3ForCausalLM, config)
 
 
 def swin() -> RealModel:
@@ -122,12 +120,3 @@ ALL: dict[str, Callable[[], RealModel]] = {
         for build in (wav2vec2_encoder, gpt_neox, qwen3, swin, autoencoder, plain_decoder)
     },
 }
-
-
-def make(name: str) -> RealModel:
-    """The model with this name, always the same, in training mode."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        made = ALL[name]()
-    made.model.train()
-    return made

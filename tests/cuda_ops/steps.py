@@ -15,6 +15,7 @@ from autoac.record.cuda_ops import CudaOps, CudaResults
 from autoac.record.fake import fake_model
 from autoac.step.step import TrainingStep
 from autoac.torch_private import TorchDispatchMode, is_fake, tree_leaves, tree_map_only
+from tests import real_models
 from tests.cuda_ops import families
 
 _NOT_OPS = ("prim.device", "aten.detach")
@@ -81,7 +82,7 @@ def run(family: str, dtype: torch.dtype, device: torch.device, as_cuda: Capabili
         device: where the fake tensors claim to be.
         as_cuda: with the ops that CUDA takes on such a GPU, as `autoac.record.on_fake` records them.
     """
-    made = families.make(family)
+    made = real_models.make(family, families.ALL)
     made.model.to(dtype)
     sample = tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, made.sample

@@ -83,7 +83,7 @@ def check_samples(sample: Any, engine: str, budget_of: str) -> None:
         )
 
 
-def check_together(engine: str, sample: Any) -> None:
+def check_together(engine: str, granularity: str, sample: Any) -> None:
     """Refuse what several ranks cannot plan together.
 
     Raises:
@@ -94,6 +94,7 @@ def check_together(engine: str, sample: Any) -> None:
             "engine 'compile' is not for models that several ranks plan together (DDP, FSDP2): take engine='sac' "
             "for a compiled model."
         )
+    check_compiling(engine, granularity)
     if isinstance(sample, Samples):
         raise ValueError(
             "several samples are not compared where several ranks plan together (DDP, FSDP2): pass the largest "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from autoac.api.checks import Mode, check_compiling, check_samples, check_together, checked, kind_of
 from autoac.api.choosing import against_compiling, engine_for, engine_to_plan_with
-from autoac.api.profiling import profile
+from autoac.api.profiling import profile_each
 from autoac.api.solving import plan_recorded
 from autoac.api.together import plan_together
 from autoac.buckets import Buckets
@@ -91,9 +92,10 @@ def plan(
         time_limit_s: for the solver, seconds.
         gap: how far from the least time the plan may be, as a fraction of the step's time.
         mode, device: as for `profile`. With `device`, a budget in percent is of that device's memory.
-        parallel: how the model will be trained on several processes, `autoac.parallel.DDP(...)` or `.FSDP2(...)`, where
-            it is not wrapped yet. A model that is wrapped (by DDP, or sharded by FSDP2) is planned for by all ranks
-            together: every rank calls this, and gets the same plan or the same error.
+        parallel: how the model will be trained on several processes, where it is not wrapped yet:
+            `autoac.parallel.DDP(...)`, `.FSDP2(...)` or `.TensorParallel(...)`. A model that is wrapped, sharded or
+            split already is planned for by all ranks together: every rank calls this, and gets the same plan or the
+            same error.
         progress: called with a text and the share done; False shows nothing. Left out, a bar is drawn on a terminal or
             in a notebook if it takes more than half a second (not with AUTOAC_PROGRESS=0 in the environment); elsewhere
             lines go to the logger "autoac" at level INFO.
@@ -108,7 +110,7 @@ def plan(
     check_parallel(parallel)
     wrapped = parallel or found_on(model)
     if wrapped.is_here:
-        check_together(engine, sample)
+        check_together(engine, granularity, sample)
         # Options that say how to plan are the same everywhere; what is planned for, each rank has of its own.
         options = {
             "loss": loss, "optimizer": optimizer, "regions": regions, "policies": policies, "engine": engine,
@@ -129,36 +131,28 @@ def plan(
     check_compiling(engine, granularity, policies, max_overhead)
     check_samples(sample, engine, budget_of)
     with progress_shown("planning", progress) as tell:
-        share = 0.7 / len(steps)
-
-        def profiles(engine: EngineName) -> list[Profile]:
-            return [
-                profile(
-                    model,
-                    one,
-                    loss=loss,
-                    optimizer=optimizer,
-                    regions=regions,
-                    engine=engine,
-                    granularity=granularity,
-                    mode=mode,
-                    device=device,
-                    parallel=wrapped,
-                    progress=part(tell, share * index, share * (index + 1)),
-                )
-                for index, one in enumerate(batches_of(sample))
-            ]
-
+        profiled = functools.partial(
+            profile_each,
+            model,
+            batches_of(sample),
+            part(tell, 0.0, 0.7),
+            loss=loss,
+            optimizer=optimizer,
+            regions=regions,
+            granularity=granularity,
+            mode=mode,
+            device=device,
+            parallel=wrapped,
+        )
         try:
-            recorded, *others = largest_first(profiles(engine))
+            profiles = profiled(engine=engine)
         except NothingCompiled as error:
             if asked != "auto":
                 raise
-            engine, reason = (
-                engine_for(model, asked)[0],
-                f"auto: nothing of the model can be compiled: {error.why}",
-            )
-            recorded, *others = largest_first(profiles(engine))
+            engine = engine_for(model, asked)[0]
+            reason = f"auto: nothing of the model can be compiled: {error.why}"
+            profiles = profiled(engine=engine)
+        recorded, *others = largest_first(profiles)
         solving = part(tell, 0.7, 1.0)
 
         def solved(recorded: Profile) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -17,9 +18,7 @@ from autoac.measure import ONE_AT_A_TIME, unique_storage_bytes
 from autoac.ops.info import is_collective
 from autoac.outcomes import largest_first, with_others
 from autoac.parallel.elsewhere import record_sharded
-from autoac.parallel.fsdp2 import FSDP2
-from autoac.parallel.protocol import Plain, check_parallel
-from autoac.parallel.tensor import TensorParallel
+from autoac.parallel.protocol import Plain, Sharded, check_parallel
 from autoac.parallel.wrapped import found_on
 from autoac.progress import Progress, Tell, part, progress_shown
 from autoac.record.cuda_ops import capability_elsewhere
@@ -72,7 +71,7 @@ def profile(
         device: a GPU one does not have: "h200" and the like, or a cost table that `autoac calibrate` wrote. Times are
             taken from its table, and "auto" is "fake" unless the step depends on values.
         parallel: as for `plan`. The step of a sharded model is recorded with its collectives, so all ranks call this.
-            `FSDP2(world_size=...)` is recorded on fake tensors, in one process that is no rank.
+            With `world_size=`, `FSDP2` and `TensorParallel` are recorded on fake tensors, in a process that is no rank.
         engine: "compile" also compiles the regions and measures what they take, which engine compile chooses from;
             it runs the step for real. Under any other the profile is the same.
         granularity: as for `plan`.
@@ -82,21 +81,20 @@ def profile(
         ProfileError: there is no such device.
     """
     if isinstance(sample, Samples):
-        found = [
-            profile(
+        with progress_shown("profiling", progress) as tell:
+            found = profile_each(
                 model,
-                one,
+                sample.batches,
+                tell,
                 loss=loss,
                 optimizer=optimizer,
                 regions=regions,
                 mode=mode,
                 device=device,
+                parallel=parallel,
                 engine=engine,
                 granularity=granularity,
-                progress=progress,
             )
-            for one in sample.batches
-        ]
         return with_others(largest_first(found))
     if mode not in get_args(Mode):
         raise ValueError(f"mode is {mode!r}; possible are {', '.join(map(repr, get_args(Mode)))}.")
@@ -116,7 +114,7 @@ def profile(
     with progress_shown("profiling", progress) as tell:
         with ONE_AT_A_TIME, OptimizerStates():
             told = part(tell, 0.0, 0.3) if is_compiled else tell
-            if isinstance(wrapped, (FSDP2, TensorParallel)) and wrapped.is_elsewhere:
+            if isinstance(wrapped, Sharded) and wrapped.is_elsewhere:
                 recorded = record_sharded(wrapped, step, mode, table, lean_losses, told)
             else:
                 recorded = _recorded(step, mode, table, lean_losses, told)
@@ -133,6 +131,17 @@ def profile(
     if any_autocast() and not step.is_whole:
         recorded = _noted(recorded, OFF_IN_BACKWARD)
     return recorded if table is None else on_device(recorded, table)
+
+
+def profile_each(
+    model: torch.nn.Module, batches: Sequence[Any], progress: Tell, **options: Any
+) -> list[Profile]:
+    """The profile of a step with each batch, in order; options as for `profile`."""
+    share = 1 / len(batches)
+    return [
+        profile(model, batch, progress=part(progress, share * index, share * (index + 1)), **options)
+        for index, batch in enumerate(batches)
+    ]
 
 
 def _recorded(

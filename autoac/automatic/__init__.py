@@ -1,9 +1,10 @@
 """One line in a loop: the first training step is recorded as it runs, and the next ones run under a plan.
 
 `start.auto` checks the arguments and puts the handle on the model. `handle.Auto` hears of the loop's events: a call of
-the model, an optimizer's step. `cycle` tells which of them belong to one step, `recording` records steps, `optimizers`
-counts what the loop's optimizers take, `watch` tells steps that the plan was not made for, and `peak` measures the
-first planned step.
+the model (`ahead`: of a sharded one before FSDP2 does), an optimizer's step. `cycle` tells which of them belong to one
+step. `loop_plan.LoopPlan` makes the plan, puts it on and takes it off; `across` settles on it with other ranks.
+`recording` records steps, `optimizers` counts what the loop's optimizers take, `watch` tells steps that the plan was
+not made for, and `peak` measures the first planned step.
 
 NOTE [ The loop's steps ]
   1. Nothing is run for the plan. The loop's own first step is recorded (see `autoac.record.live`), with its batch,

@@ -64,12 +64,10 @@ class Watch:
         self._plan = plan
         self._larger = LargerInputs(profile.sample, plan.budget_bytes)
         self._most = max(self._most, self._larger.elements)
-        self._newcomers = watch_newcomers(
-            self._model, called_in(profile)
-        )  # called since, and not when recorded
-        self._one_call = (
-            profile.is_one_call
-        )  # the plan's step calls the model once, and begins without gradients
+        # Modules that are called since, and were not when the step was recorded.
+        self._newcomers = watch_newcomers(self._model, called_in(profile))
+        # Whether the plan's step calls the model once, and begins without gradients.
+        self._one_call = profile.is_one_call
 
     def take_off(self) -> None:
         """The plan is taken off."""

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from autoac.parallel.fsdp2 import FSDP2
-from autoac.parallel.tensor import TensorParallel
+from autoac.parallel.protocol import Sharded
 from autoac.progress import Tell
 from autoac.record.cuda_ops import capability_elsewhere
 from autoac.record.on_fake import record_fake
@@ -22,7 +21,7 @@ from autoac_solver.records.profile import VARIES, Profile
 
 
 def record_sharded(
-    spec: FSDP2 | TensorParallel,
+    spec: Sharded,
     step: TrainingStep,
     mode: str,
     table: DeviceTable | None,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoac.parallel.protocol import Plain
+from autoac.parallel.protocol import Sharded
 from autoac.step.modules import RegionChoice, select_modules
 from autoac.step.units import holds_units
 from autoac.torch_private import fake_ranks, is_unit, own_tensors
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FSDP2(Plain):
+class FSDP2(Sharded):
     """`torch.distributed.fsdp.fully_shard`.
 
     Args:
@@ -39,7 +39,6 @@ class FSDP2(Plain):
         is_here: whether the ranks are there, and all of them call this.
     """
 
-    world_size: int | None = None
     units: RegionChoice = None
     reshard_after_forward: bool | int | None = None
     mp_policy: Any = field(default=None, compare=False)
@@ -47,37 +46,14 @@ class FSDP2(Plain):
     is_here: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         size = self.world_size
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise ValueError(f"world_size is {size!r}: how many ranks there are, at least 1.")
         if not isinstance(self.replicas, int) or self.replicas < 1 or (size or self.replicas) % self.replicas:
             raise ValueError(f"replicas is {self.replicas!r}: it must divide the {size} ranks.")
 
-    @property
-    def is_elsewhere(self) -> bool:
-        """See `Parallel`."""
-        return self.world_size is not None
-
-    @property
-    def ranks(self) -> int | None:
-        """How many ranks there are in all."""
-        return self.world_size
-
-    in_words = "FSDP2"
-
     @contextlib.contextmanager
     def sharded(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Callable[[], None]]]:
-        """Context with a copy of the model, and a function that shards it; nothing of its parameters is copied.
-
-        Args:
-            model: not sharded, on any device.
-
-        Returns:
-            The copy, whose parameters are on the meta device, and what shards it once they are fake.
-
-        Raises:
-            ProfilingError: the model cannot be copied, is sharded already, or this process is a rank itself.
-        """
+        """See `Sharded`."""
         assert self.world_size is not None
         if is_unit(model) or holds_units(model):
             raise ProfilingError(
@@ -152,8 +128,8 @@ def without_values(model: torch.nn.Module) -> torch.nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise ProfilingError(
-            f"{type(model).__name__} cannot be copied ({error!r:.200}), and FSDP2 shards a copy of it. Build the model "
-            'on the meta device (`with torch.device("meta")`), without what copy.deepcopy refuses.'
+            f"{type(model).__name__} cannot be copied ({error!r:.200}), and a copy of it is what is sharded. Build the "
+            'model on the meta device (`with torch.device("meta")`), without what copy.deepcopy refuses.'
         ) from error
 
 

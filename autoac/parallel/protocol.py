@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -76,6 +78,53 @@ class Plain:
     def agree(self, plan: Plan | None, model: torch.nn.Module) -> Plan:
         """See `Parallel`."""
         return agree(plan, model)
+
+
+@dataclass(frozen=True)
+class Sharded(Plain):
+    """A model of whose parameters each rank holds a part.
+
+    Args:
+        world_size: of how many ranks to plan for one; None for the ranks that are there.
+    """
+
+    world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        size = self.world_size
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(f"world_size is {size!r}: how many ranks there are, at least 1.")
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """See `Parallel`."""
+        return self.world_size is not None
+
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks there are in all."""
+        return self.world_size
+
+    @property
+    def in_words(self) -> str:
+        """What it is called in notes."""
+        return type(self).__name__
+
+    def sharded(
+        self, model: torch.nn.Module
+    ) -> AbstractContextManager[tuple[torch.nn.Module, Callable[[], None]]]:
+        """Context with a copy of the model, and a function that shards it; nothing of its parameters is copied.
+
+        Args:
+            model: not sharded, on any device.
+
+        Returns:
+            The copy, whose parameters are on the meta device, and what shards it once they are fake.
+
+        Raises:
+            ProfilingError: the model cannot be copied, is sharded already, or this process is a rank itself.
+        """
+        raise NotImplementedError
 
 
 def check_parallel(parallel: Any) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoac.parallel.fsdp2 import FSDP2, chosen_units, without_values
-from autoac.parallel.protocol import Plain
+from autoac.parallel.protocol import Sharded
 from autoac.torch_private import fake_ranks, is_sharded_type, meshes_joined_for_real
 from autoac_solver.records.errors import ProfilingError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TensorParallel(Plain):
+class TensorParallel(Sharded):
     """`torch.distributed.tensor.parallel.parallelize_module`, and `fully_shard` on what it makes.
 
     Args:
@@ -35,48 +35,38 @@ class TensorParallel(Plain):
         is_here: whether the ranks are there, and all of them call this.
     """
 
-    world_size: int | None = None
     plan: Mapping[str, ParallelStyle] | None = field(default=None, compare=False)
     fsdp: FSDP2 | None = None
     is_here: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __post_init__(self) -> None:
-        size = self.world_size
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise ValueError(f"world_size is {size!r}: how many ranks split a layer, at least 1.")
+        super().__post_init__()
         if self.fsdp is None:
             return
-        if size is None or self.fsdp.world_size is None or self.fsdp.replicas != 1:
+        if self.world_size is None or self.fsdp.world_size is None or self.fsdp.replicas != 1:
             raise ValueError(
                 "fsdp= says how the parts of ranks that are not there are sharded further: give both a world_size, and "
                 "FSDP2 one group of ranks (replicas=1)."
             )
 
     @property
-    def is_elsewhere(self) -> bool:
-        """See `Parallel`."""
-        return self.world_size is not None
-
-    @property
     def ranks(self) -> int | None:
-        """How many ranks there are in all."""
+        """See `Sharded`."""
         if self.fsdp is None or self.fsdp.world_size is None or self.world_size is None:
             return self.world_size
         return self.world_size * self.fsdp.world_size
 
     @property
     def in_words(self) -> str:
-        """What it is called in notes."""
+        """See `Sharded`."""
         return "tensor parallelism" + ("" if self.fsdp is None else " and FSDP2")
 
     @contextlib.contextmanager
     def sharded(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Callable[[], None]]]:
-        """Context with a copy of the model, and a function that splits it; nothing of its parameters is copied.
-
-        Args, Returns: as for `FSDP2.sharded`.
+        """See `Sharded`.
 
         Raises:
-            ProfilingError: the model cannot be copied, is split already, has no plan, or this process is a rank itself.
+            ProfilingError: also where the model has no plan of its own, and none was given.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import parallelize_module

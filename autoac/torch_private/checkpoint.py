@@ -58,4 +58,6 @@ def _on_local_parts(kind: Any) -> Any:
                 return func(*args, **(kwargs or {}))  # not matched: a second run may have others
             return super().__torch_dispatch__(func, types, args, kwargs)
 
+    for said in ("__name__", "__qualname__", "__module__"):  # torch's errors name their mode
+        setattr(OnLocalParts, said, getattr(kind, said))
     return OnLocalParts

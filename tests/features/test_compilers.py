@@ -468,5 +468,5 @@ def test_cond():
 def test_cond_under_sac():
     """By torch: its selective checkpointing has no rule for it."""
     plan = plan_with(BRANCHES, "sac", lambda region, op, nth: True)
-    with pytest.raises(NotImplementedError, match=r"no rule .* cond and mode .*\.checkpoint\."):
+    with pytest.raises(NotImplementedError, match=r"no rule .* cond and mode <torch\.utils"):
         run(BRANCHES, plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases import run_cases
 from models import batch, make, sharded
 from torch.nn.parallel import DistributedDataParallel
 
@@ -184,15 +185,8 @@ def cannot_be_put_on_one(rank: int) -> Any:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    found = {}
-    for name, function in CASES.items():
-        started = time.monotonic()
-        try:
-            found[name] = function(dist.get_rank())
-        except Exception as error:
-            found[name] = {"raised": f"{type(error).__name__}: {error}"}
-        print(name, f"{time.monotonic() - started:.1f} s", found[name], flush=True)
-    Path(sys.argv[1]).write_text(json.dumps(found))
+    rank = dist.get_rank()
+    run_cases({name: functools.partial(function, rank) for name, function in CASES.items()})
 
 
 if __name__ == "__main__":

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import split
 import torch
 import torch.distributed as dist
+from cases import run_cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
@@ -250,20 +247,8 @@ def main() -> None:
     global MESH
     dist.init_process_group("gloo")
     MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "split"))
-    found, times = {}, {}
     chosen = sys.argv[2:] or list(CASES)
-    for name in chosen:
-        if dist.get_rank() > 1 and name not in FOR_ALL:
-            continue
-        started = time.monotonic()
-        try:
-            found[name] = CASES[name]()
-        except Exception as error:
-            traceback.print_exc()  # into the log
-            found[name] = {"raised": f"{type(error).__name__}: {error}"}
-        times[name] = time.monotonic() - started
-    Path(sys.argv[1]).write_text(json.dumps(found))
-    print(times)  # into the log
+    run_cases({name: CASES[name] for name in chosen if dist.get_rank() < 2 or name in FOR_ALL})
     dist.barrier()
 
 

@@ -182,6 +182,16 @@ class HasOneThatCannotBeCopied(nn.Module):
         return self.inner(x)
 
 
+def test_buckets_count_for_the_largest_of_several_samples():
+    found = autoac.profile(make(), autoac.Samples([batch(), batch()[:8]]), parallel=DDP())
+    assert [s.bytes for s in found.storage_table if s.name == BUCKETS]
+
+
+def test_granularity_is_refused_where_nothing_is_compiled():
+    with pytest.raises(ValueError, match=r"granularity='whole' goes with engine='compile'"):
+        autoac.plan(make(), batch(), "1GB", parallel=DDP(is_here=True), granularity="whole")
+
+
 def test_refusals():
     model = make()
     with pytest.raises(autoac.ProfilingError, match="so no step of theirs can be run"):

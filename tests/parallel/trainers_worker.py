@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import accelerate
 import lightning
 import torch
 import transformers
+from cases import run_cases
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
@@ -184,25 +184,21 @@ def lightning_fsdp2(budget: int | None) -> Any:
     return with_lightning(budget, strategy, shards=True)
 
 
+def compared(name: str) -> dict[str, Any]:
+    plain = CASES[name](None)[0]
+    weights, plan, measured = CASES[name](BUDGETS[name])
+    return {
+        "equal": len(plain) == len(weights) and all(map(torch.equal, plain, weights)),
+        "id": plan.program_id,
+        "predicted": plan.predicted_peak_bytes,
+        "measured": measured,
+        "budget": BUDGETS[name],
+        "recomputing": sum(region.wrapped for region in plan.regions),
+    }
+
+
 def main() -> None:
-    found: dict[str, Any] = {}
-    for name, function in CASES.items():
-        started = time.monotonic()
-        try:
-            plain = function(None)[0]
-            weights, plan, measured = function(BUDGETS[name])
-            found[name] = {
-                "equal": len(plain) == len(weights) and all(map(torch.equal, plain, weights)),
-                "id": plan.program_id,
-                "predicted": plan.predicted_peak_bytes,
-                "measured": measured,
-                "budget": BUDGETS[name],
-                "recomputing": sum(region.wrapped for region in plan.regions),
-            }
-        except Exception as error:
-            found[name] = {"raised": f"{type(error).__name__}: {error}"}
-        print(name, f"{time.monotonic() - started:.1f} s", found[name], flush=True)
-    Path(sys.argv[1]).write_text(json.dumps(found))
+    run_cases({name: functools.partial(compared, name) for name in CASES})
 
 
 if __name__ == "__main__":

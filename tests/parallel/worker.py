@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases import run_cases
 from models import batch, make, same, sharded, trained
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -264,19 +265,14 @@ def one_that_fails_in_its_step(rank: int) -> Any:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    rank, found, times = dist.get_rank(), {}, {}
-    for name, function in CASES.items():
+
+    def run(name: str) -> Any:
         if name in PATIENCE_S:
             dist.barrier()
             ranks.PATIENCE_S = PATIENCE_S[name]
-        started = time.monotonic()
-        try:
-            found[name] = function(rank)
-        except Exception as error:
-            found[name] = {"raised": f"{type(error).__name__}: {error}"}
-        times[name] = time.monotonic() - started
-    Path(sys.argv[1]).write_text(json.dumps(found))
-    print(times)  # into the log
+        return CASES[name](dist.get_rank())
+
+    run_cases({name: functools.partial(run, name) for name in CASES})
 
 
 if __name__ == "__main__":

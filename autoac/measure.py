@@ -277,7 +277,7 @@ def _present_storages() -> list[torch.UntypedStorage]:
     """All CPU storages that tensors known to Python hold, gradients included."""
     # isinstance() would ask __class__ of every object there is, and some answer by importing half a library.
     tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
+    tensors += [gradient for t in tensors if (gradient := _gradient(t)) is not None]
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         if tensor.device.type == "cpu":
@@ -288,3 +288,11 @@ def _present_storages() -> list[torch.UntypedStorage]:
             except (ValueError, RuntimeError, NotImplementedError):
                 continue  # an opaque subclass without a storage of its own
     return list(storages.values())
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Its `.grad` where it is a leaf."""
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:  # one of several views whose base was written in place since: any look is refused
+        return None

@@ -114,6 +114,16 @@ def test_death_of_an_earlier_gradient_counts():
     assert peak_and_end(measure_peak(run)) == (0, -1000 * FLOAT)
 
 
+def test_a_view_that_autograd_refuses_to_look_at_is_passed_over():
+    """As DDP and FSDP2 leave behind: `is_leaf` and `grad` of such a view raise."""
+    parts = torch.ones(4, requires_grad=True).mul(1).split(2)
+    with torch.no_grad():
+        parts[0]._base.add_(1)
+    with pytest.raises(RuntimeError, match="multiple views"):
+        _ = parts[0].is_leaf
+    assert measure_peak(lambda: torch.ones(100).sum() is None).peak_above_start_bytes >= 400
+
+
 def test_earlier_storage_dies_with_its_last_view():
     owner = [torch.empty(1000)]
     owner.append(owner[0][:10])

@@ -13,7 +13,6 @@ from autoac.execute.cross_entropy.lean import Side, run_with_losses, sides
 from autoac.execute.engines import ENGINES
 from autoac.execute.forwards import original_forward, put_forward
 from autoac.execute.program import Program
-from autoac.execute.replay.pausing import Pausing, pausing_forward
 from autoac.execute.running import in_first_run, in_second_run
 from autoac.step.carried import LOSS_KEY, REGION_KEY, planned
 from autoac.step.model import has_gradients
@@ -228,7 +227,7 @@ def attach_losses(
 def detach(module: torch.nn.Module) -> None:
     """Take the plan off one module, exactly as it was before; the module must not be `covered`."""
     for key in (REGION_KEY, LOSS_KEY):
-        carried: PlannedRegion | Root | Pausing | LossSide | None = module.__dict__.get(key)
+        carried: PlannedRegion | Root | LossSide | None = module.__dict__.get(key)
         if carried is None:
             continue
         if carried.forward is None:
@@ -241,6 +240,6 @@ def detach(module: torch.nn.Module) -> None:
 
 def covered(module: torch.nn.Module) -> bool:
     """Whether somebody has given a planned module another `forward`, which perhaps calls the plan's."""
-    ours = forward, root_forward, pausing_forward, loss_side_forward
+    ours = forward, root_forward, loss_side_forward
     own = module.__dict__.get("forward")
     return own is not None and getattr(own, "func", None) not in ours

@@ -38,24 +38,6 @@ SAVES, SAVES_NOT = "aten.sin.default", "aten.add.Tensor"
 """The op of a chain whose links save their input for backward, and of one whose links save nothing."""
 
 
-class Link(torch.nn.Module):
-    """A link of a chain as a module.
-
-    Args:
-        after: called at the end.
-    """
-
-    def __init__(self, after: Callable[[], None]):
-        super().__init__()
-        self.after = after
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """An op and a view."""
-        x = (x + x).view(4)
-        self.after()
-        return x
-
-
 class Chains:
     """The chains on a device, without an engine, and what they take.
 
@@ -66,7 +48,7 @@ class Chains:
             several times as long as between tiny ones.
 
     Attributes:
-        plain: the runs without an engine, by name: "saving", "not saving", "once", "modules".
+        plain: the runs without an engine, by name: "saving", "not saving", "once".
         tensor: what a chain begins with.
     """
 
@@ -74,14 +56,12 @@ class Chains:
         self.device = device
         self.bytes_between = bytes_between
         self.tensor = torch.ones(4, device=device, requires_grad=True)
-        self._links = [Link(self._pause) for _ in range(LINKS)]
         self._between: Callable[[], None] = lambda: None
         self._not_counted_s = 0.0
         self.plain: dict[str, Run] = {
             "saving": lambda: self.saving(self.tensor),
             "not saving": lambda: self.not_saving(self.tensor),
             "once": lambda: self.once(self.tensor),
-            "modules": lambda: self.modules(self._links, self.tensor),
         }
 
     def saving(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,17 +81,6 @@ class Chains:
     def once(self, x: torch.Tensor) -> torch.Tensor:
         """A single op."""
         self._pause()
-        return torch.sin(x)
-
-    def links(self) -> list[Link]:
-        """New links as modules."""
-        return [Link(self._pause) for _ in range(LINKS)]
-
-    def modules(self, links: Iterable[Link], x: torch.Tensor) -> torch.Tensor:
-        """As `not_saving`, each link in a call of a module."""
-        for link in links:
-            self._pause()
-            x = link(x)
         return torch.sin(x)
 
     def measured(self, runs: Mapping[str, Run], *pairs: Pair) -> Measured:

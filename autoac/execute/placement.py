@@ -9,7 +9,6 @@ import itertools
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from autoac.execute.engines import ENGINES
 from autoac.execute.following import Following, NotFollowed, unwatch_following, watch_following
 from autoac.execute.larger_inputs import LargerInputs, unwatch_inputs, watch_inputs
 from autoac.execute.program import Program
-from autoac.execute.replay.pausing import attach_pausing
 from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.carried import planned
 from autoac.step.model import device_of, model_fingerprint, unwrapped
@@ -108,9 +106,6 @@ class Placement:
             attach_losses(inner, self.record.losses, self.record.chunked_losses, self.plan_id)
             for fqn, programs in programs_of.items():
                 attach(inner.get_submodule(fqn), programs, self.record.engine, self.plan_id)
-            pauses = [pause for calls in programs_of.values() for p in calls for pause in p.pauses.values()]
-            for fqn in {pause.fqn for pause in pauses}:
-                attach_pausing(inner.get_submodule(fqn), fqn, self.plan_id)
             if (several := self.record.several) is not None:
                 attach_root(inner, several.before, several.fresh, self.plan_id)
         except BaseException:
@@ -275,7 +270,7 @@ class Placement:
             untouched = Program(region.fqn, (), wrapped=False)
             calls = programs.setdefault(region.fqn, [untouched] * region.calls)
             calls[region.call] = Program(
-                *(region.name, region.steps, region.wrapped, region.pauses, self._following, region.point),
+                *(region.name, region.steps, region.wrapped, self._following, region.point),
                 unchecked=self._unchecked,
             )
         return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
@@ -298,15 +293,14 @@ class Placement:
             alike = [name for name in others if model_fingerprint(model.get_submodule(name)) == built]
             if alike:
                 other = max(alike, key=lambda name: max(map(_recomputed, self._programs[name])))
-                found[fqn] = [self._copied(max(self._programs[other], key=_recomputed), other, fqn)]
+                found[fqn] = [self._copied(max(self._programs[other], key=_recomputed), fqn)]
         return found
 
-    def _copied(self, program: Program, region: str, fqn: str) -> Program:
+    def _copied(self, program: Program, fqn: str) -> Program:
         """A region's program for another module; the same object at each call, see `_programs`."""
         if fqn not in self._copies:
-            pauses = [replace(pause, fqn=fqn + pause.fqn[len(region) :]) for pause in program.pauses.values()]
             self._copies[fqn] = Program(
-                *(fqn, program.names, program.wrapped, pauses, self._following, program.point),
+                *(fqn, program.names, program.wrapped, self._following, program.point),
                 unchecked=self._unchecked,
             )
         return self._copies[fqn]

@@ -13,7 +13,6 @@ from autoac.execute.following import Following
 from autoac.ops.info import OpInfo, op_info
 from autoac.torch_private import OpOverload
 from autoac_solver.records.compiled import EAGER
-from autoac_solver.records.plan import Pause
 
 Step = tuple[Any, bool, bool, OpInfo | None]
 """Overload, is it recomputed, does the recording have to look at it at all, facts about it."""
@@ -29,7 +28,6 @@ class Program:
         steps: for every op of the region's forward in order, its overload's name ("aten.mm.default") and whether it
             is recomputed. Ops that `OpInfo.ignored` tells to ignore do not count.
         wrapped: whether anything is recomputed; if not, this call of the region is left as it is.
-        pauses: calls of modules in it while which engine replay does not look.
         following: is told of ops that the profiled step did not run; None makes one for this program alone.
         point: how it is compiled (engine compile).
         unchecked: whether nothing has shown yet that what it recomputes comes out as in forward; the engine then looks
@@ -48,7 +46,6 @@ class Program:
         region: str,
         steps: Iterable[tuple[str, bool]],
         wrapped: bool = True,
-        pauses: Iterable[Pause] = (),
         following: Following | None = None,
         point: str = EAGER,
         unchecked: bool = False,
@@ -56,7 +53,6 @@ class Program:
         self.region = region
         self.names = tuple(steps)
         self.wrapped = wrapped
-        self.pauses = {pause.start: pause for pause in pauses}
         self.following = following or Following()
         self.point = point
         self.unchecked = unchecked
@@ -71,7 +67,7 @@ class Program:
     def __reduce__(self) -> Any:
         return Program, (
             *(self.region, self.names, self.wrapped),
-            *(tuple(self.pauses.values()), self.following, self.point, self.unchecked),
+            *(self.following, self.point, self.unchecked),
         )
 
     @property

@@ -233,6 +233,4 @@ def _without_budget(region: RegionPlan) -> RegionPlan:
     """A region as it is where memory does not matter: compiled as torch does, or with nothing recomputed."""
     if region.point != EAGER:
         return dataclasses.replace(region, point=TORCHS)
-    return dataclasses.replace(
-        region, wrapped=False, steps=tuple((name, False) for name, _ in region.steps), pauses=()
-    )
+    return dataclasses.replace(region, wrapped=False, steps=tuple((name, False) for name, _ in region.steps))

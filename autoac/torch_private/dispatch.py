@@ -83,27 +83,6 @@ def without_dispatch_modes() -> Any:
     return torch.utils._python_dispatch._disable_current_modes()
 
 
-def set_aside(mode: Any) -> bool:
-    """Take a dispatch mode off the stack, if it is the topmost; `put_back` it. Tells whether it was.
-
-    Source: `torch._C._pop_torch_dispatch_stack` and its like (torch/csrc/autograd/init.cpp).
-    """
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    top = torch._C._pop_torch_dispatch_stack(None)
-    if top is mode:
-        return True
-    torch._C._push_on_torch_dispatch_stack(top)
-    return False
-
-
-put_back = torch._C._push_on_torch_dispatch_stack
-"""Put a dispatch mode on the stack again, as the topmost.
-
-Source: `torch._C._push_on_torch_dispatch_stack` (torch/csrc/autograd/init.cpp).
-"""
-
-
 def being_traced() -> bool:
     """Whether ops are being written down by a proxy mode (`make_fx`, AOTAutograd), not run.
 

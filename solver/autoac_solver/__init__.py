@@ -14,7 +14,6 @@ from autoac_solver.problem.problem import (
     Problem,
     Refusal,
     RegionCost,
-    SharedCost,
     save_or_recompute,
 )
 from autoac_solver.problem.simulator import Simulator, Timeline, alive_at, simulate, violations
@@ -52,7 +51,6 @@ __all__ = [
     "Progress",
     "Refusal",
     "RegionCost",
-    "SharedCost",
     "Simulator",
     "Solution",
     "Timeline",

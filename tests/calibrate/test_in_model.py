@@ -32,11 +32,11 @@ MUCH = 2**40
 
 
 def given(*seconds: float) -> EngineCosts:
-    """Of replay: op, record, saved, call, pause; of sac: op, saved, call."""
-    return {"replay": asdict(ReplayCosts(*seconds[:5])), "sac": asdict(SacCosts(*seconds[5:]))}
+    """Of replay: op, record, saved, call; of sac: op, saved, call."""
+    return {"replay": asdict(ReplayCosts(*seconds[:4])), "sac": asdict(SacCosts(*seconds[4:]))}
 
 
-COSTS, LIGHT = (given(*(k * group for k in range(1, 9))) for group in (1e-5, 1e-7))
+COSTS, LIGHT = (given(*(k * group for k in range(1, 8))) for group in (1e-5, 1e-7))
 
 
 def factors_of(costs: EngineCosts, base: EngineCosts) -> dict[tuple[str, str], float]:
@@ -146,9 +146,9 @@ def test_forward_is_not_run_where_that_tells_nothing(monkeypatch: pytest.MonkeyP
     said = wrapping(monkeypatch, 2.0, 0.0)
     profile = light(recorded(make(), batch()))
     on_cuda = replace(profile, device="cuda:0")
-    without = replace(profile, costs=given(*[1e-12] * 8))
+    without = replace(profile, costs=given(*[1e-12] * 7))
     slow = tuple(replace(op, time_s=1.0, rerun_s=1.0) for op in profile.tape)
-    long = replace(profile, tape=slow, costs=given(*[1e-2] * 8))
+    long = replace(profile, tape=slow, costs=given(*[1e-2] * 7))
     for other in (on_cuda, without, long):
         assert fitted(other, TrainingStep(make(), batch()), MUCH) is other
     assert fitted(profile, TrainingStep(make(), batch()), 1) is profile
@@ -163,7 +163,7 @@ def test_where_whole_steps_take_too_long_forward_is_measured(monkeypatch: pytest
     forward = sum(not op.backward for op in profile.tape)
     op_s = 2.4 / (fitting._PASSES * forward)  # 7.2 s of 10 for forward passes, more for three whole rounds
     tape = tuple(replace(op, time_s=op_s, rerun_s=op_s) for op in profile.tape)
-    profile = replace(profile, tape=tape, costs=given(*[op_s / 2] * 8))
+    profile = replace(profile, tape=tape, costs=given(*[op_s / 2] * 7))
     assert fitted(profile, TrainingStep(make(), batch()), MUCH).costs["replay"]["op"] == pytest.approx(op_s)
     assert len(said) == 1
     assert not plans
@@ -285,7 +285,7 @@ def test_long_ops_are_not_run_again(monkeypatch: pytest.MonkeyPatch):
     profile = recorded(make(), batch())
     plans = measuring(monkeypatch, 1.0, 2.0)
     said = wrapping(monkeypatch, 1.0, 0.0)
-    for op_s, costs in ((1e-2, LIGHT), (1.0, given(*(k * 1.0 for k in range(1, 9))))):
+    for op_s, costs in ((1e-2, LIGHT), (1.0, given(*(k * 1.0 for k in range(1, 8))))):
         tape = tuple(replace(op, time_s=op_s, rerun_s=op_s) for op in profile.tape)
         long = replace(profile, tape=tape, costs=costs)
         assert fitted(long, TrainingStep(make(), batch()), MUCH) is long

@@ -21,7 +21,6 @@ from autoac_solver.build.build import build
 from autoac_solver.build.draft import Draft
 from autoac_solver.build.engines.sac import Sac
 from autoac_solver.build.regions import Region
-from autoac_solver.problem.problem import SharedCost
 from autoac_solver.records import engines as names
 from tests.small_models import assert_same, batch, least_bytes, make, step
 
@@ -39,8 +38,8 @@ class ToyModel(Sac):
     name = "toy"
     costs = ToyCosts
 
-    def overhead(self, draft: Draft, region: Region) -> tuple[float, list[SharedCost]]:
-        return draft.step.costs_of(self.name, ToyCosts).call, []
+    def overhead(self, draft: Draft, region: Region) -> float:
+        return draft.step.costs_of(self.name, ToyCosts).call
 
 
 class Toy:

@@ -20,7 +20,6 @@ from autoac_solver.problem.problem import (
     Option,
     Problem,
     RegionCost,
-    SharedCost,
     save_or_recompute,
     when_recomputed,
     when_saved,
@@ -199,10 +198,8 @@ def random_problem(rng: random.Random, n_groups: int | None = None, most_options
     lifetimes = tuple(
         _random_lifetime(rng, sizes, n_regions, n_positions, scale) for _ in range(rng.randint(1, 40))
     )
-    problem = Problem(
-        n_positions, rng.choice((0, 1000)) * scale, rng.uniform(5, 20), groups, regions, lifetimes
-    )
-    return dataclasses.replace(problem, shared=_random_shared(rng, sizes))
+    resident_bytes = rng.choice((0, 1000)) * scale
+    return Problem(n_positions, resident_bytes, rng.uniform(5, 20), groups, regions, lifetimes)
 
 
 def with_policies(rng: random.Random, problem: Problem) -> Problem:
@@ -252,18 +249,6 @@ def _not_saving(rng: random.Random, n_options: int) -> int:
 def _random_literal(rng: random.Random, groups: Sequence[int], sizes: Sequence[int]) -> Literal:
     group = rng.choice(groups)
     return Literal(group, rng.randrange(sizes[group]), rng.random() < 0.8)
-
-
-def _random_shared(rng: random.Random, sizes: Sequence[int]) -> tuple[SharedCost, ...]:
-    groups = range(len(sizes))
-    chosen = [rng.sample(groups, rng.randint(0, len(sizes))) for _ in range(rng.choice((0, 0, 1, 3)))]
-    return tuple(
-        SharedCost(
-            tuple(Literal(g, _not_saving(rng, sizes[g])) for g in some),
-            rng.choice((0.0, rng.uniform(0, 2))),
-        )
-        for some in chosen
-    )
 
 
 def _random_condition(rng: random.Random, sizes: Sequence[int], n_regions: int) -> Condition:

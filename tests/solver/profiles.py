@@ -9,7 +9,7 @@ from autoac_solver.build.engines.replay import ReplayCosts
 from autoac_solver.build.engines.sac import SacCosts
 from autoac_solver.records.profile import EngineCosts, ModuleCall, Op, Profile, Saved, Storage
 
-FREE: EngineCosts = {"replay": asdict(ReplayCosts(0, 0, 0, 0, 0)), "sac": asdict(SacCosts(0, 0, 0))}
+FREE: EngineCosts = {"replay": asdict(ReplayCosts(0, 0, 0, 0)), "sac": asdict(SacCosts(0, 0, 0))}
 """Engines whose bookkeeping takes no time."""
 
 

@@ -48,8 +48,7 @@ def extra_s(problem: Problem, decisions: Sequence[int]) -> float:
     pairs = zip(problem.groups, decisions, strict=True)
     options_s = sum(group.options[option].time_s for group, option in pairs)
     wraps_s = (r.wrap_s for k, r in enumerate(problem.regions) if is_wrapped(problem, k, decisions))
-    shared_s = (s.time_s for s in problem.shared if any(is_true(o, decisions) for o in s.literals))
-    return options_s + sum(wraps_s) + sum(shared_s)
+    return options_s + sum(wraps_s)
 
 
 def hint_s(problem: Problem, decisions: Sequence[int]) -> float:

@@ -45,19 +45,6 @@ def test_disable_dispatch_modes_acts_from_its_construction():
     assert mode.names == ["aten.zeros.default"]
 
 
-def test_a_mode_set_aside_sees_nothing():
-    with Seen() as below, Seen() as mode:
-        assert not torch_private.set_aside(below)
-        torch.ones(1)
-        assert torch_private.set_aside(mode)
-        torch.ones(2)
-        torch_private.put_back(mode)
-        torch.zeros(3)
-    assert mode.names == ["aten.ones.default", "aten.zeros.default"]
-    assert below.names == ["aten.ones.default", "aten.ones.default", "aten.zeros.default"]
-    assert not torch_private.set_aside(mode)  # there is none
-
-
 def test_our_modes_are_not_wrapped_by_the_compiler():
     """A wrapped `__torch_dispatch__` costs a microsecond an op."""
     for mode, file in ((replay.Recording, "recording.py"), (LeanRecording, "lean.py")):

@@ -2,7 +2,7 @@
 
 `recording` runs a region's forward and writes `records`; `call` keeps them for backward and runs them again. The rules
 are in their NOTE blocks: [ Who holds what ] in `records`, [ Replay ] in `call`, [ Never wrong, whatever the
-decisions ] and [ Pauses ] in `recording`.
+decisions ] in `recording`.
 """
 
 from autoac.execute.replay.call import ReplayCall, unpack

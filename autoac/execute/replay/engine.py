@@ -10,13 +10,11 @@ import torch
 from autoac.execute.chains import LINKS, SAVES, SAVES_NOT, Chains
 from autoac.execute.program import Program
 from autoac.execute.replay.first_step import CheckedRecording
-from autoac.execute.replay.pausing import attach_pausing
 from autoac.execute.replay.recording import run
 from autoac.torch_private import disable_dynamo
 from autoac_solver.build.engines import engine_model
 from autoac_solver.build.engines.replay import ReplayCosts
 from autoac_solver.records.engines import REPLAY
-from autoac_solver.records.plan import Pause
 
 
 def _run(program: Program, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -51,15 +49,12 @@ class ReplayEngine:
         return _run(program, forward, args, kwargs)
 
     def measure(self, chains: Chains) -> ReplayCosts:
-        pausing, tensor = chains.links(), chains.tensor
-        for index, link in enumerate(pausing):
-            attach_pausing(link, str(index), "costs")
+        tensor = chains.tensor
 
         def program(recompute: bool, count: int = LINKS) -> Program:
             return Program("costs", [(SAVES, recompute)] * count)
 
         not_saving = Program("costs", [(SAVES_NOT, False)] * LINKS + [(SAVES, False)])
-        paused = Program("costs", not_saving.names, pauses=[Pause(str(i), i, i + 1) for i in range(LINKS)])
         saving, everything, once = program(False), program(True), program(False, 1)
         watching = ("replay not saving", "not saving"), ("replay saving", "saving")
         recording = ("replay all", "replay saving")
@@ -68,7 +63,6 @@ class ReplayEngine:
                 "replay not saving": lambda: run(not_saving, chains.not_saving, (tensor,), {}),
                 "replay saving": lambda: run(saving, chains.saving, (tensor,), {}),
                 "replay all": lambda: run(everything, chains.saving, (tensor,), {}),
-                "replay paused": lambda: run(paused, lambda x: chains.modules(pausing, x), (tensor,), {}),
                 "replay once": lambda: run(once, chains.once, (tensor,), {}),
             },
             *watching,
@@ -82,5 +76,4 @@ class ReplayEngine:
             record=recording_slower * max(0.0, found.extra(*recording) / LINKS - chains.op_s()),
             saved=slower * max(0.0, found.extra("replay saving", "saving") / LINKS - 2 * op),
             call=slower * call,
-            pause=slower * max(0.0, found.extra("replay paused", "modules") - call) / LINKS,
         )

@@ -8,12 +8,6 @@ NOTE [ Never wrong, whatever the decisions ]
   error. A storage that is read before any visible op has written it was written by an opaque kernel: it is kept. So is
   one from where an op has changed its size (`resize_`, `out=` into an empty tensor): views could not be made of it
   before that op has run again, and not every kernel resizes what it is given.
-
-NOTE [ Pauses ]
-  Most of what the engine costs in forward is that Python sees each op. While one of torch's own layers runs of which
-  the plan records nothing, the mode is set aside; the ops there are taken to have been the profiled ones. Should they
-  be others and write in place, then the version tells: a storage that was to be recomputed is kept from there on, and
-  one that a record holds is an error in replay. What versions do not tell (`.data`) is why other modules do not pause.
 """
 
 from __future__ import annotations
@@ -41,8 +35,6 @@ from autoac.torch_private import (
     key_of_storage,
     local_part,
     on_fake_tensors,
-    put_back,
-    set_aside,
     sharded_like,
     version_of,
 )
@@ -74,8 +66,6 @@ class Recording(UnwrappedDispatchMode):
         self.position = 0
         self.counts: Any = None  # once out of step: how often each overload was called
         self.left_at: tuple[Any, Any] = (None, None)  # there: the op that was expected, and the one that came
-        self.pauses = call.program.pauses
-        self.paused = False  # ever
         self.meets_shards = False  # so far
         self.slots: dict[int, Slot] = {}
         self.flags: KernelFlags = ()  # the last that were read
@@ -119,30 +109,12 @@ class Recording(UnwrappedDispatchMode):
             self.left_at = self.steps[self.position][0], func
             self.counts = program.counts_before(self.position)
             self.steps, self.position = (END,), 0
-            self.pauses = {}
         nth = self.counts[func]
         self.counts[func] += 1
         decision = program.by_call(func, nth)
         if decision is None:
             program.following.deviates(program.region, *self.left_at, func)
         return bool(decision)
-
-    def pause(self, fqn: str) -> bool:
-        """Stop looking while this module runs, if the plan has it so here and all has been as profiled so far.
-
-        Returns:
-            Whether it was done; then call `resume` afterwards.
-        """
-        pause = self.pauses.get(self.position)
-        if pause is None or pause.fqn != fqn or not set_aside(self):
-            return False
-        self.paused = True
-        self.position = pause.end
-        return True
-
-    def resume(self) -> None:
-        """Look again."""
-        put_back(self)
 
     # -- recording ---------------------------------------------------------------------------------------------
 
@@ -275,12 +247,7 @@ class Recording(UnwrappedDispatchMode):
         if key is None:
             key = key_of(tensor)
         slot = self.slots.get(key)
-        if slot is None or slot.alive() is None:
-            return None
-        if self.paused and version_of(tensor) > slot.version:
-            del self.slots[key]  # written unseen, see NOTE [ Pauses ]
-            return None
-        return slot
+        return None if slot is None or slot.alive() is None else slot
 
     def _new_slot(self, tensor: torch.Tensor, info: OpInfo) -> Slot | None:
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None

@@ -65,7 +65,7 @@ class ModuleCalls:
         return self._unpacked_for[0]
 
     def enter(
-        self, tick: int, fqn: str, call: int, module: torch.nn.Module, inputs: tuple[int, ...], plain: bool
+        self, tick: int, fqn: str, call: int, module: torch.nn.Module, inputs: tuple[int, ...]
     ) -> dict[str, Any]:
         """A module's forward begins; arguments as the fields of `ModuleCall`. Returns its row."""
         row = {
@@ -78,7 +78,6 @@ class ModuleCalls:
             "end": NEVER,
             "inputs": inputs,
             "views": 0,
-            "plain": plain,
             "changes_arguments": False,
             "once": SHARDED
             if holds_units(module)

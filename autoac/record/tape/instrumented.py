@@ -21,7 +21,6 @@ from autoac.step.restore import Restorer
 from autoac.torch_private import (
     disable_dynamo,
     is_compiled_wrapper,
-    own_class,
     resizes_seen,
     top_saved_tensors_hooks,
 )
@@ -150,14 +149,12 @@ class Instrumented:
 
     def _wrapper(self, name: str, module: torch.nn.Module, own: Any) -> Callable[..., Any]:
         original = own or types.MethodType(type(module).forward, module)
-        of_torch = own_class(module).__module__.startswith("torch.nn.modules.")
-        plain = of_torch and own is None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             number = self.counts[module]
             self.counts[module] += torch.is_grad_enabled()
             held = held_in((args, kwargs))
-            self.tape.enter(name, number, module, (args, kwargs), plain)
+            self.tape.enter(name, number, module, (args, kwargs))
             try:
                 if (
                     module in self.lean

@@ -267,15 +267,15 @@ class Tape(TorchDispatchMode):
 
     # -- modules -----------------------------------------------------------------------------------------------
 
-    def enter(self, fqn: str, call: int, module: torch.nn.Module, inputs: Any, plain: bool) -> None:
-        """A module's forward begins; `plain` as in `ModuleCall`."""
+    def enter(self, fqn: str, call: int, module: torch.nn.Module, inputs: Any) -> None:
+        """A module's forward begins."""
         self.storages.poll()
         if not fqn:
             self.sample = larger(self.sample, described(*inputs))
         given = [(tensor, behind_transforms(tensor)) for tensor in tensors_of(inputs)]
         tick = self.clock.next()
         storages = dict.fromkeys(self.storages.indices_of(behind for _, behind in given))
-        row = self.calls.enter(tick, fqn, call, module, tuple(storages), plain)
+        row = self.calls.enter(tick, fqn, call, module, tuple(storages))
         # What vmap and the like have wrapped is dead at a second run.
         row["changes_arguments"] = any(tensor is not behind for tensor, behind in given)
         if any(tensor.is_inference() for tensor, _ in given):

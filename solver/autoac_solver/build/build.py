@@ -31,7 +31,7 @@ from autoac_solver.build.groups import PINNED, Groups
 from autoac_solver.build.losses.chunked import LOSS, decided_losses, ops_of, with_chunked_losses
 from autoac_solver.build.regions import Region, choose_regions
 from autoac_solver.build.step import Step
-from autoac_solver.problem.problem import DecisionGroup, Problem, RegionCost, SharedCost, save_or_recompute
+from autoac_solver.problem.problem import DecisionGroup, Problem, RegionCost, save_or_recompute
 from autoac_solver.records.profile import NEVER, Profile
 
 
@@ -75,12 +75,7 @@ def build(
 
 def _problem(draft: Draft, model: EngineModel, loss: int, pinned: AbstractSet[int]) -> Problem:
     profile, groups = draft.step.profile, list[DecisionGroup](draft.groups.all)
-    wraps: list[RegionCost] = []
-    shared: list[SharedCost] = []
-    for region in draft.regions:
-        wrap_s, parts = model.overhead(draft, region)
-        wraps.append(RegionCost(wrap_s, profile.module_name(region.call)))
-        shared += parts
+    wraps = [RegionCost(model.overhead(draft, r), profile.module_name(r.call)) for r in draft.regions]
     if loss >= 0:
         ops = tuple(loss.log_softmax for loss in draft.losses)
         time_s = sum(profile.tape[op].again_s for op in ops)
@@ -96,7 +91,6 @@ def _problem(draft: Draft, model: EngineModel, loss: int, pinned: AbstractSet[in
         lifetimes=tuple(with_chunked_losses(draft, loss, model.lifetimes(draft))),
         position_op=tuple(draft.axis.op),
         position_replayed=tuple(draft.axis.replayed),
-        shared=tuple(shared),
     )
     # What an engine's further options take of host and device is not known: they keep one clock.
     plain = all(len(group.options) <= 2 for group in groups)

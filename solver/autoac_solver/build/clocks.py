@@ -3,7 +3,7 @@
 NOTE [ Two clocks ]
   1. An op is a piece: the host launches it, the device computes it. A replay is the same once more, with the engine's
      bookkeeping for a recorded op on the host. (The part of the bookkeeping that is done in forward is put there, too.)
-  2. What wrapping a region costs is the host's, at the region's first op; a pause that is lost as well.
+  2. What wrapping a region costs is the host's, at the region's first op.
   3. Views launch nothing: their time is the host's, at the beginning of the step. What belongs to no op is the
      device's, at its end.
   4. Prices are what the integer program adds up, see NOTE [ Prices of one path ].
@@ -23,7 +23,7 @@ def with_two_clocks(draft: Draft, problem: Problem, loss: int) -> Problem:
     """The problem with its work, and with prices in place of the seconds that were given.
 
     Args:
-        problem: whose options, regions and shared costs have the seconds that they take, on whichever lane.
+        problem: whose options and regions have the seconds that they take, on whichever lane.
         loss: the group of the losses, -1 for none.
     """
     return priced(replace(problem, work=tuple(_pieces(draft, problem, loss))))[0]
@@ -33,11 +33,6 @@ def _pieces(draft: Draft, problem: Problem, loss: int) -> Iterator[Work]:
     """All pieces in order."""
     profile, axis = draft.step.profile, draft.axis
     first = {region.ops[0]: region.index for region in draft.regions if len(region.ops)}
-    shared: dict[int, list[Work]] = {}
-    for cost in problem.shared:
-        region = problem.groups[cost.literals[0].group].region if cost.literals else -1
-        if region >= 0:
-            shared.setdefault(region, []).append(Work(cost.time_s, 0.0, literals=cost.literals))
     chunked = {found.backward: found for found in draft.losses}
     record_s = {index: _record_s(draft, problem, index) for index in range(len(draft.groups.all))}
     yield Work(profile.views_s, 0.0)
@@ -50,7 +45,6 @@ def _pieces(draft: Draft, problem: Problem, loss: int) -> Iterator[Work]:
             continue
         if op in first:
             yield Work(problem.regions[first[op]].wrap_s, 0.0, wrapped=first[op])
-            yield from shared.get(first[op], ())
         if op in chunked:
             made = profile.tape[chunked[op].log_softmax]
             yield Work(made.host_s, made.again_s, literals=(Literal(loss, RECOMPUTE),))

@@ -39,7 +39,6 @@ from autoac_solver.problem.problem import (
     Option,
     Problem,
     RegionCost,
-    SharedCost,
     save_or_recompute,
 )
 from autoac_solver.records.compiled import EAGER, CompiledPoint, undominated
@@ -143,7 +142,7 @@ def _problem(draft: Draft, compiled: Sequence[_Compiled], regions: Sequence[Regi
     last = max(i for i, op in enumerate(profile.tape) if op.backward)
     unseen, optimizer = profile.compiled.unseen_bytes, 1 + axis.forward[last]
     less = max(0, min(-unseen, resident))
-    groups, costs, shared = _decided(draft, compiled, regions)
+    groups, costs = _decided(draft, compiled, regions)
     return Problem(
         n_positions=len(axis),
         resident_bytes=resident - less,
@@ -159,29 +158,26 @@ def _problem(draft: Draft, compiled: Sequence[_Compiled], regions: Sequence[Regi
         ),
         position_op=tuple(axis.op),
         position_replayed=tuple(axis.replayed),
-        shared=shared,
     )
 
 
 def _decided(
     draft: Draft, compiled: Sequence[_Compiled], regions: Sequence[Region]
-) -> tuple[tuple[DecisionGroup, ...], tuple[RegionCost, ...], tuple[SharedCost, ...]]:
-    """Groups, what wrapping each region takes, and costs that groups share."""
+) -> tuple[tuple[DecisionGroup, ...], tuple[RegionCost, ...]]:
+    """Groups, and what wrapping each region takes."""
     profile = draft.step.profile
     place = {region.call: index for index, region in enumerate(regions)}
     groups = [replace(g, region=place[draft.regions[g.region].call]) for g in draft.groups.all]
     costs = [RegionCost(0.0, profile.module_name(region.call)) for region in regions]
-    shared: list[SharedCost] = []
     for region in draft.regions:
-        wrap_s, parts = _REPLAY.overhead(draft, region)
+        wrap_s = _REPLAY.overhead(draft, region)
         costs[place[region.call]] = RegionCost(wrap_s, profile.module_name(region.call))
-        shared += parts
     if draft.losses:
         ops = tuple(loss.log_softmax for loss in draft.losses)
         groups.append(save_or_recompute(len(costs), sum(profile.tape[op].again_s for op in ops), ops=ops))
         costs.append(RegionCost(0.0, LOSS))
     groups += (_group(place[c.region.call], c) for c in compiled)
-    return tuple(groups), tuple(costs), tuple(shared)
+    return tuple(groups), tuple(costs)
 
 
 def _group(region: int, compiled: _Compiled) -> DecisionGroup:

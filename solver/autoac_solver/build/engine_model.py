@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from autoac_solver.problem.problem import Lifetime, SharedCost
+from autoac_solver.problem.problem import Lifetime
 from autoac_solver.records.errors import ProfileError
-from autoac_solver.records.plan import Pause
 from autoac_solver.records.profile import ModuleCall, Op, Profile
 
 if TYPE_CHECKING:
@@ -72,20 +70,8 @@ class EngineModel(Protocol):
         """What lives when."""
         ...
 
-    def pauses(
-        self, profile: Profile, region: int, recorded: AbstractSet[int], never: Container[str]
-    ) -> tuple[Pause, ...]:
-        """Where the engine need not look while a region runs.
-
-        Args:
-            region: its module call.
-            recorded: which of the region's ops, counted from its first, run again.
-            never: modules that cannot be paused, by name.
-        """
-        ...
-
-    def overhead(self, draft: Draft, region: Region) -> tuple[float, Iterable[SharedCost]]:
-        """Seconds that wrapping a region takes, and costs that groups share."""
+    def overhead(self, draft: Draft, region: Region) -> float:
+        """Seconds that wrapping a region takes."""
         ...
 
 

@@ -63,12 +63,10 @@ class Formulation:
         self.unit_bytes = max([1, *(lifetime.bytes for lifetime in problem.lifetimes)])
         total_s = sum(option.time_s + option.hint_s for group in problem.groups for option in group.options)
         total_s += sum(region.wrap_s for region in problem.regions)
-        total_s += sum(cost.time_s for cost in problem.shared)
         self.cost_per_s = _COST_RANGE / total_s if total_s > 0 else 1.0
         two = (group for group in problem.groups if len(group.options) <= 2)
         self.constant_s = sum(group.options[SAVE].hint_s for group in two)
         self._column: dict[int, int] = {}
-        self._shared: dict[tuple[int, ...], int] = {}  # literals of which one is true -> column
         self._counts: dict[tuple[int, ...], int] = {}  # literals -> column of how many are true
         self._add_decisions()
         self._add_rules()
@@ -95,8 +93,6 @@ class Formulation:
         truth = self._memory.evaluate(decisions)
         values = np.zeros(len(self.program.variables))
         values[list(self._column.values())] = truth[np.array(list(self._column)) - 1]
-        for literals, column in self._shared.items():
-            values[column] = max(_truth_of(literal, truth) for literal in literals)
         for literals, column in self._counts.items():
             values[column] = truth[np.array(literals) - 1].sum()
         return values
@@ -212,30 +208,7 @@ class Formulation:
                 costs[literal] = costs.get(literal, 0.0) + cost_s * self.cost_per_s
         for index, region in enumerate(self._problem.regions):
             costs[algebra.variables.wrapped(index)] = region.wrap_s * self.cost_per_s
-        shared: dict[tuple[int, ...], float] = {}
-        for cost in self._problem.shared:
-            literals = sorted({algebra.literal(literal) for literal in cost.literals} - algebra.never)
-            if len(literals) == 1 and literals[0] in costs:
-                costs[literals[0]] += cost.time_s * self.cost_per_s
-            elif literals:
-                shared[tuple(literals)] = shared.get(tuple(literals), 0.0) + cost.time_s * self.cost_per_s
-        terms = [(self._variable(literal), cost) for literal, cost in costs.items()]
-        return terms + [(self._any_of(literals), cost) for literals, cost in shared.items()]
-
-    def _any_of(self, literals: tuple[int, ...]) -> pulp.LpVariable:
-        """A new variable that is at least each of these literals."""
-        self._shared[literals] = len(self.program.variables)
-        name = f"s{len(self._shared)}"
-        variable = self.program.model.add_variable(name, 0.0, 1.0, pulp.LpContinuous)
-        self.program.variables.append(variable)
-        for literal in literals:
-            sign = 1.0 if literal > 0 else -1.0
-            terms = [(variable, 1.0), (self._variable(abs(literal)), -sign)]
-            right = 0 if literal > 0 else 1
-            self.program.model.addConstraint(
-                pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintGE, rhs=right)
-            )
-        return variable
+        return [(self._variable(literal), cost) for literal, cost in costs.items()]
 
     def _add_memory_row(self, row: MemoryRow) -> None:
         """Live bytes at a position are at most the budget, or the peak."""
@@ -280,9 +253,3 @@ class Formulation:
         """A new column, from 0."""
         self._column[literal] = len(self.program.variables)
         self.program.variables.append(self.program.model.add_variable(name, 0.0, upper, kind))
-
-
-def _truth_of(literal: int, truth: np.ndarray) -> float:
-    """0 or 1, from the truth of the variables."""
-    value = truth[abs(literal) - 1]
-    return value if literal > 0 else 1 - value

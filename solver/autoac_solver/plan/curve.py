@@ -34,7 +34,7 @@ from autoac_solver.records.profile import PROFILE, Profile
 from autoac_solver.records.units import parse_bytes, parse_overhead
 
 SCHEMA = "autoac.tradeoff"
-SCHEMA_VERSION = 7  # 6: the profile's sixth version; 7: its seventh
+SCHEMA_VERSION = 8  # 7: the profile's seventh version; 8: its eighth
 
 COLUMNS = [
     *("budget_bytes", "peak_bytes", "extra_s", "overhead", "bound", "status", "regions"),

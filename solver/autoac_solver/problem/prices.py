@@ -24,7 +24,7 @@ def priced(problem: Problem, done: np.ndarray | None = None) -> tuple[Problem, f
     """The problem with prices of the longest path in place of seconds.
 
     Args:
-        problem: with work. Options, regions and shared costs have the seconds that they take, or another path's prices.
+        problem: with work. Options and regions have the seconds that they take, or another path's prices.
         done: whether each piece is done in the plan whose longest path it is, shape (pieces,); None is what is always
             done.
 
@@ -61,7 +61,6 @@ def _with_prices(problem: Problem, price_s: np.ndarray) -> Problem:
         problem,
         groups=tuple(groups),
         regions=tuple(replace(r, wrap_s=price) for r, price in zip(problem.regions, of_region, strict=True)),
-        shared=tuple(replace(s, time_s=of_literals.pop(s.literals, 0.0)) for s in problem.shared),
     )
 
 

@@ -231,14 +231,6 @@ class RegionCost:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedCost:
-    """Seconds that are added to the step once if any of some literals holds."""
-
-    literals: tuple[Literal, ...]
-    time_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Work:
     """What host and device do for one piece of the step, see `records.clocks`.
 
@@ -264,11 +256,11 @@ class Problem:
         n_positions: length of the axis.
         resident_bytes: alive at every position, whatever is decided.
         step_s: seconds of the step with nothing recomputed.
-        groups, regions, lifetimes, shared: see there.
+        groups, regions, lifetimes: see there.
         position_op: for each position the profile's op that runs there (for reports); may be empty in tests.
         position_replayed: for each position, whether it is a replay of that op; may be empty in tests.
         work: the pieces of the step in order, where host and device have a clock each. Then the time that decisions add
-            is what they add to its end, and the seconds of options, regions and shared costs are prices for the
+            is what they add to its end, and the seconds of options and regions are prices for the
             integer program, which may not promise more than that.
     """
 
@@ -280,5 +272,4 @@ class Problem:
     lifetimes: tuple[Lifetime, ...]
     position_op: tuple[int, ...] = field(default=(), repr=False)
     position_replayed: tuple[bool, ...] = field(default=(), repr=False)
-    shared: tuple[SharedCost, ...] = ()
     work: tuple[Work, ...] = field(default=(), repr=False)

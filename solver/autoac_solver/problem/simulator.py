@@ -134,7 +134,6 @@ class Simulator:
         self._time_s = _padded([[option.time_s for option in group.options] for group in groups])
         self._hint_s = _padded([[option.hint_s for option in group.options] for group in groups])
         self._wrap_s = np.array([r.wrap_s for r in problem.regions], dtype=np.float64)
-        self._shared = [([self._facts.number(o) for o in s.literals], s.time_s) for s in problem.shared]
         self._host_s = np.array([work.host_s for work in problem.work])
         self._device_s = np.array([work.device_s for work in problem.work])
         self._waits = np.array([work.waits for work in problem.work], dtype=bool)
@@ -201,17 +200,15 @@ class Simulator:
         return self._resident_bytes + np.cumsum(change[:-1])
 
     def extra_s(self, decisions: Decisions) -> float:
-        """Seconds that the options taken, the wrapped regions and what groups share add to the step.
+        """Seconds that the options taken and the wrapped regions add to the step.
 
         Where host and device have a clock each: the seconds by which the step ends later.
         """
         if self.problem.work:
             return max(0.0, self.lanes(decisions).end_s - self._start_s)
         chosen = as_options(decisions)
-        facts = self._facts.of(chosen)
-        shared_s = sum(time_s for numbers, time_s in self._shared if facts[numbers].any())
         taken_s = self._time_s[self._each, chosen][chosen != SAVE]
-        return float(taken_s.sum() + self._wrap_s[self._facts.wrapped_regions(chosen)].sum() + shared_s)
+        return float(taken_s.sum() + self._wrap_s[self._facts.wrapped_regions(chosen)].sum())
 
     def hint_s(self, decisions: Decisions) -> float:
         """Seconds of penalty for the hints that these decisions do not follow."""

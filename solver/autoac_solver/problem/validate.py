@@ -24,9 +24,6 @@ def _faults(problem: Problem) -> Iterator[str]:
     for index, region in enumerate(problem.regions):
         if not _is_duration(region.wrap_s):
             yield f"region {index}: wrap_s={region.wrap_s} is no duration"
-    for index, cost in enumerate(problem.shared):
-        if not _is_duration(cost.time_s) or not all(_is_known(problem, literal) for literal in cost.literals):
-            yield f"shared cost {index}: literals={cost.literals} or time_s={cost.time_s} is out of range"
     for index, work in enumerate(problem.work):
         known = all(_is_known(problem, literal) for literal in work.literals)
         if not (_is_duration(work.host_s) and _is_duration(work.device_s) and known):

@@ -26,25 +26,9 @@ from autoac_solver.records.policies import APPLIED_POLICY, AppliedPolicy
 from autoac_solver.records.profile import PROFILE, Profile
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 9  # 8: complete programs, and no tables; 9: reserved memory, the profile's seventh version
+SCHEMA_VERSION = 10  # 9: reserved memory, the profile's seventh version; 10: no pauses
 
 Steps = tuple[tuple[str, bool], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """A call of a module inside of a region, while which engine replay pauses its recording.
-
-    Args:
-        fqn: the module's name.
-        start, end: its ops are [start, end) of the region's; there is at least one.
-        seen: how many ops are not seen for it, those that only make views among them.
-    """
-
-    fqn: str
-    start: Size
-    end: Size
-    seen: Size = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +40,6 @@ class RegionPlan:
         call, calls: which of the module's calls in a step, of how many with gradients on.
         wrapped: whether anything is recomputed; if not, this call is left untouched.
         steps: for every op in order, its overload's name and whether it is recomputed.
-        pauses: where the recording pauses, in order; none for engine sac.
         point: how a region is compiled (engine compile), see `records.compiled`.
     """
 
@@ -65,7 +48,6 @@ class RegionPlan:
     calls: Size
     wrapped: bool
     steps: Steps = field(repr=False)
-    pauses: tuple[Pause, ...] = field(default=(), repr=False)
     point: PointName = EAGER
 
     @property
@@ -169,7 +151,6 @@ class PlanRecord(Shown):
             {
                 **{f.name: getattr(region, f.name) for f in dataclasses.fields(region)},
                 "steps": programs.setdefault(region.steps, len(programs)),
-                "pauses": [dataclasses.asdict(pause) for pause in region.pauses],
             }
             for region in self.regions
         ]
@@ -203,7 +184,7 @@ class PlanRecord(Shown):
 
 _PLAN = document(
     PlanRecord,
-    regions=list[document(RegionPlan, steps=Size, pauses=list[document(Pause)])],
+    regions=list[document(RegionPlan, steps=Size)],
     programs=list[tuple[tuple[Text, bool], ...]],  # several regions may have the same one
     several=document(RootCalls, before=dict[str, tuple[Size, ...]]) | None,
     losses=dict[Text, tuple[Text | None, ...]],
@@ -216,8 +197,7 @@ def _region(found: Any, programs: Sequence[Steps]) -> RegionPlan:
     values = fields_of(found)
     if values["steps"] >= len(programs):
         raise ValueError(f"region {values['fqn']!r} has program {values['steps']} of {len(programs)}")
-    pauses = tuple(Pause(**fields_of(pause)) for pause in values["pauses"])
-    return RegionPlan(**{**values, "steps": programs[values["steps"]], "pauses": pauses})
+    return RegionPlan(**{**values, "steps": programs[values["steps"]]})
 
 
 _OF_THE_PROFILE = ("model", "model_fingerprint", "op_fingerprint", "device", "torch_version")
@@ -243,7 +223,6 @@ def _check(record: PlanRecord) -> None:
 def names_in(record: PlanRecord) -> set[str]:
     """The modules that a plan is put on."""
     names = {region.fqn for region in record.regions}
-    names |= {pause.fqn for region in record.regions for pause in region.pauses}
     names |= {name for fqn, last in record.losses.items() for name in (fqn, *last) if name is not None}
     return names | set(record.several.before if record.several else ())
 
@@ -275,15 +254,3 @@ def _check_regions(record: PlanRecord) -> None:
             )
         if again and region.point != EAGER:
             raise ValueError(f"region {region.name!r} is compiled, and has ops that run again")
-        _check_pauses(region)
-
-
-def _check_pauses(region: RegionPlan) -> None:
-    """Pauses are in order, and nothing is recomputed in them."""
-    end = 0
-    for pause in region.pauses:
-        if not end <= pause.start < pause.end <= len(region.steps):
-            raise ValueError(f"region {region.name!r} has pauses out of order or range")
-        if any(again for _, again in region.steps[pause.start : pause.end]):
-            raise ValueError(f"region {region.name!r} recomputes something while it pauses")
-        end = pause.end

@@ -68,12 +68,7 @@ def priced_s(problem: Problem, decisions: tuple[int, ...]) -> float:
     taken = zip(problem.groups, decisions, strict=True)
     wrapped = {group.region for group, option in zip(problem.groups, decisions, strict=True) if option}
     total = sum(group.options[option].time_s for group, option in taken)
-    total += sum(problem.regions[region].wrap_s for region in wrapped)
-    return total + sum(
-        cost.time_s
-        for cost in problem.shared
-        if any((decisions[g] == option) is positive for g, option, positive in cost.literals)
-    )
+    return total + sum(problem.regions[region].wrap_s for region in wrapped)
 
 
 def permitted(problem: Problem) -> list[tuple[int, ...]]:

@@ -44,7 +44,7 @@ def test_decisions_are_read_off_the_programs(plan: PlanRecord, tmp_path: Path):
 
 
 def test_one_op_decided_otherwise_is_seen(plan: PlanRecord):
-    """Whichever it is: another peak, a part of a value, pauses or ops that cannot run again."""
+    """Whichever it is: another peak, a part of a value or ops that cannot run again."""
     region = next(region for region in plan.regions if region.wrapped)
     index = plan.regions.index(region)
     refused = 0

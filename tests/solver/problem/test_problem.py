@@ -6,10 +6,8 @@ from autoac_solver import (
     ALWAYS,
     Extension,
     Lifetime,
-    Literal,
     Problem,
     RegionCost,
-    SharedCost,
     save_or_recompute,
     solve,
     validate,
@@ -32,11 +30,6 @@ def lifetime(**changes) -> Problem:
         (replace(GOOD, resident_bytes=-1), "resident_bytes"),
         (replace(GOOD, step_s=float("nan")), "step_s"),
         (replace(GOOD, regions=(RegionCost(-1.0),)), "region 0: wrap_s=-1.0"),
-        (
-            replace(GOOD, shared=(SharedCost((Literal(0, 1),), -1.0),)),
-            "shared cost 0: .* or time_s=-1.0 is out of range",
-        ),
-        (replace(GOOD, shared=(SharedCost((Literal(2, 1),), 1.0),)), "shared cost 0: literals=.*group=2"),
         (replace(GOOD, groups=(save_or_recompute(0, float("inf")),)), "group 0: time_s=inf"),
         (replace(GOOD, groups=(save_or_recompute(1, 1.0),)), "group 0: there is no region 1"),
         (

@@ -12,7 +12,7 @@ from autoac_solver.build.engines.rerun import Rerun
 from autoac_solver.build.engines.sac import Sac, SacCosts, refuses_second_run
 from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
-from autoac_solver.problem.problem import Lifetime, SharedCost
+from autoac_solver.problem.problem import Lifetime
 from autoac_solver.records.engines import CHECKPOINT, SAC
 from autoac_solver.records.profile import ModuleCall
 
@@ -30,9 +30,9 @@ class Checkpoint(Sac):
     def refuses(self, step: Step, region: Region) -> Iterator[str]:
         return refuses_second_run(step, region)
 
-    def overhead(self, draft: Draft, region: Region) -> tuple[float, list[SharedCost]]:
+    def overhead(self, draft: Draft, region: Region) -> float:
         costs = draft.step.costs_of(SAC, SacCosts)  # the same hooks, and nothing for each op
-        return costs.saved * len(region.saved) + costs.call, []
+        return costs.saved * len(region.saved) + costs.call
 
     def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
         return Rerun(draft, watches=False).lifetimes()

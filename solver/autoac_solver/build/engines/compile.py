@@ -7,8 +7,7 @@ that cannot be compiled are engine replay's, in the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoac_solver.build.built import Built, RegionTape
@@ -16,9 +15,8 @@ from autoac_solver.build.draft import Draft
 from autoac_solver.build.engines.replay import Replay
 from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
-from autoac_solver.problem.problem import Lifetime, SharedCost
+from autoac_solver.problem.problem import Lifetime
 from autoac_solver.records.engines import COMPILE
-from autoac_solver.records.plan import Pause
 from autoac_solver.records.profile import ModuleCall, Op, Profile
 
 _REPLAY = Replay()
@@ -73,10 +71,5 @@ class Compile:
             size = draft.step.profile.storage_table[use.storage].bytes
             yield Lifetime(size, start, max(end, own_end), storage=use.storage)
 
-    def pauses(
-        self, profile: Profile, region: int, recorded: AbstractSet[int], never: Container[str]
-    ) -> tuple[Pause, ...]:
-        return _REPLAY.pauses(profile, region, recorded, never) if recorded else ()
-
-    def overhead(self, draft: Draft, region: Region) -> tuple[float, list[SharedCost]]:
-        return 0.0, []
+    def overhead(self, draft: Draft, region: Region) -> float:
+        return 0.0

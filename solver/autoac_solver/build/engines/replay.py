@@ -9,28 +9,21 @@ A storage dies when Python and the rest of the step let go of it, but lives on
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from autoac_solver.build.built import Built, RegionTape
 from autoac_solver.build.draft import Draft, Use, lifetime
-from autoac_solver.build.engine_model import costs_of
-from autoac_solver.build.pauses import possible_pauses
 from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import (
     ALWAYS,
-    RECOMPUTE,
     Extension,
     Lifetime,
-    Literal,
-    SharedCost,
     when_recomputed,
     when_saved,
 )
 from autoac_solver.records.disk.limits import Seconds
 from autoac_solver.records.engines import REPLAY
-from autoac_solver.records.plan import Pause
 from autoac_solver.records.profile import NEVER, SHARDED, ModuleCall, Op, Profile
 
 
@@ -43,14 +36,12 @@ class ReplayCosts:
         record: recording an op and running it again, on top of `op` and of the op's own time.
         saved: a tensor that passes the pack and unpack hooks.
         call: a call of a wrapped region.
-        pause: a call of a module inside of it for which the recording is paused.
     """
 
     op: Seconds = 4e-6
     record: Seconds = 8e-6
     saved: Seconds = 2e-6
     call: Seconds = 2e-5
-    pause: Seconds = 2e-6
 
 
 class Replay:
@@ -85,31 +76,10 @@ class Replay:
         saved = {s.storage for s in profile.saved if call.start <= s.tick < call.end}
         return {group for group in own if not saved.isdisjoint(built.group_storages[group])}
 
-    def overhead(self, draft: Draft, region: Region) -> tuple[float, list[SharedCost]]:
-        """A pause of the recording spares most of an op's cost; it is lost once anything in it is recorded."""
-        profile, costs = draft.step.profile, draft.step.costs_of(self.name, ReplayCosts)
-        n_ops = len(region.ops) + profile.calls[region.call].views
-        never = {profile.calls[other.call].fqn for other in draft.regions}
-        shared, seen = [], n_ops
-        for pause in self._possible(profile, region.call, never):
-            ops = region.ops[pause.start : pause.end]
-            groups = sorted({draft.groups.of_op[op] for op in ops if op in draft.groups.of_op})
-            literals = tuple(Literal(group, RECOMPUTE) for group in groups)
-            shared.append(SharedCost(literals, pause.seen * costs.op - costs.pause))
-            seen -= pause.seen
-        # Not all ops less what the pauses spare: where nearly all is spared, rounding would take it below zero.
-        wrap_s = costs.op * seen + costs.pause * len(shared)
-        return wrap_s + costs.saved * len(region.saved) + costs.call, shared
-
-    def pauses(
-        self, profile: Profile, region: int, recorded: AbstractSet[int], never: Container[str]
-    ) -> tuple[Pause, ...]:
-        found = self._possible(profile, region, never)
-        return tuple(pause for pause in found if recorded.isdisjoint(range(pause.start, pause.end)))
-
-    def _possible(self, profile: Profile, region: int, never: Container[str]) -> list[Pause]:
-        costs = costs_of(profile, self.name, ReplayCosts)
-        return possible_pauses(profile, region, costs.op, costs.pause, never)
+    def overhead(self, draft: Draft, region: Region) -> float:
+        costs = draft.step.costs_of(self.name, ReplayCosts)
+        n_ops = len(region.ops) + draft.step.profile.calls[region.call].views
+        return costs.op * n_ops + costs.saved * len(region.saved) + costs.call
 
     def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
         makers = {storage: i for i, op in enumerate(draft.step.profile.tape) for storage in op.creates}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +11,9 @@ from autoac_solver.build.draft import Draft
 from autoac_solver.build.engines.rerun import Rerun
 from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
-from autoac_solver.problem.problem import Lifetime, SharedCost
+from autoac_solver.problem.problem import Lifetime
 from autoac_solver.records.disk.limits import Seconds
 from autoac_solver.records.engines import SAC
-from autoac_solver.records.plan import Pause
 from autoac_solver.records.profile import CACHED, FOREIGN, INFERENCE, NEVER, ModuleCall, Op, Profile
 
 
@@ -74,15 +72,10 @@ class Sac:
         pairs = zip(tape.group_of, tape.free_of_choice, strict=True)
         return {group for group, free in pairs if group >= 0 and not free}
 
-    def pauses(
-        self, profile: Profile, region: int, recorded: AbstractSet[int], never: Container[str]
-    ) -> tuple[Pause, ...]:
-        return ()
-
-    def overhead(self, draft: Draft, region: Region) -> tuple[float, list[SharedCost]]:
+    def overhead(self, draft: Draft, region: Region) -> float:
         costs = draft.step.costs_of(self.name, SacCosts)
         n_ops = len(region.ops) + draft.step.profile.calls[region.call].views
-        return costs.op * n_ops + costs.saved * len(region.saved) + costs.call, []
+        return costs.op * n_ops + costs.saved * len(region.saved) + costs.call
 
     def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
         return Rerun(draft, watches=True).lifetimes()

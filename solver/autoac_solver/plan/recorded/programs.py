@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from autoac_solver.build.built import Built
-from autoac_solver.build.engines import engine_model
 from autoac_solver.build.losses.cross_entropy import chunkable_losses, lean_losses
 from autoac_solver.problem.problem import RECOMPUTE, SAVE
 from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.errors import ProfileError
-from autoac_solver.records.plan import Pause, PlanRecord, RegionPlan, RootCalls
+from autoac_solver.records.plan import PlanRecord, RegionPlan, RootCalls
 from autoac_solver.records.profile import Profile
 
 
@@ -33,7 +32,7 @@ def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[s
         regions.append(RegionPlan(call.fqn, call.call, calls, is_wrapped, steps, point=point))
     chunked = built.loss >= 0 and built.is_recomputed(decisions, built.loss)
     return {
-        "regions": _with_pauses(profile, regions, built.engine),
+        "regions": tuple(regions),
         "several": _several(profile, regions),
         "losses": lean_losses(profile),
         "chunked_losses": chunked,
@@ -42,28 +41,8 @@ def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[s
 
 
 def with_regions(record: PlanRecord, regions: Sequence[RegionPlan]) -> PlanRecord:
-    """A plan with other regions wrapped or other steps: its pauses follow. What was predicted of it does not."""
-    return replace(
-        record,
-        regions=_with_pauses(record.profile, regions, record.engine),
-        several=_several(record.profile, regions),
-    )
-
-
-def _with_pauses(profile: Profile, regions: Sequence[RegionPlan], engine: str) -> tuple[RegionPlan, ...]:
-    """The regions with the pauses that their steps permit."""
-    model = engine_model(engine)
-    index = {(call.fqn, call.call): i for i, call in enumerate(profile.calls) if call.grad}
-    never = {region.fqn for region in regions}
-
-    def permitted(region: RegionPlan) -> tuple[Pause, ...]:
-        call = index.get((region.fqn, region.call))
-        if not region.wrapped or call is None:
-            return ()
-        recorded = {position for position, (_, again) in enumerate(region.steps) if again}
-        return model.pauses(profile, call, recorded, never)
-
-    return tuple(replace(region, pauses=permitted(region)) for region in regions)
+    """A plan with other regions wrapped or other steps. What was predicted of it does not follow."""
+    return replace(record, regions=tuple(regions), several=_several(record.profile, regions))
 
 
 def _several(profile: Profile, regions: Sequence[RegionPlan]) -> RootCalls | None:

@@ -25,7 +25,7 @@ from autoac_solver.records.profile.checks import check
 from autoac_solver.records.profile.rows import NEVER, TIMES_FROM, ModuleCall, Op, Saved, Storage
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 7  # 6: costs by the engines' names; 7: host's time, compiled points, sources
+SCHEMA_VERSION = 8  # 7: host's time, compiled points, sources; 8: no pauses
 
 EngineCosts = dict[str, dict[str, Seconds]]
 """Seconds that the engines' own bookkeeping takes on the profile's machine: by the engine's name, then by its part.

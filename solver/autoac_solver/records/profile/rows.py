@@ -159,7 +159,6 @@ class ModuleCall:
         start, end: ticks.
         inputs: storages of the tensors among its arguments.
         views: how many ops that only make views or metadata ran directly in it or below.
-        plain: the module is one of `torch.nn`, as it is there: what its forward runs does not depend on data.
         changes_arguments: an object among its arguments holds something else afterwards, as a cache of keys and values
             does; so its code cannot be run twice.
         once: why else its code cannot be run twice, "" if nothing is known: `INFERENCE`, it makes or is given
@@ -177,6 +176,5 @@ class ModuleCall:
     end: int
     inputs: tuple[int, ...] = ()
     views: Size = 0
-    plain: bool = False
     changes_arguments: bool = False
     once: Annotated[str, one_of("", INFERENCE, CACHED, FOREIGN, SHARDED)] = ""

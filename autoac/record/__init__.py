@@ -1,1 +1,1 @@
-"""A training step becomes a `Profile`."""
+"""Records a training step as a `Profile`."""

@@ -1,4 +1,4 @@
-"""Which attention kernel CUDA takes, and the ops around it.
+"""CUDA's choice of attention kernel, and the ops around it.
 
 NOTE [ The choice of attention kernels ]
   The rules are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` (`can_use_cudnn_attention`,
@@ -8,8 +8,8 @@ NOTE [ The choice of attention kernels ]
   1. From capability 9.0 to 10.x cuDNN's kernel comes first, as with CUDA 13 and cuDNN 9.16 or newer. Older builds take
      flash attention there; it saves the same tensors.
   2. Then flash attention, the memory-efficient kernel, and plain matrix products, in this order.
-  3. Kernels that the user has switched off (`torch.backends.cuda`, `sdpa_kernel`) are not taken. An order of the
-     user's own (`sdpa_kernel(set_priority=True)`) is not followed.
+  3. Kernels that the user has switched off (`torch.backends.cuda`, `sdpa_kernel`) are not taken. A priority order that
+     the user sets (`sdpa_kernel(set_priority=True)`) is not followed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """What `scaled_dot_product_attention` runs on a GPU of this capability."""
+    """Run `scaled_dot_product_attention` with the ops of a GPU of this capability."""
     kernel = choice(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         zero, minus_infinity = (
@@ -171,7 +171,7 @@ def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """The mask with rows that begin at multiples of 8 elements (`pad_bias` in attention.cpp)."""
+    """The mask, padded so that rows begin at multiples of 8 elements (`pad_bias` in attention.cpp)."""
     if mask.stride(-1) == 1 and not any(stride % _MASK_ALIGNMENT for stride in mask.stride()[:-1]):
         return mask
     width = mask.shape[-1]

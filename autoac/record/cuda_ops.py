@@ -1,10 +1,10 @@
-"""The ops that CUDA takes where the CPU takes others, for steps that are recorded on fake tensors without a GPU.
+"""CUDA's choice of ops, for steps that are recorded on fake tensors without a GPU.
 
 A CPU build of torch cannot record fake CUDA tensors: its autograd has no device guard for them. So the step is recorded
-on fake CPU tensors, and the functions that choose their op by device are led to CUDA's choice here: attention (see
-`cuda_attention`), dropout (one op with a mask of bytes), batch norm (cuDNN) and `rms_norm` (fused). Sources:
-`Dropout.cpp`, `Normalization.cpp` and `layer_norm.cpp` in ATen. `python -m tests.cuda_ops` holds all of it against a
-CUDA build. Not covered: recurrent layers (cuDNN's), and what a model's own code decides by the device.
+on fake CPU tensors, and functions that choose their op by device run CUDA's op instead: attention (see
+`cuda_attention`), dropout (one op with a byte mask), batch norm (cuDNN) and `rms_norm` (fused). Sources: `Dropout.cpp`,
+`Normalization.cpp` and `layer_norm.cpp` in ATen. `python -m tests.cuda_ops` checks all of it against a CUDA build. Not
+covered: recurrent layers (cuDNN's), and device checks in a model's own code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LIKELIEST = (9, 0)
 
 
 def capability_of(title: str) -> Capability:
-    """The compute capability of a GPU by its name; that of an H100 where the name tells nothing."""
+    """The compute capability of a GPU by its name; that of an H100 if the name is unknown."""
     for names, capability in _CAPABILITIES.items():
         if re.search(rf"(?<![0-9a-z])({names})(?![0-9])", title, re.IGNORECASE):
             return capability
@@ -48,7 +48,7 @@ def capability_of(title: str) -> Capability:
 
 
 def capability_elsewhere(table: DeviceTable | None, device: torch.device) -> Capability | None:
-    """The capability of the GPU that a table stands for, None if that is no other device than this one."""
+    """The capability of the CUDA GPU that a device table describes; None unless `device` is of another type."""
     elsewhere = table is not None and table.kind == "cuda" and device.type != "cuda"
     return capability_of(table.title) if table is not None and elsewhere else None
 
@@ -57,7 +57,7 @@ class CudaOps(LeavesLosses):
     """Mode in which functions run the ops that they would run on a GPU of this capability.
 
     Attributes:
-        saw_autocast: whether autocast was on for any of them. Its casts are the CPU's then, which are of other ops.
+        saw_autocast: whether autocast was on in any call. Its casts are then the CPU's, which apply to other ops.
     """
 
     def __init__(self, capability: Capability):
@@ -84,7 +84,7 @@ class CudaOps(LeavesLosses):
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        """What a function of torch calls by name in its own module, where the mode is off."""
+        """Context: replace the functions that a torch function calls by name in its module, where the mode is off."""
         before = F.scaled_dot_product_attention, F.dropout
         F.scaled_dot_product_attention = self.replacements[F.scaled_dot_product_attention]
         F.dropout = _or_own(_dropout, F.dropout)
@@ -157,7 +157,7 @@ def _rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """The fused op and its derivative: on CPU tensors the op comes apart above all modes.
+    """The fused op with its derivative: on CPU tensors the op decomposes above all modes.
 
     Source: `_fused_rms_norm` in torch's derivatives.yaml.
     """

@@ -1,10 +1,10 @@
-"""A model without its memory: parameters, buffers and the sample become fake tensors while a step is recorded.
+"""Replaces parameters, buffers and the sample by fake tensors while a step is recorded.
 
 A fake tensor has a shape, strides, a dtype and a device, and no data (torch's `FakeTensorMode`). So a model that does
-not fit, or that was built on the meta device and never had any values, runs its step with nothing allocated.
+not fit, or that was built on the meta device and never had values, runs its step without allocations.
 
-Whole numbers and truth values stay real where they have values: token ids, masks and positions are small, and code
-looks at them on the host ("is anything masked?"). What it decides then is what it decides in the real step.
+Integer and boolean tensors that have values stay real: token ids, masks and positions are small, and code branches on
+them on the host ("is anything masked?"). It then takes the same branch as in the real step.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from autoac_solver.records.errors import ProfilingError
 
 @dataclass(frozen=True)
 class Faked:
-    """What stands in for the model's tensors.
+    """The fake tensors that replace the model's.
 
     Args:
-        mode: to be entered below everything that records.
+        mode: to be entered below all recording modes.
         step: the step with fake tensors in its sample.
         tensors: the fake parameters, buffers and tensors of the sample.
-        gradients: of the fake tensors, those that were there before the step.
+        gradients: fake tensors with their gradients before the step.
     """
 
     mode: FakeTensorMode
@@ -57,7 +57,7 @@ class Faked:
     gradients: list[tuple[torch.Tensor, torch.Tensor | None]]
 
     def sharded(self, shard: Callable[[], None]) -> Faked:
-        """What stands in for the tensors once the model is sharded.
+        """The fake tensors of the model once it is sharded.
 
         Args:
             shard: shards the model.
@@ -70,7 +70,7 @@ class Faked:
         return Faked(self.mode, self.step, [*parameters, *others], gradients)
 
     def start_anew(self) -> None:
-        """Let the fake tensors be as they were before a step: gradients, and no graph."""
+        """Reset the fake tensors to their state before a step: earlier gradients, no graph."""
         for tensor, gradient in self.gradients:
             tensor.grad = gradient
             if not tensor.is_leaf:  # a step has written it in place
@@ -81,21 +81,20 @@ class Faked:
         """Context in which the step runs.
 
         Args:
-            above: a dispatch mode that sees what the fake implementations return.
+            above: a dispatch mode that sees the results of the fake implementations.
         """
         with self.mode, above, _RealWholeNumbers():
             yield
 
 
 def fake_model(step: TrainingStep, device: torch.device) -> Faked:
-    """Put fake tensors in place of the model's parameters and buffers; what was there is not kept here.
+    """Replace the model's parameters and buffers by fake tensors; the originals are not kept here.
 
-    Tensors that share a storage share one afterwards, and tied parameters stay one.
+    Tensors that share a storage share one afterwards, and tied parameters stay tied.
 
     Args:
-        step: of a model on any device, meta included. A callable sample is left as it is, for it brings its own
-            tensors.
-        device: where all fake tensors claim to be.
+        step: of a model on any device, meta included. A callable sample is left alone: it makes its own tensors.
+        device: the device that all fake tensors report.
 
     Raises:
         ProfilingError: a tensor is of a kind that has no fake counterpart.
@@ -111,7 +110,7 @@ def fake_model(step: TrainingStep, device: torch.device) -> Faked:
         return Faked(mode, step, converter.made, converter.gradients)
     sample = step.sample
     if not isinstance(sample, (torch.Tensor, tuple, list, dict)):
-        sample = dict(sample)  # a library's own kind of mapping
+        sample = dict(sample)  # a library's own mapping type
     faked = tree_map_only(torch.Tensor, lambda tensor: converter.fake(tensor, "the sample"), sample)
     return Faked(mode, step.of(step.model, faked), converter.made, converter.gradients)
 
@@ -124,7 +123,7 @@ class _Converter:
         self.gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._tensors: dict[int, torch.Tensor] = {}
         self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._alive: list[torch.Tensor] = []  # so that no address is used again
+        self._alive: list[torch.Tensor] = []  # so that no `id` is reused
 
     def fake(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """The fake counterpart of a tensor, always the same one."""
@@ -158,7 +157,7 @@ class _Converter:
         return fake
 
     def _storage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of the whole storage under a tensor, one for all tensors of this type on it."""
+        """A fake tensor that spans a tensor's whole storage; one per storage and dtype."""
         key = (storage_key(tensor), tensor.dtype)
         if key not in self._storages:
             size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
@@ -167,14 +166,14 @@ class _Converter:
 
 
 class _RealWholeNumbers(TorchDispatchMode):
-    """Runs for real what computes whole numbers or truth values from such, or from single numbers that are known.
+    """Mode that runs an op on real data if its tensors are integers or booleans, or known single numbers.
 
-    See `single_draws` for those.
+    See `single_draws` for the latter.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Real storages into which something fake was written: they are there, but what they hold is not known.
+        # Real storages that an op with fake arguments has written: allocated, but their values are unknown.
         self.unknown: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,7 +185,7 @@ class _RealWholeNumbers(TorchDispatchMode):
         if not all(map(_is_known, fractions)):
             return func(*args, **kwargs)
         unknown = any(tensor.untyped_storage() in self.unknown for tensor in given)
-        # What is written in place or read by the host is there already; for anything else look at its size first.
+        # In-place ops and host reads allocate nothing. Any other op runs on fake tensors first, for its result's size.
         result = func(*args, **kwargs) if _makes_tensors(func) else None
         made = _tensors(result)
         too_large = sum(tensor.numel() for tensor in made) > _MOST_NUMBERS
@@ -207,7 +206,7 @@ class _RealWholeNumbers(TorchDispatchMode):
         return result
 
     def _with_fakes(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an op that has a fake argument; a real tensor that it writes stays the one it is."""
+        """Run an op that has a fake argument; a real tensor that it writes stays real."""
         result = func(*args, **kwargs)
         if not _writes(func):
             return result
@@ -248,10 +247,10 @@ def _is_here(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def explained(failed_at: Callable[[], tuple[str, str] | None]) -> Iterator[None]:
-    """Turn what fake tensors cannot do into an error that names the op and the module.
+    """Context: turn failures of fake tensors into errors that name the op and the module.
 
     Args:
-        failed_at: tells the op and the module at which the step broke off, None if not at an op.
+        failed_at: returns the op and the module at which the step failed, None if it failed outside of any op.
 
     Raises:
         ProfilingError: an op refused its fake arguments.

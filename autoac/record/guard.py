@@ -1,13 +1,13 @@
 """Finds, while a step is recorded, the values whose recomputation gives other bits. Plans save these values.
 
 NOTE [ The guard ]
-  1. While a step is recorded the engine recomputes every value of a lean module. In the first step a checksum is taken
-     of each value when an op reads it and when autograd saves it, and again of the recomputed one at the same place.
+  1. While a step is recorded the engine recomputes every value of a lean module. In the first step each value is
+     checksummed when an op reads it and when autograd saves it, and the recomputed value at the same places.
   2. A value that differs does not depend on its op and the op's inputs alone: code that torch does not see has written
-     it, the op draws random numbers of its own, or a setting around the op has changed. Its op is marked as one that
-     cannot run a second time, and plans save the value.
-  3. A value that was computed from such a value differs as well, though its own op may be fine. So a step with findings
-     is followed by one in which the found values are kept. All values that differ in the last step are marked.
+     it, the op draws random numbers of its own, or a setting around the op has changed. Its op is marked as not
+     replayable, and plans save the value.
+  3. A value computed from such a value differs as well, though its own op may be fine. So a step with findings is
+     followed by one in which the found values are kept. All values that differ in the last step are marked.
   4. Checksums cover the bytes that an op or autograd sees: the rest of a storage may never have been written. A value
      that an op writes in place is checked when it is next read.
 """
@@ -46,9 +46,7 @@ class Guard:
         self.key_of_row: dict[int, OpKey] = {}
         self._counts: Counter[tuple[str, int, str]] = Counter()
         self._key: OpKey = ("", 0, "", 0)
-        self._read: list[
-            tuple[int, int]
-        ] = []  # of the op that is being recorded: place in its refs, checksum
+        self._read: list[tuple[int, int]] = []  # (place in refs, checksum) for the op being recorded
         self._reads: dict[int, tuple[OpKey, list[tuple[int, int]]]] = {}  # by record
         self._packed: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._maker: dict[Slot, OpKey] = {}
@@ -58,7 +56,7 @@ class Guard:
     # -- forward -----------------------------------------------------------------------------------------------
 
     def about_to_run(self, info: OpInfo, fqn: str, call: int) -> OpInfo:
-        """Called before an op is recorded; returns its facts, not replayable if the op is unfit."""
+        """Called before an op is recorded; returns its `OpInfo`, not replayable if the op is unfit."""
         place = fqn, call, info.name
         self._key = (*place, self._counts[place])
         self._counts[place] += 1
@@ -73,7 +71,7 @@ class Guard:
         """The op reads a value that will be recomputed; `place` is its index among the op's references."""
         position = where[0] if isinstance(where, tuple) else where
         if isinstance(position, str) or position in info.writes:
-            return  # taken note of only when the op has run; or overwritten
+            return  # noted only after the op has run, or overwritten by it
         if (checksum := checksum_of(tensor)) is not None:
             self._read.append((place, checksum))
 
@@ -130,14 +128,14 @@ class Guard:
 
 
 def next_guard(guard: Guard | None) -> Guard | None:
-    """The guard for the step after one with this guard; None if nothing was found."""
+    """The guard for the next step; None if this one found nothing."""
     if guard is None or not (guard.unfit or guard.found):
         return None
     return Guard(guard.unfit | guard.found)
 
 
 def _is_private(key: OpKey, record: Record, slot: Slot) -> bool:
-    """Whether this is a kernel's own workspace, of which it may leave parts unwritten."""
+    """Whether the slot is a kernel's own workspace, parts of which may stay unwritten."""
     index = PRIVATE_RESULTS.get(key[2])
     return any(made is slot and position == index for position, made in record.outputs)
 
@@ -174,17 +172,17 @@ def _likely(op: str, reads_tensors: bool) -> str:
 
 
 class Draws:
-    """The generators from which an op of another library may draw, and their states; make it before the op runs."""
+    """States of the generators that another library's op may draw from; to be created before the op runs."""
 
     def __init__(self, info: OpInfo, args: Any, kwargs: Any):
         generators = generators_of(info, args, kwargs) if info.unknown else []
         self.states = [(generator, generator.get_state()) for generator in generators]
 
     def note(self, keep: Callable[[torch.Generator, torch.Tensor], Any]) -> int:
-        """The op is over: keep the states from which it drew.
+        """After the op: pass each generator that it advanced, with its earlier state, to `keep`.
 
         Returns:
-            Their bytes.
+            Bytes of these states.
         """
         drawn = [(g, state) for g, state in self.states if not torch.equal(g.get_state(), state)]
         for generator, state in drawn:

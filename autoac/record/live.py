@@ -1,13 +1,13 @@
-"""Record a step of the user's own loop while it trains: nothing is run for the record, and nothing is put back.
+"""Record a step of the user's own loop while it trains: no extra runs, and no state is restored.
 
 NOTE [ A step of the loop ]
-  1. The step begins with the model's first call and ends where the loop says so: before the optimizer steps, or, in a
-     loop without one, before the next call that finds the gradients gone. So all that the loop does belongs to it:
-     micro-batches, the loss outside of the model, autocast, gradient scaling, clipping.
-  2. The lean modules run under the replay engine with everything recomputed, as in `recorder`: gradients are equal to
-     the bit, and the step takes the least memory that there is.
-  3. There is no warm-up. Workspace and times are measured in the same run (`LiveMeter`); what the first step sets up
-     once is found by what is left of it when the next one begins.
+  1. The step begins with the model's first call. It ends before the optimizer steps or, in a loop without an optimizer,
+     before the next call that finds the gradients cleared. So it includes everything that the loop does: micro-batches,
+     the loss outside of the model, autocast, gradient scaling, clipping.
+  2. The lean modules run under the replay engine with everything recomputed, as in `recorder`: gradients are bitwise
+     equal, and the step takes the least memory possible.
+  3. There is no warm-up. Workspace and times are measured in the same run (`LiveMeter`). Tensors that the first step
+     sets up once are found among those still alive when the next step begins (`with_leftovers`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _ONE_DRAW = (
 
 
 class LiveMeter(OpTimer):
-    """Times ops and, where a signature first comes, measures its workspace as well.
+    """Times ops, and measures the workspace of each signature's first call.
 
     Args:
         known: workspaces from an earlier record.
@@ -78,7 +78,7 @@ class LiveMeter(OpTimer):
         self.workspace.workspace_bytes.update(known)
 
     def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
-        """Run the op, and tell its result and signature."""
+        """Run the op; returns its result and signature."""
         signature = Signature.of(func, args, kwargs)
         if signature in self.workspace.workspace_bytes:
             return super().run(func, info, args, kwargs)
@@ -89,7 +89,7 @@ class LiveMeter(OpTimer):
 
 
 class _NothingKept(BeforeStep):
-    """Of a step that counts nothing is put back; what was kept would keep gradients alive that the loop clears."""
+    """Keeps nothing: a live step is not undone, and copies would keep gradients alive that the loop clears."""
 
     def keep_gradient(self, leaf: torch.Tensor) -> None:
         pass
@@ -105,7 +105,7 @@ class _NothingKept(BeforeStep):
 
 
 class LiveTape(Tape):
-    """The tape of a step that counts: what it writes stays written.
+    """Tape of a real training step, whose writes are not undone.
 
     Args:
         parameters: storage keys of the model's parameters.
@@ -114,7 +114,7 @@ class LiveTape(Tape):
     def __init__(self, device: torch.device, meter: OpTimer, parameters: set[int]):
         super().__init__(device, meter, _NothingKept())
         self.parameters = parameters
-        self.is_over = False  # somebody has begun to update the parameters
+        self.is_over = False  # a parameter was written after backward: the update has begun
 
     def _before_write(self, tensor: torch.Tensor) -> None:
         super()._before_write(tensor)
@@ -130,7 +130,7 @@ class LiveTape(Tape):
 
     @property
     def is_given_up(self) -> bool:
-        """Whether no backward can come any more: nothing is held any longer of what was."""
+        """Whether the step can no longer have a backward: none has begun, and all saved tensors are released."""
         rows = self.saved.rows
         return not self.went_backward and bool(rows) and all(row["released"] != NEVER for row in rows)
 
@@ -152,7 +152,7 @@ class LiveStep:
         self.meter = LiveMeter(self.device, known)
         keys = {storage_key(local_part(p)) for p in model.parameters() if p.layout is torch.strided}
         self.tape = LiveTape(self.device, self.meter, keys)
-        # By the user, and there cannot be two: what ops take inside of them is not seen.
+        # The user's torch profiler is running, and there can be only one: workspace cannot be measured.
         self.profiled = self.device.type == "cpu" and is_profiled()
         self.survivors: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.fingerprint = model_fingerprint(model)  # some loops freeze parts of it within the step
@@ -185,7 +185,7 @@ class LiveStep:
                 stack.enter_context(self.meter.workspace.measuring())
             stack.enter_context(uncompiled(model))
             stack.enter_context(Instrumented(model, tape, lean_modules(model), self.losses))
-            stack.enter_context(interruptible())  # what runs now is the user's own loop
+            stack.enter_context(interruptible())  # the user's own loop runs next
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(tape.saved.pack, tape.saved.unpack))
             stack.enter_context(tape)
             self.started, self.disturbance = time.perf_counter(), Disturbance()
@@ -193,16 +193,16 @@ class LiveStep:
 
     @property
     def can_end(self) -> bool:
-        """Whether nobody has put a mode or hooks on top of ours and left them there."""
+        """Whether our dispatch mode and saved-tensor hooks are on top of their stacks."""
         hooks = top_saved_tensors_hooks()
         return top_dispatch_mode() is self.tape and hooks == (self.tape.saved.pack, self.tape.saved.unpack)
 
     def give_up(self) -> None:
-        """Record no further."""
+        """Stop recording without a profile."""
         self.contexts.close()
 
     def finish(self) -> Profile:
-        """End the record, and make the profile of it.
+        """Stop recording and make the profile.
 
         Raises:
             ProfilingError: no backward ran.
@@ -215,7 +215,7 @@ class LiveStep:
         finally:
             self.contexts.close()
         tables["tape"] = tape_tables.timed(self.tape.ops, times, self.workspaces)
-        # What the loop lets go of in the step: gradients that are cleared after forward, say.
+        # Storages from before the step that the loop frees in it, such as gradients cleared after forward.
         tables["storage_table"] = tuple(
             replace(storage, alloc=0) if storage.alloc == NEVER and storage.free < tables["end"] else storage
             for storage in tables["storage_table"]
@@ -243,17 +243,17 @@ class LiveStep:
 
     @property
     def workspaces(self) -> dict[Signature, int]:
-        """What ops take inside of them, in bytes; of a finished step."""
+        """Workspace in bytes per signature, of a finished step."""
         return self.meter.workspace.workspace_bytes
 
 
 def with_leftovers(profile: Profile, survivors: dict[int, weakref.ref[torch.UntypedStorage]]) -> Profile:
-    """The profile of a step that begins while the loop still holds tensors of the step before, such as its output.
+    """The profile of a step that begins while the loop still holds tensors of the previous step, such as its output.
 
-    A loop lets go of them where it gives their names to others: when the model's call in which they are made is over.
+    The loop frees them when it rebinds their names: when the model call that makes their successors has returned.
 
     Args:
-        survivors: storages that were there at the step's end.
+        survivors: storages that were alive at the step's end.
     """
     last = max((op.tick for op in profile.tape if op.backward), default=profile.end)
     released = [
@@ -266,7 +266,7 @@ def with_leftovers(profile: Profile, survivors: dict[int, weakref.ref[torch.Unty
     again = []
     for storage in left:
         ends = [call.end for call in roots if call.start <= storage.alloc <= call.end]
-        # A loader that is one batch ahead: the recorded step began with such a batch too, and it is counted already.
+        # The data loader is one batch ahead: the recorded step began with such a batch too, which is counted already.
         same = [one for one in released if one.bytes == storage.bytes and one.free > storage.alloc]
         if same and storage in batches:
             released.remove(same[0])
@@ -277,7 +277,7 @@ def with_leftovers(profile: Profile, survivors: dict[int, weakref.ref[torch.Unty
 
 
 def _for_later(profile: Profile, roots: Sequence[ModuleCall]) -> list[Storage]:
-    """What is made outside of the model's calls, from nothing of the model's, and read by no op of the step."""
+    """Storages made outside of the model's calls, from none of the model's, and read by no op of the step."""
 
     def is_of_the_model(storage: Storage) -> bool:
         within = any(call.start <= storage.alloc <= call.end for call in roots)

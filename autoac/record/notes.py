@@ -1,4 +1,4 @@
-"""What the reader of a profile should know about how it was made."""
+"""Notes in a profile on how it was recorded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from autoac.step.uncompiled import compiled_modules
 def note_if_unsteady(
     times: Iterable[OpTime], device: torch.device, disturbance: Disturbance
 ) -> tuple[str, ...]:
-    """A note if times that were measured under this should not be relied on."""
-    # On a GPU ops are timed by its own clock, whatever the host waits for.
+    """A note if the disturbance makes the measured times unreliable."""
+    # A GPU's ops are timed by its own clock, which waits of the host do not affect.
     shares = (
         (disturbance.waited_share, disturbance.stolen_share)
         if device_for(device).on_hosts_processors
@@ -29,7 +29,7 @@ def note_if_unsteady(
 
 
 def note_on_device(device: torch.device) -> tuple[str, ...]:
-    """A note on a device of another kind than those whose clock and memory we read."""
+    """A note on a device whose clock and memory autoac cannot read."""
     if device_for(device).known:
         return ()
     return (
@@ -40,7 +40,7 @@ def note_on_device(device: torch.device) -> tuple[str, ...]:
 
 
 def notes_if_compiled(model: torch.nn.Module, tape: Tape) -> list[str]:
-    """Notes on compiled modules, which are recorded uncompiled, and on other compiled code, which is hardly seen."""
+    """Notes on compiled modules, which are recorded uncompiled, and on other compiled code, which is mostly unseen."""
     notes = []
     if modules := list(compiled_modules(model)):
         notes.append(
@@ -87,14 +87,14 @@ def _some(names: list[str]) -> str:
 def notes_on_fake(
     unknown: set[str], found: Measured, distinct: int, measure: bool, cuda_ops: CudaOps | None
 ) -> tuple[str, ...]:
-    """Notes on what a step on fake tensors does not tell.
+    """Notes on the limits of a recording on fake tensors.
 
     Args:
-        unknown: names of ops whose workspace fake tensors do not know.
-        found: what was measured of single ops.
-        distinct: how many different ops there are.
-        measure: whether single ops were to be measured.
-        cuda_ops: the mode in which the ops were those that CUDA takes, None without.
+        unknown: names of ops whose workspace is unknown on fake tensors.
+        found: measurements of single ops.
+        distinct: number of distinct ops.
+        measure: whether measuring single ops was requested.
+        cuda_ops: the mode that ran CUDA's ops, None without one.
     """
     notes = [
         "recorded on fake tensors: nothing of the model was allocated, and whether values come out of their "

@@ -1,4 +1,4 @@
-"""Make a `Profile` of a step on fake tensors: shapes and bytes of its ops; distinct ones are timed by themselves."""
+"""Make a `Profile` of a step on fake tensors: ops with shapes and bytes; distinct ops are timed in isolation."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def record_fake(
     lean_losses: bool = True,
     shard: Callable[[], None] | None = None,
 ) -> Profile:
-    """Record a step on fake tensors: nothing of the model is allocated, and it is left as it was.
+    """Record a step on fake tensors. Allocates nothing of the model and leaves it unchanged.
 
-    Its parameters may be on the meta device, which stands for the CPU then.
+    Parameters on the meta device are taken to be on the CPU.
 
     Args:
         step: its optimizer is not run.
-        measure: run each distinct op that can be afforded on scratch memory, for its time and workspace. What cannot
-            be is estimated from this device's rates, as is everything without `measure`.
+        measure: run each distinct op on scratch memory, for its time and workspace, unless it is too long or too large.
+            Those ops, and all ops without `measure`, are estimated from this device's rates.
         as_cuda: record the ops that a GPU of this capability takes, see `CudaOps`. They cannot be run here, so
             `measure` must be off.
         lean_losses: as for `recorded_step`.
-        shard: called once the model's tensors are fake; the model is a copy that nobody else has.
+        shard: called once the model's tensors are fake; the model is then a private copy.
 
     Raises:
         ProfilingError: the step depends on values, or an op has no fake implementation; it names op and module.
@@ -83,7 +83,7 @@ def record_fake(
             tape.single = SingleDraws(outcome)
             return tape, runs.tried(tape, lambda: _run(fake, tape, results, cuda_ops, losses))
 
-        # Twice, for the first sets up what is set up once, such as tables of positions.
+        # Run twice: the first run does one-time setup, such as position tables.
         all_losses = None if lean_losses else {}
         _, tables = run(HIGH, all_losses)
         low = run(LOW, all_losses)[1] if runs.draws else None

@@ -1,4 +1,4 @@
-"""The optimizer's part of the step, found without running the user's optimizer: its state, and what `step()` takes."""
+"""Memory of the optimizer's state and of its `step()`, found without running the user's optimizer."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ OPTIMIZER_STEP = "optimizer.step"
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, device: str) -> list[torch.Tensor]:
-    """The tensors of an optimizer's state on one type of device; some keep counters on the CPU."""
+    """The optimizer's state tensors on one device type; some optimizers keep counters on the CPU."""
     found = here([tensor for entry in optimizer.state.values() for tensor in tensors_of(entry)])
     return [tensor for tensor in found if tensor.device.type == device]
 
 
 def is_counted(profile: Profile) -> bool:
-    """Whether a profile counts an optimizer, as `with_optimizer` adds it."""
+    """Whether the profile includes an optimizer, added by `with_optimizer`."""
     return any(op.name == OPTIMIZER_STEP for op in profile.tape)
 
 
@@ -50,12 +50,12 @@ def with_optimizer(
 ) -> Profile:
     """The profile of the step with this optimizer's `step()` at its end.
 
-    The state counts as resident, for it is there in every step but the first. A copy of the optimizer takes two steps
-    on fake tensors, so neither the optimizer nor the parameters are touched, and nothing of them is allocated. Where
-    it looks at a value (a norm, to scale by it), 1 stands for that.
+    The state counts as resident: it exists in every step but the first. A copy of the optimizer takes two steps on
+    fake tensors, which allocates nothing and leaves the optimizer and the parameters untouched. A value that it reads
+    on the host (a norm, to scale by it) is taken to be 1.
 
     Args:
-        measure: run its matrix products and the ops that convert types once by themselves, for their workspace.
+        measure: run its matrix products and mixed-dtype ops once in isolation, for their workspace.
 
     Raises:
         ProfilingError: the optimizer has no parameter of this model, or cannot be run on fake tensors.
@@ -90,7 +90,7 @@ def _survive(storage: Storage, end: int, new_end: int) -> Storage:
 
 
 def _fake_steps(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, _LiveBytes]:
-    """Bytes of the state, and what a step takes on top of everything that stays."""
+    """Bytes of the state, and the live bytes of a step above everything that stays."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = copy.copy(optimizer)
         groups = [
@@ -100,7 +100,7 @@ def _fake_steps(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, _Li
             }
             for group in optimizer.param_groups
         ]
-        # Not by setting attributes: a class may pass that on, to the optimizer that was copied.
+        # Not by setting attributes: a wrapper class may forward that to the original optimizer.
         vars(fake).update(state=defaultdict(dict), param_groups=groups)
         with _LiveBytes(device):
             fake.step()
@@ -119,7 +119,7 @@ def _workspaces(live: _LiveBytes, device: torch.device) -> dict[Signature, int]:
 def _fake_parameters(
     parameters: list[torch.Tensor], device: str, states: Mapping[torch.Tensor, Any]
 ) -> list[torch.Tensor]:
-    """Stand-ins, with gradients if they are trained; those with a state are, though they may be frozen just now."""
+    """Fake parameters, with gradients if trained; one with optimizer state counts as trained even if frozen now."""
     fakes = []
     for whole in parameters:
         real = local_part(whole)
@@ -134,12 +134,12 @@ def _fake_parameters(
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that ops make, above those at the start.
+    """Mode that counts the bytes of the storages that ops make, above those at the start.
 
-    Args:
-        calls: ops that may take workspace: the most bytes that are alive around one (before or after), its
-            floating-point operations and the bytes it moves.
-        looked_at_values: whether the step asked for a tensor's value.
+    Attributes:
+        calls: ops that may take workspace: the most live bytes before or after one, its floating-point operations and
+            the bytes it moves.
+        looked_at_values: whether the step read a tensor's value on the host.
     """
 
     def __init__(self, device: str):
@@ -151,7 +151,7 @@ class _LiveBytes(TorchDispatchMode):
         self._known: dict[int, Any] = {}
 
     def peak_with(self, workspace_bytes: dict[Signature, int]) -> int:
-        """The peak if these ops take so much inside."""
+        """The peak if these ops have these workspaces."""
         return max([self.peak_bytes, *(self.calls[op][0] + size for op, size in workspace_bytes.items())])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

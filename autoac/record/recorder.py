@@ -45,15 +45,15 @@ Progress = Callable[[str, float], None]
 Losses = Mapping[str, Collection[str | None]]
 
 _NO_HOOKS = "don't yet support saved tensor hooks"
-"""In the error of torch.func where hooks are active; it has no type of its own."""
+"""Part of torch.func's error message under saved-tensor hooks; the error has no type of its own."""
 _TIMED_STEPS = 2
-"""Steps that are timed before the recorded one: in a single step most ops of a backward are run only once."""
+"""Timed steps before the recorded one: a single step runs most backward ops only once."""
 _TIMING_S = 10.0
-"""No further one is begun after so long; but where there are collectives, all ranks run as many."""
+"""Seconds after which no further timed step begins. With collectives there is no limit: all ranks run equally many."""
 
 
 def record(step: TrainingStep, progress: Progress | None = None) -> Profile:
-    """Run up to four steps and record the last one; the model and the sample are left as they were.
+    """Run up to four steps and record the last one; the model and the sample are restored.
 
     Args, Raises: as for `recorded_step`.
     """
@@ -63,17 +63,17 @@ def record(step: TrainingStep, progress: Progress | None = None) -> Profile:
 def recorded_step(
     step: TrainingStep, progress: Progress | None = None, lean_losses: bool = True
 ) -> tuple[Profile, bool]:
-    """Run up to four steps and record the last one; the model and the sample are left as they were.
+    """Run up to four steps and record the last one; the model and the sample are restored.
 
-    A callable sample, which is the user's own code, is called twice only, and once more if it draws single random
+    A callable sample, which is the user's own code, is called only twice, and once more if it draws single random
     numbers (see NOTE [ Steps that vary ]).
 
     Args:
         step: its optimizer is not run.
-        lean_losses: whether the model's cross entropy is the lean one, as where a plan is on it.
+        lean_losses: whether the model's cross entropy runs as the lean loss, as in a planned model.
 
     Returns:
-        The profile, and whether the step gives gradients to nothing but the model's parameters and the sample.
+        The profile, and whether only the model's parameters and the sample get gradients in the step.
 
     Raises:
         ProfilingError: the model is planned already, has no parameters that need a gradient, or the step runs no
@@ -84,9 +84,7 @@ def recorded_step(
     check_backwards_may_run(model)
     device = device_of(model)
     tell = progress or (lambda *_: None)
-    gradients = [
-        p.grad for p in model.parameters() if p.grad is not None
-    ]  # the step adds to those that are there
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]  # the step accumulates into these
     fixed = [*model.parameters(), *gradients, *model.buffers(), *step.inputs]
     with untouched(model, step.inputs):
         tell("warm-up step", 0.0)
@@ -131,7 +129,7 @@ def recorded_step(
                 break
         if (
             runs.to_record == LOW and runs.low_adds and not step.is_whole
-        ):  # the warm-up has not met all of its ops
+        ):  # the warm-up did not run all of its ops
             _, tables = warmed_up(LOW)
             losses = losses_of(model, tables or {}) if lean_losses else {}
         tape = Tape(device, timer)
@@ -176,14 +174,14 @@ def recorded_step(
 
 
 def _outcomes(step: TrainingStep, runs: Runs) -> list[str]:
-    """What single draws are in the steps that are timed; the user's own code is run no more often than need be."""
+    """Outcomes of single draws for the timed steps; none for a callable sample, the user's own code."""
     if step.is_whole:
         return []
     return [LOW, CHANCE] if runs.draws else [CHANCE] * _TIMED_STEPS
 
 
 def bytes_per_op(tape: Sequence[Op]) -> int:
-    """What an op of forward reads and writes on average."""
+    """Average bytes that a forward op reads and writes."""
     moved = [op.moved_bytes for op in tape if not op.backward]
     return sum(moved) // max(1, len(moved))
 
@@ -196,13 +194,14 @@ def recording(
     losses: Losses | None,
     below: contextlib.AbstractContextManager[None] | None = None,
 ) -> Iterator[None]:
-    """Run the step under the tape; within the context everything is as the step has left it, and loss and output are
-    there, which the usual loop holds while its optimizer steps.
+    """Context: run the step under the tape, and undo it at exit.
+
+    Loss and output stay alive in the context, as in the usual loop, which holds them while its optimizer steps.
 
     Args:
-        fixed: tensors that are there before the step.
+        fixed: tensors that exist before the step.
         losses: as for `Instrumented`.
-        below: a context for the step that the tape is to be above of.
+        below: a context for the step, entered before the tape.
     """
     tape.storages.indices_of(fixed)
     held: list[Any] = []
@@ -225,7 +224,7 @@ def recording(
 
 @contextlib.contextmanager
 def _failures_located(tape: Tape) -> Iterator[None]:
-    """The model's own errors are left as they are, with a note of where the step was."""
+    """Context: add the place of failure to the model's own errors, as a note."""
     try:
         yield
     except ProfilingError:
@@ -257,7 +256,7 @@ def _run(
 
 
 def losses_of(model: torch.nn.Module, tables: dict[str, Any]) -> Losses:
-    """Which modules compute losses, as for `Instrumented`, but for what runs compiled: it has the compiler's loss."""
+    """Modules that compute losses, as for `Instrumented`, except compiled ones: these have the compiler's loss."""
     compiled = list(compiled_modules(model))
 
     def runs_compiled(fqn: str | None) -> bool:

@@ -1,17 +1,17 @@
-"""Random numbers that are drawn one at a time, which decide what a step runs: layer drop, stochastic depth.
+"""Single random draws, which decide what a step runs: layer drop, stochastic depth.
 
 NOTE [ Steps that vary ]
-  1. A step varies where code draws one number and then decides by it: whether a layer is called, how many are. A mask
-     of dropout is drawn as many numbers, and takes the same bytes whatever they are.
-  2. So while a step is recorded, each number that is drawn by itself comes out as large as it can (`HIGH`). A layer
-     that is skipped where the number is below its rate is then called, and so are all such layers at once.
-  3. Where single numbers are drawn at all, the step is also run with the least ones (`LOW`) and with those that
-     chance brings (`CHANCE`). The decided step that calls the most modules is planned for; no luck is needed.
-  4. Only the values change. Generators advance as ever, and are put back with everything else. The recomputation of a
-     draw comes out as the draw did.
-  5. A step in which nothing is called, or everything, may be none: it has no gradients, say. Where a decided step
-     fails, chance decides.
-  6. Code that draws until it likes a number would never end: after `_MOST` draws in a step, chance decides again.
+  1. A step varies where code draws one number and branches on it: whether a layer is called, or how many are. A dropout
+     mask is drawn as many numbers, and takes the same bytes whatever their values.
+  2. So while a step is recorded, each single draw returns the largest value that it can (`HIGH`). A layer that is
+     skipped if the draw is below its rate is then called, and so are all such layers at once.
+  3. If there are single draws at all, the step also runs with the least values (`LOW`) and with random ones (`CHANCE`).
+     Of the steps with decided draws, the one that calls the most modules is planned for; no luck is needed.
+  4. Only the values change. Generators advance as usual, and are restored with everything else. A recomputed draw
+     returns the value of the first one.
+  5. A step that calls no layer, or all of them, may be invalid: it may have no gradients. If a step with decided draws
+     fails, draws are random.
+  6. Code that draws until a number meets a condition would never end: after `_MOST` draws in a step, draws are random.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _PYTHONS = (random, ("random", "uniform"))
 _NUMPYS = ("random", "random_sample", "rand", "uniform")
 
 known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-"""Storages of single numbers with real values while a step runs on fake tensors, and of what is computed of them."""
+"""Storages of single draws that have real values in a step on fake tensors, and of results computed from them."""
 
 
 class SingleDraws:
-    """Context for one step: counts the numbers that are drawn by themselves, and says what they are.
+    """Counts the single draws of one step, and decides their values.
 
     Args:
         outcome: `HIGH`, `LOW` or `CHANCE`.
 
     Attributes:
-        count: how many were drawn so far, by torch, Python's `random` and numpy.
+        count: single draws so far, by torch, Python's `random` and numpy.
     """
 
     def __init__(self, outcome: str = CHANCE):
@@ -55,7 +55,7 @@ class SingleDraws:
 
     @property
     def has_decided(self) -> bool:
-        """Whether any number was not what chance had brought."""
+        """Whether any draw was given a value that is not random."""
         return self.outcome != CHANCE and self.count > 0
 
     def _is_to_decide(self) -> bool:
@@ -65,7 +65,7 @@ class SingleDraws:
     # -- torch's -----------------------------------------------------------------------------------------------
 
     def drawn(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """An op that draws random numbers has run; returns what is to be taken for its result."""
+        """Called after a random op; returns the result to use for it."""
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             return result
         name = func.overloadpacket.__name__
@@ -84,7 +84,7 @@ class SingleDraws:
 
     @contextlib.contextmanager
     def of_python(self) -> Iterator[None]:
-        """Context in which single numbers of Python's `random` and of numpy, drawn in this thread, are decided, too."""
+        """Context in which single draws of Python's `random` and of numpy in this thread are decided as well."""
         places: list[tuple[Any, str]] = [(_PYTHONS[0], name) for name in _PYTHONS[1]]
         if "numpy" in sys.modules:
             places += [(sys.modules["numpy"].random, name) for name in _NUMPYS]
@@ -139,7 +139,7 @@ def _uniform(_: Any, low: float = 0.0, high: float = 1.0, **__: Any) -> tuple[fl
 
 
 def _coin(of: torch.Tensor, p: float | torch.Tensor | None = None, **_: Any) -> tuple[float, float]:
-    """A coin that always falls on the same side falls there."""
+    """Both outcomes, unless the probability is 0 or 1."""
     share = of if p is None else p
     if isinstance(share, torch.Tensor):
         if is_fake(share) or share.numel() != 1:
@@ -164,4 +164,4 @@ _BOUNDS: dict[str, Callable[..., tuple[float, float]]] = {
     "bernoulli_": _coin,
     "randint": _whole,
 }
-"""By an op's name, the least and the largest number that it draws, from its arguments."""
+"""Op name -> function of the op's arguments that returns the least and the largest value it draws."""

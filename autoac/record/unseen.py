@@ -1,18 +1,17 @@
-"""Writes that no op makes, found where nothing is recomputed while a step is recorded.
+"""Finds writes that no op makes, in code that is not recomputed while a step is recorded.
 
 NOTE [ Unseen writes ]
-  1. Only in lean modules is anything recomputed, and only what their backward needs: see NOTE [ The guard ]. What a
-     larger module computes itself, between its lean ones, is not, nor is what a lean module makes for others; yet a
-     plan may have the larger module as a region and recompute it.
-  2. So in the first step a checksum is taken of each storage that an op has made or written, and again when an op reads
-     it, when autograd saves it and when a lean module returns it. If it differs, code that torch does not see has
-     written the storage in between: the op whose bytes are gone cannot run again.
-  3. Random numbers that an op does not declare and flags that forward sets are found, and kept, wherever they are (see
-     `Draws`, and `autoac.torch_private.kernel_flags`). What is not found here is a kernel that differs from run to run
-     by itself.
-  4. Engine sac runs such code a second time, on what it has saved: that is right if all bytes are written anew, and
-     wrong if they are added to. Which of the two it is, nobody can tell but where there was nothing before
-     (`torch.empty`). So elsewhere the modules around are no regions for it.
+  1. The guard (NOTE [ The guard ]) covers only values of lean modules that their backward needs: only these are
+     recomputed. It misses the values that a larger module computes between its lean ones, and the values that a lean
+     module makes for others. A plan may still choose the larger module as a region and recompute them.
+  2. So in the first step each storage is checksummed when an op has made or written it, and again when an op reads it,
+     when autograd saves it and when a lean module returns it. If the checksums differ, code that torch does not see has
+     written the storage in between: the op whose bytes were overwritten cannot run again.
+  3. Undeclared random numbers of ops and flags that forward sets are found, and kept, everywhere (see `Draws`, and
+     `autoac.torch_private.kernel_flags`). Not found here are nondeterministic kernels.
+  4. Engine sac runs such code a second time, on the saved storage. That is right if the code overwrites all bytes, and
+     wrong if it adds to them. The two cannot be told apart unless the storage was uninitialised before
+     (`torch.empty`). So in all other cases the modules around are no regions for sac.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from autoac.torch_private import disable_dispatch_modes, is_zero_tensor, negativ
 from autoac_solver.records.profile import FOREIGN, NEVER
 
 _WITH_BYTES = (torch.Tensor, torch.nn.Parameter)
-"""A subclass may have none of its own."""
+"""Types that are checked; a subclass may have no bytes of its own."""
 
 OpOfStep = tuple[str, int, str, int]
-"""Module, its call in the step, op, and its call by the module: the same op in another recording of the step."""
+"""Module, its call in the step, op, and its call by the module; the same in every recording of the step."""
 
 
 class UnseenWrites:
-    """Compares the storages of one recorded step with what ops have left in them.
+    """Compares the storages of one recorded step with the bytes that ops have left in them.
 
     Args:
         storages, calls, ops: the tape's, which go on growing.
@@ -49,8 +48,8 @@ class UnseenWrites:
         self._storages = storages
         self._calls = calls
         self._ops = ops
-        self._left: dict[int, int] = {}  # storage -> checksum of what an op has left in it
-        self._changed: list[tuple[int, int]] = []  # storage, and how many ops had run
+        self._left: dict[int, int] = {}  # storage -> checksum after the last op that wrote it
+        self._changed: list[tuple[int, int]] = []  # storage, and the number of ops that had run
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
         """An op has made or written these."""
@@ -58,7 +57,7 @@ class UnseenWrites:
             self._left[index] = checksum_of_storage(tensor)
 
     def is_written_later(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A collective has begun to write these, or has been waited for: what is in them is no op's."""
+        """A collective is writing these or has been waited for: their bytes are not those that an op left."""
         for index, _ in self._made_in_step(tensors):
             self._left.pop(index, None)
 
@@ -79,7 +78,7 @@ class UnseenWrites:
                 yield index, tensor
 
     def found(self) -> set[OpOfStep]:
-        """The ops whose results were written by others."""
+        """The ops whose results were overwritten by unseen code."""
         names = ops_of_step(self._ops, self._calls)
         found = set()
         for storage, done in self._changed:
@@ -94,7 +93,7 @@ def _leaves_bytes_in(op: dict[str, Any], storage: int) -> bool:
 
 
 def ops_of_step(ops: Sequence[dict[str, Any]], calls: ModuleCalls) -> list[OpOfStep]:
-    """What tells each op of a recorded step from its others."""
+    """The identity of each op of a recorded step."""
     counts: Counter[tuple[str, int, str]] = Counter()
     found = []
     for op in ops:
@@ -106,7 +105,7 @@ def ops_of_step(ops: Sequence[dict[str, Any]], calls: ModuleCalls) -> list[OpOfS
 
 
 def mark(ops: Sequence[dict[str, Any]], calls: ModuleCalls, found: set[OpOfStep]) -> tuple[str, ...]:
-    """Mark the ops of a recorded step that were found in another one, if they are not; notes for the profile."""
+    """Mark the ops that another recording has found, unless marked already; returns notes for the profile."""
     by_op: dict[str, list[str]] = {}
     for op, name in zip(ops, ops_of_step(ops, calls), strict=True):
         if name in found and not op["uninitialised"]:
@@ -122,14 +121,14 @@ def mark(ops: Sequence[dict[str, Any]], calls: ModuleCalls, found: set[OpOfStep]
 
 
 def _cannot_run_twice(calls: ModuleCalls, call: int) -> None:
-    """What the engine saves would be written again, which may add to what is there; see (4)."""
+    """Mark the modules around: a second run would write to saved storages, possibly adding to them; see (4)."""
     while call != NEVER:
         calls.rows[call]["once"] = calls.rows[call].get("once") or FOREIGN
         call = calls.rows[call]["parent"]
 
 
 def checksum_of_storage(tensor: torch.Tensor) -> int:
-    """A checksum of all bytes of a tensor's storage, also of those that the tensor does not show."""
+    """Checksum of all bytes of a tensor's storage, including those outside of the tensor."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return 0
@@ -141,9 +140,9 @@ def checksum_of_storage(tensor: torch.Tensor) -> int:
 
 
 def bytes_of_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's storage as bytes, on its device; but for those after the last whole element of the tensor's type."""
+    """The bytes of a tensor's storage, on its device, up to the last whole element of the tensor's dtype."""
     plain = tensor.detach()
-    plain = plain.conj() if plain.is_conj() else plain  # takes the mark off, and changes no byte
+    plain = plain.conj() if plain.is_conj() else plain  # clears the conjugate bit, changes no byte
     plain = negative_view(plain) if plain.is_neg() else plain
     elements = plain.untyped_storage().nbytes() // plain.element_size()
     return plain.as_strided((elements,), (1,), 0).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Whether a step is the same every time: what the runs of a profile have called, and which of them is planned for."""
+"""Steps that vary between runs: which modules each run of a profile called, and which run is planned for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoac_solver.records.profile import VARIES
 
 _SHOWN = 4
 _WITHOUT_LAYERS = (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, ProfilingError)
-"""Errors of steps in which too much was skipped: no gradients to go backward from, nothing to stack, no last state."""
+"""Errors of steps that skip too many layers: no gradients for backward, nothing to stack, no last state."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Run:
 
     Args:
         outcome: of its single draws.
-        calls: names of modules, and which of their calls in the step.
-        op_fingerprint: tells this sequence of ops from others.
-        ops: how many there were.
+        calls: names of modules, with the number of the call.
+        op_fingerprint: identifies the sequence of ops.
+        ops: their number.
         peak_bytes: with everything recomputed.
     """
 
@@ -45,7 +45,7 @@ class Runs:
 
     Attributes:
         draws: whether single random numbers were drawn in any of them.
-        failures: the errors of those that failed with decided draws, by the outcome.
+        failures: errors of runs that failed with decided draws, by outcome.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Runs:
         self.failures: dict[str, str] = {}
 
     def tried(self, tape: Tape, run: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """Run a step and add it. None if it fails with draws that were decided, see NOTE [ Steps that vary ] 5."""
+        """Run a step and add it; None if it fails with decided draws, see NOTE [ Steps that vary ] 5."""
         try:
             tables = run()
         except torch.OutOfMemoryError:
@@ -69,7 +69,7 @@ class Runs:
         return tables
 
     def add(self, tape: Tape, tables: Mapping[str, Any]) -> None:
-        """One is over."""
+        """Add a finished run."""
         calls = frozenset((call.fqn, call.call) for call in tables["calls"] if call.grad)
         found = Run(
             tape.single.outcome, calls, tables["op_fingerprint"], len(tables["tape"]), _peak_bytes(tables)
@@ -79,7 +79,7 @@ class Runs:
 
     @property
     def to_record(self) -> str:
-        """What single draws are to be in the step that is planned for: with them most modules are called."""
+        """Outcome of single draws for the planned step: the one that calls the most modules."""
         decided = [run for run in self.all if run.outcome != CHANCE]
         if not self.draws or not decided:
             return CHANCE
@@ -87,7 +87,7 @@ class Runs:
 
     @property
     def low_adds(self) -> bool:
-        """Whether the least draws call modules that the largest ones do not."""
+        """Whether `LOW` calls modules that `HIGH` does not."""
         called = {outcome: self._called(outcome) for outcome in (LOW, HIGH)}
         return not called[LOW] <= called[HIGH]
 
@@ -95,7 +95,7 @@ class Runs:
         return frozenset().union(*(run.calls for run in self.all if run.outcome == outcome))
 
     def notes(self) -> tuple[str, ...]:
-        """What is to be said of a step that varies; of one that does not, nothing. The last run is the recorded one."""
+        """Notes on a step that varies, none for a step that does not. The last run is the recorded one."""
         failed = tuple(
             f"with the {'largest' if outcome == HIGH else 'least'} values of the random numbers that it draws one at a "
             f"time the step fails ({error}), so these were left out"
@@ -137,7 +137,7 @@ def _some(calls: frozenset[tuple[str, int]]) -> str:
 
 
 def _peak_bytes(tables: Mapping[str, Any]) -> int:
-    """The most bytes that are alive at once, with what autograd saved only while it is used."""
+    """The most bytes alive at once, with saved tensors counted only while they are used."""
     events: dict[int, int] = {}
     for storage in tables["storage_table"]:
         events[storage.alloc] = events.get(storage.alloc, 0) + storage.bytes

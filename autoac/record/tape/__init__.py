@@ -1,1 +1,1 @@
-"""The recorded step: its ops, its storages, its module calls, and what autograd saves."""
+"""The recorded step: ops, storages, module calls and saved tensors."""

@@ -1,4 +1,4 @@
-"""What was there before a recorded step, and how it was: see NOTE [ The recorded step ] 3 in tape.py."""
+"""State from before a recorded step, to be restored: see NOTE [ The recorded step ] 3 in tape.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from autoac.step.restore import Seen, put_back
 
 
 class BeforeStep:
-    """Copies of what a step changes: storages, shapes of tensors, gradients of leaves, states of generators."""
+    """Copies of state that a step changes: storages, tensor shapes, gradients of leaves, generator states."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, torch.Tensor] = {}  # storages as they were, by index
-        self._seen: list[Seen] = []  # how tensors were that an op has reshaped or resized
+        self._copies: dict[int, torch.Tensor] = {}  # copies of storages, by index
+        self._seen: list[Seen] = []  # tensors before an op reshaped or resized them
         self._leaves: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with their gradients
         self._generators: dict[torch.Generator, torch.Tensor] = {}  # with their states
 
@@ -26,24 +26,24 @@ class BeforeStep:
         return [tensor for tensor, _ in self._leaves]
 
     def keep_gradient(self, leaf: torch.Tensor) -> None:
-        """Put this leaf's gradient back at the end."""
+        """Keep this leaf's gradient for `restore`."""
         self._leaves.append((leaf, leaf.grad))
 
     def keep_values(self, index: int, tensor: torch.Tensor) -> None:
-        """Put the values of this tensor's storage back at the end; it is about to be written."""
+        """Keep the values of this tensor's storage, which is about to be written, for `restore`."""
         if index not in self._copies:
             self._copies[index] = _whole(tensor.untyped_storage()).clone()
 
     def keep_shapes(self, seen: Iterable[Seen]) -> None:
-        """Put these tensors' shapes back at the end."""
+        """Keep these tensors' shapes for `restore`."""
         self._seen += seen
 
     def keep_state(self, generator: torch.Generator, state: torch.Tensor) -> None:
-        """Put this generator's state back at the end."""
+        """Keep this generator's state for `restore`."""
         self._generators.setdefault(generator, state)
 
     def restore(self, storages: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> None:
-        """Put everything back.
+        """Restore everything that was kept.
 
         Args:
             storages: by index.

@@ -1,4 +1,4 @@
-"""The calls of modules in a recorded step, and to which of them an op belongs."""
+"""Module calls of a recorded step, and the call that an op belongs to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autoac_solver.records.profile import CACHED, INFERENCE, NEVER, SHARDED
 
 @functools.cache
 def source_of(kind: type) -> str:
-    """The name of the file in which a class's forward is, and its line; "" for torch's own and what is not Python."""
+    """File name and line of a class's forward; "" for torch's own classes and for code that is not Python."""
     code = getattr(getattr(kind, "forward", None), "__code__", None)
     if code is None or kind.__module__.partition(".")[0] == "torch":
         return ""
@@ -31,11 +31,11 @@ def source_of(kind: type) -> str:
 
 
 class ModuleCalls:
-    """The table of calls, and those that run now.
+    """The table of module calls, and the stack of running ones.
 
-    Args:
+    Attributes:
         rows: the fields of `ModuleCall`, in the order in which the calls began.
-        stack: indices of those that run now, the innermost last.
+        stack: indices of the running calls, the innermost last.
         sources: as in `Profile`.
     """
 
@@ -43,7 +43,7 @@ class ModuleCalls:
         self.rows: list[dict[str, Any]] = []
         self.stack: list[int] = []
         self.sources: dict[str, str] = {}
-        self._autocast: list[bool] = []  # whether it was on when the modules on the stack were called
+        self._autocast: list[bool] = []  # per call on the stack: whether autocast was on when it began
         self._compiled: set[int] = set()  # calls in which compiled code ran
         self._unseen: dict[int, set[str]] = {}  # call -> higher-order ops in it
         self._uncounted: dict[int, set[str]] = {}  # call -> layouts of tensors whose memory is not counted
@@ -51,7 +51,7 @@ class ModuleCalls:
 
     @property
     def current(self) -> int:
-        """Index of the innermost call, `NEVER` outside of all."""
+        """Index of the innermost running call, `NEVER` if there is none."""
         return self.stack[-1] if self.stack else NEVER
 
     @property
@@ -61,7 +61,7 @@ class ModuleCalls:
 
     @property
     def node_that_unpacked_last(self) -> int:
-        """Sequence number of the backward node."""
+        """Sequence number of the backward node that unpacked a saved tensor last."""
         return self._unpacked_for[0]
 
     def enter(
@@ -110,14 +110,14 @@ class ModuleCalls:
             self.rows[call]["views"] += 1
 
     def of_op(self) -> int:
-        """The call that an op belongs to; in backward, that whose saved tensors its node has unpacked."""
+        """The call that the current op belongs to; in backward, the call whose saved tensors its node has unpacked."""
         if self.stack:
             return self.stack[-1]
         sequence, call = self._unpacked_for
         return call if in_backward() and sequence == sequence_of(current_node()) else NEVER
 
     def unpacked(self, node: Any, call: int) -> None:
-        """A backward node has unpacked what was saved in this call."""
+        """A backward node has unpacked a tensor that was saved in this call."""
         self._unpacked_for = sequence_of(node), call
 
     def runs_compiled(self, call: int) -> None:
@@ -129,13 +129,13 @@ class ModuleCalls:
         self._unseen.setdefault(self.of_op(), set()).add(name)
 
     def not_counted(self, tensor: torch.Tensor) -> None:
-        """A tensor has come up whose memory is not that of a strided one."""
+        """Note a tensor that is not strided: its memory is not counted."""
         if not is_fake(tensor):
             layout = str(tensor.layout).removeprefix("torch.")
             self._uncounted.setdefault(self.of_op(), set()).add(layout)
 
     def where(self) -> str:
-        """The module whose forward runs now, or whose backward does, in words."""
+        """Describe the module whose forward or backward is running."""
         index = self.of_op()
         if index == NEVER:
             return "code outside of all modules"
@@ -143,16 +143,16 @@ class ModuleCalls:
         return f"module {call['fqn'] or 'the model itself'!r} ({call['class_name']})"
 
     def with_compiled_code(self) -> list[str]:
-        """Names of the modules in which code ran that `torch.compile` has compiled."""
+        """Names of the modules in which code compiled by `torch.compile` ran."""
         return self._names(self._compiled)
 
     def with_uncounted(self) -> tuple[list[str], list[str]]:
-        """Names of the modules whose tensors are not all counted, and the layouts of those that are not."""
+        """Names of the modules that have uncounted tensors, and the layouts of these tensors."""
         return self._names(set(self._uncounted)), sorted(set[str]().union(*self._uncounted.values()))
 
     def with_unseen_ops(self) -> tuple[list[str], list[str]]:
         """Names of the modules in which higher-order ops run, and of those ops."""
-        modules = set(self._unseen) - {NEVER} or set(self._unseen)  # backward does not always tell the module
+        modules = set(self._unseen) - {NEVER} or set(self._unseen)  # unknown in backward at times
         return self._names(modules), sorted(set[str]().union(*self._unseen.values()))
 
     def _names(self, calls: set[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The order of what happens in a recorded step."""
+"""The clock that orders the events of a recorded step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 class Clock:
     """Counts the events of a step.
 
-    Args:
+    Attributes:
         tick: the number of the last event.
         suspended: while this is not zero, ops are not part of the step.
     """
@@ -20,7 +20,7 @@ class Clock:
         self.suspended = 0
 
     def next(self) -> int:
-        """The number of the event that happens now."""
+        """Count an event; returns its number."""
         self.tick += 1
         return self.tick
 

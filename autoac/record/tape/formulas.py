@@ -1,4 +1,4 @@
-"""What autograd does without a dispatch mode, where a recording under one sees something else.
+"""Corrections for autograd formulas that behave differently under a dispatch mode.
 
 See NOTE [ The recorded step ] 4 in tape.py.
 """
@@ -27,14 +27,14 @@ from autoac_solver.records.profile import NEVER, SCALAR_BYTES
 _SCATTERS = {"aten.index_put.default", "aten.scatter.src", "aten.scatter_add.default"}
 _SCATTERS |= {"aten.index_add.default", "aten.put.default"}
 _NO_SCATTERS_IN_PLACE = ("CopySlices", "ScatterReduceBackward", "IndexReduceBackward")
-"""Nodes in which these are out of place in any case, or are not the formula's own."""
+"""Nodes whose scatters are always out of place, or are not part of the node's formula."""
 _SAVES_NUMBERS = ("aten.mul.Tensor", "aten.div.Tensor", "aten.mul_.Tensor", "aten.div_.Tensor")
 _BCE_NODE = "BinaryCrossEntropyWithLogitsBackward"
 _EXTREMUM_NODES = ("MaxBackward1", "MinBackward1")
 _BCE_OPS = {"aten.sub.Tensor", "aten.mul.Tensor"}
 
-# Autograd brings a gradient to its input's shape and type (`validate_outputs` in torch's engine.cpp) when the node's
-# formula is over, and with it whatever that has unpacked. The formulas of these nodes do not end with either op.
+# The engine fits a gradient to its input's shape and dtype (`validate_outputs` in torch's engine.cpp) after the node's
+# formula has returned and freed the tensors that it unpacked. The formulas of these nodes do not end with either op.
 NODES_FITTED_AFTERWARDS = (
     "MulBackward0",
     "DivBackward0",
@@ -46,7 +46,7 @@ FITTING_OPS = {"aten.sum.dim_IntList", "aten._to_copy.default"}
 
 
 class Formulas:
-    """What is known of autograd's own formulas, op by op."""
+    """Corrections for autograd's own formulas, op by op."""
 
     def __init__(self, clock: Clock, storages: Storages, saved: SavedTensors):
         self.clock = clock
@@ -56,7 +56,10 @@ class Formulas:
         self._extremum_bytes = 0  # of the gradient of the last maximum or minimum
 
     def note_end(self, info: OpInfo) -> None:
-        """Note that what the node has unpacked is no longer held by it, if only such ops follow: autocast casts too."""
+        """Note when the node has dropped the tensors that it unpacked: before the fitting ops that end it.
+
+        An op that may fit counts only if no other op of the node follows, as autocast casts too.
+        """
         if not in_backward():
             return
         node = current_node()
@@ -69,11 +72,11 @@ class Formulas:
                 row["dropped"] = self.clock.tick
 
     def in_place(self, info: OpInfo, args: Any) -> bool:
-        """Whether this is autograd's own op, which it does in place when no mode is active.
+        """Whether this is autograd's own op, and runs in place when no dispatch mode is active.
 
-        Formulas of single nodes that do so are known by name, and write what the same node has made. Anything else is
-        two gradients that are added up: the first was made by an earlier node than the one that was just evaluated (a
-        sum inside of a node's own formula has a term that this node made), and nobody but the engine holds it.
+        Formulas of single nodes that do so are known by name, and write a tensor that the same node made. Any other
+        case is the sum of two gradients: the first was made by an earlier node than the one just evaluated (a sum
+        inside a node's own formula has a term that this node made), and only the engine holds it.
         """
         if not in_backward() or not args or not isinstance(args[0], torch.Tensor):
             return False
@@ -82,9 +85,9 @@ class Formulas:
         old, node = args[0], current_node()
         known = self.storages.known(old)
         if known is None or not self.storages.rows[known]["backward"] or not is_dense(old):
-            return False  # what forward made and autograd saved is no gradient
+            return False  # a tensor that forward made is no gradient
         made_by_node = self.storages.made_by(known) == sequence_of(node)
-        if info.name in _SCATTERS:  # into zeros; what CopySlices has made is the gradient that came in
+        if info.name in _SCATTERS:  # into zeros; what CopySlices makes is the incoming gradient
             return made_by_node and not any(name in name_of(node) for name in _NO_SCATTERS_IN_PLACE)
         if info.name in _BCE_OPS and name_of(node).startswith(_BCE_NODE):
             return made_by_node
@@ -92,10 +95,10 @@ class Formulas:
         return adds and not made_by_node and held_once_as_argument(old)
 
     def beside_bytes(self, info: OpInfo, args: Any) -> int:
-        """Bytes that are alive beside this op when no mode is active, and are not under one.
+        """Bytes that are alive during this op without a dispatch mode, but not under one.
 
-        The gradient of a whole tensor's maximum is written into zeros that are there before the maxima are counted;
-        under a mode it is a product that comes after, and two masks of a byte an element and one number are there.
+        In backward of a full maximum or minimum, the gradient's zeros are allocated before the extrema are counted.
+        Under a mode, the gradient is a later product, and two masks of one byte per element and one number are alive.
         """
         if not in_backward() or not name_of(current_node()).startswith(_EXTREMUM_NODES):
             return 0
@@ -104,9 +107,9 @@ class Formulas:
         return self._extremum_bytes if info.name == "aten.sum.default" else 0
 
     def note_scalar(self, info: OpInfo, args: Any) -> None:
-        """A Python number that autograd saves for backward: a tensor that no mode and no hook sees.
+        """Record a Python number that autograd saves for backward as a tensor that no mode and no hook sees.
 
-        It dies when its node has run. Where no node is seen to run it is taken to live to the end of the step.
+        It is freed when its node has run. If no op of that node is seen, it counts until the end of the step.
         """
         if in_backward():
             row = self._scalars.get(sequence_of(current_node()))
@@ -121,7 +124,7 @@ class Formulas:
                 self._scalars[next_node_number() - 1] = row
 
     def keep_scalars(self) -> None:
-        """The graph outlives the step, and with it the numbers in it."""
+        """Keep the saved numbers to the end of the step: the graph outlives it."""
         for row in self._scalars.values():
             row["free"] = NEVER
 

@@ -1,4 +1,4 @@
-"""The model while a step of it is recorded: its modules tell the tape of their calls."""
+"""Instruments a model for recording: its modules report their calls to the tape."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ from autoac.torch_private import (
 from autoac.torch_private.called import called_module
 
 _DEEPER, _DEEPEST = 3, 30_000
-"""A call of a module takes three frames of Python or more, and the recording adds four; but the C stack has an end."""
+"""Factor and upper limit of the raised recursion limit.
+
+A module call takes three Python frames or more, and recording adds four; the C stack is finite.
+"""
 
 
 class _Stack:
-    """Python's recursion limit, raised while steps are recorded in any thread: there is one for all of them."""
+    """Raises Python's recursion limit, which all threads share, while any thread records a step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +51,7 @@ class _Stack:
             self._count += 1
 
     def leave(self) -> None:
-        """A recording is over: with the last one the limit is what it was, unless somebody has changed it since."""
+        """A recording ends; the last one restores the limit, unless other code has changed it since."""
         with self._lock:
             self._count -= 1
             if self._count == 0 and sys.getrecursionlimit() == self._raised:
@@ -59,11 +62,11 @@ stack = _Stack()
 
 
 class _Watch:
-    """How a module's calls are recorded. A copy of the module, or one that is pickled, is not recorded."""
+    """The recording forward of a module. It is dropped when the module is copied or pickled."""
 
     def __init__(self, run: Callable[..., Any]):
         self.run = run
-        # A compiled function calls the module: the compiler is not to trace the recording.
+        # For modules that a compiled function calls: the compiler must not trace the recording.
         self.run_eagerly = disable_dynamo(run, "autoac records this step as eager mode runs it")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -90,11 +93,11 @@ def _recorded_forward(
 
 
 class Instrumented:
-    """Context: every module's forward tells the tape of its calls, and the lean modules run under the engine.
+    """Context: every module's forward reports its calls to the tape, and the lean modules run under the engine.
 
     Args:
         lean: the modules to run with everything recomputed.
-        losses: which modules compute losses that are to be lean, as for `sides`; None for all that there are.
+        losses: modules whose losses run as lean losses, as for `sides`; None for all losses.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class Instrumented:
             yield
 
     def _seen_rng_state(self) -> torch.Tensor:
-        """No dispatch mode sees this allocation, and the user's own checkpoints make it for each of their calls."""
+        """Record the allocation of a CPU state: no dispatch mode sees it, and the user's checkpoints make many."""
         state = self.get_rng_state()
         self.tape.storages.made_outside(state)
         return state
@@ -170,14 +173,14 @@ class Instrumented:
         return run
 
     def _hooks_are_ours(self) -> bool:
-        """Whether what autograd saves comes to us: not inside of the user's own checkpoint or `save_on_cpu`.
+        """Whether the tape's saved-tensor hooks are on top; not so inside the user's checkpoint or `save_on_cpu`.
 
-        There the user has decided already; such code is recorded as it runs, and nothing in it becomes a region.
+        There the user has decided already: such code is recorded as it runs, and nothing in it becomes a region.
         """
         return top_saved_tensors_hooks() == (self.tape.saved.pack, self.tape.saved.unpack)
 
     def _run(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The module's own forward, with its losses as in a planned model."""
+        """Run the module's own forward, with its losses as in a planned model."""
         side = EVERYWHERE if self.sides is None else self.sides.get(name)
         return original(*args, **kwargs) if side is None else run_with_losses(side, original, args, kwargs)
 
@@ -195,7 +198,7 @@ class Instrumented:
 
 
 def _put_forward(module: torch.nn.Module, original: Any) -> None:
-    """Give a module its own forward back; None for that of its class."""
+    """Restore a module's own attribute `forward`; None if it had none."""
     if original is None:
         module.__dict__.pop("forward", None)
     else:

@@ -1,4 +1,4 @@
-"""The replay engine while a step is recorded: see NOTE [ The recorded step ] 1 in tape.py."""
+"""The replay engine for recording: see NOTE [ The recorded step ] 1 in tape.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoac.torch_private import is_fake_type, is_sharded_type, on_fake_tensors,
 
 
 class _TimedCall(ReplayCall):
-    """A region's call whose replay is timed op by op: what it costs to run an op again, where that happens."""
+    """A region's call whose replay is timed op by op: the cost of rerunning an op at its place in backward."""
 
     __slots__ = ("tape",)
 
@@ -34,14 +34,13 @@ class _TimedCall(ReplayCall):
         meter = self.tape.meter
         if not isinstance(meter, OpTimer):
             return super()._call(record, args, kwargs)
-        run = functools.partial(
-            super()._call, record, args, kwargs
-        )  # a random op sets and resets its generator, too
+        # The time includes setting and resetting the generator of a random op.
+        run = functools.partial(super()._call, record, args, kwargs)
         return meter.rerun(Signature.of(record.func, args, kwargs), run)
 
 
 class LeanRecording(Recording):
-    """The replay engine while a step is recorded: everything is recomputed, and what is held is held by aliases."""
+    """The replay engine for recording: everything is recomputed, and tensors are held as aliases."""
 
     def __init__(self, tape: Tape, region: str):
         super().__init__(_TimedCall(Program(region, ()), tape))

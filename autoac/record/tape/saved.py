@@ -1,4 +1,4 @@
-"""What autograd saves in a recorded step, when backward asks for it, and when autograd lets go of it."""
+"""Saved tensors of a recorded step: when each is saved, first unpacked and released."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ class SavedTensors:
 
     Args:
         on_fakes: whether the step runs on fake tensors.
+
+    Attributes:
         rows: the fields of `Saved`, in the order in which the tensors were saved.
-        guard: compares what is recomputed, None if nobody does.
-        unseen: looks for writes that no op makes, None if nobody does.
+        guard: checks recomputed values, or None.
+        unseen: looks for writes that no op makes, or None.
     """
 
     def __init__(self, clock: Clock, storages: Storages, calls: ModuleCalls, on_fakes: bool):
@@ -48,11 +50,11 @@ class SavedTensors:
         self.unseen: UnseenWrites | None = None
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Another tensor on the same storage, for a holder whose hold is not to count as Python's."""
-        # Not `detach`: that would hold the tensor's base as well. Recorded on fake tensors, a real one (labels that the
-        # loss closes over) would become a fake one here, on a storage of its own.
+        """Another tensor on the same storage, for holders that `Storages.poll` must not count."""
+        # Not `detach`: that would hold the tensor's base as well. In a recording on fake tensors, a real one (labels
+        # that the loss closes over) would become a fake one with its own storage here, so modes are off for it.
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        # Nor is it an op of the step.
+        # Making the alias is no op of the step.
         with disable_dispatch_modes() if self.on_fakes and plain else Suspended(self.clock):
             alias = tensor.data
         index = self.storages.index_of(tensor)
@@ -66,13 +68,13 @@ class SavedTensors:
         return self.watch(tensor, (alias, version_of(alias), self._outside))
 
     def watch(self, tensor: torch.Tensor, packed: Any) -> Any:
-        """Record that autograd saved this tensor, and when it lets go of it.
+        """Record that autograd saved this tensor, and when it releases it.
 
         Args:
-            packed: what is to be unpacked.
+            packed: the object for the engine's `unpack`.
 
         Returns:
-            What autograd is to hold.
+            The object for autograd to hold.
         """
         index = self.storages.index_of(tensor)
         if self.unseen is not None and not in_backward():
@@ -119,17 +121,17 @@ class SavedTensors:
             self.calls.runs_compiled(row["module"])
 
     def held_by(self, node: Any) -> Iterator[dict[str, Any]]:
-        """Rows of what this backward node has unpacked and not let go of."""
+        """Rows of the tensors that this backward node has unpacked and not released."""
         if sequence_of(node) == self.calls.node_that_unpacked_last:
             yield from (row for row in map(self.rows.__getitem__, self._unpacked) if row["released"] == NEVER)
 
     def all_released(self) -> bool:
-        """Whether autograd holds nothing of what it was asked for."""
+        """Whether autograd has released every saved tensor that was unpacked."""
         return not any(row["released"] == NEVER != row["unpacked"] for row in self.rows)
 
 
 class _Watched:
-    """What autograd holds while a step is recorded; its death is the release."""
+    """The packed object that autograd holds in a recorded step; its deletion is the release."""
 
     __slots__ = ("index", "packed", "saved")
 
@@ -139,6 +141,6 @@ class _Watched:
         self.packed = packed
 
     def __del__(self) -> None:
-        saved: SavedTensors | None = getattr(self, "saved", None)  # an interrupt may come before it is there
+        saved: SavedTensors | None = getattr(self, "saved", None)  # an interrupt may come before it is set
         if saved is not None:
             saved.rows[self.index]["released"] = saved.clock.next()

@@ -1,4 +1,4 @@
-"""The storages of a recorded step: when each of them comes and goes."""
+"""Storages of a recorded step, with the ticks of their allocation and release."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from autoac_solver.records.profile import NEVER
 
 
 class Storages:
-    """The table of storages, which are told apart by their addresses as long as they live.
+    """The table of storages, identified by address while they are alive.
 
-    A storage dies with its last tensor. What autograd and the engine hold, they hold by aliases: `poll` finds the
-    storages that have no other tensors left.
+    A storage is freed with its last tensor. Autograd and the engine hold aliases only: `poll` finds the storages that
+    have no other tensors left.
 
     Args:
         device: only storages on this device have a size; others are recorded with zero bytes.
-        before: what was there before the step.
-        not_counted: told of tensors that are not strided.
+        before: state from before the step.
+        not_counted: called with each tensor that is not strided.
+
+    Attributes:
         rows: bytes, the ticks `alloc` and `free`, and whether backward made it.
     """
 
@@ -53,19 +55,19 @@ class Storages:
         self.rows: list[dict[str, Any]] = []
         self._by_key: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # storage -> aliases that a holder has
+        self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # storage -> aliases of holders
         self._again: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.gathered: set[int] = set()  # lives of storages between a resize by hand and the next
+        self.gathered: set[int] = set()  # rows of storages between two manual resizes
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
 
-    # -- which one is it ---------------------------------------------------------------------------------------
+    # -- lookup ------------------------------------------------------------------------------------------------
 
     def known(self, tensor: torch.Tensor) -> int | None:
         """Index of the tensor's storage if it is in the table."""
         return self._by_key.get(storage_key(tensor))
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Index of the tensor's storage; one not seen before was there before the step."""
+        """Index of the tensor's storage, None if not strided; a storage not seen so far is older than the step."""
         if tensor.layout is not torch.strided:
             return None
         local = local_part(tensor)
@@ -81,7 +83,7 @@ class Storages:
         return [index for index in map(self.index_of, tensors) if index is not None]
 
     def was_before(self, index: int) -> bool:
-        """Whether the storage was there before the step."""
+        """Whether the storage is older than the step."""
         return self.rows[index]["alloc"] == NEVER
 
     def made_by(self, index: int) -> int:
@@ -101,10 +103,10 @@ class Storages:
             if (index := self.index_of(tensor)) is not None
         }
 
-    # -- coming ------------------------------------------------------------------------------------------------
+    # -- allocation --------------------------------------------------------------------------------------------
 
     def note_others(self, known: list[torch.Tensor]) -> None:
-        """Record what else is alive on a CUDA device before the step: cuBLAS's workspace, other people's tensors."""
+        """Record other live bytes on a CUDA device before the step: cuBLAS's workspace, tensors of other code."""
         if not device_for(self.device).counts_memory:
             return
         sizes = {storage_key(t): t.untyped_storage().nbytes() for t in known if t.device == self.device}
@@ -113,7 +115,7 @@ class Storages:
         self.rows.append({"bytes": others, "alloc": NEVER, "free": NEVER, "backward": False})
 
     def made(self, tensors: Iterable[torch.Tensor], tick: int | None = None) -> list[int]:
-        """Record those storages that are new; returns their indices.
+        """Record the storages of these that are new; returns their indices.
 
         Args:
             tick: when they were made, by default now.
@@ -133,10 +135,10 @@ class Storages:
             self.made([tensor])
 
     def grown(self, before: dict[int, int], tensors: Sequence[torch.Tensor]) -> bool:
-        """Record the sizes that the storages of these have now; tells whether any has changed.
+        """Record that the storages of these have grown; returns whether any size has changed.
 
         Args:
-            before: their `sizes` as they were.
+            before: their earlier `sizes`.
         """
         changed = False
         for index, n_bytes in self.sizes(tensors if before else ()).items():
@@ -145,10 +147,10 @@ class Storages:
         return changed
 
     def resized(self, storage: torch.UntypedStorage, before: int, after: int) -> None:
-        """Somebody has resized a storage by hand, as FSDP2 does with what it gathers: see NOTE [ The recorded step ] 5.
+        """Record a manual resize, as FSDP2 does for gathered parameters: see NOTE [ The recorded step ] 5 in tape.py.
 
         Args:
-            before, after: its bytes.
+            before, after: the storage's bytes.
         """
         if self.clock.suspended or before == after:
             return
@@ -167,7 +169,7 @@ class Storages:
             self._watch(storage, self._add_life(storage, after if on_device else 0, tick))
 
     def _add_life(self, storage: torch.UntypedStorage, size: int, alloc: int) -> int:
-        """One life of a storage that is resized; returns its index."""
+        """Add a row for one life of a resized storage; returns its index."""
         index = len(self.rows)
         n_bytes = allocated_bytes(size, self.device)
         self.rows.append({"bytes": n_bytes, "alloc": alloc, "free": NEVER, "backward": in_backward()})
@@ -196,24 +198,24 @@ class Storages:
         self._by_key[key] = index
         self._refs[index] = weakref.ref(storage, lambda _: self._died(key, index))
 
-    # -- one in place of another -------------------------------------------------------------------------------
+    # -- substitution ------------------------------------------------------------------------------------------
 
     def stand_in(self, result: torch.Tensor, for_tensor: torch.Tensor) -> None:
-        """Let the result's storage be recorded as the other's: without a mode the op would have been in place."""
+        """Record the result's storage as the other tensor's: without a mode the op would have been in place."""
         index = self._by_key.pop(storage_key(for_tensor))
         self._watch(result.untyped_storage(), index)
 
     def recomputed(self, tensor: torch.Tensor, index: int) -> None:
-        """Backward sees a recomputed storage: to the record it is the one that forward made."""
+        """Record a recomputed storage as the one that forward made."""
         storage = tensor.untyped_storage()
         key = key_of_storage(storage)
         self._by_key[key] = index
         self._again[key] = weakref.ref(storage, lambda _: (self._by_key.pop(key), self._again.pop(key)))
 
-    # -- going -------------------------------------------------------------------------------------------------
+    # -- release -----------------------------------------------------------------------------------------------
 
     def held_by(self, alias: torch.Tensor, index: int) -> None:
-        """A holder has this alias of the storage, which is not to count."""
+        """Register an alias that autograd or the engine holds, which `poll` does not count."""
         if self.rows[index]["free"] == NEVER and not self.was_before(index) and index not in self.gathered:
             self._aliases.setdefault(index, []).append(weakref.ref(alias))
 
@@ -230,7 +232,7 @@ class Storages:
             users = storage_users(key_of_storage(storage))
             del storage
             if users > len(aliases):
-                continue  # the common case, told without looking at each
+                continue  # the common case, without a look at each alias
             alive = sum(alias() is not None for alias in aliases)
             if alive and users <= alive:
                 gone.append(index)
@@ -248,17 +250,17 @@ class Storages:
             self.rows[index]["free"] = tick
 
     def survivors(self, end: int) -> dict[int, weakref.ref[torch.UntypedStorage]]:
-        """Those that the step has made and that are there at its end, by index."""
+        """Storages that the step made and that are alive at its end, by index."""
         rows = enumerate(self.rows)
         alive = [i for i, row in rows if row["alloc"] != NEVER and row["free"] == end and row["bytes"]]
         refs = {index: self._refs[index]() for index in alive if index in self._refs}
         return {index: weakref.ref(storage) for index, storage in refs.items() if storage is not None}
 
-    # -- as they were ------------------------------------------------------------------------------------------
+    # -- restoring ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def shapes_watched(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Context of an op that may change the shape of these, and with it the size of their storages."""
+        """Context for an op that may change the shapes of these, and with them the sizes of their storages."""
         before = [
             Seen.of(tensor)
             for tensor in tensors
@@ -270,15 +272,15 @@ class Storages:
             self.before.keep_shapes(seen for seen in before if seen.changed())
 
     def restore(self) -> None:
-        """Put back what the step has changed of what was there before."""
+        """Restore the state from before the step."""
         try:
             self.before.restore(self._refs)
         finally:
-            # Callbacks in them hold this object: it would wait for the garbage collector with all that it holds.
+            # Their callbacks reference this object: only the garbage collector would free this cycle.
             for table in (self._refs, self._again, self._aliases):
                 table.clear()
 
 
 def allocated_bytes(size: int, device: torch.device) -> int:
-    """What the device's allocator takes for this many bytes."""
+    """Bytes that the device's allocator takes for a request of this size."""
     return device_for(device).allocated_bytes(size)

@@ -1,4 +1,4 @@
-"""From a tape to the tables of a `Profile`."""
+"""Converts a tape to the tables of a `Profile`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def finish(
     workspace: Mapping[Signature, int],
     times: Mapping[Signature, OpTime],
 ) -> dict[str, Any]:
-    """End the tape, whose step is over; returns the tables of a `Profile`.
+    """End the tape of a finished step; returns the tables of a `Profile`.
 
     Args:
         names: kind and name of the storages that are known, by storage key.
@@ -54,9 +54,9 @@ def finish(
 
 
 def _close(tape: Tape) -> int:
-    """Let what is still there end with the step; returns the tick of its end."""
+    """End all open rows with the step; returns the tick of its end."""
     tape.storages.poll()
-    if not tape.saved.all_released():  # the graph is still there
+    if not tape.saved.all_released():  # the graph is still alive
         tape.formulas.keep_scalars()
     end = tape.clock.next()
     rows = ((tape.storages.rows, "free"), (tape.saved.rows, "released"), (tape.calls.rows, "end"))
@@ -79,7 +79,7 @@ def timed(ops: Rows, times: Mapping[Signature, OpTime], workspace: Mapping[Signa
 def resized(
     ops: Rows, table: tuple[Storage, ...], sizes: Mapping[Signature, list[int]], device: torch.device
 ) -> tuple[Storage, ...]:
-    """The storages with the sizes that the kernels give them.
+    """The storage table with the sizes of the kernels' actual results.
 
     Args:
         sizes: bytes of the storages that an op makes, in order.
@@ -87,7 +87,7 @@ def resized(
     found = list(table)
     for row in ops:
         made = sizes.get(row["signature"], [])
-        if row["name"] in PRIVATE_RESULTS:  # known already, and others without gradients
+        if row["name"] in PRIVATE_RESULTS:  # their sizes are known already, and differ without gradients
             continue
         if len(made) == len(row["creates"]):
             for storage, n_bytes in zip(row["creates"], made, strict=True):

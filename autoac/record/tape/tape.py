@@ -1,25 +1,24 @@
-"""Record one training step: every op and storage, what autograd saves and when it lets go, and in which module.
+"""Record one training step: every op, storage and saved tensor, with the times of release and the modules.
 
 NOTE [ The recorded step ]
-  1. It runs in as little memory as we can: some modules are run by the replay engine with everything recomputed.
-     Which modules, does not matter for the record: replayed ops are left out of it, and what the engine and autograd
-     hold is held as aliases (`SavedTensors.alias`), so that the tape can tell when nobody else holds a storage any
-     more.
-  2. So a storage's `free` is when Python and the rest of the step let go of it; what autograd saved is recorded on
-     its own, with the ticks of its first unpack and its release. From these `autoac_solver.build` derives the memory
-     of any choice of regions and decisions.
-  3. A storage that was there before the step is copied before it is first written, and put back at the end. So is the
-     shape of a tensor on it that an op changes in place. A storage that is resized where no op is seen is left at its
-     new size: who does that by hand, as FSDP does, frees what it can make again.
-  4. Under a dispatch mode, autograd does some things out of place that it would do in place (`isTensorSubclassLike`
-     is true for every tensor then): it sums gradients, and scatters them into zeros. They are recorded as what they
-     are without a mode, see `Formulas.in_place`. Source: aten/src/ATen/TensorSubclassLikeUtils.h, which
+  1. The step runs in as little memory as possible: the replay engine runs some modules with everything recomputed. The
+     choice of modules does not change the record. Replayed ops are left out of it, and the engine and autograd hold
+     aliases (`SavedTensors.alias`), so that the tape notices when nothing else holds a storage.
+  2. So a storage's `free` is the tick at which Python and the rest of the step have released it. Saved tensors are
+     recorded separately, with the ticks of their first unpack and their release. From these `autoac_solver.build`
+     derives the memory of any choice of regions and decisions.
+  3. A storage from before the step is copied before it is first written, and restored at the end. So is the shape of a
+     tensor on it that an op changes in place. A storage that is resized without an op is left at its new size: code
+     that does that, such as FSDP, frees only what it can make again.
+  4. Under a dispatch mode, autograd runs some ops out of place that would be in place without one
+     (`isTensorSubclassLike` is then true for every tensor): sums of gradients, and scatters into zeros. They are
+     recorded as in place, see `Formulas.in_place`. Source: aten/src/ATen/TensorSubclassLikeUtils.h, which
      `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp and the formulas in FunctionsManual.cpp ask.
-  5. FSDP2 resizes a storage to nothing where it gives up a gathered parameter, and back where it gathers it again: each
-     life in between is a storage of its own. What autograd saves of it keeps nothing alive, no plan does, and what is
-     computed again reads what is gathered by then. It is written over without a copy. Source: `alloc_storage` and
-     `free_storage` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
-  6. Of a sharded tensor (DTensor) the tape sees what is here: the ops on the shards, and the collectives between.
+  5. FSDP2 resizes a storage to zero when it frees a gathered parameter, and back when it gathers it again. Each life in
+     between is a row of its own. A saved tensor on such a storage does not keep its bytes alive under any plan, and a
+     recomputed op reads the parameter as gathered by then. The storage is overwritten without a copy. Source:
+     `alloc_storage` and `free_storage` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
+  6. Of a sharded tensor (DTensor) the tape sees the local part: the ops on the shards, and the collectives in between.
 """
 
 from __future__ import annotations
@@ -71,12 +70,12 @@ _TELL_EVERY = 50
 
 
 class Tape(TorchDispatchMode):
-    """The dispatch mode that is below everything else while a step is recorded.
+    """The dispatch mode that records a step, below all modes that the step enters.
 
     Args:
         device: only storages on this device have a size; others are recorded with zero bytes.
-        meter: runs the ops, and measures what it measures by their signatures.
-        before: keeps what was there before the step, and puts it back.
+        meter: runs the ops and measures them, by signature.
+        before: keeps and restores the state from before the step.
     """
 
     supports_higher_order_operators = True
@@ -96,12 +95,12 @@ class Tape(TorchDispatchMode):
         self.meter = meter
         self.sample = ""  # see `Profile.sample`
         self.single = SingleDraws()
-        self.failed_at: tuple[str, str] | None = None  # op and module where the step broke off
-        self.on_op: Callable[[int], None] = lambda done: None  # told now and then how many ops are recorded
+        self.failed_at: tuple[str, str] | None = None  # op and module where the step failed
+        self.on_op: Callable[[int], None] = lambda done: None  # now and then called with the number of ops
         self.ops: list[dict[str, Any]] = []
         self.view_times: list[float] = []
-        self.for_shards: Any = None  # the op on sharded tensors whose own part is still to come
-        self.casts_shards = False  # whether that is a cast that autocast keeps
+        self.for_shards: Any = None  # the op on sharded tensors whose local op is still to come
+        self.casts_shards = False  # whether that is a cast that autocast caches
         self.replays: weakref.WeakSet[ReplayCall] = weakref.WeakSet()
         self.clock = Clock()
         self.before = before or BeforeStep()
@@ -119,9 +118,9 @@ class Tape(TorchDispatchMode):
         if any(map(is_sharded_type, types)):
             self.for_shards = func
             self.casts_shards = self._is_cached_cast(func, args)
-            return NotImplemented  # DTensor's own dispatch is next, and what it runs comes here
+            return NotImplemented  # DTensor's own dispatch is next; the ops that it runs come here
         if not self.saved.on_fakes and on_fake_tensors():
-            return func(*args, **kwargs)  # only shapes are inferred
+            return func(*args, **kwargs)  # shape inference only
         try:
             return self._dispatch(func, args, kwargs)
         except BaseException:
@@ -136,8 +135,8 @@ class Tape(TorchDispatchMode):
     def _view(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         self.calls.count_view()
         if func is _LIFT and args[0].untyped_storage().resizable():
-            self.clock.next()  # what `torch.tensor` has just made; not numpy's memory, which is not torch's to resize
-        else:  # what is seen here first was there before the step
+            self.clock.next()  # just made by `torch.tensor`; numpy's memory is not resizable
+        else:  # a storage first seen here is older than the step
             self._note_scattered(tensors_in(args))
             self.storages.indices_of(tensors_in((*args, *kwargs.values())))
         with self.storages.shapes_watched(args[:1] if info.reshapes else ()):
@@ -167,7 +166,7 @@ class Tape(TorchDispatchMode):
         sizes = self.storages.sizes(written) if info.resizes else {}
         random_bytes = self._random_bytes(info, args, kwargs)
         self.formulas.note_end(info)
-        # Autograd adds up sharded tensors out of place, mode or not.
+        # Autograd sums sharded tensors out of place, with or without a mode.
         casts_shards = self.casts_shards and func is self.for_shards
         in_place = func is not self.for_shards and self.formulas.in_place(info, args)
         beside_bytes = self.formulas.beside_bytes(info, args)
@@ -225,19 +224,19 @@ class Tape(TorchDispatchMode):
         return result
 
     def left_lean(self, result: Any) -> None:
-        """A lean module has returned this."""
+        """Called with the result of a lean module."""
         if self.saved.unseen is not None:
             self.saved.unseen.reads(tensors_of(result))
 
     def _note_scattered(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What gloo's reduce-scatter makes inside, where no op is seen, is copied out when it has been waited for."""
+        """Record the tensor that gloo's reduce-scatter makes without an op; after the wait it is copied out."""
         if self.ops and self.ops[-1]["name"].startswith(_SCATTERS):
             self.storages.made(tensors, self.ops[-1]["tick"])
 
     def _is_cached_cast(self, func: Any, args: Any) -> bool:
-        """Whether autocast keeps what this op makes, see `cached_cast` in ATen's autocast_mode.cpp.
+        """Whether autocast caches this op's result, see `cached_cast` in ATen's autocast_mode.cpp.
 
-        Below its kernels, where this runs, it says that it is off: how it was when the module was called has to do.
+        This runs below autocast's kernels, where autocast reads as off; its state at the module's call is used instead.
         """
         if func is not _CAST or in_backward() or not self.calls.autocast:
             return False
@@ -276,7 +275,7 @@ class Tape(TorchDispatchMode):
         tick = self.clock.next()
         storages = dict.fromkeys(self.storages.indices_of(behind for _, behind in given))
         row = self.calls.enter(tick, fqn, call, module, tuple(storages))
-        # What vmap and the like have wrapped is dead at a second run.
+        # Wrapper tensors of vmap and other transforms are dead in a second run.
         row["changes_arguments"] = any(tensor is not behind for tensor, behind in given)
         if any(tensor.is_inference() for tensor, _ in given):
             row["once"] = INFERENCE
@@ -294,7 +293,7 @@ class Tape(TorchDispatchMode):
         return self.before.leaves
 
     def restore(self) -> None:
-        """Put back what the step has changed of what was there before: tensors, gradients of leaves, generators."""
+        """Restore the state from before the step: tensors, gradients of leaves, generators."""
         self.storages.restore()
 
 

@@ -1,4 +1,4 @@
-"""The solver side of autoac: problems, plans and what they cost. It does not know torch; see the README beside it."""
+"""The solver side of autoac: problems, plans and their costs. It never imports torch; see the README beside it."""
 
 from autoac_solver.optimise.ilp import minimum_peak, solve
 from autoac_solver.optimise.search import Prepared, Progress

@@ -1,1 +1,1 @@
-"""From a profile, a choice of regions and an engine to the problem that is solved."""
+"""Builds the problem from a profile, a choice of regions and an engine."""

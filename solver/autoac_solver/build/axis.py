@@ -1,4 +1,4 @@
-"""The axis of positions: the tape's ops in order, and before the first unpack of each region its ops once more."""
+"""The axis of positions: the tape's ops in order, with each region's ops repeated before its first unpack."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from autoac_solver.build.step import Step
 
 
 class Axis:
-    """Positions of the planned step; each region is given its window.
+    """Positions of the planned step. The constructor also fills in each region's `window`.
 
     Args:
-        step, regions, groups, engine: what it is made for.
+        step, regions, groups, engine: parts of the problem.
 
     Attributes:
-        op, replayed: for each position the op that runs there, and whether that is a replay.
-        forward: the position at which an op runs first, by op.
+        op, replayed: per position the op that runs there, and whether it is a replay.
+        forward: op -> position of its first run.
     """
 
     def __init__(self, step: Step, regions: Sequence[Region], groups: Groups, engine: EngineModel) -> None:
         self._step = step
         self.op: list[int] = []
         self.replayed: list[bool] = []
-        self._ticks: list[int] = []  # ops of a window stand at the tick of its first unpack
+        self._ticks: list[int] = []  # Ops of a window have the tick of its first unpack.
         next_op = 0
         for region in sorted(regions, key=lambda region: region.begin_backward):
             stop = bisect_left(step.ticks, region.begin_backward)
@@ -47,15 +47,15 @@ class Axis:
         return len(self.op)
 
     def position(self, tick: int) -> int:
-        """First position at or after this tick: what dies at a tick is not alive there."""
+        """The first position at or after this tick; a storage freed at the tick is not alive there."""
         return bisect_left(self._ticks, tick)
 
     def rerun_at(self, region: Region, tick: int) -> int:
-        """The position after those at which the region's ops before this tick run again."""
+        """The position after the reruns of all region ops before this tick."""
         return region.window.first + bisect_left(region.window.rerun_ticks, tick)
 
     def rerun_free(self, region: Region, free: int) -> int:
-        """Where the second run of the region's code lets go of what the first let go of at tick `free`."""
+        """Where the second run of the region's code frees a storage that the first run freed at tick `free`."""
         return region.window.end if free > region.end else self.rerun_at(region, free)
 
     def _append(self, ops: Sequence[int], replayed: bool, tick: int | None) -> None:

@@ -1,18 +1,18 @@
-"""From a profile, a choice of regions and an engine to the problem that is solved.
+"""Builds the problem from a profile, a choice of regions and an engine.
 
 NOTE [ Building a problem ]
-  The tape shows the step with nothing held by a plan (`autoac.record`). Here we add what a plan does, in this order:
-  1. `regions`: which module calls can be recomputed as one under this engine, and why the others cannot.
-  2. `groups`: a region's ops become decision groups; an op that is unfit for recomputation refuses the option.
-  3. `axis`: a region's ops are run again where its backward begins (its first unpack).
-  4. `engines`: storages live as long as their holders, and wrapping a region takes the engine's bookkeeping.
+  The tape shows the step without a plan (`autoac.record`). The problem adds the effects of a plan, in this order:
+  1. `regions`: which module calls can be recomputed under this engine, and why the others cannot.
+  2. `groups`: a region's ops become decision groups; a group with an op that cannot be recomputed refuses that option.
+  3. `axis`: a region's ops run again where its backward begins (its first unpack).
+  4. `engines`: storages live as long as their holders, and wrapping a region costs the engine's bookkeeping.
   5. `losses`: plans may also recompute the log-probabilities of cross entropies, outside of regions.
-  6. `clocks`: where the host only launches what a device computes, times become what they add to the end of the step.
-  Compiled regions are one group each, and another file's matter: `compiled`.
+  6. `clocks`: where the host launches work for a device, times become the delay that they add to the end of the step.
+  Compiled regions are one group each, see `compiled`.
 
-  The step's order is given, and every op runs again at most once: a value is saved, recomputed or skipped. Checkmate
-  (Jain et al., MLSys 2020, arXiv:1910.02653) also decides when each op runs, for each stage of the step. Torch runs
-  a region again at its first unpack, and no further than the last tensor that backward wants: Rules 4 and 5 of NOTE
+  The step's order is fixed, and every op runs again at most once: a value is saved, recomputed or skipped. Checkmate
+  (Jain et al., MLSys 2020, arXiv:1910.02653) also decides when each op runs, for each stage of the step. Torch reruns
+  a region at its first unpack, and stops after the last tensor that backward needs: Rules 4 and 5 of NOTE
   [ Nestable Checkpoint ] in torch/utils/checkpoint.py.
 """
 
@@ -38,16 +38,16 @@ from autoac_solver.records.profile import NEVER, Profile
 def build(
     profile: Profile, regions: Sequence[int], engine: str, pinned: AbstractSet[int] = frozenset()
 ) -> Built:
-    """The problem for these regions under this engine.
+    """Build the problem for these regions under this engine.
 
     Args:
-        regions: module calls, none inside another; those without anything to decide on are left out.
+        regions: module calls, none inside another; calls that cannot be regions are left out.
         engine: "replay", "sac", "compile", or "checkpoint" for `torch.utils.checkpoint` without a policy.
-        pinned: ops that must not be run again because the user says so.
+        pinned: ops that must not run again because of a policy.
 
     Raises:
-        ProfileError: regions are to be compiled, and none was measured.
-        ValueError: there is no such engine.
+        ProfileError: the engine compiles, and the profile has no measured regions.
+        ValueError: unknown engine.
     """
     model, step = engine_model(engine), Step(profile)
     if model.compiles:
@@ -92,7 +92,7 @@ def _problem(draft: Draft, model: EngineModel, loss: int, pinned: AbstractSet[in
         position_op=tuple(draft.axis.op),
         position_replayed=tuple(draft.axis.replayed),
     )
-    # What an engine's further options take of host and device is not known: they keep one clock.
+    # Host and device times of further options are unknown, so groups that have them keep one clock.
     plain = all(len(group.options) <= 2 for group in groups)
     return with_two_clocks(draft, problem, loss) if profile.has_two_clocks and plain else problem
 

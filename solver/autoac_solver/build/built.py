@@ -1,4 +1,4 @@
-"""A problem, and what its regions and groups stand for."""
+"""A problem with its link to the profile: the ops and storages of its regions and groups."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class RegionTape:
     Args:
         call: index of its module call.
         ops: its ops, in order.
-        group_of: for each of `ops`, the group it belongs to, -1 if it is never recomputed.
-        free_of_choice: for each of `ops`, whether it may be called recomputed without ever running again (sac: it
-            comes after the last tensor that autograd saves, so early stop spares it).
+        group_of: for each of `ops`, its group; -1 if it is never recomputed.
+        free_of_choice: for each of `ops`, whether it counts as recomputed but never runs again (sac: early stop ends
+            the second run before it, because it comes after the last tensor that autograd saves).
     """
 
     call: int
@@ -34,16 +34,16 @@ class RegionTape:
 
 @dataclass(frozen=True)
 class Built:
-    """A problem, and what its regions and groups stand for.
+    """A problem, and the ops and storages of its regions and groups.
 
     Args:
         model: the engine.
-        regions, problem: see there. The problem has one region more, `LOSS`, if `loss` is a group.
-        group_storages: for each group, the storages that it is about.
+        regions, problem: see their classes. The problem has one more region, `LOSS`, if `loss` is a group.
+        group_storages: per group the indices of its storages.
         loss: the group of the log-probabilities of all cross entropies that may be chunked, -1 for none.
-        refused: module calls that were asked for and are no regions.
-        points: where regions are compiled, for each the points' names, one for each option of its group; none for one
-            that is replayed.
+        refused: requested module calls that cannot be regions.
+        points: if regions are compiled: per region the names of its points, one per option of its group; empty for a
+            replayed region.
     """
 
     model: EngineModel
@@ -60,21 +60,21 @@ class Built:
         return self.model.name
 
     def is_recomputed(self, decisions: Sequence[int], group: int) -> bool:
-        """Whether a group's ops are run again."""
+        """Whether a group's ops run again."""
         return self.problem.groups[group].options[decisions[group]].action is Action.RECOMPUTE
 
     def point(self, region: int, decisions: Sequence[int]) -> str:
-        """How a region is compiled."""
+        """The name of the point at which a region is compiled, `EAGER` if it is not."""
         if not self.is_compiled(region):
             return EAGER
         return self.points[region][decisions[self.regions[region].group_of[0]]]
 
     def is_compiled(self, region: int) -> bool:
-        """Whether what is decided of a region is a point at which it is compiled."""
+        """Whether the options of a region are points at which it is compiled."""
         return bool(self.points and self.points[region])
 
     def steps(self, profile: Profile, region: int, decisions: Sequence[int]) -> tuple[tuple[str, bool], ...]:
-        """Overload and decision of every op of a region, in order."""
+        """Overload name and decision (true: recomputed) of every op of a region, in order."""
         tape = self.regions[region]
         return tuple(
             (profile.tape[op].name, spared or (group >= 0 and self.is_recomputed(decisions, group)))
@@ -82,9 +82,10 @@ class Built:
         )
 
     def runs(self, profile: Profile, decisions: Sequence[int]) -> np.ndarray:
-        """Which positions of the planned step an op runs at, bool each.
+        """Bool per position of the planned step: its op runs.
 
-        Not the replays of what is not recomputed, nor under engine replay of what nobody needs (any more).
+        Replays of ops that are not recomputed do not run. Under engine replay neither do replays of values that are not
+        needed (any more).
         """
         again = {op for tape in self.regions for op in self._again(profile, tape, decisions)}
         problem = self.problem
@@ -92,7 +93,7 @@ class Built:
         return np.array([not replayed or op in again for op, replayed in positions], dtype=bool)
 
     def _again(self, profile: Profile, tape: RegionTape, decisions: Sequence[int]) -> Iterator[int]:
-        """The ops of a region that run again, last ones first."""
+        """The ops of a region that run again, in reverse order."""
         call = profile.calls[tape.call]
         saved = [s for s in profile.saved if call.start <= s.tick < call.end]
         begins = min((s.unpacked for s in saved if s.unpacked >= call.end), default=NEVER)

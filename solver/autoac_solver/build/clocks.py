@@ -1,12 +1,12 @@
-"""The pieces of the planned step for two clocks, and prices from them.
+"""The planned step as pieces of host and device work, and their prices.
 
 NOTE [ Two clocks ]
-  1. An op is a piece: the host launches it, the device computes it. A replay is the same once more, with the engine's
-     bookkeeping for a recorded op on the host. (The part of the bookkeeping that is done in forward is put there, too.)
-  2. What wrapping a region costs is the host's, at the region's first op.
-  3. Views launch nothing: their time is the host's, at the beginning of the step. What belongs to no op is the
-     device's, at its end.
-  4. Prices are what the integer program adds up, see NOTE [ Prices of one path ].
+  1. Each op is a piece: the host launches it, the device computes it. Its replay is another piece, with the engine's
+     bookkeeping for a recorded op added to the host. (This includes the part of the bookkeeping done in forward.)
+  2. The cost of wrapping a region is host time at the region's first op.
+  3. Views launch no kernels: their time is host time at the beginning of the step. Time that belongs to no op is device
+     time at the end of the step.
+  4. The integer program adds up prices, see NOTE [ Prices of one path ].
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from autoac_solver.problem.problem import RECOMPUTE, Literal, Problem, Work
 
 
 def with_two_clocks(draft: Draft, problem: Problem, loss: int) -> Problem:
-    """The problem with its work, and with prices in place of the seconds that were given.
+    """Add `work` to the problem and replace its seconds by prices.
 
     Args:
-        problem: whose options and regions have the seconds that they take, on whichever lane.
+        problem: its options and regions carry their seconds, of host or device.
         loss: the group of the losses, -1 for none.
     """
     return priced(replace(problem, work=tuple(_pieces(draft, problem, loss))))[0]
@@ -53,7 +53,7 @@ def _pieces(draft: Draft, problem: Problem, loss: int) -> Iterator[Work]:
 
 
 def _record_s(draft: Draft, problem: Problem, index: int) -> float:
-    """What the engine takes for each of a group's ops that run again, on top of these."""
+    """Seconds of the engine's bookkeeping per rerun op of a group, without the op's own time."""
     group = problem.groups[index]
     rerun = draft.regions[group.region].window.rerun
     ops = _rerunning(group.ops, rerun)

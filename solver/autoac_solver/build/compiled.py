@@ -1,17 +1,19 @@
-"""The problem of regions that are compiled: one group a region, its options the region's measured points.
+"""The problem with compiled regions: one group per region, whose options are the region's measured points.
 
 NOTE [ Memory of a compiled region ]
-  The tape shows a region's ops one by one; compiled, it is two pieces of code. Its own storages are not looked at.
-  1. While its forward runs, `forward_bytes` are alive on top of what was alive at its start; what dies in it according
-     to the tape lives to its end.
-  2. From there to the end of its backward `kept_bytes` are alive, and its inputs.
+  The tape shows a region's ops one by one; compiled, the region is one forward and one backward function. Storages that
+  the tape shows inside it are ignored.
+  1. While its forward runs, `forward_bytes` are alive on top of everything alive at its start. Storages that the tape
+     frees during it live to its end.
+  2. From there to the end of its backward, `kept_bytes` and its inputs are alive.
   3. While its backward runs, from the first unpack to the last release of its saved tensors on the tape,
-     `backward_bytes` are alive on top. What the tape allocates there and outlives it (gradients) lives from its end on.
+     `backward_bytes` are alive in addition. Storages that the tape allocates there and that outlive it (gradients)
+     start at its end.
 
 NOTE [ Regions that cannot be compiled ]
-  Engine replay runs them, and decides on their values one by one. So the axis, the groups and the lifetimes are
-  replay's, of a step whose only regions are these; compiled code is laid over it. The groups of the compiled regions
-  come after those of replay and of the loss.
+  Engine replay runs them, with decisions on their individual values. So the axis, the groups and the lifetimes are
+  those of replay for a step with only these regions; compiled regions are added on top. The groups of the compiled
+  regions come after those of replay and of the loss.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ _REPLAY = Replay()
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A region with its points, the fastest first, and its two windows of positions, [start, end) each."""
+    """A compiled region: its points, fastest first, and its forward and backward windows, positions [start, end)."""
 
     region: Region
     points: tuple[CompiledPoint, ...]
@@ -60,13 +62,13 @@ class _Compiled:
 
 
 def build_compiled(profile: Profile, calls: Sequence[int], model: EngineModel) -> Built:
-    """The problem for these regions where they are compiled.
+    """Build the problem with these regions compiled.
 
     Args:
-        calls: module calls, none inside another; those that were not measured are left as they are.
+        calls: module calls, none inside another; calls that were not measured are left untouched.
 
     Raises:
-        ProfileError: nothing was measured.
+        ProfileError: the profile has no measured regions.
     """
     if profile.compiled is None:
         raise ProfileError(
@@ -100,7 +102,7 @@ def build_compiled(profile: Profile, calls: Sequence[int], model: EngineModel) -
 
 
 def _draft(step: Step, compiled: Sequence[Region], failed: Sequence[int]) -> Draft:
-    """The step with all that engine replay decides on: the regions that cannot be compiled, and losses."""
+    """The part of the problem under engine replay: regions that cannot be compiled, and losses."""
     replayed, _ = choose_regions(step, failed, _REPLAY)
     losses = decided_losses(step, (*compiled, *replayed), _REPLAY)
     of_losses = ops_of(losses)
@@ -112,7 +114,7 @@ def _draft(step: Step, compiled: Sequence[Region], failed: Sequence[int]) -> Dra
 
 
 def _tape(draft: Draft, region: Region, group: int) -> RegionTape:
-    """A region on the tape; `group` is `NEVER` if it is replayed."""
+    """The region on the tape; `group` is `NEVER` if it is replayed."""
     groups = (draft.groups.of_op.get(op, -1) if group == NEVER else group for op in region.ops)
     return RegionTape(region.call, tuple(region.ops), tuple(groups), (False,) * len(region.ops))
 
@@ -120,7 +122,7 @@ def _tape(draft: Draft, region: Region, group: int) -> RegionTape:
 def _of(draft: Draft, region: Region, group: int) -> _Compiled:
     axis, table = draft.axis, draft.step.profile.compiled
     measured = None if table is None else table.of_call(region.call)
-    assert measured is not None  # others were refused
+    assert measured is not None  # Regions that were not measured are refused.
     first, last = axis.position(region.begin_backward), axis.position(region.last_release)
     return _Compiled(
         region,
@@ -138,7 +140,7 @@ def _problem(draft: Draft, compiled: Sequence[_Compiled], regions: Sequence[Regi
     fastest_s = sum(c.points[0].time_s for c in compiled)
     outside_s = sum(op.time_s for index, op in enumerate(profile.tape) if axis.forward[index] not in inside)
     resident = sum(s.bytes for s in profile.storage_table if s.alloc == NEVER)
-    # What was measured of a whole step says nothing of the optimizer, which runs after the last op of backward.
+    # The measurement covers forward and backward, not the optimizer, which runs after the last op of backward.
     last = max(i for i, op in enumerate(profile.tape) if op.backward)
     unseen, optimizer = profile.compiled.unseen_bytes, 1 + axis.forward[last]
     less = max(0, min(-unseen, resident))
@@ -164,7 +166,7 @@ def _problem(draft: Draft, compiled: Sequence[_Compiled], regions: Sequence[Regi
 def _decided(
     draft: Draft, compiled: Sequence[_Compiled], regions: Sequence[Region]
 ) -> tuple[tuple[DecisionGroup, ...], tuple[RegionCost, ...]]:
-    """Groups, and what wrapping each region takes."""
+    """The groups, and the cost of wrapping each region."""
     profile = draft.step.profile
     place = {region.call: index for index, region in enumerate(regions)}
     groups = [replace(g, region=place[draft.regions[g.region].call]) for g in draft.groups.all]
@@ -192,7 +194,7 @@ def _group(region: int, compiled: _Compiled) -> DecisionGroup:
 
 
 def _inside(compiled: Sequence[_Compiled]) -> set[int]:
-    """The positions at which compiled regions run."""
+    """The positions inside the windows of compiled regions."""
     return {p for c in compiled for window in (c.forward, c.backward) for p in range(*window)}
 
 
@@ -201,7 +203,7 @@ def _when(compiled: _Compiled, option: int) -> Condition:
 
 
 def _code(compiled: _Compiled) -> Iterator[Lifetime]:
-    """What the compiled code of a region takes, by point; see NOTE [ Memory of a compiled region ]."""
+    """Memory of a region's compiled code at each point; see NOTE [ Memory of a compiled region ]."""
     (first, end), (begin, last) = compiled.forward, compiled.backward
     for option, point in enumerate(compiled.points):
         when = _when(compiled, option)
@@ -211,7 +213,7 @@ def _code(compiled: _Compiled) -> Iterator[Lifetime]:
 
 
 def _storages(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
-    """The storages of the tape that live outside of compiled code."""
+    """Lifetimes of the tape's storages outside of compiled code."""
     windows = sorted(window for c in compiled for window in (c.forward, c.backward))
     lives = _outside(draft, compiled)
     loss = len(draft.groups.all) if draft.losses else -1
@@ -230,7 +232,7 @@ def _storages(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]
 
 
 def _outside(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
-    """Lives of storages as autograd and replay have them, and as compiled regions hold them besides."""
+    """Lifetimes of storages as held by autograd and replay, and also by compiled regions."""
     profile = draft.step.profile
     makers = {storage: i for i, op in enumerate(profile.tape) for storage in op.creates}
     made_in = {s: c for c in compiled for op in c.region.ops for s in profile.tape[op].creates}
@@ -261,13 +263,13 @@ def _outside(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
 
 
 def _holder(compiled: Iterable[_Compiled]) -> Callable[[int], _Compiled | None]:
-    """From a tick of forward to the compiled region that runs then."""
+    """A function from a forward tick to the compiled region that runs then, None for none."""
     owner = list(compiled)
     return lambda tick: next((c for c in owner if c.region.owns(tick)), None)
 
 
 def _born(windows: Sequence[tuple[int, int]], start: int) -> int:
-    """What begins in a window begins at its end, before the next window if that is there at once."""
+    """Move a start inside a window to the window's end; an adjacent next window does not move it further."""
     born = float(start)
     for first, last in windows:
         if first <= born < last:
@@ -276,5 +278,5 @@ def _born(windows: Sequence[tuple[int, int]], start: int) -> int:
 
 
 def _ended(windows: Sequence[tuple[int, int]], end: int) -> int:
-    """What ends in a window ends at its end."""
+    """Move an end inside a window to the window's end."""
     return max((last for first, last in windows if first < end < last), default=end)

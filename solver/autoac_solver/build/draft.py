@@ -1,4 +1,4 @@
-"""What a problem is built from, all that is decided before lifetimes are: step, regions, groups, axis, losses."""
+"""The parts of a problem that precede its lifetimes: step, regions, groups, axis, losses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from autoac_solver.records.profile import NEVER
 
 @dataclass(frozen=True)
 class Use:
-    """What is done with a storage.
+    """The uses of a storage.
 
     Args:
         storage: its index.
-        saves: saved tensors on it.
+        saves: indices of saved tensors on it.
         reads: ops of regions that read it and may run again.
-        inputs: regions that are given it.
+        inputs: regions that have it among their inputs.
     """
 
     storage: int
@@ -36,8 +36,8 @@ class Draft:
     """The parts of a problem.
 
     Args:
-        step, regions, groups, axis: see there.
-        losses: the cross entropies that are decided on.
+        step, regions, groups, axis: see their classes.
+        losses: the cross entropies that may be chunked.
     """
 
     step: Step
@@ -47,7 +47,7 @@ class Draft:
     losses: tuple[ChunkableLoss, ...]
 
     def uses(self) -> Iterator[Use]:
-        """Of every storage that the step allocates."""
+        """The uses of every storage that the step allocates."""
         profile = self.step.profile
         saves: dict[int, list[int]] = {}
         reads: dict[int, list[int]] = {}
@@ -62,12 +62,12 @@ class Draft:
                 inputs.setdefault(storage, []).append(region)
         for index, storage in enumerate(profile.storage_table):
             if storage.is_gathered and storage.alloc != NEVER:
-                yield Use(index, [], [], [])  # nobody keeps it
+                yield Use(index, [], [], [])  # Nothing keeps it.
             elif storage.alloc != NEVER and storage.bytes:
                 yield Use(index, saves.get(index, []), reads.get(index, []), inputs.get(index, []))
 
     def life(self, storage: int, saves: Iterable[int]) -> tuple[int, int, int]:
-        """Start, end whatever is decided, and the end of what its own region's autograd wants (NEVER: nothing)."""
+        """Start, end under all decisions, and the last release by its own region's autograd (NEVER: none)."""
         record = self.step.profile.storage_table[storage]
         region = self.groups.region_of.get(storage)
         end, own_end = record.free, NEVER
@@ -85,7 +85,7 @@ class Draft:
 def lifetime(
     size: int, start: int, end: int, exists: Condition, extensions: list[Extension], storage: int
 ) -> Lifetime:
-    """A lifetime without the extensions that can never matter: those that end no later than another always does."""
+    """A lifetime without redundant extensions: those that end no later than an unconditional one."""
     if not extensions:
         return Lifetime(size, start, end, exists, (), storage)
     always = max([end, *(e.end for e in extensions if e.when == ALWAYS)])

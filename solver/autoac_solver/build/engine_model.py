@@ -1,4 +1,4 @@
-"""What the planner asks of an engine: what it can decide on, what then lives when, and what its bookkeeping takes."""
+"""The planner's interface to an engine: possible decisions, resulting lifetimes, and the cost of its bookkeeping."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Costs = TypeVar("Costs")
 
 
 class EngineModel(Protocol):
-    """One engine on the solver's side; `build.engines` has them all.
+    """The solver's model of one engine; all are in `build.engines`.
 
     Attributes:
-        name: in plans and messages.
-        costs: a data class, what parts its bookkeeping has and how many seconds each takes where it was not measured.
-            The part "record" is taken by what runs again, the others by what is wrapped.
-        selects: whether it can save some of a region's values and recompute others.
-        runs_code_twice: whether the region's Python code runs again.
-        one_random_state: whether a region's random ops are all saved or all recomputed.
-        stops_early: whether a second run ends with the last tensor that autograd saves.
-        compiles: whether regions are compiled, and what is decided is at which of their measured points.
+        name: used in plans and messages.
+        costs: a dataclass of the parts of its bookkeeping, with default seconds for unmeasured ones. Part "record" is
+            paid by ops that run again, the others by wrapped regions.
+        selects: it can save some of a region's values and recompute others.
+        runs_code_twice: the region's Python code runs again.
+        one_random_state: a region's random ops are all saved or all recomputed.
+        stops_early: a second run ends with the last tensor that autograd saves.
+        compiles: regions are compiled; the decision is among their measured points.
     """
 
     name: str
@@ -43,15 +43,15 @@ class EngineModel(Protocol):
     compiles: bool
 
     def may_run(self, call: ModuleCall) -> bool:
-        """Whether a module call may be a region, for all that its arguments tell."""
+        """Whether a module call may be a region, judging by its record alone."""
         ...
 
     def refuses(self, step: Step, region: Region) -> Iterator[str]:
-        """Why a module call cannot be a region under this engine."""
+        """Reasons why a module call cannot be a region under this engine."""
         ...
 
     def reruns(self, step: Step, region: Region, op: int) -> bool:
-        """Whether an op of a region has a place where the region's ops run again."""
+        """Whether an op of a region has a position in the region's window."""
         ...
 
     def again_s(self, step: Step, region: Region, ops: Sequence[int]) -> float:
@@ -59,30 +59,30 @@ class EngineModel(Protocol):
         ...
 
     def wanted(self, op: Op, storages: set[int]) -> bool:
-        """Whether a recomputed op runs again, if these storages are wanted of it."""
+        """Whether a recomputed op runs again if these storages are needed."""
         ...
 
     def needed(self, profile: Profile, built: Built, tape: RegionTape) -> set[int]:
-        """The groups that a region's own backward needs, or its second run takes from what was saved."""
+        """The groups that a region's own backward needs, or that its second run reads from saved values."""
         ...
 
     def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
-        """What lives when."""
+        """All lifetimes."""
         ...
 
     def overhead(self, draft: Draft, region: Region) -> float:
-        """Seconds that wrapping a region takes."""
+        """Seconds that wrapping a region adds to the step."""
         ...
 
 
 def costs_of(profile: Profile, name: str, kind: type[Costs]) -> Costs:
-    """What an engine's bookkeeping takes on the profile's machine.
+    """The cost of an engine's bookkeeping on the profile's machine.
 
     Args:
         name, kind: the engine's `name` and `costs`.
 
     Raises:
-        ProfileError: the profile has a part of it that this engine does not have.
+        ProfileError: the profile has a cost that this engine does not know.
     """
     found = profile.costs.get(name, {})
     known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]

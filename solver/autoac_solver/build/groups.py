@@ -1,4 +1,4 @@
-"""A region's ops become decision groups: which ops are decided as one, and what makes an op unfit for recomputation."""
+"""Decision groups of a region's ops: which ops are decided together, and which cannot be recomputed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autoac_solver.problem.problem import RECOMPUTE, DecisionGroup, save_or_reco
 from autoac_solver.records.profile import NEVER
 
 PINNED = "a policy says so"
-"""Why a group must be saved that could be recomputed."""
+"""Reason for a group that could be recomputed but is pinned by a policy."""
 
 TIED = "the region has one random state, and another draw of it must be saved"
-"""Why a random group must be saved that by itself could be recomputed."""
+"""Reason for a random group that could be recomputed, but is tied to another that cannot."""
 
 
 class Groups:
@@ -24,14 +24,14 @@ class Groups:
 
     Args:
         step, regions, engine: the recorded step, its regions, and the engine that runs them.
-        pinned: ops that must not be run again because the user says so.
-        undecided: regions without groups of their own: all of their ops belong to a loss, decided on as a whole.
+        pinned: ops that must not run again because of a policy.
+        undecided: regions without groups: all of their ops belong to a loss, which is one group.
 
     Attributes:
         all: the groups, in order.
-        of_op, of_storage: their indices by op, and by storage of their region.
-        region_of: the region that makes a storage, by storage.
-        largest: for each region its largest group that may be recomputed, see `_largest`.
+        of_op, of_storage: op -> index of its group, and storage made in a region -> index of its group.
+        region_of: storage -> the region that makes it.
+        largest: per region its largest group that may be recomputed, see `_largest`.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Groups:
         return group >= 0 and not self.all[group].must_save
 
     def spared(self, region: Region, op: int) -> bool:
-        """Whether early stop ends the second run before the op, so that it never runs again (sac)."""
+        """Whether early stop ends the second run before the op, so it never runs again (sac)."""
         return region.spares and self._step.ticks[op] > region.last_save
 
     def _own(self, region: Region, op: int) -> list[int]:
-        """The storages of a region that an op makes or writes."""
+        """The region's storages that an op creates or writes."""
         record = self._step.profile.tape[op]
         return [*record.creates, *(s for s in record.writes if self.region_of.get(s) is region)]
 
     def _add(self, region: Region) -> None:
-        """Group the region's ops: those that write a common storage of the region belong together."""
+        """Group the region's ops: ops that write a common storage of the region form one group."""
         first = len(self.all)
         for ops in _connected([(op, self._own(region, op)) for op in region.ops]):
             index = len(self.all)
@@ -84,7 +84,7 @@ class Groups:
         region.spares = self._engine.stops_early and self._may_be_spared(region)
 
     def _group(self, region: Region, index: int, kept: set[int]) -> DecisionGroup:
-        """A group with its time, what it requires, and why it must be saved if so."""
+        """The group with its time, its requirements, and the reason if it must be saved."""
         ops, tape = self.all[index].ops, self._step.profile.tape
         requires: set[int] = set()
         reasons = [reason for op in ops for reason in self._unfit(region, index, op, kept, requires)]
@@ -101,11 +101,11 @@ class Groups:
     def _unfit(
         self, region: Region, index: int, op: int, kept: set[int], requires: set[int]
     ) -> Iterator[str]:
-        """The reasons that make an op of a group unfit for recomputation.
+        """Reasons why an op of a group cannot be recomputed.
 
         Args:
             kept: storages that cannot be recomputed.
-            requires: output; the groups that must be recomputed with this one are added.
+            requires: output: groups that must be recomputed with this one are added to it.
         """
         record = self._step.profile.tape[op]
         own = set(self._own(region, op))
@@ -129,13 +129,13 @@ class Groups:
     def _kept_storages(self, region: Region) -> set[int]:
         """Storages that cannot be recomputed.
 
-        Those that are read, or saved by autograd, before any visible op has written them (an opaque kernel did), and
-        those that a backward inside of the region's own forward needs.
+        These are storages read by an op or saved by autograd before any visible op has written them (an opaque kernel
+        did), and storages needed by a backward inside the region's own forward.
         """
         profile = self._step.profile
         saved = [profile.saved[index] for index in region.saved]
         kept = {s.storage for s in saved if NEVER < s.unpacked < region.end}
-        raw: set[int] = set()  # not written yet
+        raw: set[int] = set()  # Not written yet.
         saves = sorted((s.tick, s.storage) for s in saved)
         cursor = 0
         for op in region.ops:
@@ -150,9 +150,9 @@ class Groups:
         return kept | (raw & {storage for _, storage in saves[cursor:]})
 
     def _tie_random(self, groups: range) -> None:
-        """Let all random groups of a region be decided alike, for torch stashes one random state a region.
+        """Tie all random groups of a region together, because torch stashes one random state per region.
 
-        The state of a generator of the model's own is not stashed. Drawing from it is a side effect, see `_unfit`.
+        The state of the model's own generators is not stashed. Drawing from one is a side effect, see `_unfit`.
         """
         random = [g for g in groups if self._step.draws(self.all[g].ops)]
         reason = next((self.all[g].reason for g in random if self.all[g].must_save), "")
@@ -163,10 +163,10 @@ class Groups:
             self.all[group] = tied
 
     def _may_be_spared(self, region: Region) -> bool:
-        """Whether the ops after the last save count as recomputed without a decision, as they never run again.
+        """Whether the ops after the last save count as recomputed without a decision, because they never run again.
 
-        They do not if one of them must be saved (it would find its inputs changed, or early stop can be off), requires
-        another group, or is random (random groups are decided alike). Then they are decided on like other ops.
+        They do not if one of them must be saved (its inputs would have changed, or early stop can be off), requires
+        another group, or is random (random groups are tied together). Then they are decided like other ops.
         """
         late = [op for op in region.ops if self._step.ticks[op] > region.last_save]
         groups = [self.all[group] for group in {self.of_op[op] for op in late if op in self.of_op}]
@@ -174,7 +174,7 @@ class Groups:
         return self._pinned.isdisjoint(late) and not tied
 
     def _largest(self, n_regions: int) -> list[int]:
-        """For each region the group of most bytes that may be recomputed, -1 if none may.
+        """Per region the group of most bytes that may be recomputed, -1 for none.
 
         Almost every plan that wraps the region recomputes this group.
         """
@@ -191,12 +191,12 @@ class Groups:
 
 
 def _connected(storages_of: list[tuple[int, list[int]]]) -> list[list[int]]:
-    """Sets of ops that are connected by common storages, ordered by their first op. Ops without any are left out."""
+    """Connected components of ops by common storages, ordered by first op. Ops without storages are left out."""
     root_of: dict[int, int] = {}
 
     def find(storage: int) -> int:
         while root_of[storage] != storage:
-            root_of[storage] = root_of[root_of[storage]]  # halves the path, else chains take quadratic time
+            root_of[storage] = root_of[root_of[storage]]  # Path halving, lest chains be quadratic.
             storage = root_of[storage]
         return storage
 

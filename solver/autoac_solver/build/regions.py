@@ -12,7 +12,7 @@ from autoac_solver.records.profile import NEVER, SHARDED, Profile
 
 @dataclass(frozen=True, slots=True)
 class RegionRefusal:
-    """Why a module call that was to be a region is none."""
+    """Why a requested module call cannot be a region."""
 
     call: int
     reason: str
@@ -20,10 +20,10 @@ class RegionRefusal:
 
 @dataclass
 class Window:
-    """Where a region's ops run again: positions [first, end) of the axis, before its first unpack.
+    """The window of a region's replay: positions [first, end) of the axis, before its first unpack.
 
     Args:
-        rerun: the ops that may run again -> their positions, in their order.
+        rerun: op that may run again -> its position, in order.
         rerun_ticks: the ticks of these ops.
     """
 
@@ -34,19 +34,19 @@ class Window:
 
 
 class Region:
-    """A module call that is recomputed as one, while its problem is built.
+    """A region while its problem is built: one module call that can be recomputed.
 
     Args:
-        step: what it is a part of.
+        step: the recorded step.
         call: index of its module call.
 
     Attributes:
         ops, saved: indices of its ops, and of the tensors that autograd saves in it.
-        start, end: of the call, ticks.
-        begin_backward: when the first of its saved tensors is unpacked; `NEVER` if none is after its forward.
-        last_save, last_release: when autograd saves the last, and lets go of the last.
-        index: among the problem's regions.
-        window: where its ops run again, once the axis is there.
+        start, end: ticks of the call.
+        begin_backward: tick of the first unpack of its saved tensors after its forward; `NEVER` if there is none.
+        last_save, last_release: ticks at which autograd saves the last and releases the last of its saved tensors.
+        index: index among the problem's regions.
+        window: where its ops run again; filled in by `Axis`.
         spares: whether its ops after the last save need no decision, see `Groups.spared`.
     """
 
@@ -65,14 +65,14 @@ class Region:
         self.spares = False
 
     def owns(self, tick: int) -> bool:
-        """Whether something happened in the call."""
+        """Whether a tick is inside the call."""
         return self.start <= tick < self.end
 
 
 def choose_regions(
     step: Step, calls: Sequence[int], engine: EngineModel
 ) -> tuple[list[Region], tuple[RegionRefusal, ...]]:
-    """The regions among some module calls, in order, and why others are none.
+    """The regions among module calls, in order, and the refusals of the others.
 
     Args:
         calls: none inside another.
@@ -92,7 +92,7 @@ def choose_regions(
 
 
 def _reasons(step: Step, region: Region, engine: EngineModel) -> Iterator[str]:
-    """Why a module call cannot be a region."""
+    """Reasons why a module call cannot be a region."""
     yield from refuses_units(step.profile, region.call)
     yield from engine.refuses(step, region)
     if not step.profile.calls[region.call].grad:
@@ -107,7 +107,7 @@ _SHOWN = 3
 
 
 def refuses_units(profile: Profile, call: int) -> Iterator[str]:
-    """Why a call of a module with units of FSDP2 inside is no region under any engine, and what can be instead."""
+    """Why a call of a module that contains FSDP2 units is no region under any engine, and alternatives."""
     if profile.calls[call].once != SHARDED:
         return
     inside, names = {call}, []

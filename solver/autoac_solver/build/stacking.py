@@ -1,8 +1,8 @@
-"""The problem under a stack of policies: what they match, how they add up, and where two of them clash.
+"""The problem under a stack of policies: their matches, their combined effect, and conflicts.
 
-A value that must be recomputed is run again where its own region's backward needs it. Under replay nobody keeps what
-nobody needs, so a value that only other ops of its region read is bound to them: whoever of them is recomputed brings
-it along. Under sac everything that is not recomputed is kept, so it simply is recomputed.
+A value that must be recomputed is recomputed if its own region's backward needs it. Engine replay keeps no unneeded
+values, so a value that only other ops of its region read is tied to them: recomputing any of them requires recomputing
+it. Engine sac keeps everything that is not recomputed, so there the value is simply recomputed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from autoac_solver.records.profile import Profile
 
 @dataclass(frozen=True)
 class Stacked:
-    """A problem in which the policies are constraints and hints.
+    """A problem with policies as constraints and hints.
 
     Args:
-        built: the problem, and what it stands for.
-        policies: as they were given.
-        groups: for each policy, the groups that it is about.
+        built: the problem.
+        policies: as passed by the caller.
+        groups: per policy the groups that it matches.
     """
 
     built: Built
@@ -37,7 +37,7 @@ class Stacked:
     groups: tuple[frozenset[int], ...]
 
     def applied(self, decisions: Sequence[int]) -> tuple[AppliedPolicy, ...]:
-        """What becomes of the policies under decisions."""
+        """How far decisions follow the policies."""
         recomputed = self.built.is_recomputed
         return tuple(
             AppliedPolicy(
@@ -50,16 +50,16 @@ class Stacked:
 def stacked(
     profile: Profile, calls: Sequence[int], engine: str, policies: Sequence[Policy], must_match: bool = True
 ) -> Stacked:
-    """The problem for these regions under this engine and these policies.
+    """Build the problem for these regions under this engine and these policies.
 
     Args:
         calls, engine: as for `build`.
-        must_match: whether a policy that is about nothing is an error; not where a plan is made again.
+        must_match: whether a policy without matches is an error; False if a plan is made again.
 
     Raises:
-        PolicyConflictError: two of them cannot both be followed; it names both.
-        PolicyError: one of them is about no value of the profiled step, or must recompute what is in no region; or the
-            engine follows none.
+        PolicyConflictError: two policies cannot both be followed; it names both.
+        PolicyError: a policy matches no value of the profiled step, or must recompute a value in no region; or the
+            engine does not support policies.
     """
     policies = tuple(policies)
     if not policies:
@@ -98,7 +98,7 @@ def stacked(
 def _matches(
     profile: Profile, calls: Sequence[int], policies: Sequence[Policy], must_match: bool
 ) -> list[frozenset[int]]:
-    """For each policy the forward ops that it is about."""
+    """Per policy the forward ops that it matches."""
     matcher = Matcher(profile, calls)
     region_of = _region_of(profile, calls)
     forward = [index for index, op in enumerate(profile.tape) if not op.backward]
@@ -112,7 +112,7 @@ def _matches(
 
 
 def _region_of(profile: Profile, calls: Sequence[int]) -> list[int]:
-    """For each op the module call among these in which it ran, -1 for none."""
+    """Per op the module call among `calls` in which it ran, -1 for none."""
     chosen, region_of = set(calls), []
     for op in profile.tape:
         call = -1 if op.backward else op.module
@@ -123,7 +123,7 @@ def _region_of(profile: Profile, calls: Sequence[int]) -> list[int]:
 
 
 def _code(profile: Profile, calls: Sequence[int], policy: Policy) -> frozenset[int]:
-    """All ops of the regions that run code of the policy's modules, or are run by it."""
+    """All ops of the regions that contain calls of the policy's modules, or are inside such calls."""
     matcher = Matcher(profile, calls)
     region_of = _region_of(profile, calls)
     regions = set()
@@ -144,7 +144,7 @@ def _constrained(
     matched: Sequence[frozenset[int]],
     pinned: Mapping[int, Policy],
 ) -> Built:
-    """The problem with the policies on its groups; what is pinned must be saved there already."""
+    """Apply the policies to the problem's groups; pinned groups must be saved already."""
     recompute: dict[int, Policy] = {}
     hints: dict[int, float] = {}
     needed = _needed(profile, built)
@@ -173,16 +173,16 @@ def _constrained(
 
 
 def _needed(profile: Profile, built: Built) -> set[int]:
-    """The groups that their own region's backward needs (sac: that its second run would take from what was saved).
+    """The groups that their own region's backward needs, and the group of the losses.
 
-    And that of the losses.
+    Under sac: the groups that the region's second run would read from saved values.
     """
     needed = {built.loss} - {-1}
     return needed.union(*(built.model.needed(profile, built, tape) for tape in built.regions))
 
 
 def _readers(profile: Profile, built: Built) -> dict[int, set[int]]:
-    """For each group the other groups of its region that read values of it."""
+    """Per group the other groups of its region that read its values."""
     home = {s: group for group, storages in enumerate(built.group_storages) for s in storages}
     groups = built.problem.groups
     readers: dict[int, set[int]] = {}
@@ -200,7 +200,7 @@ def _refuse_clashes(
     recompute: Mapping[int, Policy],
     pinned: Mapping[int, Policy],
 ) -> None:
-    """Raise the error for the first value that must be recomputed and, by itself or by another, must be saved."""
+    """Raise an error for the first group that must be recomputed while it, or one that it requires, must be saved."""
 
     def about(group: int) -> str:
         op = profile.tape[groups[group].ops[0]]
@@ -229,7 +229,7 @@ def _refuse_clashes(
 
 
 def _nothing(profile: Profile, calls: Sequence[int], policy: Policy) -> str:
-    """The error for a policy that is about nothing: with what it could have meant."""
+    """Error message for a policy without matches, with close names."""
     known = (
         ("ops", policy.op, {op.name for op in profile.tape if not op.backward}),
         ("modules", policy.module, {call.fqn for call in profile.calls}),

@@ -1,4 +1,4 @@
-"""A profile with what building a problem looks up often."""
+"""A profile with indices for frequent lookups while a problem is built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Step:
         profile: not changed.
 
     Attributes:
-        ticks: of its ops, in order.
+        ticks: the ticks of its ops, in order.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -37,16 +37,16 @@ class Step:
         return self._costs[engine]
 
     def ops(self, start: int, end: int) -> range:
-        """The ops from one tick to before another."""
+        """The ops at ticks in [start, end)."""
         return range(bisect_left(self.ticks, start), bisect_left(self.ticks, end))
 
     def saves(self, start: int, end: int) -> list[int]:
-        """What autograd saves from one tick to before another: indices of saved tensors, in order."""
+        """Indices of the tensors that autograd saves at ticks in [start, end), in order."""
         first, last = bisect_left(self._saves, (start, -1)), bisect_left(self._saves, (end, -1))
         return [index for _, index in self._saves[first:last]]
 
     def written_after(self, storage: int, tick: int, before: int) -> bool:
-        """Whether a storage is written after a tick and before another."""
+        """Whether a storage is written at a tick strictly between `tick` and `before`."""
         ticks = self._writes.get(storage, ())
         position = bisect_right(ticks, tick)
         return position < len(ticks) and ticks[position] < before
@@ -57,6 +57,6 @@ class Step:
         return self.ticks[index - 1] if index else NEVER
 
     def draws(self, ops: Iterable[int]) -> bool:
-        """Whether one of these ops draws from the random state that torch stashes for a region."""
+        """Whether any of these ops draws from the random state that torch stashes for a region."""
         tape = self.profile.tape
         return any(tape[op].random_bytes and not tape[op].side_effect for op in ops)

@@ -1,1 +1,1 @@
-"""Plans for a problem: the integer program, the search around it, and the greedy plan it has to beat."""
+"""Solvers of a problem: the integer program, the search around it, and the greedy plan as a baseline."""

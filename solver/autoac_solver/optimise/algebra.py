@@ -1,13 +1,12 @@
-"""Boolean algebra over decisions: what "alive" means for a storage, in as few and as tight literals as possible.
+"""Boolean algebra over decisions: the conditions under which a storage is alive, with few and tight literals.
 
 A *literal* is a non-zero int here: variable v, counted from 0, is true in +(v + 1) and false in -(v + 1). A group of
-two options has one variable ("takes the second"), one of more has a variable for each option; those of the regions
-("is wrapped") follow. An *alternative* is a set of literals that must all hold, a *term* a set of alternatives of which
-one must hold.
+two options has one variable ("takes the second"), a group of more has one per option; the regions' variables ("is
+wrapped") follow. An *alternative* is a conjunction of literals, a *term* a disjunction of alternatives.
 
-The fewer literals an alternative has, the tighter its linear relaxation, which for m literals is their sum - (m - 1).
-So what the rows of the problem imply is used to drop literals (a wrapped region follows from any of its groups, a group
-brings those that it requires), and complementary alternatives are merged.
+The linear relaxation of an alternative of m literals is their sum - (m - 1): the fewer literals, the tighter. So
+literals that the problem's rules imply are dropped (any recomputed group implies its wrapped region, and the groups
+that it requires), and complementary alternatives are merged.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ FALSE: Term = frozenset()
 
 
 class Variables:
-    """The variables of a problem's decisions, and the way between these and those.
+    """The 0/1 variables of a problem's decisions, and conversions in both directions.
 
     Args:
         problem: not changed.
 
     Attributes:
-        n_choices: variables of groups; those of the regions come after.
-        count: all of them.
+        n_choices: number of group variables; the regions' variables come after them.
+        count: number of all variables.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -49,14 +48,14 @@ class Variables:
         self._several = np.flatnonzero(~self._two).tolist()
 
     def literal(self, literal: Literal) -> int:
-        """The variable's literal that says the same."""
+        """The equivalent literal of a variable."""
         first = int(self._first[literal.group]) + 1
         if len(self._groups[literal.group].options) > 2:
             return first + literal.option if literal.positive else -first - literal.option
         return first if (literal.option == RECOMPUTE) is literal.positive else -first
 
     def wrapped(self, region: int) -> int:
-        """The literal of a wrapped region."""
+        """The literal "region is wrapped"."""
         return self.n_choices + region + 1
 
     def several(self) -> Iterator[tuple[int, list[int]]]:
@@ -79,19 +78,20 @@ class Variables:
         return values
 
     def not_saved(self, values: np.ndarray) -> np.ndarray:
-        """How far each group is not saved, from 0 to 1: float per group."""
+        """The fraction to which each group is not saved: float per group, from 0 to 1."""
         shares = values[self._first]
         shares[self._several] = 1 - shares[self._several]
         return shares
 
     def regions(self, values: np.ndarray) -> np.ndarray:
-        """How far each region is wrapped."""
+        """The fraction to which each region is wrapped: float per region, from 0 to 1."""
         return values[self.n_choices :]
 
     def rounded(self, values: np.ndarray, not_saved: np.ndarray) -> np.ndarray:
-        """Decisions: where a group is not to be saved, the other option that has the largest part.
+        """Round to decisions: a group in `not_saved` takes its largest option other than to save.
 
         Args:
+            values: float per variable.
             not_saved: bool per group.
         """
         decisions = not_saved.astype(np.int8)
@@ -104,15 +104,15 @@ class Variables:
 
 
 class Algebra:
-    """What follows from what in every permitted decision of a problem, and the simplification that it allows.
+    """Implications between literals that hold in every permitted decision, and simplification by them.
 
     Args:
         problem: its groups' refusals, requires and same_as, and their regions.
 
     Attributes:
         variables: the problem's.
-        twin: for each variable of a group the first of those that are always equal to it.
-        never: the literals that no permitted decision makes true.
+        twin: for each group variable the first variable that always equals it.
+        never: literals that are false in every permitted decision.
 
     Raises:
         ValueError: no decision is permitted.
@@ -136,13 +136,13 @@ class Algebra:
         self.never = self._impossible(problem)
 
     def _impossible(self, problem: Problem) -> set[int]:
-        """The literals from which a refused one follows, or with which nothing is left to choose."""
+        """Literals that imply a refused one, or leave a group without an option."""
         refused = {
             self.variables.literal(Literal(g, refusal.option))
             for g, group in enumerate(problem.groups)
             for refusal in group.refusals
         }
-        # A group of one option has a variable, too, that says "takes the second".
+        # A group of one option has the variable "takes the second", too.
         one = (g for g, group in enumerate(self._groups) if len(group.options) == 1)
         refused |= {-self.variables.literal(Literal(g, SAVE)) for g in one}
         never: set[int] = set()
@@ -173,24 +173,24 @@ class Algebra:
         return [o for o in options if self.literal(Literal(group, o)) not in self.never]
 
     def literal(self, literal: Literal) -> int:
-        """The literal of a variable, of the first of its twins."""
+        """The literal on the first variable among its twins."""
         return self._representative(self.variables.literal(literal))
 
     def brings(self, variable: int) -> set[int]:
-        """The literals that follow from a group's variable being true, its own and those of its options left out."""
+        """Literals that a true group variable implies, except its own and those of the group's other options."""
         literal = variable + 1
         own = {self._representative(other) for other in self._own.get(literal, ())}
         found = {self._representative(other) for other in self._implied[literal]}
         return found - own - {self._representative(literal)}
 
     def alternative(self, *conditions: Condition) -> Alternative | None:
-        """All of the conditions, without redundant literals; None if they cannot hold together."""
+        """The conjunction of conditions without redundant literals; None if it is unsatisfiable."""
         literals = {self.literal(literal) for condition in conditions for literal in condition.literals}
         literals |= {self.variables.wrapped(c.wrapped) for c in conditions if c.wrapped >= 0}
         return self._without_redundant(literals)
 
     def term(self, alternatives: Iterable[Alternative | None]) -> Term:
-        """One of the alternatives (None: impossible), merged and without those that others cover."""
+        """The disjunction of alternatives (None: impossible), merged, without those that others cover."""
         found = sorted({a for a in alternatives if a is not None}, key=lambda a: (len(a), sorted(a)))
         changed = True
         while changed:
@@ -199,9 +199,9 @@ class Algebra:
         return frozenset(found)
 
     def joined(self, term: Term, alternative: Alternative | None) -> Term:
-        """The term, or this alternative (None: impossible); both already without what is redundant in them.
+        """The disjunction of a term and an alternative (None: impossible), both already simplified.
 
-        The same as `term` of them all, but it takes one look at each of them, not at each pair.
+        Same result as `term` of all of them, in linear instead of quadratic time.
         """
         if alternative is None:
             return term
@@ -215,7 +215,7 @@ class Algebra:
         return term | {alternative}
 
     def _representative(self, literal: int) -> int:
-        """The literal of the twin."""
+        """The same literal on the variable's twin."""
         if abs(literal) > self.variables.n_choices:
             return literal
         twin = self.twin[abs(literal) - 1] + 1
@@ -227,7 +227,7 @@ class Algebra:
         return set().union(*(self._implied[literal] for literal in literals))
 
     def _without_redundant(self, literals: set[int]) -> Alternative | None:
-        """Drop what follows from the rest; None if there is a contradiction."""
+        """Drop literals that the rest implies; None on a contradiction."""
         implied = self._all_implied(literals)
         if any(-literal in implied or literal in self.never for literal in implied):
             return None
@@ -238,7 +238,7 @@ class Algebra:
         return frozenset(literals)
 
     def _without_covered(self, alternatives: list[Alternative]) -> list[Alternative]:
-        """Drop each alternative from which another one, that stays, follows."""
+        """Drop each alternative that implies another remaining one."""
         staying = list(alternatives)
         for alternative in reversed(alternatives):
             implied = self._all_implied(alternative)
@@ -247,7 +247,7 @@ class Algebra:
         return staying
 
     def _merge_one(self, alternatives: list[Alternative]) -> bool:
-        """Replace, in place, (l and X) by X where there is (not l and Y) and Y follows from X."""
+        """Replace in place one (l and X) by X if (not l and Y) exists and X implies Y; return whether one was found."""
         for index, alternative in enumerate(alternatives):
             for literal in sorted(alternative):
                 rest = alternative - {literal}
@@ -259,7 +259,7 @@ class Algebra:
 
 
 def _implications(problem: Problem, variables: Variables) -> dict[int, set[int]]:
-    """For each literal those that follow from it at once, both ways round (a -> b, and not b -> not a)."""
+    """Direct implications of each literal, with their contrapositives (a -> b, and not b -> not a)."""
     edges: dict[int, set[int]] = {}
     for variable in range(1, variables.count + 1):
         edges[variable], edges[-variable] = set(), set()
@@ -288,7 +288,7 @@ def _implications(problem: Problem, variables: Variables) -> dict[int, set[int]]
 
 
 def _contradiction(problem: Problem, variables: Variables, literal: int) -> str:
-    """What cannot be decided, in words."""
+    """Message for a group or region that no decision satisfies."""
     for index, group in enumerate(problem.groups):
         numbers = {abs(variables.literal(Literal(index, option))) for option in range(len(group.options))}
         if literal in numbers:
@@ -300,7 +300,7 @@ def _contradiction(problem: Problem, variables: Variables, literal: int) -> str:
 
 
 def brought_along(groups: Iterable[DecisionGroup]) -> list[set[int]]:
-    """For each group those that must be recomputed if it is, itself included; for groups of two options."""
+    """For each group the groups that must be recomputed with it, itself included. Only for groups of two options."""
     groups = list(groups)
     edges: dict[int, set[int]] = {index: set() for index in range(len(groups))}
     for index, group in enumerate(groups):
@@ -313,7 +313,7 @@ def brought_along(groups: Iterable[DecisionGroup]) -> list[set[int]]:
 
 
 def _reachable(start: int, edges: dict[int, set[int]]) -> set[int]:
-    """All that can be reached along the edges, the start included."""
+    """All nodes reachable along the edges, the start included."""
     seen, frontier = {start}, [start]
     while frontier:
         fresh = edges[frontier.pop()] - seen

@@ -1,4 +1,4 @@
-"""The integer program, with memory rows added where they turn out to be needed. See docs/integer-program.md."""
+"""The integer program, with memory rows added lazily. See docs/integer-program.md."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from autoac_solver.problem.problem import SAVE, Literal, Problem
 _COST_RANGE = 1e4
 """The objective's scale, the sum of all costs: solvers work to absolute tolerances of about 1e-6."""
 _TOLERANCE = 1e-5
-"""By how much a solver may break a memory row."""
+"""Violation of a memory row that a solver may leave."""
 _SLACK = 1e-7
-"""What memory rows allow beyond the budget, lest rounding errors (CBC reads 13 digits) cut off a plan that meets it to
-the byte. The simulator finds plans that slip through, and covers forbid them."""
+"""Slack of memory rows, so that rounding errors (CBC reads 13 digits) do not cut off a plan that meets the budget to
+the byte. The simulator catches plans that exceed the budget within this slack, and covers forbid them."""
 _PEAK = 0
-"""The peak's key among variables; the key of any other variable is its positive literal."""
+"""The key of the peak's variable; the key of any other variable is its positive literal."""
 
 
 class Formulation:
-    """Decisions, rules and costs of a problem, and memory rows at some positions.
+    """The integer program of a problem: decisions, rules, costs, and memory rows at some positions.
 
     Args:
         problem: not changed.
         algebra, memory: the problem's.
-        budget_bytes: what the memory rows allow; None minimises the peak instead of the time.
-        minimise_time: False looks for any plan within the budget.
+        budget_bytes: right-hand side of the memory rows; None minimises the peak instead of the time.
+        minimise_time: False accepts any plan within the budget.
 
     Attributes:
         minimise_time: whether the objective is the time.
-        program: for the solver.
-        positions: those that have a memory row.
-        is_split: only a part of all plans is allowed, see `split`.
-        impossible: a row, left out of the program, cannot be met whatever is decided.
-        cost_per_s: units of the objective in a second.
-        constant_s: seconds to be added to the objective: the penalty of hints if nothing is recomputed.
-        unit_bytes: the bytes that count as 1 in the memory rows.
+        program: input of the solver.
+        positions: positions that have a memory row.
+        is_split: only a subset of the plans is allowed, see `split`.
+        impossible: some row, left out of the program, holds under no decisions.
+        cost_per_s: units of the objective per second.
+        constant_s: constant term of the objective in seconds: the penalty of hints if nothing is recomputed.
+        unit_bytes: bytes per unit in the memory rows.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class Formulation:
         self.program.model.setObjective(pulp.LpAffineExpression(objective))
 
     def decisions(self, values: np.ndarray) -> np.ndarray:
-        """A float per variable of groups and regions, from the solver's values."""
+        """The solver's values of the group and region variables."""
         algebra = self._algebra
         choices = [self._column[twin + 1] for twin in algebra.twin]
         regions = [self._column[algebra.variables.wrapped(k)] for k in range(len(self._problem.regions))]
         return values[choices + regions]
 
     def seconds(self, objective: float) -> float:
-        """The seconds that an objective stands for."""
+        """An objective value in seconds."""
         return objective / self.cost_per_s + self.constant_s
 
     def point(self, decisions: np.ndarray) -> np.ndarray:
-        """The solver's values that stand for decisions of 0 and 1. Only for programs with a budget."""
+        """The solver's values for integer decisions. Only for programs with a budget."""
         truth = self._memory.evaluate(decisions)
         values = np.zeros(len(self.program.variables))
         values[list(self._column.values())] = truth[np.array(list(self._column)) - 1]
@@ -98,17 +98,17 @@ class Formulation:
         return values
 
     def allows(self, peak_bytes: int) -> bool:
-        """Whether a plan of this peak is a solution."""
+        """Whether a plan with this peak is feasible."""
         return self._budget_bytes is not None and peak_bytes <= self._budget_bytes
 
     def limit_bytes(self, values: np.ndarray) -> float:
-        """The bytes that a solution claims not to exceed: the budget, or the peak that it found plus a tolerance."""
+        """Upper limit of a solution's live bytes: the budget, or the solution's peak plus a tolerance."""
         if self._budget_bytes is not None:
             return self._budget_bytes
         return self._problem.resident_bytes + (values[self._column[_PEAK]] + _TOLERANCE) * self.unit_bytes
 
     def add_rows(self, positions: Iterable[int]) -> bool:
-        """Add the memory rows of positions that have none yet; tell whether there were any."""
+        """Add memory rows at positions that have none yet; return whether there were any."""
         new = sorted(set(positions) - self.positions)
         for position in new:
             self._add_memory_row(self._memory.row(position))
@@ -118,12 +118,12 @@ class Formulation:
     def add_covers(self, positions: Iterable[int], decisions: np.ndarray) -> None:
         """Forbid decisions that exceed the budget at positions by less than the solver's tolerance.
 
-        The cover at a position is the shortest list of true literals, the largest first, that together exceed the
-        budget. Fewer than its length may be true among its literals and all others at least as large as its largest.
-        The coefficients are ones, so no tolerance lets the same decisions pass again.
+        The cover at a position is the shortest list of true literals, by decreasing bytes, whose sum exceeds the
+        budget. The row extends it by all literals at least as large as its largest, and lets fewer literals be true
+        than the cover is long. All coefficients are 1, so no tolerance admits the same decisions again.
 
         Args:
-            positions: where the budget is exceeded although there is a row.
+            positions: where the budget is exceeded in spite of a memory row.
             decisions: 0 or 1 per variable of groups and regions.
         """
         truth = np.append(0.0, self._memory.evaluate(decisions)) > 0.5
@@ -140,9 +140,9 @@ class Formulation:
 
     @contextmanager
     def split(self, regions: Sequence[int], least: int, most: int) -> Iterator[None]:
-        """Context in which only plans are allowed that wrap from `least` to `most` of these regions.
+        """Context that allows only plans in which `least` to `most` of these regions are wrapped.
 
-        Such contexts do not nest. Memory rows that are added in one stay: they hold for all plans.
+        Contexts do not nest. Memory rows added inside one remain: they are valid for all plans.
         """
         assert not self.is_split
         literals = tuple(self._algebra.variables.wrapped(region) for region in regions)
@@ -163,7 +163,7 @@ class Formulation:
             variable.lowBound, variable.upBound, self.is_split = 0.0, float(len(regions)), False
 
     def _add_decisions(self) -> None:
-        """A binary variable for each choice, shared by groups decided alike; one for each region follows from them."""
+        """Add a binary variable per choice, shared by twins, and a continuous one per region, implied by them."""
         variables = self._algebra.variables
         for choice in sorted(set(self._algebra.twin)):
             self._add_variable(choice + 1, f"r{choice}", 1.0, pulp.LpInteger)
@@ -176,7 +176,7 @@ class Formulation:
                 self._variable(-literal).lowBound = 1.0
 
     def _add_rules(self) -> None:
-        """r <= each literal that r requires (groups, and its region wrapped); one option of several is taken."""
+        """Add r <= each literal that r requires (groups, its region wrapped), and one-option-per-group rows."""
         for choice in sorted(set(self._algebra.twin)):
             if choice + 1 not in self._algebra.never:
                 for brought in sorted(self._algebra.brings(choice)):
@@ -185,7 +185,7 @@ class Formulation:
             self._add_row([(literal, 1.0) for literal in literals], pulp.LpConstraintEQ, 1)
 
     def _several(self) -> set[tuple[int, ...]]:
-        """The literals of the options of each group that has more than two, once for those decided alike."""
+        """The option literals of each group of more than two options; twins once."""
         twin = self._algebra.twin
         return {
             tuple(twin[literal - 1] + 1 for literal in literals)
@@ -193,7 +193,7 @@ class Formulation:
         }
 
     def _costs(self) -> list[tuple[pulp.LpVariable, float]]:
-        """The seconds of each decision, hints included, in units of the objective."""
+        """The cost of each decision, hints included, in units of the objective."""
         algebra, costs = self._algebra, dict[int, float]()
         for index, group in enumerate(self._problem.groups):
             saving = group.options[SAVE]
@@ -202,7 +202,7 @@ class Formulation:
                 if len(group.options) > 2:
                     cost_s = option.time_s + option.hint_s
                 elif number == SAVE:
-                    continue  # its hint is in `constant_s`, and subtracted from the other option
+                    continue  # Its hint is in `constant_s`, and is subtracted from the other option.
                 else:
                     cost_s = option.time_s + (option.hint_s - saving.hint_s)
                 costs[literal] = costs.get(literal, 0.0) + cost_s * self.cost_per_s
@@ -211,7 +211,7 @@ class Formulation:
         return [(self._variable(literal), cost) for literal, cost in costs.items()]
 
     def _add_memory_row(self, row: MemoryRow) -> None:
-        """Live bytes at a position are at most the budget, or the peak."""
+        """Add the row: live bytes at a position <= budget, or <= peak."""
         terms = list(zip(row.literals.tolist(), (row.bytes / self.unit_bytes).tolist(), strict=True))
         if self._budget_bytes is None:
             left = self._problem.resident_bytes - row.constant_bytes
@@ -222,14 +222,14 @@ class Formulation:
             self._add_row(terms, pulp.LpConstraintLE, self._left_bytes(row) / self.unit_bytes + _SLACK)
 
     def _left_bytes(self, row: MemoryRow) -> int:
-        """The most bytes to which a row's true literals may add up, rounded down to a multiple of their divisor."""
+        """Bytes that a row's true literals may sum to, rounded down to a multiple of the greatest common divisor."""
         assert self._budget_bytes is not None
         left = self._budget_bytes - row.constant_bytes
         step = int(np.gcd.reduce(row.bytes)) if len(row.bytes) else 1
         return left // step * step
 
     def _add_row(self, terms: Iterable[tuple[int, float]], sense: int, right: float) -> None:
-        """sum(coefficient * literal) <=, = or >= right, where a negative literal is 1 - its variable."""
+        """Add sum(coefficient * literal) <=, = or >= right, where a negative literal is 1 - its variable."""
         linear = []
         for literal, coefficient in terms:
             if literal < 0:
@@ -239,7 +239,7 @@ class Formulation:
         self.program.model.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(linear), sense, rhs=right))
 
     def _variable(self, literal: int) -> pulp.LpVariable:
-        """The variable of a positive literal; an auxiliary variable is added when it is first asked for."""
+        """The variable of a positive literal; auxiliary variables are added at first use."""
         if literal not in self._column:
             self._add_variable(literal, f"y{literal}", 1.0)
             for alternative in sorted(map(sorted, self._memory.auxiliary_term(literal))):
@@ -250,6 +250,6 @@ class Formulation:
     def _add_variable(
         self, literal: int, name: str, upper: float | None, kind: str = pulp.LpContinuous
     ) -> None:
-        """A new column, from 0."""
+        """Add a column with lower bound 0."""
         self._column[literal] = len(self.program.variables)
         self.program.variables.append(self.program.model.add_variable(name, 0.0, upper, kind))

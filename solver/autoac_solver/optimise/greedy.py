@@ -1,9 +1,8 @@
-"""A plan without a solver: keep first what saves the most seconds per byte.
+"""Greedy plans without a solver: save values in order of seconds saved per byte.
 
-What one would write in an afternoon, and what the integer program has to beat. It has the same problem, the same
-simulator and the same regions as the solver's plan. It starts with everything recomputed and goes through the values
-in order of the seconds that keeping them saves for each of their bytes; a value stays kept if the peak is then within
-the budget (or, as long as it is not yet, no higher than before). It goes round until nothing more can be kept.
+The baseline that the integer program has to beat, on the same problem, simulator and regions. It starts with everything
+recomputed and tries to save values by decreasing seconds saved per byte. A value stays saved if the peak is then within
+the budget (or, while it is still above the budget, does not rise). It repeats until no more values can be saved.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from autoac_solver.problem.simulator import Simulator
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Groups that are saved together, for one of them is and the others require it; and who tells what that changes."""
+    """A group with all groups that require it, saved together, and a simulator of the affected lifetimes."""
 
     groups: np.ndarray
     part: Simulator
@@ -29,7 +28,7 @@ class Greedy:
     """Greedy plans of one problem, for several budgets.
 
     Args:
-        simulator: the problem's. Of its groups' options the first two are looked at.
+        simulator: the problem's. Only the first two options of each group are considered.
     """
 
     def __init__(self, simulator: Simulator) -> None:
@@ -46,10 +45,10 @@ class Greedy:
         self._moves = [self._move(needs[group]) for group in self._order(problem, needs)]
 
     def plan(self, budget_bytes: int, start: np.ndarray | None = None) -> np.ndarray | None:
-        """The option of each group; None if it does not come down to the budget.
+        """The option of each group; None if the peak stays above the budget.
 
         Args:
-            start: permitted decisions to begin with instead of everything recomputed.
+            start: permitted decisions to start from; None: everything recomputed.
         """
         decisions = (self._everything if start is None else start).copy()
         live_bytes = self.simulator.live_bytes(decisions)
@@ -67,10 +66,10 @@ class Greedy:
         return decisions if live_bytes.max() <= budget_bytes else None
 
     def _order(self, problem: Problem, needs: list[list[int]]) -> list[int]:
-        """Groups that may be recomputed, by seconds per byte, the most first; of equal ones the first in the step."""
+        """Groups that may be recomputed, by decreasing seconds per byte; ties in the order of the step."""
         size = np.zeros(len(problem.groups))
         for lifetime in problem.lifetimes:
-            # A value's second life, or, of the log-probabilities of a loss, the only one.
+            # A value's second lifetime; for a loss's log-probabilities the only one.
             if lifetime.storage >= 0 and lifetime.exists.literals:
                 size[max(literal.group for literal in lifetime.exists.literals)] += lifetime.bytes
         time_s = np.array([group.options[-1].time_s for group in problem.groups])

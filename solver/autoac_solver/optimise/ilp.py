@@ -1,4 +1,4 @@
-"""Solves a problem: the plan that adds the least time within a budget, and the plan with the least peak."""
+"""Solve a problem: the plan that adds the least time within a budget, and the plan with the least peak."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeErro
 from autoac_solver.records.format import format_bytes, format_seconds
 
 _GREEDY_S = 5.0
-"""Seconds that must be left for a greedy plan, which nobody stops once it has begun."""
+"""A greedy plan starts only if this many seconds are left, because it cannot be interrupted."""
 
 _MOST_PATHS = 4
-"""How often prices are taken from another path."""
+"""Most searches with prices of another path."""
 _LEAST_SHARE = 0.5
-"""What must be left of the time, as a share of what has passed, for another search."""
+"""Another search starts only if the time left is at least this share of the time spent."""
 
 
 class RuledOut(Exception):
-    """No plan is within the budget; what would be was not asked for."""
+    """No plan is within the budget, and the least budget was not requested."""
 
 
 def solve(
@@ -44,18 +44,19 @@ def solve(
     rough: bool = False,
     find_minimum: bool = True,
 ) -> Solution:
-    """The plan that adds the least time to the step among those whose peak is within a budget.
+    """Find the plan that adds the least time to the step with its peak within a budget.
 
     Args:
-        problem: not changed. To solve it for several budgets, pass one `Prepared(problem)`: they share the work.
-        budget_bytes: for the peak, resident bytes included.
-        gap: how far from the least time it may be, as a fraction of the step's time.
-        time_limit_s: for everything together; kept to within a second.
+        problem: not changed. To solve it for several budgets, pass one `Prepared(problem)`: they share the setup.
+        budget_bytes: limit of the peak, resident bytes included.
+        gap: accepted distance from the least time, as a fraction of the step's time.
+        time_limit_s: total time limit; kept to within a second.
         solver: "highs", "cbc" or "auto".
-        start: the option of each group to begin with; the solution is not worse. Ignored if they break the budget.
-        progress: is called after each program solved.
-        rough: leave out the integer program if linear ones have led to a plan; the gap may then be larger than asked.
-        find_minimum: find out what budget would do if this one does not.
+        start: decisions to start from, the option of each group; the solution is not worse. Ignored if its peak exceeds
+            the budget.
+        progress: called after each program solved.
+        rough: skip the integer program if linear programs led to a plan; the gap may then be larger than requested.
+        find_minimum: if the budget is infeasible, find the least budget.
 
     Returns:
         The best plan found, its peak recounted by the simulator; `status` says whether the gap was closed.
@@ -63,7 +64,7 @@ def solve(
     Raises:
         InfeasibleBudgetError: no plan is within the budget.
         RuledOut: the same, without `find_minimum`.
-        NoPlanInTimeError: none was found in time.
+        NoPlanInTimeError: no plan was found in time.
     """
     task = Task(problem, time_limit_s, solver, start, progress)
     found = _LeastTime(task, budget_bytes, gap, find_minimum).solve(rough)
@@ -75,7 +76,7 @@ def solve(
 
 
 def _along_other_paths(task: Task, found: Solution, budget_bytes: int, gap: float, solver: str) -> Solution:
-    """The same search with prices of the found plan's longest path, while that helps; see `priced`."""
+    """Repeat the search with prices of the plan's longest path while plan or bound improve; see `priced`."""
     rounds, step_s = found.rounds, task.problem.step_s
     for _ in range(_MOST_PATHS):
         if found.status == "optimal" or task.left_s() < _LEAST_SHARE * task.elapsed_s():
@@ -102,23 +103,23 @@ def minimum_peak(
     start: Decisions | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """A plan with the least peak; among those it need not be the fastest.
+    """Find a plan with the least peak; it need not be the fastest of those.
 
     Args:
         problem, time_limit_s, solver, start, progress: as in `solve`.
 
     Returns:
-        The plan; "optimal" means that no plan has a peak of even one byte less. It proves nothing about time, so
+        The plan; "optimal" means that no plan has a lower peak, not by a single byte. Nothing is proved about time, so
         `bound_s` is 0.
     """
     return _LeastPeak(Task(problem, time_limit_s, solver, start, progress)).solve()
 
 
 class _LeastTime(Search):
-    """The plan that adds the least time within a budget.
+    """Search for the plan that adds the least time within a budget.
 
     Args:
-        task: the problem and the means.
+        task: the problem, solver and clock.
         budget_bytes, gap, find_minimum: as in `solve`.
     """
 
@@ -151,7 +152,7 @@ class _LeastTime(Search):
         return self._solution()
 
     def _solve(self, formulation: Formulation, rough: bool) -> None:
-        """The relaxation, what is near it, its two halves, and the integer program if that leaves a gap."""
+        """Solve the relaxation, plans near it, its two halves, and the integer program if a gap remains."""
         outcome = self.relax(formulation)
         if outcome.values is not None:
             self._thin_out(formulation.decisions(outcome.values))
@@ -168,11 +169,11 @@ class _LeastTime(Search):
             self._find_minimum()
 
     def _reach(self, formulation: Formulation) -> str:
-        """Look for any plan within the budget, however slow, and keep more in it.
+        """Find any plan within the budget, however slow, then save more values in it.
 
-        Roundings on the way to the least peak get there within a few linear programs where those on the way to the
-        least time do not, for they recompute too little; if they do not either, any plan takes fewer rounds than the
-        fastest one.
+        Roundings of relaxations that minimise time recompute too little. Roundings of those that minimise the peak
+        usually reach the budget within a few linear programs. If they do not, finding any plan takes fewer rounds than
+        finding the fastest one.
 
         Returns:
             As `find`.
@@ -199,11 +200,11 @@ class _LeastTime(Search):
         return "found"
 
     def _split(self, formulation: Formulation, values: np.ndarray) -> None:
-        """Where the relaxation wraps 12.5 of many equal regions: relax at most 12 of them, and at least 13.
+        """If the relaxation wraps 12.5 of many equal regions, solve it with at most 12 of them, and with at least 13.
 
-        Every plan lies in one of the halves, so what is out of reach in both is out of reach; and in each, wrapping is
-        paid a whole number of times. Solvers branch on single regions, which says nothing while there is another one
-        like it.
+        Every plan lies in one of the halves, so the smaller of the two bounds holds for all plans. In each half,
+        wrapping is paid a whole number of times. Solvers branch on single regions, which improves no bound while an
+        equal region can take its place.
         """
         wrapped = self.task.variables.regions(values)
         regions = self._equal_regions_in_part(wrapped)
@@ -214,20 +215,20 @@ class _LeastTime(Search):
             with formulation.split(regions, least, most):
                 outcome = self.relax(formulation)
             if outcome.status == "stopped":
-                return  # the bound of one half alone holds for no more than that
-            bounds_s.append(formulation.seconds(outcome.bound))  # infinite if there is nothing in this half
+                return  # One half's bound does not hold for the other half.
+            bounds_s.append(formulation.seconds(outcome.bound))  # Infinite if this half is infeasible.
             if outcome.values is not None and not self._is_enough(bounds_s[-1]):
                 self._thin_out(formulation.decisions(outcome.values))
-        # The best plan is in one of them: that there is nothing in both can only be a rounding error.
+        # A plan is known, so two infeasible halves can only be a rounding error.
         if math.isfinite(min(bounds_s)):
             self.bound_s = max(self.bound_s, min(bounds_s))
         self.tell("relaxation", formulation)
 
     def _equal_regions_in_part(self, wrapped: np.ndarray) -> list[int] | None:
-        """The regions to count in `_split`: equally costly to wrap, and together not wrapped a whole number of times.
+        """The regions that `_split` counts: of equal wrapping cost, and with a fractional number of them wrapped.
 
-        Of several such groups the one where the difference to a whole number costs most, None if there is none. Any
-        group would do for the bound, so costs need not be equal to the last digit.
+        Among several such sets, the one whose distance from a whole number costs most; None if there is none. The bound
+        is valid for any set, so costs are compared to three digits only.
         """
         wrap_s = np.array([float(f"{region.wrap_s:.3g}") for region in self.task.problem.regions])
         found, most_s = None, 0.0
@@ -240,10 +241,10 @@ class _LeastTime(Search):
         return found
 
     def _thin_out(self, values: np.ndarray) -> None:
-        """Save nothing that the relaxation does not save wholly, then take back what can be, regions first.
+        """Recompute every group that the relaxation recomputes at all, then save groups again, whole regions first.
 
-        Equal layers make it recompute a little in each, and pay a little of each wrapping, where a plan recomputes more
-        in some; roundings do not find those.
+        With equal layers the relaxation recomputes a fraction in each and pays a fraction of each wrapping. A plan
+        recomputes more in a few of them; roundings do not find such plans.
         """
         variables = self.task.variables
         not_saved = variables.not_saved(values)
@@ -256,7 +257,7 @@ class _LeastTime(Search):
             fitting = self._fits(thinner) or fitting
 
     def _partly_saved(self, not_saved: np.ndarray, regions: np.ndarray) -> Iterator[np.ndarray]:
-        """The groups of each fractional region, then each fractional group; first what the relaxation wants least."""
+        """The groups of each fractional region, then each fractional group, by increasing relaxation value."""
         groups = self.task.problem.groups
         region_of = np.array([group.region for group in groups])
         for region in np.argsort(regions, kind="stable"):
@@ -268,18 +269,22 @@ class _LeastTime(Search):
                 yield np.array([group])
 
     def _fits(self, decisions: np.ndarray) -> Plan | None:
-        """The plan of decisions if they are permitted and within the budget."""
+        """The plan if the decisions are permitted and within the budget, else None."""
         plan = self.consider(decisions)
         return plan if plan is not None and plan.timeline.peak_bytes <= self._budget_bytes else None
 
     def _find_minimum(self) -> None:
-        """No plan fits, says the solver: find out what would."""
+        """Find the least budget after the solver found the budget infeasible.
+
+        Raises:
+            InfeasibleBudgetError: unless the plan of the least peak is within the budget.
+        """
         search = _LeastPeak(self.task)
         if self.lowest is not None:
             search.consider(self.lowest.decisions)
         least = search.solve()
         assert search.lowest is not None
-        # Only if the solver was wrong by a rounding error is there a plan after all; then it is as good as any.
+        # A plan within the budget exists only if the solver made a rounding error; then it is the result.
         if self.consider(search.lowest.decisions) is None or self.best is None:
             raise InfeasibleBudgetError(
                 budget_bytes=self._budget_bytes,
@@ -290,11 +295,11 @@ class _LeastTime(Search):
             )
 
     def _closed(self) -> bool:
-        """Whether the best plan is proved to be within the gap."""
+        """Whether the best plan is proved to be within the requested gap."""
         return self._is_enough(self.bound_s)
 
     def _is_enough(self, bound_s: float) -> bool:
-        """Whether no plan that takes at least so long is faster than the best one by more than the gap."""
+        """Whether a lower bound proves the best plan to be within the requested gap."""
         if self.best is None:
             return False
         return self.best.timeline.objective_s - bound_s <= self._gap_s + CLOSED * self.task.problem.step_s
@@ -312,10 +317,10 @@ class _LeastTime(Search):
 
 
 class _LeastPeak(Search):
-    """A plan with the least peak.
+    """Search for a plan with the least peak.
 
     Args:
-        task: the problem and the means.
+        task: the problem, solver and clock.
     """
 
     def is_better(self, plan: Plan) -> bool:
@@ -330,29 +335,29 @@ class _LeastPeak(Search):
         formulation = self.task.formulate(None)
         formulation.add_rows(self.near_peak())
         outcome = self.relax(formulation)
-        if self.best is None:  # groups of several options may require of each other what no simple plan has
+        if self.best is None:  # The requirements of groups of several options can rule out every simple plan.
             self.find(formulation, "least peak")
         floor_bytes = 0 if outcome.values is None else int(formulation.limit_bytes(outcome.values))
         proven = self._close_in(formulation.positions, floor_bytes)
         return self.task.solution(self._plan(), proven=proven, bound_s=0.0)
 
     def _plan(self) -> Plan:
-        """The best plan; recomputing nothing that need not be is always one."""
+        """The best plan; there is always one, such as recomputing as little as permitted."""
         assert self.best is not None
         return self.best
 
     def _close_in(self, positions: set[int], floor_bytes: int) -> bool:
-        """Look for a plan of one byte less; while there is one, look half-way down, and for one byte less again.
+        """Bisect between the best peak and a floor, and prove that one byte below the best peak is infeasible.
 
-        The peak as an objective would do in one go, but solvers see far less in it than in a budget: that there is no
-        plan within one byte less often takes them no search at all.
+        Minimising the peak would take a single program, but solvers handle a peak in the objective much worse than a
+        budget: they often refute a budget of one byte less in presolve, without any search.
 
         Args:
-            positions: to begin with rows at.
-            floor_bytes: the least peak is hardly below; an estimate, proofs do not rest on it.
+            positions: where memory rows are added first.
+            floor_bytes: estimate below the least peak; no proof depends on it.
 
         Returns:
-            Whether the best plan was proved to be that in time.
+            Whether the best plan was proved to have the least peak in time.
         """
         aim_bytes = self._plan().timeline.peak_bytes - 1
         while self.task.in_time():

@@ -1,9 +1,9 @@
-"""Live bytes as a linear function of the decisions, position by position: what the ILP's memory rows are made of.
+"""Live bytes as a linear function of the decisions at each position, for the ILP's memory rows.
 
-A lifetime falls into segments between the ends of its extensions; in each segment it is alive under one term. A term
-of one literal is linear as it stands. Any other gets an auxiliary variable y in [0, 1], the same wherever the term
-occurs, with a row y >= sum(literals) - (m - 1) for each alternative of m literals. Less memory is never worse, so y
-settles at the truth wherever the decisions are whole numbers.
+The ends of its extensions cut a lifetime into segments; in each segment it is alive under one term. A term of one
+literal is linear. Any other term gets one auxiliary variable y in [0, 1], shared by all its occurrences, with a row
+y >= sum(literals) - (m - 1) for each alternative of m literals. Less memory is never worse, so at integer decisions y
+takes the term's truth value.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class MemoryRow:
     """Live bytes at one position: `constant_bytes` plus the bytes of all literals that are true.
 
     Args:
-        constant_bytes: alive whatever is decided.
-        literals: int64 array, see `conditions`; each variable occurs at most once.
+        constant_bytes: alive under all decisions.
+        literals: int64 array, see `optimise.algebra`; each variable occurs at most once.
         bytes: int64 array, positive, one for each literal.
     """
 
@@ -57,7 +57,7 @@ class MemoryModel:
         self._index_alternatives()
 
     def row(self, position: int) -> MemoryRow:
-        """What is alive at a position, exact to the byte; both cases of a decision are offset against each other."""
+        """Live bytes at a position, exact to the byte; opposite literals of a variable are netted."""
         alive = (self._start <= position) & (position < self._end) & (self._literal != _ALWAYS_ALIVE)
         variables, where = np.unique(np.abs(self._literal[alive]), return_inverse=True)
         if_true, if_false = np.zeros((2, len(variables)), dtype=np.int64)
@@ -86,18 +86,18 @@ class MemoryModel:
         return np.concatenate([decisions, auxiliary])
 
     def live_bytes(self, values: np.ndarray) -> np.ndarray:
-        """Float per position: live bytes at given values of all variables."""
+        """Live bytes at given values of all variables: float per position."""
         value = np.append(1.0, values)[np.abs(self._literal)]
         share = np.where(self._literal < 0, 1 - value, value)
         share[self._literal == _ALWAYS_ALIVE] = 0
         return self._constant + self._live(self._bytes * share)
 
     def auxiliary_term(self, literal: int) -> Term:
-        """What the auxiliary variable of a positive literal stands for."""
+        """The term of an auxiliary variable, given as a positive literal."""
         return self._auxiliary[literal - 1 - self._algebra.variables.count]
 
     def _live(self, piece_bytes: np.ndarray) -> np.ndarray:
-        """Sum per position of an amount for each piece."""
+        """Sum over the pieces alive at each position."""
         change = np.zeros(self._n_positions + 1, dtype=piece_bytes.dtype)
         np.add.at(change, self._start, piece_bytes)
         np.subtract.at(change, self._end, piece_bytes)
@@ -107,7 +107,7 @@ class MemoryModel:
         """(start, end, bytes, literal) of a lifetime's segments."""
         if not lifetime.bytes:
             return
-        # Up to its own end a lifetime needs no extension, from there on any of those that last.
+        # Before its own end a lifetime needs no extension; after it, any extension that ends later.
         lasting = sorted((e for e in lifetime.extensions if e.end > lifetime.end), key=lambda e: -e.end)
         segments = []
         term = FALSE
@@ -129,7 +129,7 @@ class MemoryModel:
         return self._alternatives[conditions]
 
     def _literal_of(self, term: Term) -> int | None:
-        """A term as one literal, if need be of a new auxiliary variable."""
+        """A term as one literal, of a new auxiliary variable if necessary; None if the term is false."""
         if term in (TRUE, FALSE):
             return _ALWAYS_ALIVE if term == TRUE else None
         if len(term) == 1 and len(next(iter(term))) == 1:

@@ -1,10 +1,10 @@
-"""The search for plans: programs with too few memory rows, solved and corrected until the simulator agrees.
+"""The search for plans: programs with few memory rows, solved and extended until the simulator agrees.
 
-Two searches are made of the same rounds. A program starts with memory rows at the positions where simple plans break
-the budget. First its linear relaxation is solved, and rows are added where the fractional solution breaks the budget,
-until it does so nowhere. Then the integer program is solved, and the simulator recounts what comes out; where it breaks
-the budget, rows are added and it is solved again. A program with some of the rows allows more than one with all of
-them, so its bound holds for the problem, and a plan that the simulator accepts is a plan.
+Two searches share the same rounds. A program starts with memory rows at the positions where simple plans exceed the
+budget. First its linear relaxation is solved, with rows added where the fractional solution exceeds the budget, until
+it exceeds it nowhere. Then the integer program is solved and the simulator recounts the solution; where that exceeds
+the budget, rows are added and the program is solved again. A program with a subset of the rows is a relaxation, so its
+bound holds for the problem, and any plan that the simulator accepts is feasible.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from autoac_solver.problem.solution import Solution
 from autoac_solver.problem.validate import validate
 
 _ROWS_A_ROUND = 128
-"""About how many memory rows are added at once, spread over the positions."""
+"""Approximate number of memory rows added per round, spread over the positions."""
 _ROUNDINGS = 12
-"""At how many thresholds a fractional solution is rounded."""
+"""Number of thresholds at which a fractional solution is rounded."""
 _NEAR_PEAK = 0.95
-"""Share of the peak, above the resident bytes, from which a position is worth a row when a low peak is looked for."""
+"""When minimising the peak, positions above this share of the peak (without resident bytes) get a memory row."""
 WHOLE = 1e-3
-"""How near to 0 or 1 a fractional decision counts as whole."""
+"""Fractional decisions this close to 0 or 1 count as integers."""
 
 
 Phase = Literal["relaxation", "reach", "plan", "least peak"]
@@ -40,12 +40,12 @@ Phase = Literal["relaxation", "reach", "plan", "least peak"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a search stands.
+    """Progress of a search.
 
     Args:
-        phase: what is being solved.
+        phase: the kind of program being solved.
         round: integer programs solved so far.
-        rows: memory rows in the last of them.
+        rows: memory rows in the last program.
         extra_s: seconds added by the best plan so far, None while there is none.
         bound_s: no plan within the budget adds less.
         least_peak_bytes: the least peak of any plan seen, within the budget or not.
@@ -63,20 +63,20 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Decisions, the option of each group, and the simulator's word on them."""
+    """Decisions, the option of each group, and their simulated timeline."""
 
     decisions: np.ndarray
     timeline: Timeline
 
 
 class Prepared:
-    """A problem in all the forms that solving takes, to be solved for several budgets.
+    """A problem with everything that solving derives from it, shared by several budgets.
 
     Args:
         problem: not changed.
 
     Attributes:
-        positions: where the last search needed memory rows; the next one begins with these.
+        positions: where the last search needed memory rows; the next one starts with these.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -89,7 +89,7 @@ class Prepared:
 
 
 class Task:
-    """What searches share: the problem in all its forms, the solver, the clock, and the plans to begin with.
+    """State that searches share: the prepared problem, the solver, the clock, and the plans to start from.
 
     Args:
         problem, time_limit_s, solver, start, progress: as in `ilp.solve`.
@@ -128,7 +128,7 @@ class Task:
         return time.monotonic() < self.deadline
 
     def simple_plans(self) -> Iterator[np.ndarray]:
-        """Everything saved that may be, then nothing, and what the caller knows."""
+        """Plans to start from: save as much as permitted, save as little as permitted, and the caller's start."""
         possible = [self.algebra.possible(group) for group in range(len(self.problem.groups))]
         yield np.array([options[0] for options in possible], dtype=np.int8)
         yield np.array([options[-1] for options in possible], dtype=np.int8)
@@ -139,7 +139,7 @@ class Task:
         return Formulation(self.problem, self.algebra, self.memory, budget_bytes, minimise_time=minimise_time)
 
     def solution(self, plan: Plan, *, proven: bool, bound_s: float) -> Solution:
-        """A plan with what was proved about it."""
+        """The solution made of a plan and its bound."""
         objective_s, step_s = plan.timeline.objective_s, self.problem.step_s
         # A bound from a program solved to tolerances may lie a rounding error above the plan.
         bound_s = min(bound_s, objective_s)
@@ -158,15 +158,15 @@ class Task:
 
     @property
     def variables(self) -> Variables:
-        """Of groups and regions."""
+        """The variables of groups and regions."""
         return self.algebra.variables
 
 
 class Search:
-    """The rounds that both searches are made of.
+    """The rounds that both searches share.
 
     Attributes:
-        best: the best plan so far, by the measure of the search.
+        best: the best plan so far, by the objective of the search.
         lowest: the plan with the least peak so far.
         bound_s: no plan within the budget adds fewer seconds, hints included.
     """
@@ -178,14 +178,14 @@ class Search:
         self.bound_s = 0.0
 
     def is_better(self, plan: Plan) -> bool:
-        """Whether a plan should be the best from now on."""
+        """Whether a plan should replace `best`."""
         raise NotImplementedError
 
     def learn(self, formulation: Formulation, outcome: Outcome) -> None:
-        """Take note of what a program proved."""
+        """Update the bounds from a solver's outcome."""
 
     def consider(self, decisions: np.ndarray) -> Plan | None:
-        """Have decisions judged; None if they break a rule."""
+        """Simulate decisions and update `best` and `lowest`; None if they break a rule."""
         if self.task.simulator.violations(decisions):
             return None
         plan = Plan(decisions, self.task.simulator.simulate(decisions))
@@ -196,7 +196,7 @@ class Search:
         return plan
 
     def near_peak(self) -> list[int]:
-        """The positions of the lowest plan that come near its peak."""
+        """The positions at which the lowest plan is near its peak."""
         if self.lowest is None:
             return []
         timeline, resident_bytes = self.lowest.timeline, self.task.problem.resident_bytes
@@ -204,7 +204,7 @@ class Search:
         return worst_positions(timeline.live_bytes, limit)
 
     def relax(self, formulation: Formulation) -> Outcome:
-        """Add rows until the relaxation breaks the budget nowhere; consider its roundings on the way."""
+        """Add rows until the relaxation is within the budget everywhere; consider its roundings on the way."""
         memory = self.task.memory
         while True:
             outcome = self._run(formulation, "relaxation")
@@ -241,7 +241,7 @@ class Search:
                 formulation.add_covers(broken, self.task.variables.of(plan.decisions))
 
     def _run(self, formulation: Formulation, phase: Phase, gap: float = 0.0) -> Outcome:
-        """Solve a program, and tell who listens."""
+        """Solve a program and report progress."""
         if formulation.impossible:
             return INFEASIBLE
         if not self.task.in_time():
@@ -255,13 +255,13 @@ class Search:
         return outcome
 
     def _start_values(self, formulation: Formulation) -> np.ndarray | None:
-        """The best plan as the solver's values, if the program allows it."""
+        """The best plan as the solver's values, None if the program does not allow it."""
         if self.best is None or not formulation.allows(self.best.timeline.peak_bytes):
             return None
         return formulation.point(self.task.variables.of(self.best.decisions))
 
     def tell(self, phase: Phase, formulation: Formulation) -> None:
-        """Tell who listens where the search stands."""
+        """Call the progress callback."""
         if self.task.progress is None:
             return
         assert self.lowest is not None
@@ -277,7 +277,7 @@ class Search:
         self.task.progress(progress)
 
     def _roundings(self, values: np.ndarray) -> Iterator[np.ndarray]:
-        """Fractional decisions, rounded at thresholds from the least saved to the most."""
+        """Fractional decisions rounded at several thresholds, from fewest saved groups to most."""
         variables = self.task.variables
         not_saved = variables.not_saved(values)
         thresholds = np.unique(np.round(not_saved[not_saved > WHOLE], 3))
@@ -285,18 +285,18 @@ class Search:
             np.unique(np.linspace(0, len(thresholds) - 1, _ROUNDINGS).astype(int)) if len(thresholds) else []
         )
         for threshold in thresholds[chosen]:
-            # Half a step below, for the threshold may itself have been rounded up.
+            # Half a rounding step below, because the threshold may have been rounded up.
             yield variables.rounded(values, not_saved >= threshold - 5e-4)
 
 
 def worst_positions(live_bytes: np.ndarray, limit_bytes: float) -> list[int]:
-    """The highest positions above a limit, each the highest of its neighbourhood."""
+    """Positions of local maxima above a limit, at most one per neighbourhood, highest first."""
     spread = len(live_bytes) // _ROWS_A_ROUND + 1
     left = np.array(live_bytes, dtype=np.float64)
     chosen = []
     while left[position := int(np.argmax(left))] > limit_bytes:
         near = slice(max(0, position - spread), position + spread + 1)
-        # What was blanked out around a higher position leaves slopes, whose tops are no peaks.
+        # Blanking the neighbourhood of a higher position leaves slopes, whose tops are not local maxima.
         if live_bytes[position] >= live_bytes[near].max():
             chosen.append(position)
         left[near] = -np.inf

@@ -1,1 +1,1 @@
-"""The problem in the mathematics' own words, the simulator that judges decisions, and what a solver answers."""
+"""The optimization problem, the simulator that judges decisions, and the solver's result type."""

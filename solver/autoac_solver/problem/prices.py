@@ -1,13 +1,13 @@
-"""What the integer program adds up where host and device have a clock each.
+"""Linear costs for the integer program where host and device have separate clocks.
 
 NOTE [ Prices of one path ]
-  The end of a step is its longest path, and the integer program needs sums. So it adds up the seconds of the pieces
-  that lie on one path. Of every plan the end is at least as late as the end of that path, so
+  A step ends at the end of its longest path through host and device work. The integer program needs sums, so it adds up
+  the seconds of the pieces on one fixed path. No plan ends before that path does, so
       seconds added  >=  sum of prices  -  slack,
-  where the slack is the time by which the path is not the longest one with nothing recomputed. First the path is the
-  longest one with nothing recomputed: no slack. Where the plan that is found makes another path the longest, prices of
-  that one are tried as well. A path must be there in every plan, so it goes back from device to host only where a piece
-  waits that is always done.
+  where the slack is the longest path's length minus this path's length, both with nothing recomputed. The first path is
+  the longest one with nothing recomputed: its slack is zero. If the plan found has another longest path, that path's
+  prices are tried too. The path must exist in every plan, so it returns from device to host only at pieces that wait
+  and are always done.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from autoac_solver.records.clocks import longest_path
 
 
 def priced(problem: Problem, done: np.ndarray | None = None) -> tuple[Problem, float]:
-    """The problem with prices of the longest path in place of seconds.
+    """Replace the problem's seconds by prices along the longest path.
 
     Args:
-        problem: with work. Options and regions have the seconds that they take, or another path's prices.
-        done: whether each piece is done in the plan whose longest path it is, shape (pieces,); None is what is always
-            done.
+        problem: has `work`. Its options and regions carry their own seconds, or another path's prices.
+        done: bool per piece, shape (pieces,): done in the plan whose longest path is priced. None: the pieces that are
+            always done.
 
     Returns:
         The problem, and the slack in seconds.

@@ -1,20 +1,20 @@
-"""The problem that the integer program solves and the simulator judges: groups to decide on, and what lives by them.
+"""The problem that the integer program solves and the simulator judges: decision groups and lifetimes.
 
-A *decision group* is what is decided as one: the values of a region that are written by common ops (an op and the
-in-place ops after it; an op with several outputs), or the log-probabilities of losses. It takes one of its *options*.
-The first one is always to save: nothing of it is run again. That is *save* where somebody needs the value later, and
-*skip* where nobody does: whoever needs it holds it, so both are one option here and only the report tells them apart.
-A region of which a group takes another option is *wrapped*: the engine runs it. Where regions are compiled, a group is
-a region, its options are the points that it can be compiled at, and the first is the fastest.
+A *decision group* holds the values of a region that common ops write (an op and the in-place ops after it; an op with
+several outputs), or the log-probabilities of losses. It takes one of its *options*. The first option always saves: none
+of the group's ops run again. Reports call it *save* if the value is needed later and *skip* if it is not; the problem
+does not distinguish the two, because whatever needs a value keeps it alive. A region is *wrapped* if any of its groups
+takes another option: the engine then runs it. Where regions are compiled, each region is one group, its options are the
+points at which it can be compiled, and the first is the fastest.
 
 A *literal* says that a group takes an option, or that it does not; a *condition* is a conjunction of literals. A
-*lifetime* is one allocation, alive over [start, end) on the axis of positions whenever its condition `exists` holds.
+*lifetime* is one allocation, alive over [start, end) on the axis of positions if its condition `exists` holds.
 *Extensions* prolong it: it lives until the largest end among its own and those of the extensions whose condition
-holds. A position is one op of the planned step: forward ops, then backward ops with each region's replay put in where
+holds. A position is one op of the planned step: forward ops, then backward ops with each region's replay inserted where
 the region's backward begins. Live bytes at a position are the resident bytes plus the bytes of every lifetime there; an
 op's hidden workspace is a lifetime of length one.
 
-The engines differ only in which groups, lifetimes, extensions and costs they give rise to, see `build.engines`.
+Engines differ only in the groups, lifetimes, extensions and costs that they produce, see `build.engines`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 
 class Action(StrEnum):
-    """What an option does with a group's values."""
+    """The effect of an option on a group's values."""
 
     SAVE = "save"
     RECOMPUTE = "recompute"
@@ -34,7 +34,7 @@ class Action(StrEnum):
 
 
 SAVE, RECOMPUTE = 0, 1
-"""Positions among the options of `save_or_recompute`. Option `SAVE` is the first of every group."""
+"""Indices of the options of `save_or_recompute`. `SAVE` is the first option of every group."""
 
 
 class Literal(NamedTuple):
@@ -47,7 +47,7 @@ class Literal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A conjunction; the empty one is always true.
+    """A conjunction of literals; the empty one is always true.
 
     Args:
         literals: all of them must hold.
@@ -58,7 +58,7 @@ class Condition:
     wrapped: int = -1
 
     def __and__(self, other: Condition) -> Condition:
-        """Both of them; at most one may name a wrapped region."""
+        """The conjunction of both. They must not name different wrapped regions."""
         assert self.wrapped < 0 or other.wrapped in (-1, self.wrapped)
         literals = (*self.literals, *(literal for literal in other.literals if literal not in self.literals))
         return Condition(literals, max(self.wrapped, other.wrapped))
@@ -68,17 +68,17 @@ ALWAYS = Condition()
 
 
 def when_saved(group: int) -> Condition:
-    """Nothing of the group is run again."""
+    """The condition that none of the group's ops run again."""
     return Condition((Literal(group, SAVE),))
 
 
 def when_recomputed(group: int) -> Condition:
-    """A group of two options is recomputed."""
+    """The condition that a group of two options is recomputed."""
     return Condition((Literal(group, RECOMPUTE),))
 
 
 def when_wrapped(region: int) -> Condition:
-    """The region is wrapped."""
+    """The condition that the region is wrapped."""
     return Condition(wrapped=region)
 
 
@@ -87,11 +87,11 @@ class Option:
     """One way to treat a group.
 
     Args:
-        action: what it does.
+        action: its effect.
         time_s: seconds that it adds to the step, the engine's bookkeeping for its ops included.
-        hint_s: what a hint counts it, in seconds. It is part of what is minimised, not of the time reported.
-        requires: what must hold of other groups if it is taken (it reads a value of theirs before the last write, or a
-            policy says not to keep them for it).
+        hint_s: penalty of a hint in seconds. It is part of the objective, not of the reported time.
+        requires: literals of other groups that must hold if it is taken (its ops read their value before the last
+            write, or a policy forbids keeping them for it).
     """
 
     action: Action
@@ -110,14 +110,14 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class DecisionGroup:
-    """What is decided as one.
+    """Values that are decided together.
 
     Args:
         region: index of its region.
-        options: at least one; the first saves (or is the fastest of a compiled region), and adds no time.
+        options: at least one; the first saves (or is a compiled region's fastest), and adds no time.
         refusals: options that must not be taken.
         same_as: index of a group that must be decided alike, -1 for none.
-        ops: indices of the profile's ops that are run again when it is recomputed.
+        ops: indices of the profile's ops that run again if it is recomputed.
     """
 
     region: int
@@ -127,7 +127,7 @@ class DecisionGroup:
     ops: tuple[int, ...] = ()
 
     def permits(self, option: int) -> bool:
-        """Whether an option may be taken, as far as this group is concerned."""
+        """Whether the group does not refuse an option; other groups may still rule it out."""
         return all(refusal.option != option for refusal in self.refusals)
 
     @property
@@ -143,24 +143,24 @@ class DecisionGroup:
 
     @property
     def reason(self) -> str:
-        """Why it must be saved, "" if it need not."""
+        """Why it must be saved; "" if it need not be."""
         return next((r.reason for r in self.refusals if r.option != SAVE), "") if self.must_save else ""
 
     def refusing(self, option: int, reason: str) -> DecisionGroup:
-        """The group, with one option refused."""
+        """A copy of the group with one option refused."""
         return replace(self, refusals=(*self.refusals, Refusal(option, reason)))
 
     def requiring(self, option: int, literals: Iterable[Literal]) -> DecisionGroup:
-        """The group, with an option that requires more."""
+        """A copy of the group in which an option requires more literals."""
         options = list(self.options)
         options[option] = replace(options[option], requires=(*options[option].requires, *literals))
         return replace(self, options=tuple(options))
 
     def hinted(self, hint_s: float) -> DecisionGroup:
-        """The group with a hint.
+        """A copy of the group with a hint.
 
         Args:
-            hint_s: positive: every option but the first counts that much more. Negative: the first one does.
+            hint_s: positive: a penalty on every option but the first. Negative: a penalty of -hint_s on the first.
         """
         saving = replace(self.options[SAVE], hint_s=max(0.0, -hint_s))
         others = (replace(option, hint_s=max(0.0, hint_s)) for option in self.options[1:])
@@ -186,7 +186,7 @@ def save_or_recompute(
         region, same_as, ops: of the group.
         time_s: seconds that recomputing it adds to the step.
         requires: groups that must be recomputed if this one is.
-        must_save, must_recompute: the reason why the other option is refused, "" if it is not.
+        must_save, must_recompute: why the other option is refused; "" if it is not.
     """
     again = Option(Action.RECOMPUTE, time_s, requires=tuple(Literal(other, RECOMPUTE) for other in requires))
     refusals = ((RECOMPUTE, must_save), (SAVE, must_recompute))
@@ -196,7 +196,7 @@ def save_or_recompute(
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """What keeps an allocation alive up to `end` (exclusive position) while `when` holds."""
+    """Keeps an allocation alive up to `end` (exclusive position) if `when` holds."""
 
     end: int
     when: Condition = ALWAYS
@@ -208,10 +208,10 @@ class Lifetime:
 
     Args:
         bytes: its size.
-        start, end: alive at positions start <= p < end whenever it exists.
-        exists: the condition under which it is allocated at all.
-        extensions: what prolongs its life beyond `end`.
-        storage: index of the profile's storage it stands for, -1 for workspace and random-number states.
+        start, end: alive at positions start <= p < end if it exists.
+        exists: the condition under which it is allocated.
+        extensions: may prolong it beyond `end`.
+        storage: index of the profile's storage, -1 for workspace and random-number states.
     """
 
     bytes: int
@@ -224,7 +224,7 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class RegionCost:
-    """A region: the seconds that wrapping it adds to the step (paid once if any of its groups is not saved)."""
+    """A region, and the seconds that wrapping it adds to the step (paid once if any of its groups is not saved)."""
 
     wrap_s: float = 0.0
     name: str = ""
@@ -232,13 +232,14 @@ class RegionCost:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What host and device do for one piece of the step, see `records.clocks`.
+    """Host and device time of one piece of the step, see `records.clocks`.
 
     Args:
         host_s, device_s: seconds.
-        waits: whether the host waits until it is done.
-        literals: it is done if any of these holds; always if there are none, and `wrapped` is -1.
-        wrapped: or if this region is wrapped; -1 for none.
+        waits: the host waits for the device to finish it.
+        literals: it is done if any of these holds, or the region of `wrapped` is wrapped. Without literals and with
+            `wrapped` -1 it is always done.
+        wrapped: index of a region, -1 for none.
     """
 
     host_s: float
@@ -250,18 +251,18 @@ class Work:
 
 @dataclass(frozen=True)
 class Problem:
-    """Groups to decide on, and what lives when.
+    """Decision groups, and the lifetimes and costs that depend on them.
 
     Args:
         n_positions: length of the axis.
-        resident_bytes: alive at every position, whatever is decided.
+        resident_bytes: alive at every position under all decisions.
         step_s: seconds of the step with nothing recomputed.
-        groups, regions, lifetimes: see there.
-        position_op: for each position the profile's op that runs there (for reports); may be empty in tests.
-        position_replayed: for each position, whether it is a replay of that op; may be empty in tests.
-        work: the pieces of the step in order, where host and device have a clock each. Then the time that decisions add
-            is what they add to its end, and the seconds of options and regions are prices for the
-            integer program, which may not promise more than that.
+        groups, regions, lifetimes: see their classes.
+        position_op: per position the profile's op that runs there (for reports); may be empty in tests.
+        position_replayed: per position whether it is a replay of that op; may be empty in tests.
+        work: the pieces of the step in order, if host and device have separate clocks. Decisions then add as many
+            seconds as they delay the step's end. The seconds of options and regions are prices for the integer program,
+            which must not exceed that delay, see NOTE [ Prices of one path ].
     """
 
     n_positions: int

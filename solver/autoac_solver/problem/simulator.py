@@ -1,6 +1,6 @@
-"""The referee: counts live bytes and seconds of given decisions, straight from the definition in `problem`.
+"""The referee: live bytes and seconds of given decisions, computed directly from the definitions in `problem`.
 
-It shares no code with the ILP, so that neither can hide the other's mistake.
+It shares no code with the ILP, so neither can hide the other's mistakes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autoac_solver.problem.problem import SAVE, Condition, Literal, Problem
 from autoac_solver.records.clocks import Lanes, run
 
 Decisions = Sequence[int] | np.ndarray
-"""The option of each group. Where all have two, a bool says whether it is recomputed."""
+"""The option of each group. If every group has two options: bool per group, true if recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class Timeline:
 
     @property
     def objective_s(self) -> float:
-        """What a search minimises."""
+        """The objective of a search."""
         return self.extra_s + self.hint_s
 
 
 class _Facts:
     """Numbered facts about decisions: an option is taken, an option is not taken, a region is wrapped.
 
-    The last fact is always true: it fills up conditions that have fewer literals than others.
+    The last fact is always true; it pads conditions with few literals.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -57,7 +57,7 @@ class _Facts:
         self.true = 2 * self._n_options + self._n_regions
 
     def number(self, literal: Literal) -> int:
-        """The number of the fact that a literal holds."""
+        """The number of a literal's fact."""
         option = int(self._first[literal.group]) + literal.option
         return option if literal.positive else self._n_options + option
 
@@ -76,14 +76,14 @@ class _Facts:
         return np.concatenate([taken, ~taken, self.wrapped_regions(chosen), [True]])
 
     def wrapped_regions(self, chosen: np.ndarray) -> np.ndarray:
-        """Bool per region: is any of its groups not saved."""
+        """Bool per region: any of its groups is not saved."""
         wrapped = np.zeros(self._n_regions, dtype=bool)
         wrapped[self._region[chosen != SAVE]] = True
         return wrapped
 
 
 class _Conditions:
-    """Many conditions in one array of facts: a column for each condition, in which all facts must be true."""
+    """Conditions as an array of fact numbers: one column per condition, which holds if all facts in it are true."""
 
     def __init__(self, conditions: Iterable[Condition], facts: _Facts) -> None:
         rows = [
@@ -98,22 +98,22 @@ class _Conditions:
         self._columns = np.array(filled, dtype=np.int64).reshape(len(rows), width).T
 
     def hold(self, facts: np.ndarray) -> np.ndarray:
-        """Which of the conditions hold."""
+        """Bool per condition: it holds."""
         return np.logical_and.reduce(facts[self._columns], axis=0)
 
     def mention(self, numbers: Sequence[int]) -> np.ndarray:
-        """Which of the conditions name any of these facts."""
+        """Bool per condition: it names any of these facts."""
         return np.logical_or.reduce(np.isin(self._columns, numbers), axis=0)
 
     def part(self, chosen: np.ndarray) -> _Conditions:
-        """Some of the conditions."""
+        """A subset of the conditions."""
         part = copy.copy(self)
         part._columns = self._columns[:, chosen]
         return part
 
 
 class Simulator:
-    """Simulates one problem for many decisions; reads the problem into arrays once.
+    """Simulates one problem for many decisions. The problem is converted to arrays once.
 
     Args:
         problem: not changed.
@@ -159,7 +159,7 @@ class Simulator:
         return [self._facts.number(literal) for literal in refused]
 
     def _facts_of_work(self) -> np.ndarray:
-        """The facts of which one must be true if a piece of work is done: a column for each piece."""
+        """Fact numbers, one column per piece of work: the piece is done if any fact in its column is true."""
         rows = [
             [
                 *(self._facts.number(literal) for literal in work.literals),
@@ -172,16 +172,16 @@ class Simulator:
         return np.array([row + row[:1] * (width - len(row)) for row in rows], dtype=np.int64).T
 
     def work_done(self, decisions: Decisions) -> np.ndarray:
-        """Whether each piece of `work` is done, bool."""
+        """Bool per piece of `work`: it is done."""
         return np.asarray(self._facts.of(as_options(decisions))[self._done].any(axis=0))
 
     def lanes(self, decisions: Decisions) -> Lanes:
-        """Host and device over the planned step, where the problem has `work`."""
+        """Host and device timelines of the planned step, if the problem has `work`."""
         done = self.work_done(decisions)
         return run(self._host_s[done], self._device_s[done], self._waits[done])
 
     def simulate(self, decisions: Decisions) -> Timeline:
-        """Live bytes at every position, and the seconds added.
+        """Live bytes at every position, and seconds added to the step.
 
         Args:
             decisions: the option of each group.
@@ -202,7 +202,7 @@ class Simulator:
     def extra_s(self, decisions: Decisions) -> float:
         """Seconds that the options taken and the wrapped regions add to the step.
 
-        Where host and device have a clock each: the seconds by which the step ends later.
+        If host and device have separate clocks: the seconds by which the step ends later.
         """
         if self.problem.work:
             return max(0.0, self.lanes(decisions).end_s - self._start_s)
@@ -211,18 +211,18 @@ class Simulator:
         return float(taken_s.sum() + self._wrap_s[self._facts.wrapped_regions(chosen)].sum())
 
     def hint_s(self, decisions: Decisions) -> float:
-        """Seconds of penalty for the hints that these decisions do not follow."""
+        """Penalty in seconds for hints that the decisions do not follow."""
         against = self._hint_s[self._each, as_options(decisions)]
         return float(against[against > 0].sum())
 
     def violations(self, decisions: Decisions) -> list[str]:
-        """The rules that decisions break; memory is not checked.
+        """Rules that decisions break. Memory is not checked.
 
         Args:
             decisions: the option of each group.
 
         Returns:
-            A line for each broken rule; empty if there is none.
+            One line per broken rule.
         """
         groups = self.problem.groups
         if len(decisions) != len(groups):
@@ -237,7 +237,7 @@ class Simulator:
         return [line for group, option in enumerate(options) for line in self._broken(group, option, options)]
 
     def _permits(self, chosen: np.ndarray) -> bool:
-        """Whether no rule is broken. All rules are tested at once, because searches ask often."""
+        """Whether no rule is broken. Vectorized, because searches call it often."""
         facts = self._facts.of(chosen)
         if_taken, required = self._requires
         one, other = self._same
@@ -248,7 +248,7 @@ class Simulator:
         )
 
     def _broken(self, index: int, option: int, chosen: list[int]) -> Iterator[str]:
-        """The rules that a group breaks."""
+        """Rules that a group breaks."""
         group = self.problem.groups[index]
         for refusal in group.refusals:
             if refusal.option == option:
@@ -261,7 +261,7 @@ class Simulator:
             yield f"groups {index} and {group.same_as} must be decided alike"
 
     def part(self, chosen: np.ndarray, resident_bytes: int = 0) -> Simulator:
-        """A simulator of some of the lifetimes only.
+        """A simulator of a subset of the lifetimes.
 
         Args:
             chosen: bool per lifetime.
@@ -278,7 +278,7 @@ class Simulator:
         return part
 
     def depending_on(self, group: int) -> np.ndarray:
-        """Which lifetimes depend on a decision: bool per lifetime."""
+        """Bool per lifetime: it depends on the group's decision."""
         options, facts = range(len(self.problem.groups[group].options)), self._facts
         numbers = [
             facts.number(Literal(group, option, positive)) for option in options for positive in (True, False)
@@ -289,12 +289,12 @@ class Simulator:
         return depends
 
     def alive_at(self, decisions: Decisions, position: int) -> np.ndarray:
-        """Indices of the lifetimes at a position."""
+        """Indices of the lifetimes alive at a position."""
         exists, end = self.lives(decisions)
         return np.flatnonzero(exists & (self._start <= position) & (position < end))
 
     def lives(self, decisions: Decisions) -> tuple[np.ndarray, np.ndarray]:
-        """For each lifetime whether it exists, and the position before which it ends.
+        """Per lifetime: whether it exists, and its exclusive end position.
 
         Args:
             decisions: the option of each group.
@@ -307,7 +307,7 @@ class Simulator:
 
 
 def as_options(decisions: Decisions) -> np.ndarray:
-    """Decisions as an array: int8 per group."""
+    """Decisions as an int8 array, one per group."""
     return np.asarray(decisions, dtype=np.int8)
 
 
@@ -327,7 +327,7 @@ def violations(problem: Problem, decisions: Decisions) -> list[str]:
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Rows of several lengths as a matrix, zeros at their ends."""
+    """Rows of different lengths as a matrix, padded with zeros."""
     matrix = np.zeros((len(rows), max(map(len, rows), default=0)))
     for index, row in enumerate(rows):
         matrix[index, : len(row)] = row
@@ -335,5 +335,5 @@ def _padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def _pairs(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Two rows: the first ones, the second ones."""
+    """Pairs as an array of shape (2, pairs)."""
     return np.array(list(pairs), dtype=np.int64).reshape(-1, 2).T

@@ -1,4 +1,4 @@
-"""What a solver answers: the decisions, what they cost, and what was proved about them."""
+"""A solver's result: the decisions, their cost, and the bound that was proved."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Literal
 
 Status = Literal["optimal", "feasible"]
 CLOSED = 1e-9
-"""Share of the step below which a difference in time is a rounding error."""
+"""Time differences below this share of the step are rounding errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A decision for each group, recounted by the simulator.
+    """A decision for each group, with peak and time recounted by the simulator.
 
     Args:
         decisions: the option of each group.
-        status: "optimal" only if the asked gap was closed; else "feasible", and `gap` says how far it may be off.
+        status: "optimal" only if the requested gap was closed; else "feasible", and `gap` says how far it may be off.
         peak_bytes: the simulator's count, resident bytes included.
         extra_s: seconds added to the step.
-        hint_s: what the hints that are not followed count, in seconds; 0 where there are no hints.
-        bound_s: of no plan within the budget extra_s + hint_s is less.
+        hint_s: penalty in seconds for hints that are not followed; 0 without hints.
+        bound_s: lower bound of extra_s + hint_s over all plans within the budget.
         gap: (extra_s + hint_s - bound_s) / step_s.
-        solver: name and version of what solved it.
-        rounds: how many integer programs were solved.
-        solve_s: seconds it took, everything included.
+        solver: name and version of the solver.
+        rounds: number of integer programs solved.
+        solve_s: total seconds spent.
     """
 
     decisions: tuple[int, ...]
@@ -40,11 +40,11 @@ class Solution:
 
     @property
     def objective_s(self) -> float:
-        """What was minimised: seconds added to the step, and what hints count."""
+        """The minimised objective: seconds added to the step plus the penalty of hints."""
         return self.extra_s + self.hint_s
 
     def bounded(self, bound_s: float, gap: float, step_s: float) -> Solution:
-        """The same plan, where no plan adds less than `bound_s`, and a gap of `gap * step_s` was asked for."""
+        """The same plan with another lower bound; "optimal" if it is within `gap * step_s` of that bound."""
         bound_s = min(bound_s, self.objective_s)
         left_s = self.objective_s - bound_s
         status = "optimal" if left_s <= (gap + CLOSED) * step_s else "feasible"

@@ -1,4 +1,4 @@
-"""Whether all that a problem refers to is there, and in range."""
+"""Range checks for all indices, sizes and times of a problem."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoac_solver.problem.problem import Action, DecisionGroup, Lifetime, Liter
 
 
 def validate(problem: Problem) -> None:
-    """Refuse a problem with an index, size or time out of range, which elsewhere would quietly mean something else.
+    """Reject a problem with an index, size or time out of range, which other code would silently misread.
 
     Raises:
         ValueError: names the first fault.

@@ -1,4 +1,4 @@
-"""The engines that problems are built for: one file each, and one line here."""
+"""The engines that problems are built for: one file each, registered here."""
 
 from autoac_solver.build.engine_model import EngineModel
 from autoac_solver.build.engines.checkpoint import Checkpoint
@@ -11,11 +11,11 @@ __all__ = ["DEFAULT", "EngineModel", "engine_model", "planned_for", "register"]
 
 _ENGINES: dict[str, EngineModel] = {}
 DEFAULT = PLANNED_FOR[0]
-"""What eager mode takes."""
+"""The engine used in eager mode."""
 
 
 def register(model: EngineModel) -> None:
-    """Make an engine known, also to files that name it."""
+    """Register an engine; its name becomes valid in files, too."""
     _ENGINES[model.name] = model
     if model.selects and model.name not in PLANNED_FOR:
         PLANNED_FOR.append(model.name)
@@ -27,7 +27,7 @@ def engine_model(name: str) -> EngineModel:
     """The engine of a name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: unknown name.
     """
     if name not in _ENGINES:
         raise ValueError(f"engine is {name!r}; known are {', '.join(map(repr, _ENGINES))}")

@@ -1,6 +1,6 @@
-"""Plain checkpointing, as people use it by hand: the region's code runs again, all of it, with its side effects.
+"""Engine "checkpoint": torch's plain checkpoint. The region's whole code runs again, with its side effects.
 
-It is not planned for, but compared with, see `plan.baselines`.
+Plans are compared with it, not made for it, see `plan.baselines`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autoac_solver.records.profile import ModuleCall
 
 
 class Checkpoint(Sac):
-    """See `EngineModel`. Selective checkpointing without a policy: nothing is looked up for each op."""
+    """See `EngineModel`. Like selective checkpointing, but without a policy and its dispatch mode for each op."""
 
     name = CHECKPOINT
     selects = False
@@ -31,7 +31,7 @@ class Checkpoint(Sac):
         return refuses_second_run(step, region)
 
     def overhead(self, draft: Draft, region: Region) -> float:
-        costs = draft.step.costs_of(SAC, SacCosts)  # the same hooks, and nothing for each op
+        costs = draft.step.costs_of(SAC, SacCosts)  # The same hooks, but no cost per op.
         return costs.saved * len(region.saved) + costs.call
 
     def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:

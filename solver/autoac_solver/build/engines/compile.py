@@ -1,8 +1,8 @@
-"""Regions that `torch.compile` compiles, each at one of several measured points: what is decided is the point.
+"""Engine "compile": regions compiled by `torch.compile`, with a choice of one of several measured points for each.
 
-Such a region is one decision group, see `build.compiled`. Below it nothing is decided: its ops are no groups, and none
-of them has a place where it runs again, for what compiled code recomputes is part of its measured backward. Regions
-that cannot be compiled are engine replay's, in the same plan.
+Such a region is one decision group, see `build.compiled`. Its ops have no groups and no positions in a window, because
+recomputation in compiled code is part of the measured backward. Regions that cannot be compiled run under engine
+replay, in the same plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REPLAY = Replay()
 
 @dataclass(frozen=True)
 class CompileCosts:
-    """Nothing: what a call of compiled code takes besides its kernels is part of what was measured of its point."""
+    """No parts: the overhead of calling compiled code is included in the measured times of its points."""
 
 
 class Compile:
@@ -65,7 +65,7 @@ class Compile:
         return _REPLAY.needed(profile, built, tape)
 
     def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
-        """What lives when where no region is compiled."""
+        """Lifetimes without any compiled region."""
         for use in draft.uses():
             start, end, own_end = draft.life(use.storage, use.saves)
             size = draft.step.profile.storage_table[use.storage].bytes

@@ -1,8 +1,8 @@
-"""Engine "replay": only the recorded ops run again, each from what is saved.
+"""Engine "replay": only the recorded ops run again, on saved or recomputed inputs.
 
-A storage dies when Python and the rest of the step let go of it, but lives on
-  - until autograd releases it, if autograd saved it: always when another region or the code around regions saved it;
-    while its group is saved when its own region did (for a recomputed group, the replayed copy lives until then);
+A storage is freed when Python and the rest of the step release it, but lives on
+  - until autograd releases it, if autograd saved it: always if another region or code outside of regions saved it; if
+    its own region saved it, only while its group is saved (for a recomputed group the replayed copy lives until then);
   - until the replay of an op that reads it, if that op is recomputed and the storage is not (or is another region's).
 """
 
@@ -29,13 +29,13 @@ from autoac_solver.records.profile import NEVER, SHARDED, ModuleCall, Op, Profil
 
 @dataclass(frozen=True, slots=True)
 class ReplayCosts:
-    """Seconds that the bookkeeping takes.
+    """Seconds of the engine's bookkeeping.
 
     Args:
-        op: an op that runs under the recording and is not recorded.
-        record: recording an op and running it again, on top of `op` and of the op's own time.
-        saved: a tensor that passes the pack and unpack hooks.
-        call: a call of a wrapped region.
+        op: per op that runs under the recording and is not recorded.
+        record: per op that is recorded and runs again, in addition to `op` and the op's own time.
+        saved: per tensor that passes the pack and unpack hooks.
+        call: per call of a wrapped region.
     """
 
     op: Seconds = 4e-6
@@ -89,10 +89,10 @@ class Replay:
 
 
 def lives_of(draft: Draft, use: Use, makers: Mapping[int, int]) -> Iterator[Lifetime]:
-    """A storage as forward makes it, then as replay makes it again.
+    """The lifetimes of a storage: made in forward, and made again in replay.
 
     Args:
-        makers: by storage, the op that creates it.
+        makers: storage -> the op that creates it.
     """
     groups = draft.groups
     size = draft.step.profile.storage_table[use.storage].bytes
@@ -126,10 +126,10 @@ def lives_of(draft: Draft, use: Use, makers: Mapping[int, int]) -> Iterator[Life
 
 
 def lives_of_ops(draft: Draft, hidden: Container[int] = ()) -> Iterator[Lifetime]:
-    """Workspace, and on CPU the states of random ops: stashed until the replay, and the generator's own meanwhile.
+    """Workspace, and on CPU the random states: the one stashed until replay, and the generator's during the replay.
 
     Args:
-        hidden: positions at which no op of forward or backward runs by itself.
+        hidden: positions inside compiled regions, at which no op of forward or backward runs.
     """
     axis, groups, profile = draft.axis, draft.groups, draft.step.profile
     on_cpu = profile.device.split(":")[0] == "cpu"

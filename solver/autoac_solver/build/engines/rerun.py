@@ -1,11 +1,11 @@
-"""What lives when where a region's Python code runs a second time: torch's checkpoint, with a policy or without.
+"""Lifetimes under engines that rerun a region's Python code: torch's checkpoint, with or without a policy.
 
-A replayed copy, and a saved entry once the second run has passed it, live as long as Python and autograd want. A
-wrapped region keeps its inputs and one random state until its last release, and what is not recomputed is saved whether
-somebody needs it or not. With its inputs it keeps the graph behind them: what autograd has saved there for a result
-that is thrown away lives as long as they do.
+A recomputed copy lives as long as Python and autograd hold it, and so does a saved entry once the second run has passed
+it. A wrapped region keeps its inputs and one random state until its last release. Every value that is not recomputed is
+saved, needed or not. The inputs keep the autograd graph behind them alive, and with it tensors saved there for a result
+that is thrown away.
 
-The condition "region not wrapped" is not expressible; "its largest group is saved" (`Groups.largest`) stands for it,
+The condition "region not wrapped" is not expressible; "its largest group is saved" (`Groups.largest`) replaces it,
 which never underestimates.
 """
 
@@ -29,7 +29,7 @@ from autoac_solver.problem.problem import (
 from autoac_solver.records.profile import NEVER, SCALAR_BYTES
 
 CPU_RANDOM_STATE_BYTES = 5056
-"""Size of a CPU generator's state; `torch.utils.checkpoint` stashes one for each region."""
+"""Size of a CPU generator's state; `torch.utils.checkpoint` stashes one per region."""
 
 
 class Rerun:
@@ -37,7 +37,7 @@ class Rerun:
 
     Args:
         draft: the problem's parts.
-        watches: whether the engine compares what recomputed ops have read with what is there at the second run.
+        watches: the engine keeps the tensors that recomputed ops read, to compare them with those of the second run.
     """
 
     def __init__(self, draft: Draft, watches: bool) -> None:
@@ -56,7 +56,7 @@ class Rerun:
         self._state_keepers = self._keepers_of_states()
 
     def lifetimes(self) -> Iterator[Lifetime]:
-        """All of them."""
+        """All lifetimes."""
         for use in self._draft.uses():
             yield from self._storage(use)
         yield from self._workspace()
@@ -64,7 +64,7 @@ class Rerun:
         yield from self._made_again_by_no_op()
 
     def _storage(self, use: Use) -> list[Lifetime]:
-        """A storage as the first run makes it, and as the second one does."""
+        """The lifetimes of a storage: made in the first run, and made again in the second."""
         record = self._profile.storage_table[use.storage]
         group = self._groups.of_storage.get(use.storage, -1)
         region = self._groups.region_of.get(use.storage)
@@ -97,7 +97,7 @@ class Rerun:
         again: list[Lifetime] = []
         first, _ = self._first_again[group]
         if first != NEVER:
-            # A graph that dies within forward dies as late in the second run, and with it what autograd saved.
+            # A graph freed within forward is freed at the same point of the second run, with its saved tensors.
             last = max([record.free, *(saved.released for saved in own_saves)])
             gone = max(self._axis.rerun_free(region, last), first + 1)
             when = _saved_and_wrapped(group if decided else -1, region.index)
@@ -109,13 +109,13 @@ class Rerun:
         return [lifetime(record.bytes, start, end, ALWAYS, extensions, use.storage), *casts, *again]
 
     def _first_position(self, group: DecisionGroup) -> tuple[int, bool]:
-        """Where the first of a group's ops runs again (`NEVER`: nowhere), and whether some of them do not."""
+        """The position where the first of a group's ops runs again (`NEVER`: none), and whether some ops do not."""
         rerun = self._draft.regions[group.region].window.rerun
         again = [rerun[op] for op in group.ops if op in rerun]
         return min(again, default=NEVER), len(again) < len(group.ops)
 
     def _saved_for_nothing(self, region: Region, group: int, decided: bool) -> Iterator[Extension]:
-        """What is saved for a second run that stops before it would ask is held to the region's last release."""
+        """Entries saved for ops that early stop cuts off from the second run are held to the region's last release."""
         _, stops_before = self._first_again[group]
         if stops_before and not self._groups.spared(region, self._groups.all[group].ops[0]):
             asked = _saved_and_wrapped(group if decided else -1, region.index)
@@ -126,10 +126,10 @@ class Rerun:
     def _casts_in_other_regions(
         self, use: Use, maker: Region | None
     ) -> tuple[list[Lifetime], list[Extension], list[int]]:
-        """What regions do with a cast that autocast had at hand for them in their first run.
+        """The effect of regions that took a cast from autocast's cache in their first run.
 
         Returns:
-            The casts that their second runs make anew, who of them holds the first one, and the saves of others.
+            The casts made again in their second runs, their holds on the first cast, and the saves by all others.
         """
         lifetimes: list[Lifetime] = []
         extensions: list[Extension] = []
@@ -147,17 +147,17 @@ class Rerun:
     ) -> Iterator[Lifetime]:
         """The cast that a region's second run makes.
 
-        Also for the op at whose save the run ends: its arguments are cast before.
+        It is made for the op at whose save the run stops, too: its arguments are cast before that.
         """
         ticks, window = self._draft.step.ticks, region.window
         after = bisect_right(ticks, region.last_save)
         at = [ticks[op] for op in reads if op in region.ops and op <= after]
         if at:
             end = max((self._profile.saved[index].dropped for index in saves), default=NEVER)
-            # Where the run ends before any op it has no position of its own.
+            # A run that stops before its first op has no position of its own.
             last = max(window.first, window.end - 1)
             start = min(self._axis.rerun_at(region, min(at)), last)
-            until = max(window.end, self._axis.position(end))  # autocast keeps it to the end of the run
+            until = max(window.end, self._axis.position(end))  # Cached until the run ends.
             if start < until:
                 size = self._profile.storage_table[storage].bytes
                 yield Lifetime(size, start, until, when_wrapped(region.index), (), storage)
@@ -165,7 +165,7 @@ class Rerun:
     def _cast_held_by(
         self, region: Region, saves: Iterable[int], reads: Iterable[int]
     ) -> Iterator[Extension]:
-        """How long a region holds a cast that is made anew in its second run: the whole of it only if not wrapped."""
+        """A region's holds on a cast that its second run makes again: to its own last release only if not wrapped."""
         end = max((self._profile.saved[index].released for index in saves), default=NEVER)
         yield Extension(self._axis.position(end), when_saved(self._groups.largest[region.index]))
         yield from self._watched_until_rerun(region, reads)
@@ -173,7 +173,7 @@ class Rerun:
     # -- graphs behind inputs ----------------------------------------------------------------------------------
 
     def _keepers_of_saved(self) -> dict[int, list[Region]]:
-        """For saved tensors that no backward comes for: the later regions whose inputs were made from them."""
+        """For saved tensors that no backward unpacks: the later regions whose inputs were computed from them."""
         ticks = self._draft.step.ticks
         unused = [(i, saved) for i, saved in enumerate(self._profile.saved) if saved.unpacked == NEVER]
         found: dict[int, list[Region]] = {}
@@ -181,15 +181,15 @@ class Rerun:
             kept = [(i, s) for i, s in unused if s.tick < region.start < s.released < region.last_release]
             behind = self._ops_behind(region) if kept else set()
             for index, saved in kept:
-                next_op = bisect_left(ticks, saved.tick)  # saved just before its op ran, or just after
+                next_op = bisect_left(ticks, saved.tick)  # Saved just before its op ran, or just after.
                 if not behind.isdisjoint((next_op - 1, next_op)):
                     found.setdefault(index, []).append(region)
         return found
 
     def _keepers_of_states(self) -> dict[int, list[Region]]:
-        """For random states of the user's own checkpoints: the regions that keep what such a checkpoint has saved.
+        """For random states of the user's own checkpoints: the regions that keep the tensors such a checkpoint saved.
 
-        It stashes the state first and saves its inputs next, and one graph holds both.
+        A checkpoint stashes the state first and saves its inputs next; the same graph holds both.
         """
         table, found = self._profile.storage_table, {}
         states = [
@@ -204,7 +204,7 @@ class Rerun:
         return found
 
     def _ops_behind(self, region: Region) -> set[int]:
-        """The ops that the region's inputs were made by, from all that these read."""
+        """The ops from which the region's inputs were computed, directly or indirectly."""
         wanted = set(self._profile.calls[region.call].inputs)
         behind: set[int] = set()
         for index in range(bisect_left(self._draft.step.ticks, region.start) - 1, -1, -1):
@@ -214,10 +214,10 @@ class Rerun:
                 wanted.update(op.reads)
         return behind
 
-    # -- what is no storage of an op ---------------------------------------------------------------------------
+    # -- memory that is no storage of an op --------------------------------------------------------------------
 
     def _workspace(self) -> Iterator[Lifetime]:
-        """What is alive only while an op runs."""
+        """Bytes that are alive only while an op runs."""
         for position, (op, again) in enumerate(zip(self._axis.op, self._axis.replayed, strict=True)):
             size, group = self._profile.tape[op].workspace_bytes, self._groups.of_op.get(op, -1)
             if size and not (again and self._groups.all[group].must_save):
@@ -225,7 +225,7 @@ class Rerun:
                 yield Lifetime(size, position, position + 1, exists)
 
     def _random_states(self) -> Iterator[Lifetime]:
-        """Torch stashes one a region, and puts back what it finds at the second run."""
+        """The random state stashed per region, and the current one, saved and restored around the second run."""
         if self._profile.device.split(":")[0] != "cpu":
             return
         for region in self._draft.regions:
@@ -235,7 +235,7 @@ class Rerun:
             yield Lifetime(CPU_RANDOM_STATE_BYTES, region.window.first, region.window.end, exists)
 
     def _maker_without_op(self, storage: int) -> Region | None:
-        """The region whose code makes this storage without an op (`torch.tensor`), and again in its second run."""
+        """The region whose code makes this storage without an op (`torch.tensor`), in both runs; None for none."""
         if storage not in self._made_by_no_op or storage not in self._read:
             return None
         tick = self._profile.storage_table[storage].alloc
@@ -243,7 +243,7 @@ class Rerun:
         return next((region for region in makers if self._groups.largest[region.index] >= 0), None)
 
     def _watched_until_rerun(self, maker: Region, reads: Iterable[int]) -> Iterator[Extension]:
-        """The engine's own hold: it compares what recomputed ops have read with what is there at the second run."""
+        """The engine's holds on tensors that recomputed ops read, which it compares at the second run."""
         for op in reads if self._watches else ():
             group = self._groups.of_op[op]
             if self._groups.all[group].region == maker.index and not self._groups.all[group].must_save:
@@ -252,9 +252,10 @@ class Rerun:
                 yield Extension(maker.window.first, when)
 
     def _life_without_op(self, storage: int, maker: Region, saves: Iterable[int]) -> tuple[int, int]:
-        """Ends of what a region's first run has made by no op: for others, and for what its own autograd has saved.
+        """Two ends of a storage that a region's first run made without an op.
 
-        The latter holds where the region is not wrapped.
+        Returns:
+            The last release by all others, and the last one by the region's own autograd, for a region not wrapped.
         """
         saved = [self._profile.saved[index] for index in saves]
         free = self._profile.storage_table[storage].free
@@ -263,10 +264,10 @@ class Rerun:
         return self._axis.position(max(free, others)), self._axis.position(own)
 
     def _made_again_by_no_op(self) -> Iterator[Lifetime]:
-        """What a region's second run makes and no op does.
+        """Storages that a region's second run makes without an op.
 
-        That are numbers that autograd saves, tensors of Python's numbers, and the user's own random states. A state is
-        held by the graph of the user's checkpoint, which dies with the second run.
+        These are numbers that autograd saves, tensors of Python numbers, and random states of the user's checkpoints.
+        Such a state is held by the graph of the user's checkpoint, which is freed with the second run.
         """
         table, released = self._profile.storage_table, self._released_by_own_region()
         for region in self._draft.regions:
@@ -280,14 +281,14 @@ class Rerun:
             if scalars:
                 yield Lifetime(scalars, window.first, self._axis.position(region.last_release), exists)
             for record, own in again if window.rerun else ():
-                # What is made after the last op is counted with it: early stop may end the run just then.
+                # A storage made after the last op counts from it: early stop may end the run at that point.
                 start = min(self._axis.rerun_at(region, record.alloc), window.end - 1)
                 end = max(self._axis.rerun_free(region, record.free), self._axis.position(own))
                 if record.bytes != SCALAR_BYTES and start < end:
                     yield Lifetime(record.bytes, start, end, exists)
 
     def _released_by_own_region(self) -> dict[int, int]:
-        """When autograd lets go of what a storage's own region has saved of it."""
+        """Storage made in a region -> tick of the last release by that region's autograd."""
         released: dict[int, int] = {}
         for region in self._draft.regions:
             for saved in (self._profile.saved[index] for index in region.saved):
@@ -297,5 +298,5 @@ class Rerun:
 
 
 def _saved_and_wrapped(group: int, region: int) -> Condition:
-    """A wrapped region of which the group, if it is one that is decided on, is saved."""
+    """The condition that the region is wrapped and the group, if any, is saved (-1: no group)."""
     return when_wrapped(region) if group < 0 else when_saved(group) & when_wrapped(region)

@@ -1,4 +1,4 @@
-"""Engine "sac": a policy for torch's selective checkpointing, which runs the region's Python code a second time."""
+"""Engine "sac": a policy for torch's selective checkpointing, which reruns the region's Python code."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from autoac_solver.records.profile import CACHED, FOREIGN, INFERENCE, NEVER, Mod
 
 @dataclass(frozen=True, slots=True)
 class SacCosts:
-    """Seconds that the bookkeeping of torch's selective checkpointing takes.
+    """Seconds of the bookkeeping of torch's selective checkpointing.
 
     Args:
-        op: an op of a region, in forward and in the second run.
-        saved: a tensor that passes the pack and unpack hooks.
-        call: a call of a wrapped region.
+        op: per op of a region, forward and second run together.
+        saved: per tensor that passes the pack and unpack hooks.
+        call: per call of a wrapped region.
     """
 
     op: Seconds = 2.5e-5
@@ -82,7 +82,7 @@ class Sac:
 
 
 def refuses_second_run(step: Step, region: Region) -> Iterator[str]:
-    """Why torch's checkpoint, with a policy or without, cannot run a region's code again."""
+    """Reasons why torch's checkpoint, with or without a policy, cannot rerun a region's code."""
     profile = step.profile
     if profile.calls[region.call].once == CACHED:
         yield "it reads cached parametrizations, and `parametrize.cached` is over when its code would run again"
@@ -94,10 +94,10 @@ def refuses_second_run(step: Step, region: Region) -> Iterator[str]:
 
 
 def _changes_what_would_be_saved(profile: Profile, ops: range) -> bool:
-    """Whether an op changes the size of a tensor that one of these ops has made (`resize_`, `out=`).
+    """Whether an op resizes a tensor that one of these ops has made (`resize_`, `out=`).
 
-    It is recorded as one that cannot run again. What selective checkpointing saves of the tensor when it is made keeps
-    the size that it had then.
+    Such an op is recorded as not replayable. Selective checkpointing saves the tensor when it is made, and the saved
+    tensor keeps its size of that time.
     """
     made: set[int] = set()
     for record in (profile.tape[op] for op in ops):

@@ -1,1 +1,1 @@
-"""Cross entropies of a step: which are lean, and which may be computed over chunks of rows."""
+"""Cross entropies of a step: lean ones, and those that may be chunked."""

@@ -1,6 +1,6 @@
-"""Cross entropies over chunks of rows, as one decision: which may be, and what it changes in lifetimes.
+"""Chunked cross entropies as one decision: which losses qualify, and the effect on lifetimes.
 
-See `cross_entropy` for what is looked for in the tape.
+See `cross_entropy` for the pattern on the tape.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import ALWAYS, Extension, Lifetime, when_recomputed, when_saved
 
 LOSS = "(loss)"
-"""Where the log-probabilities of cross entropies belong, which are in no region."""
+"""Name of the pseudo-region of the log-probabilities of cross entropies, which are in no region."""
 
 
 def ops_of(losses: Iterable[ChunkableLoss]) -> set[int]:
-    """Forward ops only."""
+    """The forward ops of the losses."""
     return {op for loss in losses for op in (loss.log_softmax, loss.loss)}
 
 
 def decided_losses(step: Step, regions: Sequence[Region], engine: EngineModel) -> tuple[ChunkableLoss, ...]:
-    """The cross entropies that may be chunked: outside of the regions, and none of them has a hand in their logits.
+    """The cross entropies that may be chunked: outside of the regions, which must not hold their logits.
 
-    A region that is nothing but such a loss does not count: nothing is decided on in it.
+    A region that consists of such a loss alone does not count: it has no groups.
     """
     losses = chunkable_losses(step.profile) if engine.selects else ()
     if not losses:
@@ -37,17 +37,17 @@ def decided_losses(step: Step, regions: Sequence[Region], engine: EngineModel) -
     ops = {op for region in others for op in region.ops}
     held = {storage for region in others for storage in step.profile.calls[region.call].inputs}
     held |= {storage for op in ops for storage in set(tape[op].reads) - set(tape[op].writes)}
-    # What a region's ops make and do not recompute, selective checkpointing keeps whether it is needed or not.
+    # Selective checkpointing keeps every output of a region that is not recomputed, needed or not.
     held |= {storage for op in ops for storage in tape[op].creates} if engine.runs_code_twice else set()
     fine = all(loss.log_softmax not in ops and not (loss.alone and loss.logits in held) for loss in losses)
     return losses if fine else ()
 
 
 def with_chunked_losses(draft: Draft, group: int, lifetimes: Iterable[Lifetime]) -> Iterator[Lifetime]:
-    """Lifetimes with what changes in them if the losses are chunked, and with what chunked losses hold besides.
+    """Make lifetimes depend on whether the losses are chunked, and add the workspace of chunked losses.
 
     Args:
-        group: of the losses.
+        group: the group of the losses.
     """
     for loss in draft.losses:
         lifetimes = _with_chunked(draft, group, loss, lifetimes)
@@ -66,7 +66,7 @@ def _with_chunked(
     draft: Draft, group: int, loss: ChunkableLoss, lifetimes: Iterable[Lifetime]
 ) -> Iterator[Lifetime]:
     gone = (loss.log_probabilities, loss.gradient) if loss.alone else (loss.log_probabilities,)
-    # The gradient is in the logits from there on, if it is written over them.
+    # If the gradient overwrites the logits, they hold it from then on.
     last = loss.gradient if loss.alone else loss.log_probabilities
     saves = [index for index, saved in enumerate(draft.step.profile.saved) if saved.storage == last]
     _, end, _ = draft.life(last, saves)

@@ -1,10 +1,10 @@
-"""The cross entropies of a step: which are lean, and which can be computed over chunks of rows.
+"""The cross entropies of a step: lean ones, and those that can be computed over chunks of rows.
 
-A cross entropy on the tape is four ops: log-softmax makes the log-probabilities of the logits, one op makes the loss of
-them; in backward, one op makes the gradient of the log-probabilities, and one that of the logits. Where it is *lean*,
-the last one writes over its input. Where it is *chunked*, the log-probabilities are never there as a whole: the logits
-are kept in their place, and what backward needs of the log-probabilities is made again for some rows at a time. So it
-is a value that is recomputed in backward like any other, but for what then lives when.
+A cross entropy is four ops on the tape: log-softmax (logits to log-probabilities) and the loss in forward; the gradient
+of the log-probabilities and that of the logits in backward. If it is *lean*, the last op overwrites its input. If it is
+*chunked*, the log-probabilities never exist as a whole: the logits are kept in their place, and backward recomputes the
+log-probabilities for some rows at a time. So the log-probabilities are recomputed like any other value, except for the
+lifetimes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NLL_LOSS_BACKWARD = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backwar
 
 _CHUNKS = 16
 _LEAST_ELEMENTS = 2**16
-"""Of a chunk: with fewer, the time goes to calling ops."""
+"""Least elements of a chunk; smaller chunks spend their time on calling ops."""
 _LOGITS = re.compile(r"aten\._log_softmax\.default\((\w+)\[(\d+),(\d+)\], 1, False\)")
 _UNWEIGHTED = re.compile(
     r"aten\.nll_loss_forward\.default\(\w+\[\d+,\d+\], int64\[\d+\], None, [012], -?\d+\)"
@@ -33,10 +33,10 @@ _CUDA_BLOCK_BYTES = 512
 
 
 def rows_of_a_chunk(rows: int, classes: int) -> int:
-    """Of how many rows the log-probabilities are made at a time.
+    """Number of rows per chunk of log-probabilities.
 
-    All, or a multiple of 16, so that each chunk begins at an address as well aligned as the whole's: some kernels
-    choose their order of additions by that.
+    All rows, or a multiple of 16, so that each chunk starts at an address as well aligned as the whole tensor's: some
+    kernels choose their order of additions by alignment.
     """
     wanted = max(-(-rows // _CHUNKS), -(-_LEAST_ELEMENTS // classes))
     return min(rows, 16 * -(-wanted // 16))
@@ -47,13 +47,13 @@ class ChunkableLoss:
     """A cross entropy that can be computed over chunks of rows.
 
     Args:
-        log_softmax, loss, backward: its ops, by index: the last one makes the gradient of the logits.
-        logits, log_probabilities, gradient: its storages. The gradient is that of the log-probabilities, and then that
-            of the logits, which is written over it.
-        dtype: of the logits.
-        alone: nobody else has the logits any more when it goes backward, so that the gradient is written over them.
-        forward_bytes, loss_bytes, backward_bytes: what a chunked loss holds besides, while it makes the
-            log-probabilities of some rows, while it makes the loss of them, and in backward.
+        log_softmax, loss, backward: indices of its ops; `backward` computes the gradient of the logits.
+        logits, log_probabilities, gradient: indices of its storages. `gradient` holds the gradient of the
+            log-probabilities, then that of the logits, which overwrites it.
+        dtype: dtype of the logits.
+        alone: no one else holds the logits when backward runs, so the gradient overwrites them.
+        forward_bytes, loss_bytes, backward_bytes: workspace of the chunked loss while it computes the log-probabilities
+            of some rows, while it computes the loss of them, and in backward.
     """
 
     log_softmax: int
@@ -70,9 +70,9 @@ class ChunkableLoss:
 
 
 def chunkable_losses(profile: Profile) -> tuple[ChunkableLoss, ...]:
-    """The cross entropies of the model's modules if all of them can be chunked, else none.
+    """The cross entropies in the model's modules if all of them can be chunked, else none.
 
-    All, as a running model cannot tell one from another. Those outside of modules are not a plan's concern.
+    All or none, because a running model cannot tell them apart. Plans do not cover those outside of modules.
     """
     tape = profile.tape
     made = {
@@ -101,7 +101,7 @@ def chunkable_losses(profile: Profile) -> tuple[ChunkableLoss, ...]:
 
 
 class _Uses:
-    """What happens to some storages: the ops that read and write them, and when autograd saves them."""
+    """The uses of some storages: ops that read and write them, and saved tensors on them."""
 
     def __init__(self, profile: Profile, storages: set[int]):
         self.reads: dict[int, list[int]] = {storage: [] for storage in storages}
@@ -142,18 +142,18 @@ def _chunkable(
         or table[logits].bytes != table[log_probabilities].bytes
         or any(op.tick < tape[i].tick < saves[0].released for i in uses.writes[logits])
         or sum(tape[i].name == _LOG_SOFTMAX for i in uses.reads[logits]) != 1
-        # Autograd adds another gradient to it in place, but not where it is written over the logits.
+        # If autograd adds another gradient to it in place, it must not overwrite the logits.
         or uses.writes[makes.creates[0]] != [backward]
     ):
         return None
-    kept_on = backward + 1 < len(tape) and tape[backward + 1].tick < saves[0].released  # with its graph
+    kept_on = backward + 1 < len(tape) and tape[backward + 1].tick < saves[0].released  # With its graph.
     held = any(saved.released > makes.tick for saved in uses.saves[logits])
     there = table[logits].alloc == NEVER or table[logits].free > makes.tick
     rows, classes, item_bytes = int(shape[2]), int(shape[3]), _ITEM_BYTES[shape[1]]
     chunk = rows_of_a_chunk(rows, classes)
 
     def size(count: int) -> int:
-        """What is allocated for so many bytes."""
+        """Allocated bytes for `count` requested bytes."""
         block = _CUDA_BLOCK_BYTES if profile.device.startswith("cuda") else 1
         return -(-count // block) * block
 
@@ -167,7 +167,7 @@ def _chunkable(
         gradient=makes.creates[0],
         dtype=shape[1],
         alone=not (kept_on or held or there),
-        # Beside the log-probabilities of a chunk its classes and which of them count; then those of all rows.
+        # Log-probabilities, class indices and their mask of one chunk; then class indices and mask of all rows.
         forward_bytes=column
         + max(chunk_bytes + size(chunk * _INDEX_BYTES) + size(chunk), size(rows * _INDEX_BYTES) + size(rows)),
         loss_bytes=column + size(rows * _INDEX_BYTES),
@@ -182,15 +182,15 @@ def _signature(profile: Profile, op: Op) -> str:
 def losses_in_modules(
     tape: Sequence[Op], calls: Sequence[ModuleCall], lean: bool
 ) -> dict[str, tuple[str | None, ...]]:
-    """Where modules compute cross entropies in code of their own.
+    """Modules that compute cross entropies in their own code.
 
     Args:
-        tape, calls: of a step.
-        lean: only those whose gradient is written over the one that comes in.
+        tape, calls: the ops and module calls of a step.
+        lean: only those whose gradient overwrites the incoming one.
 
     Returns:
-        Names of the modules, and of the submodules that run last before the first such loss of each of their calls,
-        None for none.
+        Module name -> for its calls, the names of the submodules that ran last before the first such loss, None for
+        none.
     """
     made = {
         storage: op for op in tape for storage in op.creates if op.name == _LOG_SOFTMAX and op.module != NEVER
@@ -208,7 +208,7 @@ def losses_in_modules(
 
 
 def lean_losses(profile: Profile) -> dict[str, tuple[str | None, ...]]:
-    """Where modules compute cross entropies whose gradient is written over the one that comes in.
+    """Modules that compute cross entropies whose gradient overwrites the incoming one.
 
     See `losses_in_modules`.
     """
@@ -216,10 +216,10 @@ def lean_losses(profile: Profile) -> dict[str, tuple[str | None, ...]]:
 
 
 def with_torchs_losses(profile: Profile) -> Profile:
-    """The step as it is without a plan: torch's cross entropy has its result beside the gradient that comes in.
+    """The step without a plan: torch's cross entropy allocates its result next to the incoming gradient.
 
-    Outside of all modules no plan makes it lean, and so it is as it was recorded. In a module one that was lean
-    without a plan, too, cannot be told, and counts as torch's.
+    No plan makes a cross entropy outside of all modules lean, so those stay as recorded. One in a module that is lean
+    even without a plan cannot be recognised and counts as torch's.
     """
     in_modules = {
         s for op in profile.tape if op.name == _LOG_SOFTMAX and op.module != NEVER for s in op.creates
@@ -234,7 +234,7 @@ def with_torchs_losses(profile: Profile) -> Profile:
 
 
 def torchs_loss_bytes(profile: Profile) -> int:
-    """What the largest of torch's cross entropies outside of all modules takes more than the lean one; 0: none."""
+    """Bytes that the largest of torch's cross entropies outside of all modules takes beyond a lean one; 0: none."""
     outside = {s for op in profile.tape if op.name == _LOG_SOFTMAX and op.module == NEVER for s in op.creates}
     of_classes = {s for op in profile.tape if op.name in _NLL_LOSS_BACKWARD for s in op.reads} & outside
     backward = [

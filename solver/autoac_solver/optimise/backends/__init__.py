@@ -1,4 +1,4 @@
-"""The integer programming solvers that can be used."""
+"""The supported integer programming solvers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["INFEASIBLE", "STOPPED", "Backend", "Job", "Outcome", "Program", "cho
 
 
 def choose_backend(solver: str) -> Backend:
-    """The backend of a name: "highs", "cbc", or "auto" for HiGHS if it is installed and CBC if not.
+    """The backend of a name: "highs", "cbc", or "auto" for HiGHS if it is installed, else CBC.
 
     Raises:
-        ValueError: for any other name.
-        AutoacError: if it is not installed.
+        ValueError: unknown name.
+        AutoacError: the solver is not installed.
     """
     if solver not in ("auto", "highs", "cbc"):
         raise ValueError(f'solver={solver!r}: choose "auto", "highs" or "cbc"')

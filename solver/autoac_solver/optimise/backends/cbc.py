@@ -1,7 +1,7 @@
-"""CBC through PuLP, stopping when it is told to.
+"""CBC through PuLP, with an enforced time limit.
 
-PuLP's own class waits for the process without end, leaves it running on Ctrl-C, and does not read CBC's bound. So the
-process is watched here, and its log read.
+PuLP's own class waits for the process indefinitely, leaves it running on Ctrl-C, and does not read CBC's bound. This
+class supervises the process and parses its log.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from autoac_solver.optimise.backends.common import GRACE_S, INFEASIBLE, STOPPED,
 
 
 class CbcBackend:
-    """CBC as a process.
+    """CBC as a subprocess.
 
     Args:
-        path: its executable.
+        path: CBC's executable.
     """
 
     def __init__(self, path: str) -> None:
@@ -41,7 +41,7 @@ class CbcBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What is exchanged with the process."""
+    """Files exchanged with the process."""
 
     model: Path
     start: Path
@@ -50,7 +50,7 @@ class _Files:
 
 
 class _Cbc(pulp.COIN_CMD):
-    """PuLP's CBC, its process watched and its bound read."""
+    """PuLP's CBC with a supervised process and its bound."""
 
     def __init__(self, path: str, job: Job) -> None:
         super().__init__(path=path, mip=job.integer, msg=False)
@@ -58,7 +58,7 @@ class _Cbc(pulp.COIN_CMD):
         self.outcome = STOPPED
 
     def actualSolve(self, lp: pulp.LpProblem, **kwargs: Any) -> int:
-        """Write the model, run CBC on it, read what it wrote."""
+        """Write the model, run CBC, read its solution."""
         with tempfile.TemporaryDirectory(prefix="autoac") as folder:
             files = _Files(*(Path(folder, name) for name in ("model.mps", "start", "solution", "log")))
             names = lp.writeMPS(str(files.model), rename=True)[:3]
@@ -80,7 +80,7 @@ class _Cbc(pulp.COIN_CMD):
         return [*command, "-solution", str(files.solution)]
 
     def _call(self, command: list[str], log: Path) -> bool:
-        """Run CBC until it ends or is late, and tell which; it never outlives this call."""
+        """Run CBC, kill it if it is late, and return whether it succeeded. It never outlives this call."""
         with log.open("w") as stream:
             process = subprocess.Popen(command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL)
             try:
@@ -97,17 +97,17 @@ class _Cbc(pulp.COIN_CMD):
             return STOPPED
         status, values, *_, sol_status = self.readsol_MPS(str(files.solution), lp, *names)
         if status == pulp.LpStatusInfeasible:
-            # Out of time in its preprocessing, CBC says so of feasible programs.
+            # CBC reports feasible programs as infeasible if it runs out of time in preprocessing.
             return INFEASIBLE if self._job.left_s() else STOPPED
         if sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             return STOPPED
-        # A variable without a row or a cost is not written to the model, and 0 suits it.
+        # Variables without a row or a cost are not written to the model; 0 is feasible for them.
         found = np.array([values.get(variable.name, 0.0) for variable in self._job.program.variables])
         solved = sol_status == pulp.LpSolutionOptimal
         return Outcome("solved" if solved else "stopped", found, self._bound(found, solved, files.log))
 
     def _bound(self, found: np.ndarray, solved: bool, log: Path) -> float:
-        """The bound that CBC printed; when it is done it prints none, and is off by the gap at most."""
+        """The bound in CBC's log. A finished CBC prints none; its solution is then within the gap."""
         if printed := re.search(r"^Lower bound:\s*(\S+)", log.read_text(), re.MULTILINE):
             return float(printed[1])
         gap = self._job.gap if self._job.integer else 0.0
@@ -115,6 +115,6 @@ class _Cbc(pulp.COIN_CMD):
 
 
 def find_cbc() -> str | None:
-    """The CBC on the path if there is one, else the one inside PuLP (up to 3.x; from 4 on `pulp[cbc]` brings it)."""
+    """The CBC on the PATH, else the one bundled with PuLP (up to 3.x; from 4 on `pulp[cbc]` installs it), else None."""
     bundled = getattr(coin_api, "pulp_cbc_path", None)
     return shutil.which("cbc") or (shutil.which(bundled) if bundled else None)

@@ -1,4 +1,4 @@
-"""What goes into a solver and what comes out."""
+"""Input and output types of the solver backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pulp
 
 GRACE_S = 0.4
-"""How long a solver may take to stop once told."""
+"""Seconds that a solver may take to stop after its deadline or a request to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,29 +18,29 @@ class Program:
     """A linear program in PuLP's terms.
 
     Args:
-        model: minimised.
-        variables: its variables; wherever values are listed, they are in this order.
+        model: a minimisation.
+        variables: its variables. All arrays of values are in this order.
     """
 
     model: pulp.LpProblem
     variables: list[pulp.LpVariable]
 
     def costs(self) -> np.ndarray:
-        """The objective's coefficient of each variable."""
+        """The objective coefficient of each variable."""
         objective = self.model.objective or {}
         return np.array([objective.get(variable, 0.0) for variable in self.variables])
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A program to solve, and how far.
+    """A program to solve, with its stopping criteria.
 
     Args:
-        program: is not changed.
+        program: not changed.
         integer: False solves the linear relaxation.
         gap: absolute, in units of the objective.
         deadline: when to stop, on the clock of `time.monotonic`.
-        start: a feasible point to begin with, a value per variable.
+        start: a feasible starting point, one value per variable.
     """
 
     program: Program
@@ -56,12 +56,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a solver found out about a program.
+    """A solver's result for a program.
 
     Args:
-        status: "solved" to the asked gap, "infeasible", or "stopped" before it knew.
-        values: of the best solution, one per variable; None if there is none.
-        bound: no solution has an objective below this; -inf if nothing is known.
+        status: "solved" to the requested gap, "infeasible", or "stopped" before either was known.
+        values: the best solution, one value per variable; None if there is none.
+        bound: lower bound of the objective; -inf if unknown.
     """
 
     status: Literal["solved", "infeasible", "stopped"]

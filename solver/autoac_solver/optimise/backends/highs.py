@@ -1,15 +1,15 @@
-"""HiGHS through PuLP, stopping when it is told to.
+"""HiGHS through PuLP, with an enforced time limit.
 
-What PuLP's own class does differently, and why it is overridden:
+Problems of PuLP's own class and of HiGHS, and the workarounds here:
 
-- It hands over the model row by row; passing it whole takes a fifth of the time.
+- PuLP passes the model row by row; passing it whole takes a fifth of the time.
 - HiGHS overruns its time limit by seconds, ignores Ctrl-C, and refuses to run in a thread that used it with another
-  number of threads. So it runs in a fresh thread, is stopped by a callback, and is left behind if it does not hear:
-  in the relaxations that it solves within an integer program it minds the time limit, but no callback.
-- It reports "Optimal" after a time limit. The status is read from HiGHS itself.
-- It silences HiGHS last of all, and releases from 1.16 greet on stdout when they are given a callback before that.
-- HiGHS 1.16.0 now and then proves a plan optimal and returns the one that it was started from. Where the values do not
-  have the objective that it reports, it is run again from nothing.
+  number of threads. So it runs in a fresh thread and is stopped by a callback. The thread is abandoned if it does not
+  respond: the relaxations inside an integer program obey the time limit, but call no callback.
+- PuLP reports "Optimal" after a time limit. The status is read from HiGHS itself.
+- PuLP silences HiGHS last, and releases from 1.16 print a banner to stdout if they get a callback before that.
+- HiGHS 1.16.0 sometimes proves a plan optimal and returns its starting point instead. If the returned values do not
+  have the reported objective, HiGHS runs again without a start.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from autoac_solver.optimise.backends.common import GRACE_S, INFEASIBLE, STOPPED,
 
 try:
     import highspy
-except ImportError:  # then CBC does it, see choose_backend
+except ImportError:  # CBC is used instead, see choose_backend
     highspy: Any = None
 else:
 
     class _Silent(highspy.Highs):
-        """HiGHS that prints nothing, not even while it is made."""
+        """HiGHS that prints nothing, not even in its constructor."""
 
         def __init__(self) -> None:
             super().__init__()
             self._silence()
 
         def enableCallbacks(self) -> None:
-            """What the constructor does at its end, where it has callbacks."""
+            """Called at the end of the constructor in releases that have callbacks."""
             self._silence()
             super().enableCallbacks()
 
@@ -50,16 +50,16 @@ else:
 
 
 _THREADS = 1
-"""One thread: the same answer on every machine, and the other cores stay free."""
+"""One thread: the same result on every machine, and the other cores stay free."""
 _END_S = 10.0
-"""How long the end of the process waits for runs that were left behind."""
+"""Seconds that process exit waits for abandoned runs."""
 _ends: weakref.WeakSet[threading.Event] = weakref.WeakSet()
-"""Set when a run has ended, one for each."""
+"""One event per run, set when the run has ended."""
 
 
 @atexit.register
 def _wait_for_left_behind() -> None:
-    """Let runs that were told to stop do so: a callback into an interpreter that is gone aborts the process."""
+    """Wait for stopping runs: a callback into a finalized interpreter aborts the process."""
     end = time.monotonic() + _END_S
     for ended in list(_ends):
         ended.wait(max(0.0, end - time.monotonic()))
@@ -77,13 +77,13 @@ class HighsBackend:
         try:
             job.program.model.solve(solver)
         finally:
-            # HiGHS holds the callback, and so all of this: a cycle through C++, which Python's collector cannot see.
+            # HiGHS holds the callback and through it this object: a cycle through C++, invisible to Python's GC.
             job.program.model.solverModel = None
         return solver.outcome
 
 
 class _Highs(pulp.HiGHS):
-    """PuLP's HiGHS, the model passed whole and the run watched."""
+    """PuLP's HiGHS with the model passed whole and a supervised run."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -93,7 +93,7 @@ class _Highs(pulp.HiGHS):
         super().__init__(mip=job.integer, msg=False)
 
     def createAndConfigureSolver(self, lp: Any) -> None:
-        """A silent HiGHS with our limits and the callback that stops it."""
+        """Create a silent HiGHS with our limits and the callback that stops it."""
         kinds = highspy.cb.HighsCallbackType
         lp.solverModel = highs = _Silent()
         highs.setCallback(self._interrupt, None)
@@ -130,11 +130,11 @@ class _Highs(pulp.HiGHS):
         lp.solverModel.passModel(model)
 
     def callSolver(self, lp: Any) -> None:
-        """Run in a thread; stop it at the deadline or on Ctrl-C, and leave it behind if it does not stop."""
+        """Run in a thread; stop it at the deadline or on Ctrl-C, and abandon it if it does not stop."""
         _ends.add(self._ended)
         threading.Thread(target=self._run, args=(lp.solverModel,), daemon=True).start()
         try:
-            # Not Thread.join: interrupted by Ctrl-C it holds the thread for ended (bpo-45274).
+            # Not Thread.join: if Ctrl-C interrupts it, it takes the thread for ended (bpo-45274).
             self._ended.wait(self._job.left_s() + GRACE_S)
         finally:
             self._stop.set()
@@ -143,18 +143,18 @@ class _Highs(pulp.HiGHS):
             raise self._error
 
     def findSolutionValues(self, lp: Any) -> tuple[int, int]:
-        """What PuLP wants to know; ours is in `outcome`."""
+        """The status codes that PuLP expects; our result is in `outcome`."""
         if self.outcome.status == "solved":
             return pulp.LpStatusOptimal, pulp.LpSolutionOptimal
         return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
 
     def _interrupt(self, kind: Any, message: str, data_out: Any, data_in: Any, user_data: Any) -> None:
-        """HiGHS asks many times a second whether to go on."""
+        """Callback that HiGHS calls many times a second to ask whether to continue."""
         if self._stop.is_set() or time.monotonic() > self._job.deadline:
             data_in.user_interrupt = True
 
     def _run(self, highs: Any) -> None:
-        """What the thread does: solve, and put the result where the caller looks for it."""
+        """Thread body: solve and store the result or the exception."""
         try:
             if self._job.start is not None:
                 solution = highspy.HighsSolution()
@@ -163,19 +163,19 @@ class _Highs(pulp.HiGHS):
             highs.run()
             self.outcome = self._read(highs)
             if self._returns_another(highs):
-                self.outcome = replace(self.outcome, status="stopped")  # the start, with a bound that holds
+                self.outcome = replace(self.outcome, status="stopped")  # The start, with a valid bound.
                 highs.clearSolver()
                 highs.run()
                 if (again := self._read(highs)).status == "solved":
                     self.outcome = again
             highspy.Highs.resetGlobalScheduler(False)
-        except BaseException as error:  # for the caller's thread to raise
+        except BaseException as error:  # The caller's thread raises it.
             self._error = error
         finally:
             self._ended.set()
 
     def _returns_another(self, highs: Any) -> bool:
-        """Whether the values are not those of the optimum that is reported."""
+        """Whether the returned values do not have the reported optimal objective."""
         if self._job.start is None or highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return False
         found = self._job.program.costs() @ np.array(highs.getSolution().col_value)
@@ -183,7 +183,7 @@ class _Highs(pulp.HiGHS):
         return not math.isclose(found, reported, rel_tol=1e-6, abs_tol=1e-6)
 
     def _read(self, highs: Any) -> Outcome:
-        """Status, values and bound; after a stop there may be a solution, with a gap."""
+        """Status, values and bound. A stopped integer program may have a solution with a gap."""
         info, status = highs.getInfo(), highs.getModelStatus()
         known = highspy.HighsModelStatus
         if status in (known.kInfeasible, known.kUnboundedOrInfeasible):

@@ -1,1 +1,1 @@
-"""Programs on a model: the engines that carry a plan out, and what puts them on modules."""
+"""Engines that carry plans out, and the code that attaches their programs to modules."""

@@ -1,4 +1,4 @@
-"""Put a plan's programs on a model's modules, and take them off again; see `forwards` for what a module gets."""
+"""Attach a plan's programs to a model's modules, and detach them; see `forwards` for the replaced `forward`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from autoac_solver.records.errors import PlanMismatchError
 
 
 class PlannedRegion:
-    """Carried by a planned module: its programs, and the forward that it had.
+    """Stored on a planned module: its programs and its original `forward`.
 
     Args:
         programs: one for each call of the module in a step.
-        engine: its name.
+        engine: the engine's name.
         forward: the instance's own `forward` attribute if it had one (some libraries put theirs there), else None.
-        plan_id: tells which plan it belongs to.
+        plan_id: identifies the plan.
     """
 
     def __init__(self, programs: Sequence[Program], engine: str, forward: Any, plan_id: str):
@@ -45,7 +45,7 @@ class PlannedRegion:
         return PlannedRegion, (self.programs, self.engine, self.forward, self.plan_id)
 
     def next_program(self) -> Program:
-        """The program for this call. Calls with gradients on are counted per thread, modulo the calls of a step."""
+        """The program for this call. Calls with gradients enabled are counted per thread, modulo the calls per step."""
         if len(self.programs) == 1:
             return self.programs[0]
         index = getattr(self.calls, "index", 0)
@@ -53,7 +53,7 @@ class PlannedRegion:
         return self.programs[index]
 
     def restart(self, index: int) -> None:
-        """Let the module's next call in this thread be this one of the step's."""
+        """Make the module's next call in this thread count as the step's call number `index`."""
         self.calls.index = index
 
 
@@ -77,10 +77,10 @@ def _is_distributed() -> bool:
 
 
 def check_no_units(module: torch.nn.Module, region: str) -> None:
-    """Refuse a region with units of FSDP2 inside. Also asked when a region runs: a model may be sharded under its plan.
+    """Refuse a region that contains FSDP2 units. Also checked when a region runs: a planned model may be sharded later.
 
     Raises:
-        PlanMismatchError: there are some.
+        PlanMismatchError: the region contains some.
     """
     if not (units := units_inside(module)):
         return
@@ -94,24 +94,24 @@ def check_no_units(module: torch.nn.Module, region: str) -> None:
 
 
 def attach(module: torch.nn.Module, programs: Sequence[Program], engine: str, plan_id: str) -> None:
-    """Put programs on one module."""
+    """Attach programs to one module."""
     put_forward(module, forward, PlannedRegion(programs, engine, module.__dict__.get("forward"), plan_id))
 
 
 class Root:
-    """Carried by the root of a model when some module is called several times a step: which of its calls come next.
+    """Stored on a model's root if some module is called several times a step: resets the modules' call counts.
 
-    Counting modulo the calls of a step would do if every step ran to its end. After an exception, or a forward without
-    a backward, the count would be off. So a model that is called once a step starts anew with each call. One that is
-    called several times (micro-batches, two views) starts a step where no parameter has a gradient yet, as the
-    profiled step did.
+    Counting modulo the calls per step works only if every step runs to its end; an exception, or a forward without
+    backward, shifts the count. So if the root is called once a step, each of its calls resets the counts. If it is
+    called several times (micro-batches, two views), a step begins where no parameter has a gradient yet, as in the
+    profiled step.
 
     Args:
-        offsets: for each module that is called several times, its calls in the step before each call of the root.
-        fresh: how many calls of the root come before the first `.grad` is there; a backward by `torch.autograd.grad`
-            leaves none.
+        offsets: for each module that is called several times, the number of its calls in the step before each root
+            call.
+        fresh: number of root calls before the first `.grad` exists; a backward by `torch.autograd.grad` leaves none.
         forward: the root's own instance attribute `forward` if it had one, else None.
-        plan_id: tells which plan it belongs to.
+        plan_id: identifies the plan.
     """
 
     def __init__(self, offsets: Mapping[str, Sequence[int]], fresh: int, forward: Any, plan_id: str):
@@ -128,7 +128,7 @@ class Root:
         return Root, (self.offsets, self.fresh, self.forward, self.plan_id)
 
     def next_call(self, module: torch.nn.Module) -> int:
-        """Which of the step's calls of the root this one is, in this thread."""
+        """Index within the step of this root call, in this thread."""
         count = len(next(iter(self.offsets.values())))
         index = getattr(self.calls, "index", 0)
         if getattr(self.calls, "is_told", False):
@@ -137,15 +137,15 @@ class Root:
             found = has_gradients(module)
             if (
                 index >= count
-            ):  # a further micro-batch, where the last one found gradients as well; else a new step
+            ):  # a further micro-batch if the last planned one finds gradients, too; else a new step
                 index = count - 1 if found and self.fresh < count else 0
-            elif not found:  # a later call finds gradients, or it is none
+            elif not found:  # a later call of the step would find gradients
                 index = 0
         self.calls.index = index + 1
         return index
 
     def restart(self) -> None:
-        """A step begins in this thread: from now on somebody tells of each one."""
+        """Begin a step in this thread; from now on the caller announces every step."""
         self.calls.index, self.calls.is_told = 0, True
 
 
@@ -163,7 +163,7 @@ def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def restart_calls(model: torch.nn.Module) -> None:
-    """Let the model's next call in this thread be the first of a step; to be called before each step from then on."""
+    """Begin a step with the model's next call in this thread. Once called, it must be called before every step."""
     for module in model.modules():
         carried = planned(module)
         if isinstance(carried, PlannedRegion):
@@ -175,19 +175,20 @@ def restart_calls(model: torch.nn.Module) -> None:
 def attach_root(
     model: torch.nn.Module, offsets: Mapping[str, Sequence[int]], fresh: int, plan_id: str
 ) -> None:
-    """Let a call of the model tell its modules which of their calls come next; arguments as for `Root`."""
+    """Make each call of the model reset its modules' call counts; arguments as for `Root`."""
     put_forward(model, root_forward, Root(offsets, fresh, model.__dict__.get("forward"), plan_id))
 
 
 class LossSide:
-    """Carried by a module whose own code computes a loss, or that runs last before a loss is computed.
+    """Stored on a module whose own code computes a loss, or that runs last before a loss is computed.
 
-    Its forward is called by that of whatever else the module carries, so it is part of a region's second run.
+    The forward of a `PlannedRegion` or `Root` on the same module calls this one, so it is part of a region's second
+    run.
 
     Args:
         side: the module's part in computing losses.
         forward: the instance's own attribute `forward` if it had one, else None.
-        plan_id: tells which plan it belongs to.
+        plan_id: identifies the plan.
     """
 
     def __init__(self, side: Side, forward: Any, plan_id: str):
@@ -212,7 +213,7 @@ def loss_side_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any
 def attach_losses(
     model: torch.nn.Module, losses: Mapping[str, Collection[str | None]], chunked: bool, plan_id: str
 ) -> None:
-    """Let a model's cross entropies be lean. Call it before anything else of the plan is attached.
+    """Make a model's cross entropies lean. Call it before attaching anything else of the plan.
 
     Args:
         losses, chunked: as for `sides`.
@@ -225,7 +226,7 @@ def attach_losses(
 
 
 def detach(module: torch.nn.Module) -> None:
-    """Take the plan off one module, exactly as it was before; the module must not be `covered`."""
+    """Restore one module to its exact state before the plan; the module must not be `covered`."""
     for key in (REGION_KEY, LOSS_KEY):
         carried: PlannedRegion | Root | LossSide | None = module.__dict__.get(key)
         if carried is None:
@@ -234,12 +235,12 @@ def detach(module: torch.nn.Module) -> None:
             module.__dict__.pop("forward", None)
         else:
             module.__dict__["forward"] = carried.forward
-        # Last: until then, the plan's forward needs it, and `detach` can be called again.
+        # Last: the plan's forward needs the entry until then, and an interrupted `detach` can be called again.
         del module.__dict__[key]
 
 
 def covered(module: torch.nn.Module) -> bool:
-    """Whether somebody has given a planned module another `forward`, which perhaps calls the plan's."""
+    """Whether other code has replaced a planned module's `forward`; the new one may call the plan's."""
     ours = forward, root_forward, loss_side_forward
     own = module.__dict__.get("forward")
     return own is not None and getattr(own, "func", None) not in ours

@@ -1,7 +1,7 @@
-"""A word when backward runs inside of autocast and the plan was made for autocast around forward and loss alone.
+"""Warning if backward runs inside autocast and the plan was made for autocast around forward and loss alone.
 
-Autocast keeps its casts of weights until its outermost context ends, be it one with `enabled=False`: they are then
-alive in backward, where the plan has them gone.
+Autocast caches its casts of weights until its outermost context ends, even one with `enabled=False`. The casts are then
+alive in backward; the plan assumes that they are freed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _WORDS = (
 
 
 class BackwardAutocast:
-    """A forward hook of the model: has the first backward from its output tell."""
+    """Forward hook of the model: lets the first backward from its output check autocast and warn."""
 
     def __init__(self) -> None:
-        self.seen = False  # a backward
+        self.seen = False  # a backward was checked
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackwardAutocast:
         return self
@@ -42,16 +42,16 @@ class BackwardAutocast:
     def _backward_begins(self, gradients: Any) -> None:
         if not self.seen and not backward_is_as_planned():
             self.seen = True
-            # Threads of a device know whether autocast is on, and not in how many contexts they are.
+            # Autograd's device threads know whether autocast is on, but not the nesting depth of its contexts.
             if any_autocast() or inside_autocast():
                 warnings.warn(_WORDS, stacklevel=2)
 
 
 def watch_backward(model: torch.nn.Module) -> None:
-    """Let a model tell, until `unwatch_backward`."""
+    """Register the hook on a model, until `unwatch_backward`."""
     model.register_forward_hook(BackwardAutocast())
 
 
 def unwatch_backward(model: torch.nn.Module) -> None:
-    """Take the hook off, if it is there."""
+    """Remove the hook, if it is there."""
     remove_forward_hooks(model, BackwardAutocast)

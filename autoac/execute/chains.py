@@ -1,7 +1,7 @@
-"""Chains of tiny ops, on which engines measure their own bookkeeping.
+"""Chains of tiny ops on which engines measure the cost of their own bookkeeping.
 
-The plan pays for the dispatch mode and the hooks of a wrapped region whatever it decides there, and for each op that it
-records. Where ops are short this is what decides whether a region is worth wrapping.
+A wrapped region pays for its dispatch mode and hooks whatever is recomputed in it, and for each recorded op. If ops are
+short, this cost decides whether the region is worth wrapping.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ LINKS = 24
 """Links of a chain; each is an op and a view."""
 _ROUNDS = 11
 _POOL_BYTES = 2**25
-"""What is read between ops comes from so much, as that of a model does: the same 4 MB stay in a large cache."""
+"""Size of the pool that reads between ops cycle through; a single 4 MB buffer would stay in a large cache."""
 _MOST_SLOWER = 12.0
-"""Twice what was seen; more is noise."""
+"""Upper limit of `Measured.slower`: twice the value observed; more is noise."""
 
 Run = Callable[[], torch.Tensor]
 Seconds = Mapping[str, Sequence[tuple[float, float]]]
-"""Of forward and backward in each round, by name of a run."""
+"""Seconds of forward and of backward in each round, by the run's name."""
 Pair = tuple[str, str]
-"""Names of a run with some bookkeeping, and of the same without."""
+"""Names of a run with some bookkeeping, and of the same run without it."""
 
 SAVES, SAVES_NOT = "aten.sin.default", "aten.add.Tensor"
-"""The op of a chain whose links save their input for backward, and of one whose links save nothing."""
+"""The op of a chain whose links save their input for backward, and of a chain whose links save nothing."""
 
 
 class Chains:
-    """The chains on a device, without an engine, and what they take.
+    """The chains on one device, and their timing with and without an engine.
 
     Args:
         device: where the ops run.
-        bytes_between: read before each op of forward by something that no engine sees and that is not counted; 0 for
-            nothing. On CPU the ops share the caches with the interpreter: between ops of some MB its bookkeeping takes
-            several times as long as between tiny ones.
+        bytes_between: bytes read before each forward op, unseen by engines and not timed; 0 for none. On CPU, ops share
+            the caches with the interpreter: bookkeeping between ops of some MB takes several times as long as between
+            tiny ones.
 
     Attributes:
         plain: the runs without an engine, by name: "saving", "not saving", "once".
-        tensor: what a chain begins with.
+        tensor: input of the chains.
     """
 
     def __init__(self, device: torch.device, bytes_between: int = 0):
@@ -72,7 +72,7 @@ class Chains:
         return x
 
     def not_saving(self, x: torch.Tensor) -> torch.Tensor:
-        """Only one op more after the links saves something: backward has to come, or there is no second run."""
+        """Only an extra op after the links saves something: without a backward there would be no second run."""
         for _ in range(LINKS):
             self._pause()
             x = (x + x).view(4)
@@ -84,11 +84,11 @@ class Chains:
         return torch.sin(x)
 
     def measured(self, runs: Mapping[str, Run], *pairs: Pair) -> Measured:
-        """What these take and the plain ones.
+        """Time these runs and the plain ones.
 
         Args:
             runs: chains with an engine, by name.
-            pairs: those between whose ops is to be read too, in `Measured.slower`.
+            pairs: runs to time also with `bytes_between` read between their ops, for `Measured.slower`.
         """
         runs = {**self.plain, **runs}
         warm = self._seconds(runs)
@@ -102,7 +102,7 @@ class Chains:
         return Measured(warm, cold)
 
     def op_s(self) -> float:
-        """Seconds that the op itself of a link that saves takes, without autograd."""
+        """Seconds of the op alone of a saving link, without autograd."""
         op, tensor, now = torch.ops.aten.sin.default, self.tensor.detach(), device_for(self.device).now
         samples = []
         for _ in range(_ROUNDS):
@@ -133,11 +133,11 @@ class Chains:
 
 @dataclass(frozen=True)
 class Measured:
-    """What runs took.
+    """Times of runs.
 
     Args:
         warm: with nothing between their ops.
-        cold: some of them, with as many bytes read between their ops as was asked for.
+        cold: the runs of `pairs`, with `bytes_between` read before each forward op.
     """
 
     warm: Seconds
@@ -145,21 +145,22 @@ class Measured:
 
     @functools.cached_property
     def _quartiles(self) -> dict[str, float]:
-        """The lower quartile of forward and of backward, since noise only ever adds."""
+        """Lower quartile of forward plus that of backward, since noise only adds."""
         return {
             name: sum(_quartile(part) for part in zip(*rounds, strict=True))
             for name, rounds in self.warm.items()
         }
 
     def extra(self, name: str, base: str) -> float:
-        """Seconds that a run takes longer than another one, not below 0."""
+        """Extra seconds of a run over another one, at least 0."""
         return max(0.0, self._quartiles[name] - self._quartiles[base])
 
     def slower(self, *pairs: Pair) -> float:
-        """How many times as long a part of the bookkeeping takes between ops that fill the caches.
+        """Slowdown of some bookkeeping between ops that fill the caches, at least 1.
 
-        Of forward: nothing can be put between the ops of a backward. Pairs count together, for each by itself is a
-        small difference. The median of the rounds: what the caches have kept of the interpreter differs from op to op.
+        Forward only: nothing can be inserted between the ops of a backward. Pairs are summed, because each difference
+        alone is small. Medians over the rounds, because the part of the interpreter that stays cached varies from op to
+        op.
         """
 
         def extra(seconds: Seconds, round_: int) -> float:
@@ -173,7 +174,7 @@ class Measured:
 
 
 def evicting(n_bytes: int) -> Callable[[], None]:
-    """A matrix product that reads so many bytes, others each time, and that no engine sees."""
+    """A matrix product that reads `n_bytes`, of different memory each time, unseen by engines."""
     size = math.isqrt(n_bytes // 4)
     left, out = (torch.ones(16, size, dtype=torch.float32, device="cpu") for _ in range(2))
     pool = torch.ones(max(1, _POOL_BYTES // n_bytes), size, size, dtype=torch.float32, device="cpu")

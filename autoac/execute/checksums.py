@@ -1,4 +1,4 @@
-"""Checksums of tensors, to tell whether what was recomputed is what forward had, to the bit."""
+"""Checksums of tensors, to check that recomputed values equal forward's to the bit."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from autoac.torch_private import disable_dispatch_modes, is_fake, local_part
 
-_WORDS = 1 << 16  # words of eight bytes that are summed together on a device: some three megabytes are needed
-_PIECES = 64  # a tensor with gaps is copied in so many pieces
+_WORDS = 1 << 16  # 8-byte words summed at once on a device; takes about 3 MB
+_PIECES = 64  # number of pieces in which a tensor with gaps is copied
 
 
 def checksum_of(tensor: torch.Tensor) -> int | None:
-    """A checksum of a tensor's elements, in the order of memory; None if they cannot be read.
+    """A checksum of a tensor's elements, in memory order; None if they cannot be read.
 
     Tensors of equal sizes, strides and bits have equal checksums. On CPU only a tensor with gaps between its elements
     is copied, piece by piece.
@@ -74,7 +74,7 @@ def _product(dims: Sequence[tuple[int, int]]) -> int:
 
 
 def on_device(tensor: torch.Tensor) -> int:
-    """A checksum by torch's ops, on any device: words of eight bytes, weighted by their place and summed."""
+    """A checksum by torch ops, on any device: 8-byte words, weighted by position and summed."""
     if not tensor.numel():
         return 0
     dims = _dims(tensor)
@@ -91,10 +91,10 @@ def on_device(tensor: torch.Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in (*flat[:whole].view(torch.int64).split(_WORDS), flat[whole:].long()):
         weights = (2 * torch.arange(part.numel(), device=part.device) + 1) * _MIX
-        # Upper halves are added again: the weights are odd, so a word's top bit adds 2**63 wherever the word is.
+        # Upper halves are added once more: the weights are odd, so a word's top bit adds 2**63 at any position.
         total = total * _MIX + (part * weights).sum() + ((part >> 32) * (weights >> 7)).sum()
     return int(total)
 
 
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
-"""An odd number with bits all over (2**64 over the golden ratio), as a signed one."""
+"""2**64 / golden ratio as a signed integer: odd, with well-mixed bits."""

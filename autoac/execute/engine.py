@@ -1,4 +1,4 @@
-"""What the rest of autoac asks of an engine that carries plans out."""
+"""Interface of the engines that carry plans out."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Engine(Protocol):
     """One engine on torch's side; `execute.engines` has them all.
 
     Attributes:
-        model: what the planner knows of it.
-        eager_only: whether its regions run as they are written even where the model is compiled, and all compiled
-            modules with them, for the bytes are to be those of the record.
-        is_policy: whether what a program says can be handed out as a policy of torch's selective checkpointing.
+        model: the planner's model of the engine.
+        eager_only: whether its regions, and with them all compiled modules, run eagerly even if the model is compiled,
+            so that memory is as recorded.
+        is_policy: whether its programs can be expressed as policies of torch's selective checkpointing.
     """
 
     model: EngineModel
@@ -37,11 +37,11 @@ class Engine(Protocol):
         """Run one call of a region. An engine that runs its code twice does so in the contexts of `running`.
 
         Args:
-            forward: the region's own, without the plan.
-            module: whose forward it is.
+            forward: the region's original forward, without the plan.
+            module: the region's module.
         """
         ...
 
     def measure(self, chains: Chains) -> Any:
-        """What the bookkeeping takes: of type `model.costs`."""
+        """Measure the cost of the bookkeeping; returns a `model.costs`."""
         ...

@@ -1,4 +1,4 @@
-"""The engines that carry plans out: a folder each, and a line here."""
+"""Registry of the engines; each has a folder, and a line here."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from autoac.execute.replay.engine import ReplayEngine
 from autoac.execute.sac.engine import SacEngine
 
 ENGINES: dict[str, Engine] = {}
-"""By name; "auto" takes the first that can run the model."""
+"""The engines by name; "auto" takes the first that can run the model."""
 
 
 def register(engine: Engine) -> None:
-    """Make an engine known; the planner has to know its model (`autoac_solver.build.engines.register`)."""
+    """Register an engine; its model must be registered with the planner (`autoac_solver.build.engines.register`)."""
     ENGINES[engine.model.name] = engine
 
 
 def default_engine(*, compiled: bool) -> str:
-    """The engine that is taken where none is asked for.
+    """The engine that "auto" stands for.
 
     Args:
         compiled: whether `torch.compile` has compiled the model as a whole.

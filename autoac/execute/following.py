@@ -1,4 +1,4 @@
-"""Whether a model with a plan runs the ops that the plan was made for: what is noticed, and the one word about it."""
+"""Detection of planned models that run other ops than their plan was made for, and the one warning about it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CASTS = ("_to_copy", "to_copy")
 
 @dataclass(frozen=True)
 class Deviation:
-    """Where a region left the profiled step.
+    """The place where a region left the profiled step.
 
     Args:
         region: its name in the plan.
         expected: the op that the profiled step ran there, "" if its region was over.
         came: the op that came in its place.
-        unknown: the first op from there on of which the plan says nothing; often the one that came.
+        unknown: the first op from there on that the plan does not know; often `came`.
     """
 
     region: str
@@ -44,13 +44,13 @@ class Deviation:
 
 @dataclass(frozen=True)
 class NotFollowed:
-    """What `Plan.is_not_followed` tells; it is true if any region has left the profiled step.
+    """Result of `Plan.is_not_followed`; true if any region has left the profiled step.
 
     Args:
-        deviations: one for each region that did, in the order in which they did.
+        deviations: one for each such region, in order of occurrence.
         likely_cause: in words.
-        peak_bytes: what the peak may be if those regions recompute nothing, for the shapes that were planned for.
-        planned_peak_bytes: what was predicted.
+        peak_bytes: the peak if those regions recompute nothing, for the planned shapes; 0 if it cannot be predicted.
+        planned_peak_bytes: the plan's predicted peak.
     """
 
     deviations: tuple[Deviation, ...] = ()
@@ -87,15 +87,15 @@ class NotFollowed:
 
 
 class Following:
-    """What a plan's regions have run otherwise than was profiled; all its programs share one.
+    """Deviations of a plan's regions from the profiled step; shared by all its programs.
 
-    It tells once, for the whole model: when a call of the root is over, or when a region is first recomputed where the
-    root was not called.
+    It warns once for the whole model: after a call of the root, or when a region is first recomputed if the root was
+    not called.
 
     Args:
         sample: what was planned for, as in `Profile.sample`.
         varies: whether the profiled step is known to vary.
-        peaks: from the names of regions to the peak if they recompute nothing, and the planned peak.
+        peaks: maps region names to the peak if these regions recompute nothing, and the planned peak.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Following:
         self.sample = sample
         self.varies = varies
         self.peaks = peaks
-        self.waits = False  # for the root's call to be over
+        self.waits = False  # for the end of the root's call
         self.deviations: dict[str, Deviation] = {}
         self.unknown: set[Any] = set()  # all ops that the plan does not know
         self.called_with = ""
@@ -115,18 +115,18 @@ class Following:
         self.lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Following:
-        return self  # as the programs that know it
+        return self  # shared, as the programs that refer to it are
 
     def __reduce__(self) -> Any:
         return Following, (self.sample, self.varies)
 
     def start_anew(self, waits: bool) -> None:
-        """The plan is put on a model."""
+        """Reset, when the plan is put on a model."""
         self.waits, self.told, self.called_with = waits, False, ""
         self.deviations, self.unknown = {}, set()
 
     def deviates(self, region: str, expected: Any, came: Any, unknown: Any) -> None:
-        """A region runs an op that the plan does not know."""
+        """Note that a region runs an op that the plan does not know."""
         with self.lock:
             self.unknown.add(unknown)
             if region in self.deviations:
@@ -137,13 +137,13 @@ class Following:
             self.tell()
 
     def root_is_over(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """A call of the root has returned."""
+        """Warn of deviations after a call of the root."""
         if self.deviations and not self.told:
             self.called_with = described(args, kwargs) or under_autocast()
             self.tell()
 
     def tell(self) -> None:
-        """Warn, unless that was done."""
+        """Warn, at most once."""
         with self.lock:
             if self.told or not self.deviations:
                 return
@@ -151,7 +151,7 @@ class Following:
         warnings.warn(str(self.report()), stacklevel=4)
 
     def report(self) -> NotFollowed:
-        """All that is known."""
+        """All deviations so far."""
         with self.lock:
             deviations = tuple(self.deviations.values())
         if not deviations:
@@ -186,7 +186,7 @@ def _of(op: str, parts: tuple[str, ...]) -> bool:
 
 
 class TellWhenOver:
-    """A forward hook of the root: its call is over, and with it all that its regions run in forward."""
+    """Forward hook of the root: runs after the forwards of all its regions."""
 
     def __init__(self, following: Following):
         self.following = following
@@ -197,16 +197,16 @@ class TellWhenOver:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Say what was noticed."""
+        """Warn of deviations."""
         if not torch.compiler.is_compiling():
             self.following.root_is_over(args, kwargs)
 
 
 def watch_following(model: torch.nn.Module, following: Following) -> None:
-    """Let a model's root tell, until `unwatch_following`."""
+    """Register the hook on a model's root, until `unwatch_following`."""
     model.register_forward_hook(TellWhenOver(following), with_kwargs=True)
 
 
 def unwatch_following(model: torch.nn.Module) -> None:
-    """Take the hook off, if it is there."""
+    """Remove the hook, if it is there."""
     remove_forward_hooks(model, TellWhenOver)

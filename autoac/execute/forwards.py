@@ -1,4 +1,4 @@
-"""A module's forward is replaced by one of ours, and found again.
+"""Replace a module's `forward` by one of ours, and get the original back.
 
 A planned module gets an instance attribute `forward`; parameters, buffers, hooks and `state_dict` stay as they are.
 It is a `functools.partial`, which survives `copy.deepcopy` (a closure would make the copy share the original's
@@ -19,11 +19,11 @@ from autoac.step.carried import REGION_KEY
 
 
 class Carried(Protocol):
-    """What a module carries whose forward was replaced.
+    """Record stored on a module whose forward was replaced.
 
     Attributes:
         forward: the instance's own attribute `forward` if it had one (some libraries put theirs there), else None.
-        plan_id: tells which plan it belongs to.
+        plan_id: identifies the plan.
     """
 
     forward: Any
@@ -33,7 +33,7 @@ class Carried(Protocol):
 def put_forward(
     module: torch.nn.Module, function: Callable[..., Any], carried: Carried, key: str = REGION_KEY
 ) -> None:
-    """Let `function(module, ...)` be the module's forward."""
+    """Make `function(module, ...)` the module's forward."""
     bound = functools.partial(function, module)
     # For `inspect.signature`: transformers' Trainer asks a model's forward which columns of the data it takes.
     bound.__wrapped__ = carried.forward or types.MethodType(type(module).forward, module)  # type: ignore[attr-defined]
@@ -42,5 +42,5 @@ def put_forward(
 
 
 def original_forward(carried: Carried, module: torch.nn.Module) -> Callable[..., Any]:
-    """The module's forward without what it carries."""
+    """The forward of the module that `carried` replaced."""
     return carried.forward or functools.partial(type(module).forward, module)

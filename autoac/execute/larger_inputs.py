@@ -1,4 +1,4 @@
-"""A word when a planned model is called with more than was planned for, under another autocast, or with gradients.
+"""Warning if a planned model is called with more than was planned for, under another autocast, or with gradients.
 
 The budget may not hold then.
 """
@@ -19,12 +19,12 @@ from autoac_solver.records.format import format_bytes
 
 
 class LargerInputs:
-    """What to know of a plan to tell inputs that are too large for it; a forward pre-hook of the model.
+    """Forward pre-hook of a planned model that warns of calls the plan was not made for.
 
     Args:
-        sample: what was planned for, as in `Profile.sample`; "" if that is not known, and nothing is too large.
+        sample: what was planned for, as in `Profile.sample`; "" if that is not known: then nothing is too large.
         budget_bytes: of the plan.
-        following: which need not say as well that other ops run under another autocast.
+        following: kept from warning of other ops as well, once this hook has warned of another autocast.
         one_call: the step that was planned for calls the model once, and begins without gradients.
     """
 
@@ -39,22 +39,22 @@ class LargerInputs:
         self.warned = False
 
     def are(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call's tensors have more elements than those that were planned for."""
+        """Whether a call's tensors have more elements than planned for."""
         return self.elements > 0 and elements_of(args, kwargs) > self.elements
 
     def words(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """What is to be said of such a call."""
+        """The warning about such a call."""
         return (
             f"the model is called with {described(args, kwargs)}, and its plan was made for {self.sample}: this step "
             f"may take more than the budget of {format_bytes(self.budget_bytes)}. Plan for the largest batch that comes"
         )
 
     def is_other_autocast(self) -> bool:
-        """Whether autocast is on, or its type, otherwise than when the plan's step was recorded."""
+        """Whether autocast's state or dtype differs from the recorded step's."""
         return self.elements > 0 and under_autocast() != autocast_in(self.sample)
 
     def words_on_autocast(self) -> str:
-        """What is to be said of that."""
+        """The warning about another autocast."""
         return (
             f"the model is called{under_autocast() or ' without autocast'}, and its plan was made for a step"
             f"{autocast_in(self.sample) or ' without autocast'}: other ops run, and this step may take more than the "
@@ -91,11 +91,11 @@ class LargerInputs:
 
 
 def watch_inputs(model: torch.nn.Module, watch: LargerInputs) -> None:
-    """Let a model warn of larger inputs, until `unwatch_inputs`."""
+    """Register the hook on a model, until `unwatch_inputs`."""
     if watch.elements:
         model.register_forward_pre_hook(watch, with_kwargs=True)
 
 
 def unwatch_inputs(model: torch.nn.Module) -> None:
-    """Take the hook off, if it is there."""
+    """Remove the hook, if it is there."""
     remove_forward_pre_hooks(model, LargerInputs)

@@ -1,4 +1,4 @@
-"""Modules that the planned step did not call, and a later one does: skipped layers, experts without a token."""
+"""Modules that a later step calls and the planned step did not: skipped layers, experts without a token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Newcomer:
     """A forward pre-hook of a module that the planned step did not call.
 
     Args:
-        name: the module's.
-        called: where the name is put when it is called.
+        name: the module's name.
+        called: a set that gets the name when the module is called.
     """
 
     def __init__(self, name: str, called: set[str]):
@@ -23,7 +23,7 @@ class Newcomer:
         self.called = called
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Newcomer:
-        return Newcomer(self.name, set())  # a copy of the model trains by itself
+        return Newcomer(self.name, set())  # a copy of the model is trained on its own
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """Note the call of a training step."""
@@ -32,13 +32,13 @@ class Newcomer:
 
 
 def watch_newcomers(model: torch.nn.Module, known: Collection[str]) -> set[str]:
-    """Let the modules that are not known note their calls, until `unwatch_newcomers`.
+    """Note the calls of trained modules that are not known, until `unwatch_newcomers`.
 
     Args:
         known: names of the modules that the planned step called.
 
     Returns:
-        The names of those that were called since.
+        A set that collects the names of those that are called.
     """
     called: set[str] = set()
     for name, module in model.named_modules():
@@ -48,11 +48,11 @@ def watch_newcomers(model: torch.nn.Module, known: Collection[str]) -> set[str]:
 
 
 def outermost(names: Collection[str]) -> list[str]:
-    """Of modules in one another only the outermost."""
+    """The names without those of modules nested in others."""
     return sorted(name for name in names if not any(name.startswith(f"{other}.") for other in names))
 
 
 def unwatch_newcomers(model: torch.nn.Module) -> None:
-    """Take the hooks off, if they are there."""
+    """Remove the hooks, if they are there."""
     for module in model.modules():
         remove_forward_pre_hooks(module, Newcomer)

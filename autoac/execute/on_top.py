@@ -1,4 +1,4 @@
-"""A forward on top of whatever a model has, that asks its owner what to do before each call."""
+"""A forward on top of a model's current one, which hands each call to its owner."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _KEY = "_autoac_on_top"
 
 
 class Owner(Protocol):
-    """Who put the forward there."""
+    """The object that handles the model's calls."""
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model is called; returns what it returns, by `OnTop.run`."""
+        """Handle a call of the model: return its output, from `OnTop.run`."""
 
 
 class _Carried:
-    """What a model carries that has our forward on top.
+    """Record stored on a model that has our forward on top.
 
-    A copy of the model, or one that was pickled, trains by itself: it has no owner.
+    A copied or unpickled model has no owner: it is trained on its own.
 
     Args:
-        owner: who put it there; None in a copy.
-        below: the instance's attribute `forward` that was there, None for none.
+        owner: handles the calls; None in a copy.
+        below: the previous instance attribute `forward`, None if there was none.
     """
 
     def __init__(self, owner: Owner | None, below: Any):
@@ -54,12 +54,12 @@ def on_top_forward(bound: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     if isinstance(below, functools.partial) and below.args and below.args[0] is bound:
         below = functools.partial(
             below.func, module, *below.args[1:], **below.keywords
-        )  # the copy's own weights
+        )  # with the copy's own weights
     return (below or functools.partial(type(module).forward, module))(*args, **kwargs)
 
 
 def has_owner(model: torch.nn.Module) -> bool:
-    """Whether there is a forward on top of the model's already."""
+    """Whether the model already has a forward on top with an owner."""
     carried: _Carried | None = model.__dict__.get(_KEY)
     return carried is not None and carried.owner is not None
 
@@ -69,7 +69,7 @@ class OnTop:
 
     Args:
         model: the model.
-        owner: who is asked.
+        owner: handles the calls.
     """
 
     def __init__(self, model: torch.nn.Module, owner: Owner):
@@ -77,7 +77,7 @@ class OnTop:
         self.owner = owner
 
     def put_on(self) -> None:
-        """Put it there."""
+        """Put our forward on the model."""
         below = self.model.__dict__.get("forward")
         bound = functools.partial(on_top_forward, self.model)
         # For `inspect.signature`, as in `execute.attach`.
@@ -86,7 +86,7 @@ class OnTop:
         self.model.__dict__["forward"] = bound
 
     def take_off(self) -> None:
-        """Leave the model as it was; a forward that somebody has put over ours since stays, and goes through."""
+        """Restore the model; if other code has replaced our forward since, it stays, and ours only passes calls on."""
         carried: _Carried | None = self.model.__dict__.get(_KEY)
         if carried is None:
             return
@@ -103,14 +103,14 @@ class OnTop:
         return getattr(self.model.__dict__.get("forward"), "func", None) is not on_top_forward
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """The model's forward as it is below ours."""
+        """Call the model's forward below ours."""
         carried: _Carried | None = self.model.__dict__.get(_KEY)
         below = self.model.__dict__.get("forward") if carried is None else carried.below
         return (below or functools.partial(type(self.model).forward, self.model))(*args, **kwargs)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Context without our forward; below a forward that somebody has put over it, it stays where it is."""
+        """Context without our forward; if other code has replaced it since, nothing changes."""
         if self._is_covered():
             yield
             return

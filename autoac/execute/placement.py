@@ -1,4 +1,4 @@
-"""A plan is put on a model, and taken off it again."""
+"""Put a plan on a model, and take it off again."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Placement:
 
     @functools.cached_property
     def plan_id(self) -> str:
-        """Marks the modules that carry this plan: a hash of its decisions, the same after saving and loading."""
+        """Marks the modules that carry this plan: a hash of its decisions, stable across saving and loading."""
         decisions = [
             (region.fqn, region.call, region.wrapped, region.steps, region.point)
             for region in self.record.regions
@@ -76,7 +76,7 @@ class Placement:
             self.watch_autocast(inner)
 
     def prepare(self, model: torch.nn.Module) -> None:
-        """The part of `put_on` that leaves the model as it is: checks, trying kernels, arming the warnings again.
+        """The part of `put_on` that does not touch the model: checks, kernel tests, re-arming the warnings.
 
         Raises:
             PlanMismatchError: as for `put_on`.
@@ -93,7 +93,7 @@ class Placement:
             program.warned = False
 
     def attach(self, inner: torch.nn.Module) -> None:
-        """Put the programs on the model, after `prepare`. No hook watches the model's calls.
+        """Attach the programs to the model, after `prepare`. Adds no hooks that watch the model's calls.
 
         Args:
             inner: the model without wrappers.
@@ -113,7 +113,7 @@ class Placement:
             raise
 
     def watch_autocast(self, inner: torch.nn.Module) -> None:
-        """Warn from now on if backward runs under autocast that was off in the profiled one; `take_off` ends it."""
+        """Warn from now on if backward runs under autocast, and the profiled one did not; `take_off` ends it."""
         if OFF_IN_BACKWARD in self.record.profile.notes:
             watch_backward(inner)
 
@@ -127,11 +127,11 @@ class Placement:
         self._following.root_is_over(args, kwargs)
 
     def can_detach(self, model: torch.nn.Module) -> bool:
-        """Whether `detach` is possible: nobody has put another forward over the plan's."""
+        """Whether `detach` is possible: no other code has replaced the plan's forwards."""
         return not any(map(covered, self._carriers(model).values()))
 
     def detach(self, inner: torch.nn.Module) -> None:
-        """The opposite of `attach`."""
+        """Undo `attach`."""
         self._detach(inner, self._carriers(inner).values())
 
     def _detach(self, inner: torch.nn.Module, carriers: Iterable[torch.nn.Module]) -> None:
@@ -140,10 +140,10 @@ class Placement:
         self._recompile(inner)
 
     def take_off(self, model: torch.nn.Module) -> None:
-        """Take the plan off the model, which is then exactly as it was before.
+        """Take the plan off the model, restoring it exactly.
 
         Raises:
-            PlanMismatchError: this plan is not on the model, or somebody has put another forward over it since.
+            PlanMismatchError: this plan is not on the model, or other code has replaced one of its forwards since.
         """
         _check_is_module(model)
         modules = self._carriers(model)
@@ -171,7 +171,7 @@ class Placement:
 
     @contextlib.contextmanager
     def taken_off(self, model: torch.nn.Module) -> Iterator[None]:
-        """Context in which this plan is not on the model, if it is."""
+        """Context that takes this plan off the model, if it is on it, and puts it on again afterwards."""
         _check_is_module(model)
         carried = [found.plan_id for module in model.modules() if (found := planned(module)) is not None]
         if self.plan_id not in carried:
@@ -187,7 +187,7 @@ class Placement:
         """Check that the plan can be put on the model.
 
         Raises:
-            PlanMismatchError: it was made for another model or another device, or there is a plan on it.
+            PlanMismatchError: the plan was made for another model or device, or the model has a plan already.
         """
         _check_is_module(model)
         if any(planned(module) for module in model.modules()):
@@ -219,14 +219,14 @@ class Placement:
         """The submodule that this plan was made for, as code ("model.encoder"); "" if there is none."""
         for name, module in model.named_modules():
             if own_name(module) != self.record.model:
-                continue  # computing a fingerprint takes a while
+                continue  # fingerprints are slow to compute
             if model_fingerprint(module) == self.record.model_fingerprint:
                 is_path = all(part.isidentifier() for part in name.split("."))
                 return f"model.{name}" if is_path else f"model.get_submodule({name!r})"
         return ""
 
     def _check_device(self, found: str) -> None:
-        """A model on the meta device computes nothing; any other must be on the kind of device that was planned for."""
+        """Check that the model is on the planned kind of device, or on the meta device, where nothing is computed."""
         planned_for = self.record.device.split(":")[0]
         if found not in (planned_for, "meta"):
             raise PlanMismatchError(
@@ -235,7 +235,7 @@ class Placement:
             )
 
     def _try_losses(self, model: torch.nn.Module) -> None:
-        """Test the device's kernels for lean and chunked losses here, so that no step pays for it in time or bytes.
+        """Test the device's kernels for lean and chunked losses now, so that no step pays for it in time or bytes.
 
         Warns if a chunked loss gives other bits.
         """
@@ -254,16 +254,16 @@ class Placement:
             )
 
     def _recompile(self, model: torch.nn.Module) -> None:
-        """Undo `uncompile` on the modules on which this plan has done it."""
+        """Undo `uncompile` on the modules that this plan has uncompiled."""
         for module in model.modules():
             if uncompiled_by(module) == self.plan_id:
                 recompile(module)
 
     @functools.cached_property
     def _programs(self) -> dict[str, list[Program]]:
-        """The programs of each module that has anything to recompute, one for each of its calls.
+        """The programs of each module with something to recompute, one per call.
 
-        The objects stay the same however often the plan is applied: for new ones torch's compiler would compile again.
+        Each application of the plan uses the same objects: for new ones, torch.compile would compile again.
         """
         programs: dict[str, list[Program]] = {}
         for region in self.record.regions:
@@ -276,10 +276,10 @@ class Placement:
         return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
 
     def _alike(self, model: torch.nn.Module) -> dict[str, list[Program]]:
-        """Programs for modules that the profiled step did not call, such as a skipped layer, from modules alike.
+        """Programs for modules that the profiled step did not call (a skipped layer), taken from similar modules.
 
-        Two modules are alike if their names differ in numbers only and they are built the same. Of the programs of
-        modules alike the one that recomputes most is taken.
+        Two modules are similar if their names differ in numbers only and their fingerprints are equal. Among the
+        programs of similar modules, the one that recomputes the most ops is taken.
         """
         called = {call.fqn for call in self.record.profile.calls}
         known: dict[str, list[str]] = {}
@@ -297,7 +297,7 @@ class Placement:
         return found
 
     def _copied(self, program: Program, fqn: str) -> Program:
-        """A region's program for another module; the same object at each call, see `_programs`."""
+        """A copy of a region's program for another module; the same object every time, see `_programs`."""
         if fqn not in self._copies:
             self._copies[fqn] = Program(
                 *(fqn, program.names, program.wrapped, self._following, program.point),
@@ -307,7 +307,7 @@ class Placement:
 
     @contextlib.contextmanager
     def unlooked(self) -> Iterator[None]:
-        """Context in which planned steps do not compare what they recompute: somebody else does."""
+        """Context in which planned steps do not check recomputed values, because the caller checks the whole step."""
         programs = (*itertools.chain.from_iterable(self._programs.values()), *self._copies.values())
         before = [program.unchecked for program in programs]
         for program in programs:
@@ -320,7 +320,7 @@ class Placement:
 
     @property
     def _unchecked(self) -> bool:
-        """Whether no value was recomputed and compared while the step was profiled."""
+        """Whether profiling has recomputed and compared no values."""
         return self.record.profile.mode == "fake"
 
     @functools.cached_property
@@ -329,10 +329,10 @@ class Placement:
         return Following(profile.sample, any(VARIES in note for note in profile.notes), self._peaks_if)
 
     def _peaks_if(self, regions: Collection[str]) -> tuple[int, int]:
-        """The peak if these regions recompute nothing, and the planned one; zeros where nothing is predicted."""
+        """The peak if these regions recompute nothing, and the planned peak; zeros if it cannot be predicted."""
         try:
             step = step_of(self.record)
-        except ProfileError:  # its programs were changed since, as where engines are calibrated in the model
+        except ProfileError:  # its programs were changed since, as in-model calibration does
             return 0, 0
         return step.peak_if_saved(regions), self.record.predicted_peak_bytes
 
@@ -343,12 +343,12 @@ class Placement:
 
 
 def _recomputed(program: Program) -> int:
-    """How many ops it recomputes."""
+    """Number of ops that the program recomputes."""
     return sum(again for _, again in program.names)
 
 
 def _types(names: Iterable[str]) -> list[torch.dtype]:
-    """The floating types of these names; a file may hold any name."""
+    """The floating dtypes with these names; a file may hold any name."""
     found = [getattr(torch, name, None) for name in names]
     return [dtype for dtype in found if isinstance(dtype, torch.dtype) and dtype.is_floating_point]
 

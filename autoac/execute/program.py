@@ -1,4 +1,4 @@
-"""What a plan says about one region: its ops in order, and which of them are recomputed."""
+"""A plan's decisions for one region: its ops in order, and which of them are recomputed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoac.torch_private import OpOverload
 from autoac_solver.records.compiled import EAGER
 
 Step = tuple[Any, bool, bool, OpInfo | None]
-"""Overload, is it recomputed, does the recording have to look at it at all, facts about it."""
+"""Op overload, whether it is recomputed, whether the recording must handle it, and its `OpInfo`."""
 
 END: Step = (None, False, False, None)
 
@@ -26,19 +26,19 @@ class Program:
     Args:
         region: name of the region, for messages.
         steps: for every op of the region's forward in order, its overload's name ("aten.mm.default") and whether it
-            is recomputed. Ops that `OpInfo.ignored` tells to ignore do not count.
-        wrapped: whether anything is recomputed; if not, this call of the region is left as it is.
-        following: is told of ops that the profiled step did not run; None makes one for this program alone.
-        point: how it is compiled (engine compile).
-        unchecked: whether nothing has shown yet that what it recomputes comes out as in forward; the engine then looks
-            in its first step, and says so here.
+            is recomputed. Ops with `OpInfo.ignored` do not count.
+        wrapped: whether anything is recomputed; if not, this call of the region is left untouched.
+        following: collects ops that the profiled step did not run; None makes one for this program alone.
+        point: the point that the region is compiled at (engine compile).
+        unchecked: whether recomputed values have not been compared with forward's yet; the engine then does so in its
+            first step, and clears this.
 
-    In step with the profile, an op's decision is read off its position. Data-dependent control flow may bring ops in
-    another order; from there on, decisions are looked up by (overload, n-th call in the region), as torch's selective
+    As long as the ops follow the profile, a decision is read by position. Data-dependent control flow may change their
+    order; from there on, decisions are looked up by (overload, n-th call in the region), as torch's selective
     checkpointing matches its saved entries.
 
-    `unnamed` is the same object for all programs with the same decisions: torch's compiler guards on it, and compiles
-    regions that are alike once.
+    `unnamed` is the same object for all programs with the same decisions: torch.compile guards on it, and so compiles
+    equal regions once.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Program:
         self._by_call: dict[tuple[Any, int], bool] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
-        return self  # nothing in it changes
+        return self  # its decisions never change
 
     def __reduce__(self) -> Any:
         return Program, (
@@ -72,7 +72,7 @@ class Program:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The ops as the recording meets them, and `END` after the last."""
+        """The ops in the order of the recording, then `END`."""
         if self._steps is None:
             overloads = [find_overload(name) for name, _ in self.names]
             infos = [None if overload is None else op_info(overload) for overload in overloads]
@@ -93,11 +93,11 @@ class Program:
             for overload, recompute, _, _ in self.steps[:-1]:
                 by_call[overload, seen[overload]] = recompute
                 seen[overload] += 1
-            self._by_call = by_call  # whole, for other threads may be reading
+            self._by_call = by_call  # only when complete: other threads may be reading
         return self._by_call.get((func, nth))
 
     def counts_before(self, position: int) -> Counter[Any]:
-        """How often each overload occurs before this position."""
+        """Number of calls of each overload before this position."""
         return Counter(step[0] for step in self.steps[:position])
 
 

@@ -1,4 +1,4 @@
-"""The regions whose code an engine runs twice, while it runs: what is planned inside of one is a part of it."""
+"""Contexts around regions whose code an engine runs twice: planned modules inside one run as a part of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class _Running(threading.local):
-    """How many run in this thread, one inside another: a backward in a second run may begin one."""
+    """Nesting depths of runs in this thread: a backward in a second run may begin another."""
 
     first = 0
     second = 0
@@ -45,5 +45,5 @@ def in_first_run() -> bool:
 
 
 def in_second_run() -> bool:
-    """Whether this code is part of a region's second run: what it calls are none of the step's calls."""
+    """Whether this code is part of a region's second run: module calls in it do not count as the step's."""
     return not torch.compiler.is_compiling() and _running.second > 0

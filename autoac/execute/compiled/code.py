@@ -1,7 +1,7 @@
-"""Compiled regions: one code object for each class of module and point.
+"""Compiled regions: one code object per module class and point.
 
-Dynamo keeps what it compiles with the code object that it traced, and counts there how often it compiles anew. So all
-blocks of a class that are alike share what is compiled at a point, and points are not in each other's way.
+Dynamo caches compiled code per traced code object, and counts recompilations there. So equal blocks of one class share
+the code compiled at a point, and points share neither cache entries nor recompile limits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoac.torch_private import COMPILE_OPTION
 
 
 def run_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The module's forward as its class has it, whatever was put on the instance."""
+    """Call the forward of the module's class, ignoring a `forward` attribute of the instance."""
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -25,7 +25,7 @@ def run_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def compiled(kind: type[torch.nn.Module], point: str) -> Callable[..., Any]:
     """`run_module` for modules of a class, compiled at a point.
 
-    The result is the same object for as long as the process lives, as compiled code is.
+    Cached for the life of the process, as compiled code is.
     """
     from autoac.execute.compiled.partitioner import PointPartitioner
 
@@ -33,7 +33,7 @@ def compiled(kind: type[torch.nn.Module], point: str) -> Callable[..., Any]:
 
 
 def surveying(most: int) -> Callable[..., Any]:
-    """`run_module`, of which the first call raises what it finds; see `partitioner.Surveyor`."""
+    """`run_module` whose first call raises the survey of its graph; see `partitioner.Surveyor`."""
     from autoac.execute.compiled.partitioner import Surveyor
 
     return _compiled(Surveyor(most))

@@ -1,4 +1,4 @@
-"""Compiled regions as an engine: how a region is run."""
+"""Engine compile: how a compiled region runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoac_solver.records.engines import COMPILE
 
 
 class CompileEngine:
-    """See `Engine`. Compiled modules around or inside of regions run as they are written, for regions are compiled.
+    """See `Engine`. Modules that the user has compiled run eagerly, because the regions are compiled.
 
     Regions that cannot be compiled have no point: engine replay runs them.
     """
@@ -42,7 +42,7 @@ class CompileEngine:
     ) -> Any:
         if program.point == EAGER:
             return self._replay.run(program, forward, args, kwargs, module)
-        if torch.compiler.is_compiling():  # somebody compiles around it: the point would be lost
+        if torch.compiler.is_compiling():  # an outer torch.compile traces it: the point would be lost
             return forward(*args, **kwargs)
         if hooked := hooked_inside(module):
             why = (

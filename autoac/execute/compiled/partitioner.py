@@ -1,8 +1,7 @@
-"""What a compiled region keeps for its backward, at each of its points. Imported only where something is compiled.
+"""Partitioners: they choose the values a compiled region saves for backward. Imported only if something is compiled.
 
-The partitioner knows nothing but the point's name, so it can be copied and pickled, and its `uuid` is all that tells
-its choices apart: inductor's and AOTAutograd's caches take it into their keys, and never hand one point's code to
-another.
+A partitioner holds only the point's name, so it can be copied and pickled. Its `uuid` identifies its choices:
+inductor's and AOTAutograd's caches include it in their keys, and never use one point's code for another.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from autoac_solver.records.compiled import kept_ops, torchs_budget
 
 
 class PointPartitioner(CustomPartitionerFn):
-    """Keeps what a point says.
+    """Saves for backward the values that a point selects.
 
     Args:
-        point: its name.
+        point: the point's name.
     """
 
     def __init__(self, point: str) -> None:
@@ -39,7 +38,7 @@ class PointPartitioner(CustomPartitionerFn):
 
 
 class Surveyed(Exception):
-    """Raised in the place of compiling: what there is to choose from."""
+    """Raised instead of compiling; carries the survey."""
 
     def __init__(self, found: Survey) -> None:
         super().__init__("surveyed")
@@ -47,10 +46,10 @@ class Surveyed(Exception):
 
 
 class Surveyor(CustomPartitionerFn):
-    """Compiles nothing: it looks at a region's graph, and tells what points it could be compiled at.
+    """Surveys a region's graph for points it could be compiled at; compiles nothing.
 
     Args:
-        most: how many points to propose.
+        most: maximum number of points to propose.
 
     Raises:
         Surveyed: always.

@@ -1,8 +1,7 @@
-"""Which points a region is worth compiling at: a few sets of heavy ops kept, and what torch would keep.
+"""Points worth compiling a region at: a few sets of heavy ops to save, and torch's own choices.
 
-All that is known here is what each would keep, in bytes, and how heavy an op is; the points are measured later, and
-those that turn out to be no good are dropped. A set is proposed by taking from all heavy ops, one by one, that which
-gives up the fewest operations for the bytes that are then not kept.
+Only each set's saved bytes and each op's flops are known here; the points are measured later, and useless ones are
+dropped. Sets are found greedily: from all heavy ops, drop one at a time the op with the fewest flops per byte freed.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 FRACTIONS = 1.0, 0.5
-"""Torch's budgets that are proposed. All but 1 only without random ops: below, torch 2.13 draws masks anew."""
+"""Torch's memory budgets to propose. Below 1 only without random ops: there torch 2.13 draws masks anew."""
 
 _EXACT = 12
-"""With more heavy ops than this, what leaving one out saves is taken to be its own size."""
+"""With more heavy ops than this, the bytes freed by dropping one are taken to be its own size."""
 
 
 class Graph(Protocol):
-    """What a survey asks of a region's graph, see `torch_private.partitioner.JointGraph`."""
+    """Interface of a region's graph, see `torch_private.partitioner.JointGraph`."""
 
     @property
     def heavy(self) -> Sequence[Any]: ...
@@ -34,12 +33,12 @@ class Graph(Protocol):
 
 @dataclass(frozen=True)
 class Survey:
-    """What there is to choose from.
+    """The points that a region can be compiled at.
 
     Args:
         heavy: names of the heavy ops in order.
-        points: names of the points worth compiling, no two of which keep the same.
-        draws: there are random ops in it. Compiled code draws other numbers than torch's ops.
+        points: names of the points worth compiling, no two of which save the same values.
+        draws: whether the graph has random ops. Compiled code draws other numbers than eager ops.
     """
 
     heavy: tuple[str, ...]
@@ -51,11 +50,11 @@ def survey(graph: Graph, most: int) -> Survey:
     """The points of a region's graph that are worth compiling.
 
     Args:
-        most: how many, at least 2.
+        most: maximum number of points, at least 2.
     """
     heavy = graph.heavy
     names = tuple(op.name for op in heavy)
-    if graph.is_tagged:  # the user's own checkpoints in it say what is kept
+    if graph.is_tagged:  # the user's own checkpoints in it decide what is saved
         return Survey(names, (_of_torch(1.0),), graph.draws)
     proposed: dict[frozenset[Any], tuple[str, int]] = {}
 
@@ -82,7 +81,7 @@ def _of_ours(kept: Iterable[int]) -> str:
 
 
 def _chain(graph: Graph, heavy: Sequence[Any]) -> list[frozenset[int]]:
-    """Sets of heavy ops kept, from all to none, each with one less."""
+    """Sets of heavy ops to save, from all to none, each with one op less."""
     kept = frozenset(range(len(heavy)))
     chain = [kept]
     exact = len(heavy) <= _EXACT
@@ -90,7 +89,7 @@ def _chain(graph: Graph, heavy: Sequence[Any]) -> list[frozenset[int]]:
         size = graph.kept_bytes(graph.kept_with(kept)) if exact else 0
 
         def price(op: int, kept: frozenset[int] = kept, size: int = size) -> tuple[float, int]:
-            """Operations for each byte that is not kept without it."""
+            """Flops per byte freed by dropping the op."""
             saved = size - graph.kept_bytes(graph.kept_with(kept - {op})) if exact else heavy[op].bytes
             return (heavy[op].flops / saved if saved > 0 else float("inf")), heavy[op].flops
 
@@ -100,7 +99,7 @@ def _chain(graph: Graph, heavy: Sequence[Any]) -> list[frozenset[int]]:
 
 
 def _spread(sizes: Sequence[int], most: int) -> list[int]:
-    """Indices of at most so many sizes, the smallest and the largest among them, the others spread over their range.
+    """Indices of at most `most` sizes: the smallest, the largest, and others spread over the range between them.
 
     Args:
         sizes: ascending.

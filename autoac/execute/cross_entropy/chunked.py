@@ -1,14 +1,15 @@
 """Cross entropy over chunks of rows, which keeps the logits in place of the log-probabilities, equal to the bit.
 
 NOTE [ The chunked loss ]
-  1. Torch's cross entropy makes and keeps the log-probabilities. They are as large as the logits, which are often the
-     largest tensor of the step. Here they are made for some rows at a time: in forward for the loss, and once more in
-     backward for the gradient. What is kept is the logits.
-  2. The gradient is written over the logits where nobody else has them, else beside them. So forward and backward each
-     take one buffer of the logits' size less than the lean loss, for one more log-softmax.
-  3. Torch's kernels (aten/src/ATen/native/SoftMax.cpp) compute each row's log-softmax and gradient by themselves, so
-     chunks of rows give the same bits. The loss is a sum over rows, so it is computed as a whole from the one
-     log-probability of each row that it reads.
+  1. Torch's cross entropy computes and saves the log-probabilities. They are as large as the logits, which are often
+     the largest tensor of the step. Here they are computed for some rows at a time: in forward for the loss, and again
+     in backward for the gradient. Only the logits are saved.
+  2. The gradient overwrites the logits if nothing else holds their storage; else it gets a buffer of its own. So
+     forward and backward each take one buffer of the logits' size less than the lean loss, at the price of one more
+     log-softmax.
+  3. Torch's kernels (aten/src/ATen/native/SoftMax.cpp) compute each row's log-softmax and gradient independently, so
+     chunks of rows give the same bits. The loss is a sum over rows, so it is computed for all rows at once from the one
+     log-probability per row that it reads.
   4. A plan decides whether that is worth its time, see `autoac_solver.build.losses.cross_entropy`. Liger Kernel (Hsu et
      al., 2024, arXiv:2410.10989) also chunks rows, with the last linear layer and kernels of its own, not torch's bits.
 """
@@ -47,9 +48,9 @@ _SPENT = (
 
 
 def can_be_chunked(logits: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    """Whether this form is for these logits, of those that the lean loss is for; `chunkable_losses` tells it of a tape.
+    """Whether logits that the lean loss supports can be chunked; `chunkable_losses` decides this from a tape.
 
-    Not where what autograd saves goes elsewhere: to a region, to the user's own checkpoint, to `save_on_cpu`.
+    Not under other saved-tensor hooks (a region, the user's own checkpoint, `save_on_cpu`).
     """
     return (
         weight is None
@@ -65,21 +66,21 @@ def can_be_chunked(logits: torch.Tensor, weight: torch.Tensor | None) -> bool:
 def chunked_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int
 ) -> torch.Tensor:
-    """The loss.
+    """Compute cross entropy over chunks of rows.
 
     Args:
         logits: (rows, classes), for which `can_be_chunked` holds.
-        target: class of each row, int64.
+        target: class index of each row, int64.
         reduction: 0 none, 1 mean, 2 sum.
 
     Returns:
-        The loss: a scalar, or one of each row.
+        The loss: a scalar, or one value per row.
 
     Raises:
-        IndexError, RuntimeError: a class is out of range.
+        IndexError, RuntimeError: a class index is out of range.
     """
-    # Autograd keeps what the hooks return in place of what it would. So there is one tensor on the logits that is
-    # ours alone, and others only where others want them: the caller's, views and their bases.
+    # Autograd saves the tensors that the hooks return instead of the originals. So exactly one tensor on the logits'
+    # storage is ours; any other belongs to somebody else: the caller's tensor, views and their bases.
     kept: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -105,7 +106,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         kept: list[torch.Tensor],
     ) -> torch.Tensor:
         column = _column(logits, target, ignore_index)
-        # One class for all rows, or none.
+        # Labels for the single column: class 0, or -1 for ignored rows.
         labels = (target == ignore_index).to(torch.int64).neg_()
         loss, total_weight = _ATEN.nll_loss_forward.default(column, labels, None, reduction, -1)
         ctx.save_for_backward(logits, target, total_weight)
@@ -137,15 +138,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             buffers = _buffers(alias, 2)
             result = alias if over else torch.empty_like(alias)
             if over:
-                ctx.kept = None  # from here on they are no longer the logits
+                ctx.kept = None  # from here on the buffer no longer holds the logits
             _into(result, gradient, alias, target, total_weight, *ctx.options, buffers=buffers)
         if not keeps_graph:
-            ctx.kept = None  # as autograd lets go of what was saved once this returns
+            ctx.kept = None  # autograd, too, frees saved tensors once this returns
         return result, None, None, None, None
 
 
 def _check_unchanged(ctx: Any) -> None:
-    """Autograd's own check does not look at what hooks have packed."""
+    """Check that logits and targets are unmodified; autograd does not check tensors that hooks have packed."""
     logits, target, _ = ctx.kept
     emptied = logits.untyped_storage().nbytes() < logits.numel() * logits.element_size()
     for what, tensor, version in zip(("logits", "targets"), (logits, target), ctx.versions, strict=True):
@@ -154,7 +155,7 @@ def _check_unchanged(ctx: Any) -> None:
 
 
 def _buffers(logits: torch.Tensor, number: int, rows: int | None = None) -> list[torch.Tensor]:
-    """Each for some rows, None for those of a chunk."""
+    """`number` buffers of `rows` rows each; None for the rows of one chunk."""
     shape = rows or rows_of_a_chunk(*logits.shape), logits.shape[_CLASSES]
     return [logits.new_empty(shape) for _ in range(number)]
 
@@ -162,7 +163,7 @@ def _buffers(logits: torch.Tensor, number: int, rows: int | None = None) -> list
 def _column(
     logits: torch.Tensor, target: torch.Tensor, ignore_index: int, rows: int | None = None
 ) -> torch.Tensor:
-    """The log-probability of each row's own class, (rows, 1).
+    """The log-probability of each row's target class, (rows, 1).
 
     Args:
         rows: as for `_buffers`.
@@ -180,7 +181,7 @@ def _column(
         except RuntimeError as error:
             if "out of bounds" not in str(error):
                 raise
-            raise IndexError(f"Target is out of bounds: {error}") from None  # as torch's cross entropy has it
+            raise IndexError(f"Target is out of bounds: {error}") from None  # as torch's cross entropy does
     return column
 
 
@@ -194,10 +195,10 @@ def _into(
     ignore_index: int,
     buffers: list[torch.Tensor],
 ) -> None:
-    """Write the gradient of the logits, which may be over them.
+    """Write the gradient of the logits to `result`, which may be the logits themselves.
 
     Args:
-        gradient: of the loss.
+        gradient: gradient of the loss.
         buffers: two, from `_buffers`.
     """
     rows = len(buffers[0])
@@ -229,7 +230,7 @@ def _differentiable(
     reduction: int,
     ignore_index: int,
 ) -> torch.Tensor:
-    """The gradient of the logits by torch's own ops, whole, so that a second derivative can go through it."""
+    """The gradient of the logits by torch's own ops over all rows, so that it can be differentiated again."""
     log_probabilities = _ATEN._log_softmax.default(logits, _CLASSES, False)
     of_loss = _ATEN.nll_loss_backward.default(
         gradient, log_probabilities, target, None, reduction, ignore_index, total_weight
@@ -239,8 +240,8 @@ def _differentiable(
 
 @functools.cache
 def same_by_chunks(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether this device's kernels give the same bits for some of the rows as for all, tried once for each type."""
-    # There are kernels for few classes and for many, and for rows that are aligned and that are not.
+    """Whether this device's kernels give the same bits for chunks of rows as for all rows; tried once per dtype."""
+    # There are different kernels for few and many classes, and for aligned and unaligned rows.
     with disable_dispatch_modes(), torch.no_grad():
         return all(
             _same_for(rows, classes, reduction, torch.device(device_type), dtype)

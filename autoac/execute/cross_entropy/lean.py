@@ -2,13 +2,13 @@
 
 NOTE [ The lean loss ]
   1. Cross entropy with class indices is `_log_softmax`, then `nll_loss` (`cross_entropy_loss` in
-     aten/src/ATen/native/LossNLL.cpp). Going backward, torch holds the log-probabilities, their gradient, and the
-     gradient of the logits, each as large as the logits. The peak of a step often lies there.
-  2. The gradient of the log-probabilities is made there and used nowhere else. The gradient of the logits is written
-     over it, by the same kernel with that tensor as its `out`. So the bits are torch's.
-  3. A planned model's forward takes this in place of torch's. A torch function mode does it, which is on only from
-     where the last submodule before the loss ends, so little else of the model runs under it. While a step is recorded
-     it is on at the same place, so that the record is what a planned step does.
+     aten/src/ATen/native/LossNLL.cpp). In backward, torch holds the log-probabilities, their gradient, and the gradient
+     of the logits, each as large as the logits. The peak of a step often lies there.
+  2. The gradient of the log-probabilities is made there and used nowhere else. The gradient of the logits overwrites
+     it, by the same kernel with that tensor as its `out`. So the bits are torch's.
+  3. In a planned model's forward, a torch function mode replaces torch's cross entropy by this one. The mode is active
+     only from the end of the last submodule before the loss, so little else of the model runs under it. While a step is
+     recorded, it is active at the same place, so that the tape matches a planned step.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ def cross_entropy(
 ) -> torch.Tensor:
     """`torch.nn.functional.cross_entropy` that takes less memory: the same loss and gradients to the bit.
 
-    Its backward writes the result over the gradient of the log-probabilities, which torch's keeps beside it: one buffer
-    of the logits' size less. A planned model takes it by itself where its forward calls torch's; it is public for
-    losses that are computed outside of the model. What it has no lean form for is left to torch's: targets that are
-    probabilities, label smoothing, logits of other than 2 or 4 dimensions, devices other than CPU and CUDA.
+    Its backward overwrites the gradient of the log-probabilities with the result, where torch's allocates a second
+    tensor: one buffer of the logits' size less. A planned model uses it automatically where its forward calls torch's;
+    it is public for losses that are computed outside the model. Cases without a lean form fall back to torch's:
+    probabilities as targets, label smoothing, logits of other than 2 or 4 dimensions, devices other than CPU and CUDA.
 
     Args, Raises: as for `torch.nn.functional.cross_entropy`.
 
     Returns:
         The loss: a scalar, or of the target's shape with reduction "none".
     """
-    # The mode sees torch's only; of several, the last one would be the first to see it.
+    # The mode intercepts only torch's function, not this one. Of several modes, the last would be the first to see it.
     lean = [mode for mode in function_modes() if isinstance(mode, LeanLosses)]
     return _cross_entropy(
         *(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing),
@@ -88,7 +88,7 @@ def _cross_entropy(
     *,
     chunked: bool,
 ) -> torch.Tensor:
-    """As `cross_entropy`; over chunks of rows where that is wanted and possible."""
+    """As `cross_entropy`; over chunks of rows if `chunked` and possible."""
     lean = (
         size_average is None
         and reduce is None
@@ -101,7 +101,7 @@ def _cross_entropy(
     if not lean:
         return _TORCHS(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     if torch.is_autocast_enabled(input.device.type):
-        # What autocast does to the arguments of torch's.
+        # As autocast casts the arguments of torch's function.
         input, weight = _in_float32(input), None if weight is None else _in_float32(weight)
     if chunked and can_be_chunked(input, weight):
         return chunked_cross_entropy(input, target, _REDUCTIONS[reduction], ignore_index)
@@ -113,7 +113,7 @@ def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_lean(logits: Any, target: Any, weight: Any) -> bool:
-    """Whether these are arguments that the lean form is for, and are fine; torch's says what is wrong with others."""
+    """Whether the lean form supports these arguments; torch's function handles or refuses all others."""
     if torch.compiler.is_compiling() or being_traced() or being_jit_traced() or in_function_transform():
         return False
     if not all(map(_is_plain, (logits, target, *((weight,) if weight is not None else ())))):
@@ -142,8 +142,8 @@ def _is_plain(tensor: Any) -> bool:
 
 @functools.cache
 def same_in_place(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether this device's kernel gives the same bits when it writes over what it reads, tried once for each type."""
-    # There are kernels for few classes, for many, and for classes that do not lie side by side.
+    """Whether this device's kernel gives the same bits when it overwrites its input; tried once per dtype."""
+    # There are different kernels for few classes, many classes, and non-contiguous classes.
     shapes = (7, 33), (3, 4099), (2, 5, 3, 7), (2, 1031, 2, 3)
     with disable_dispatch_modes(), torch.no_grad():
         return all(_same_for(torch.Size(shape), torch.device(device_type), dtype) for shape in shapes)
@@ -163,9 +163,9 @@ def _over(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Source: `cross_entropy_loss` in ATen's LossNLL.cpp, whose ops these are.
+    """Cross entropy by the ops of `cross_entropy_loss` (ATen's LossNLL.cpp).
 
-    The log-probabilities are an output so that a second derivative can go through them; nobody else gets them.
+    The log-probabilities are an output so that they can be differentiated again; callers do not get them.
     """
 
     @staticmethod
@@ -198,7 +198,7 @@ class _CrossEntropy(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None, None
         if loss_gradient is not None and not torch.is_grad_enabled() and not is_transformed(gradient):
-            # Made right here, so nobody else has it, and no graph of a second derivative needs it.
+            # Made right here, so nothing else holds it, and no double-backward graph needs it.
             result = _over(gradient, log_probabilities)
         else:
             dtype = log_probabilities.dtype
@@ -207,14 +207,14 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class LeavesLosses(TorchFunctionMode):
-    """A mode of our own that does not mind whether cross entropy is torch's."""
+    """Base of our own function modes under which cross entropy may be replaced."""
 
 
 class LeanLosses(LeavesLosses):
-    """Mode in which torch's cross entropy is ours, over chunks of rows if `chunked`.
+    """Mode that replaces torch's cross entropy by ours, over chunks of rows if `chunked`.
 
-    But not where there are other saved-tensor hooks than `hooks`, those where the module's own code begins. Inside of a
-    user's own checkpoint, say: its second run would be without this mode, and must save what the first one has saved.
+    Not under saved-tensor hooks other than `hooks`, those active where the module's own code begins. An example is a
+    user's own checkpoint: its second run would lack this mode, and must save the same tensors as the first.
     """
 
     def __init__(self, chunked: bool) -> None:
@@ -228,24 +228,24 @@ class LeanLosses(LeavesLosses):
         return type(mode) is LeanLosses and (mode.hooks, mode.chunked) == (self.hooks, self.chunked)
 
     def chunks(self) -> bool:
-        """Whether a lean loss that is computed here goes over chunks of rows."""
+        """Whether a lean loss computed now goes over chunks of rows."""
         return self.chunked and top_saved_tensors_hooks() == self.hooks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_compiling() and func is F.cross_entropy:
-            # What torch's names so is what has been put in its place, if anything has: that has run already.
+            # If other code has replaced `F.cross_entropy`, then `func` is the replacement, which has run already.
             func = self.ours if top_saved_tensors_hooks() == self.hooks else _TORCHS
         return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
 class Side:
-    """What a module has to do with losses that are to be lean.
+    """A module's role in computing lean losses.
 
     Args:
         computes: a loss is computed in this module's own code.
-        at_once: perhaps before any submodule has run.
-        opens: a loss may be computed next after this module, in the code that calls it.
+        at_once: the loss may be computed before any submodule has run.
+        opens: the code that calls this module may compute a loss next.
         chunked: its losses are computed over chunks of rows.
     """
 
@@ -259,11 +259,11 @@ EVERYWHERE = Side(computes=True, at_once=True, opens=False)
 
 
 def sides(losses: Mapping[str, Collection[str | None]], chunked: bool = False) -> dict[str, Side]:
-    """Each module's side, by name, for those that have any.
+    """The sides of all modules that have a role, by name.
 
     Args:
-        losses: names of the modules in whose own code losses are computed, and of the submodules that run last before
-            the first loss of each of their calls, None for none.
+        losses: by name of each module whose own code computes losses, the names of the submodules that run last before
+            the first loss of each of its calls; None if no submodule does.
         chunked: the losses are computed over chunks of rows.
     """
     opening = {name for names in losses.values() for name in names if name is not None}
@@ -274,7 +274,7 @@ def sides(losses: Mapping[str, Collection[str | None]], chunked: bool = False) -
 
 
 def run_with_losses(side: Side, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a module's forward, with its losses lean."""
+    """Run a module's forward with lean losses."""
     if side.computes and torch.is_grad_enabled():
         with _Window(side):
             result = original(*args, **kwargs)
@@ -286,10 +286,11 @@ def run_with_losses(side: Side, original: Callable[..., Any], args: Any, kwargs:
 
 
 class _Window:
-    """Context of one call of a module: `LeanLosses` for the rest of it, once it is opened.
+    """Context of one call of a module: once opened, `LeanLosses` is active for the rest of the call.
 
     Args:
-        side: of the module. It opens the window where it begins, or the submodule does after which it has a loss.
+        side: the module's side. The window opens at the start of the call, or after the submodule that precedes the
+            loss.
     """
 
     def __init__(self, side: Side):
@@ -310,12 +311,12 @@ class _Window:
             take_function_mode_off(self.mode)
 
     def open(self) -> None:
-        """From here on, unless some mode is to see torch's loss, or code in between will take off the topmost mode."""
+        """Activate the mode, unless another mode must see torch's loss, or code in between will pop the topmost one."""
         if self.is_open or torchs_cross_entropy is None:
             return
         modes = function_modes()
         if modes and self.mode.is_like(modes[-1]):
-            return  # that of a module around this one does; one a level would take the interpreter's stack
+            return  # an enclosing module's mode suffices; one per level would use up the interpreter's stack
         if modes == self.below and all(
             isinstance(mode, LeavesLosses) or is_device_mode(mode) for mode in modes
         ):

@@ -1,16 +1,15 @@
 """One call of a region: its records, kept for backward and run again there.
 
 NOTE [ Replay ]
-  1. The first unpack in a region, of whatever tensor, replays the region's records in order, below autograd. That
-     moment is known from the profile, so the simulator can be exact. Records that no living handle depends on are
-     not run.
+  1. The first unpack of any tensor in a region replays the region's records in order, below autograd. That moment is
+     known from the profile, so the simulator can be exact. Records that no living handle depends on are not run.
   2. A recomputed tensor is dropped after the last record that reads it; handles keep what they wait for. A record is
      dropped as soon as it has run, unless backward retains the graph: then a second backward replays again.
-  3. A random op draws the numbers that it drew, see NOTE [ Random numbers ] in `randoms`.
-  4. What is replayed is what ran: autocast, Python side effects, changed globals do not matter. A batch norm is
-     replayed without its running statistics. Gradients are on or off as they were, for some kernels look: oneDNN's
-     LSTM makes its workspace only where they are on. So are the switches of `kernel_flags`, which forward may have set
-     around an op; ops that work on each element alone do not ask for them.
+  3. A random op draws the same numbers again, see NOTE [ Random numbers ] in `randoms`.
+  4. The ops that ran are replayed: autocast, Python side effects and changed globals do not matter. A batch norm is
+     replayed without its running statistics. Grad mode is restored, because some kernels read it: oneDNN's LSTM makes
+     its workspace only in grad mode. So are the switches of `kernel_flags`, which forward may have set around an op;
+     pointwise ops do not depend on them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _LOST = (
 
 
 def unpack(packed: Any) -> torch.Tensor:
-    """The unpack hook: autograd gets back what `Recording.pack` was given."""
+    """The unpack hook: returns the tensor that `Recording.pack` was given."""
     if type(packed) is Handle:
         return packed.unpack()
     tensor, version, call = packed
@@ -53,7 +52,7 @@ def unpack(packed: Any) -> torch.Tensor:
 
 
 class ReplayCall:
-    """What one call of a region keeps for its backward."""
+    """The records of one call of a region, kept for its backward."""
 
     __slots__ = (
         "__weakref__",
@@ -75,15 +74,15 @@ class ReplayCall:
         self.recording = True  # the region's forward is still running
         self.pending = False  # recorded and not yet replayed
         self.lock = threading.Lock()
-        self.flags: KernelFlags = ()  # as they are while it is replayed
+        self.flags: KernelFlags = ()  # the current ones during the replay
 
     def holds(self, key: int) -> bool:
-        """Whether records hold the storage with this key. One that is gone may have left its address to another."""
+        """Whether records hold the storage with this key; the address of a dead storage may be reused."""
         held = self.held.get(key)
         return held is not None and held() is not None
 
     def preserve(self, key: int) -> None:
-        """Give the records that hold this storage a copy of it: it is about to be written in place."""
+        """Give the records that hold this storage a copy of it, before it is written in place."""
         for record in self.records:
             if record is not None:
                 record.preserve(key)
@@ -97,18 +96,18 @@ class ReplayCall:
             if self.records and self.records[0] is None:
                 raise RuntimeError(_LOST.format(region=self.program.region))
             self.pending = False
-            self.program.following.tell()  # of a step that does not call the root
+            self.program.following.tell()  # for steps that do not call the root
             self.flags = kernel_flags()
             run, last_use = self._schedule()
             if not self.recording:
                 call_below_autograd(self._run, run, last_use, keep_graph)
                 return
-            # A backward inside of the region's own forward replays what is recorded so far, unseen by the recording.
+            # A backward inside the region's own forward replays the records so far, unseen by the recording.
             with disable_dispatch_modes():
                 call_below_autograd(self._run, run, last_use, keep_graph)
 
     def _schedule(self) -> tuple[list[bool], list[list[Slot]]]:
-        """Which records must run, and which slots no later record reads."""
+        """Which records must run, and for each record the slots that no later one reads."""
         wanted = {slot for slot in self.slots for handle in slot.handles if handle() is not None}
         read_later: set[Slot] = set()
         run = [False] * len(self.records)

@@ -1,4 +1,4 @@
-"""Replay as an engine: how a region is run, and what that costs besides its ops."""
+"""Engine replay: how a region runs, and the cost of its bookkeeping."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ReplayEngine:
         kwargs: dict[str, Any],
         module: torch.nn.Module,
     ) -> Any:
-        # It needs the ops of eager mode: under `torch.compile` its regions are left out of the graph.
+        # Replay needs eager ops: under `torch.compile` its regions are left out of the graph.
         if torch.compiler.is_compiling():
             return _run_eagerly(program, forward, args, kwargs)
         return _run(program, forward, args, kwargs)

@@ -1,11 +1,11 @@
-"""The first step of a plan that was made on fake tensors: what is recomputed there is compared with forward's.
+"""The first step of a plan that was made on fake tensors: recomputed values are compared with forward's.
 
 NOTE [ The first step ]
   1. A real profile recomputes everything once and compares (`autoac.record.guard`). On fake tensors there is nothing to
-     compare, so a plan's own first step does it: each value that will be recomputed gets a checksum where a recorded op
-     reads it and where autograd saves it, and is compared when it has been recomputed, before backward reads it.
+     compare, so the plan's first step does it: a value to be recomputed gets a checksum where a recorded op reads it
+     and where autograd saves it. The recomputed value is compared with it before backward reads it.
   2. A difference is an error: forward's value is gone, so the step cannot go on.
-  3. A region whose replay was found right is not looked at again. One that ran without a backward is.
+  3. A region whose replay was correct is not checked again. A region that ran without a backward is.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class CheckedCall(ReplayCall):
         super().__init__(program)
         self.reads: dict[int, list[tuple[int, int]]] = {}  # by record: place among its references, checksum
         self.packed: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
-        self.makers: dict[Slot, str] = {}  # the op that made it
-        self.private: set[Slot] = set()  # a kernel's own workspace, of which it may leave parts unwritten
+        self.makers: dict[Slot, str] = {}  # the op that made each slot
+        self.private: set[Slot] = set()  # kernels' own workspaces, parts of which may stay unwritten
 
     def _run_one(self, record: Record, table: dict[Slot, torch.Tensor]) -> Any:
         for place, checksum in self.reads.get(id(record), ()):
@@ -63,7 +63,7 @@ class CheckedCall(ReplayCall):
 
 
 class CheckedRecording(Recording):
-    """A region's forward, with checksums of what will be recomputed."""
+    """Recording of a region's forward, with checksums of the values to be recomputed."""
 
     call: CheckedCall
 
@@ -89,7 +89,7 @@ class CheckedRecording(Recording):
         place = len(refs)
         stored = super()._store(tensor, where, refs, kept)
         position = where[0] if isinstance(where, tuple) else where
-        # Keywords are stored when the op has run; what it writes may not have been written before.
+        # Keyword arguments are stored after the op has run; arguments that it writes may be uninitialized before.
         if len(refs) > place and not isinstance(position, str) and position not in self._writes:
             checksum = checksum_in_little_memory(tensor)
             if checksum is not None:

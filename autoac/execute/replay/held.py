@@ -1,4 +1,4 @@
-"""What may be held of a tensor, and whose storage is ours to account for."""
+"""Hold tensors without their autograd graph, and tell tensor subclasses whose storage is not ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def key_of(tensor: torch.Tensor) -> int:
 
 
 def without_graph(tensor: torch.Tensor, detach: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What may be held of a tensor: see NOTE [ Who holds what ] 3. A view holds its base, and that perhaps a graph."""
+    """The tensor without its graph, see NOTE [ Who holds what ] 3. A view holds its base, which may have a graph."""
     base = base_of(tensor)
     whole = tensor if base is None else base
     if whole.is_leaf and (base is None or _ends_at(base, tensor)):
@@ -27,18 +27,18 @@ def without_graph(tensor: torch.Tensor, detach: Callable[[torch.Tensor], torch.T
 
 
 def _ends_at(base: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether a view's graph leads to a parameter and no further, as that of a linear layer's transposed weight does.
+    """Whether a view's graph ends at a parameter, like that of a linear layer's transposed weight.
 
-    A function of somebody's own may hold the view that it made.
+    Not if its node is a custom `autograd.Function`, which may hold the view that it made.
     """
     return type(base) is torch.nn.Parameter and not isinstance(view.grad_fn, BackwardCFunction)
 
 
 def detach_foreign_too(tensor: torch.Tensor) -> torch.Tensor:
-    # A subclass's own dispatch must see that, and our mode ignores it.
+    # A subclass's own dispatch must see the detach; our mode ignores it.
     return tensor.detach() if is_foreign(type(tensor)) else detach_unseen(tensor)
 
 
 def is_foreign(kind: type) -> bool:
-    """A tensor subclass with a dispatch of its own: its storage is not ours to account for."""
+    """Whether this is a tensor subclass with its own dispatch: its storage is not ours to account for."""
     return kind is not torch.Tensor and kind is not torch.nn.Parameter

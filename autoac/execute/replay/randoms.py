@@ -1,13 +1,13 @@
-"""Random numbers of recorded ops: what is stashed of a generator, and how an op draws the same numbers again.
+"""Random numbers of recorded ops: stash a generator's state, and draw the same numbers again from it.
 
 NOTE [ Random numbers ]
-  1. A generator's state is stashed before a recorded op draws from it. The replay of the op starts from there, and
-     leaves the generator as it was found.
-  2. Threads share generators. Regions lock each other out (`drawing`), a thread of somebody else's does not ask. While
-     there are other threads, an op that takes a generator is replayed with a private one. Any other op is replayed on
-     the shared generator, and what it leaves there must be what it left in forward.
-  3. Nor can forward be kept from being disturbed, between the stash and the op. So with other threads around the state
-     after the op is remembered, as a checksum: a replay that ends in another one drew other numbers, and is an error.
+  1. A generator's state is stashed before a recorded op draws from it. The replay of the op starts from that state, and
+     leaves the generator as it found it.
+  2. Threads share generators. Regions exclude each other by a lock (`drawing`), which other code's threads do not take.
+     While there are other threads, an op that takes a generator is replayed with a private one. Any other op is
+     replayed on the shared generator, and must leave it in the same state as in forward.
+  3. Another thread may also draw in forward, between the stash and the op. So while there are other threads, a checksum
+     of the state after the op is kept: a replay that ends in another state drew other numbers, and is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ drawing = threading.RLock()
 
 
 class Stash:
-    """A generator's state before an op, and a checksum of that after it where another thread may have interfered."""
+    """A generator's state before an op, and a checksum of the state after it if other threads may interfere."""
 
     __slots__ = ("end", "generator", "state")
 
@@ -37,12 +37,12 @@ class Stash:
         self.end: int | None = None
 
     def op_is_over(self) -> None:
-        """The op has drawn."""
+        """Take the checksum after the op, if it is needed."""
         if threading.active_count() > 1:
             self.end = _checksum(self.generator)
 
     def has_drawn(self) -> bool:
-        """Whether the generator is no longer as it was."""
+        """Whether the generator's state has changed."""
         return not torch.equal(self.state, self.generator.get_state())
 
 
@@ -52,7 +52,7 @@ def draw_again(
     """Run an op with the numbers that it drew when its stashes were made.
 
     Raises:
-        RuntimeError: another thread has drawn between them.
+        RuntimeError: another thread has drawn from the same generator in between.
     """
     with drawing:
         alone = threading.active_count() == 1

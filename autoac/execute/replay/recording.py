@@ -1,13 +1,13 @@
-"""A region's forward, recorded: the dispatch mode and the hooks under which it runs.
+"""Recording of a region's forward: the dispatch mode and the hooks under which it runs.
 
 NOTE [ Never wrong, whatever the decisions ]
-  The recording does not rely on the decisions being consistent, since data-dependent control flow can bring any of
-  them to any op. An in-place op on a recomputed storage is always recorded. An in-place op on a kept storage never
-  is; if a record holds that storage, the record gets a copy first. A tensor that a record or autograd holds and that
-  was written where we cannot see it (outside of the region) is found by its version, as autograd does, and is an
-  error. A storage that is read before any visible op has written it was written by an opaque kernel: it is kept. So is
-  one from where an op has changed its size (`resize_`, `out=` into an empty tensor): views could not be made of it
-  before that op has run again, and not every kernel resizes what it is given.
+  The recording does not rely on consistent decisions, since data-dependent control flow can apply any decision to any
+  op. An in-place op on a recomputed storage is always recorded. An in-place op on a kept storage never is; if a record
+  holds that storage, the record gets a copy first. If a tensor that a record or autograd holds was written outside the
+  region, its version counter shows it, as in autograd, and that is an error. A storage that is read before any visible
+  op has written it was written by an opaque kernel: it is kept. So is a storage once an op has changed its size
+  (`resize_`, `out=` into an empty tensor): its views could not be made before that op has run again, and not every
+  kernel resizes its output.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from autoac.torch_private.kernel_flags import KernelFlags, kernel_flags
 
 
 class _Running(threading.local):
-    """The recording of the region whose forward runs in this thread, None outside of all."""
+    """The recording of the region whose forward runs in this thread, None outside all regions."""
 
     recording: Recording | None = None
 
@@ -65,10 +65,10 @@ class Recording(UnwrappedDispatchMode):
         self.steps = call.program.steps
         self.position = 0
         self.counts: Any = None  # once out of step: how often each overload was called
-        self.left_at: tuple[Any, Any] = (None, None)  # there: the op that was expected, and the one that came
-        self.meets_shards = False  # so far
+        self.left_at: tuple[Any, Any] = (None, None)  # at that point: the expected op, and the one that came
+        self.meets_shards = False  # whether a sharded tensor was seen
         self.slots: dict[int, Slot] = {}
-        self.flags: KernelFlags = ()  # the last that were read
+        self.flags: KernelFlags = ()  # as last read
         self.raw: set[int] = set()  # keys of recomputed storages that no visible op has written yet
 
     # -- decisions ---------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Recording(UnwrappedDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if types and any(map(is_sharded_type, types)):
             self.meets_shards = True
-            return NotImplemented  # what its own dispatch runs on the parts that are here comes next
+            return NotImplemented  # its own dispatch then runs ops on the local parts
         if self.meets_shards and on_fake_tensors():
             return func(*args, **kwargs) if kwargs else func(*args)  # only shapes are inferred
         overload, recompute, look, info = self.steps[self.position]
@@ -96,7 +96,7 @@ class Recording(UnwrappedDispatchMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _reshaped(self, tensor: torch.Tensor) -> None:
-        """An op is about to change in place how this tensor sees its storage, which counts as a write."""
+        """Treat an op that is about to change a tensor's geometry in place as a write."""
         if self.call.holds(key_of(tensor)):
             self.call.preserve(key_of(tensor))
         slot = self.slot_of(tensor)
@@ -125,7 +125,7 @@ class Recording(UnwrappedDispatchMode):
             targets = written_tensors(info, args, kwargs)
             written = tuple({slot for slot in map(self.slot_of, targets) if slot is not None})
             if written and not (info.replayable and len(written) == len({key_of(t) for t in targets})):
-                for target in targets:  # earlier values can be recomputed, what this op makes of them is kept
+                for target in targets:  # earlier values can be recomputed, this op's result is kept
                     self.slots.pop(key_of(target), None)
                 written = ()
             recompute = bool(written)
@@ -172,7 +172,7 @@ class Recording(UnwrappedDispatchMode):
         if info.has_flags:
             flags = kernel_flags()
             if flags == self.flags:
-                flags = self.flags  # one of them for all records
+                flags = self.flags  # one object for all records
             self.flags = flags
         rng = None
         if info.random or info.unknown:
@@ -203,7 +203,7 @@ class Recording(UnwrappedDispatchMode):
         return result
 
     def _run_random(self, func, info: OpInfo, args, kwargs) -> tuple[Any, tuple[Stash, ...] | None]:
-        """Run an op that may draw random numbers; with what its replay needs to draw the same."""
+        """Run an op that may draw random numbers; also returns the stashes with which its replay draws the same."""
         if not info.unknown and not info.draws_random(args):
             return func(*args, **kwargs), None
         with drawing:
@@ -216,7 +216,7 @@ class Recording(UnwrappedDispatchMode):
         return result, stashes or None
 
     def _store(self, tensor: torch.Tensor, where: Any, refs: list, kept: list) -> torch.Tensor | None:
-        """What the record keeps of an argument: nothing but a reference if it will be recomputed, else the tensor."""
+        """The record's entry for an argument: None and a reference if it will be recomputed, else the tensor."""
         key = key_of(tensor)
         slot = self.slot_of(tensor, key)
         if slot is not None and self.raw and key in self.raw and not slot.written:
@@ -233,17 +233,17 @@ class Recording(UnwrappedDispatchMode):
         return tensor
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor without its graph, which would make a cycle: see NOTE [ Who holds what ] 3.
+        """The tensor without its graph, which would make a reference cycle: see NOTE [ Who holds what ] 3.
 
-        In the forward of a custom `autograd.Function`, where gradients are off, what has no graph yet gets one if it is
-        returned.
+        In the forward of a custom `autograd.Function`, where grad mode is off, a tensor without a graph gets one when
+        it is returned.
         """
         if not torch.is_grad_enabled():
             return detach_sharing_version(tensor)
         return without_graph(tensor, detach_sharing_version)
 
     def slot_of(self, tensor: torch.Tensor, key: int | None = None) -> Slot | None:
-        """The slot of the tensor's storage, whose key may be given, if that will be recomputed."""
+        """The slot of the tensor's storage (with this key, if given), None if it will not be recomputed."""
         if key is None:
             key = key_of(tensor)
         slot = self.slots.get(key)
@@ -252,14 +252,14 @@ class Recording(UnwrappedDispatchMode):
     def _new_slot(self, tensor: torch.Tensor, info: OpInfo) -> Slot | None:
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
         if storage is None:
-            return None  # sparse and the like: kept by whoever needs it
+            return None  # sparse and the like: kept by the records and handles that need it
         key = key_of_storage(storage)
         known = self.slots.get(key)
         if (known is not None and known.alive() is not None) or self.call.holds(key):
             return None  # an alias of an argument
         slot = self.slots[key] = Slot(len(self.call.slots), tensor, storage)
         self.call.slots.append(slot)
-        self.raw.discard(key)  # of a storage that was here before
+        self.raw.discard(key)  # left by a dead storage at this address
         if info.uninitialised:
             self.raw.add(key)
         return slot
@@ -278,7 +278,7 @@ class Recording(UnwrappedDispatchMode):
         return handle
 
     def finish(self) -> None:
-        """The region's forward is over."""
+        """End the recording after the region's forward."""
         self.call.recording = False
         self.call.pending = bool(self.call.records)
 
@@ -290,10 +290,10 @@ def run(
     kwargs: dict[str, Any],
     recording: Recording | None = None,
 ) -> Any:
-    """Run one call of a region so that its backward replays what the program says to recompute.
+    """Run one call of a region so that its backward replays the ops that the program recomputes.
 
     Args:
-        recording: under which it runs; a plain one if left out.
+        recording: the recording to run under; None for a plain one.
     """
     recording = recording or Recording(ReplayCall(program))
     outer, running.recording = running.recording, recording

@@ -1,9 +1,9 @@
-"""What a region's recording leaves behind: slots, records of ops, and the handles that autograd gets.
+"""Data of a region's recording: slots, op records, and the handles that autograd gets.
 
 NOTE [ Who holds what ]
   1. An op whose values are to be recomputed leaves a record: the op and its arguments. An argument that will itself
      be recomputed is stored as a reference (slot and geometry), any other tensor as it is. That strong reference *is*
-     the saving: what nobody asks for is neither kept nor recorded.
+     the saving: values that nothing needs are neither kept nor recorded.
   2. Autograd gets a handle for a tensor on a recomputed storage, and a (tensor, version) pair for any other.
   3. Handles hold the call strongly, the call knows its handles weakly. No tensor that a call holds has a grad_fn, so
      there is no reference cycle: when the graph dies, handles, call and records die at once.
@@ -32,34 +32,34 @@ MODIFIED = (
 
 
 class Slot:
-    """A storage that will be recomputed: what its replay must know, and who waits for it."""
+    """A storage that will be recomputed: its layout and version, and the handles that wait for it."""
 
     __slots__ = ("alive", "dtype", "handles", "index", "shape", "stride", "version", "written")
 
     def __init__(self, index: int, tensor: torch.Tensor, storage: torch.UntypedStorage):
         self.index = index
-        self.alive = weakref.ref(storage)  # dead: another storage may have come to the same address
+        self.alive = weakref.ref(storage)  # if dead, its address may be reused
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.dtype = tensor.dtype
-        self.version = version_of(tensor)  # the latest that is known
+        self.version = version_of(tensor)  # the latest known
         self.written = False  # in place
         self.handles: list[weakref.ref[Handle]] = []
 
     def geometry_of(self, tensor: torch.Tensor) -> Geometry | None:
-        """How this tensor sees the storage; None if just as the op made it."""
+        """The tensor's geometry on the storage; None if it is as the op made it."""
         shape, stride, offset, dtype, conj, neg = geometry = geometry_of(tensor)
         as_made = not offset and shape == self.shape and stride == self.stride and dtype is self.dtype
         return None if as_made and not conj and not neg else geometry
 
     def is_written(self, target: torch.Tensor) -> None:
-        """An op is about to write this tensor on the storage: find the handles that autograd would refuse now.
+        """Before an op writes this tensor on the storage: mark the handles that autograd would refuse from now on.
 
-        Autograd goes by version counters. Parts cut by `unsafe_chunk` have one each, as has `.data`; their writes
-        are no concern of what was saved of another part.
+        Autograd compares version counters. Parts cut by `unsafe_chunk` have one each, as has `.data`; a write to one
+        part does not invalidate saved tensors of another.
         """
         self.written = True
-        self.version = max(self.version, version_of(target) + 1)  # counted once the op has run
+        self.version = max(self.version, version_of(target) + 1)  # the counter rises once the op has run
         for ref in self.handles:
             handle = ref()
             if handle is not None and version_of(target) >= handle.version:
@@ -77,15 +77,15 @@ class Record:
         self.grad = torch.is_grad_enabled()  # see NOTE [ Replay ] 4
         self.args: tuple[Any, ...] = args
         self.kwargs: dict[str, Any] = kwargs
-        self.refs: list[tuple[Any, Slot, Geometry | None]] = refs  # where in args, what, seen how
+        self.refs: list[tuple[Any, Slot, Geometry | None]] = refs  # place in args, slot, geometry
         self.kept: list[tuple[torch.Tensor, int]] = kept  # tensors in args, with their versions
         self.rng: Sequence[Stash] | None = rng
-        self.flags: KernelFlags | None = flags  # None if they do not matter to it
+        self.flags: KernelFlags | None = flags  # None if the op does not depend on them
         self.written: tuple[Slot, ...] = written
         self.outputs: tuple[tuple[int, Slot], ...] = ()  # position among the op's output tensors
 
     def arguments(self, table: dict[Slot, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
-        """The op's arguments, with what has been recomputed put in its places."""
+        """The op's arguments, with recomputed tensors filled in."""
         if not self.refs:
             return self.args, self.kwargs
         args, kwargs = list(self.args), self.kwargs
@@ -94,12 +94,12 @@ class Record:
         return args, kwargs
 
     def seen(self, place: int, table: Mapping[Slot, torch.Tensor]) -> torch.Tensor:
-        """The recomputed tensor to which this one of the references refers."""
+        """The recomputed tensor of the reference at this place, with its geometry."""
         _, slot, geometry = self.refs[place]
         return table[slot] if geometry is None else with_geometry(table[slot], geometry)
 
     def preserve(self, key: int) -> None:
-        """Take a copy of each argument on the storage with this key in its place."""
+        """Replace each argument on the storage with this key by a copy."""
         copies = {id(t): clone_with_geometry(t) for t, _ in self.kept if storage_key(t) == key}
         if copies:
             self.args = tuple(_swap(value, copies) for value in self.args)
@@ -108,7 +108,7 @@ class Record:
 
 
 class Handle:
-    """What autograd holds in place of a tensor that will be recomputed."""
+    """Stands in, in autograd's graph, for a tensor that will be recomputed."""
 
     __slots__ = ("__weakref__", "call", "geometry", "like", "modified", "slot", "tensor", "version")
 
@@ -124,7 +124,7 @@ class Handle:
         self.slot = slot
         self.geometry = geometry
         self.version = version
-        self.like = like  # makes a sharded tensor of what is here of it
+        self.like = like  # makes a sharded tensor of the local part
         self.modified = False
         self.tensor: torch.Tensor | None = None
 
@@ -136,15 +136,15 @@ class Handle:
             raise RuntimeError(MODIFIED.format(region=self.call.program.region))
         tensor = self.tensor
         assert tensor is not None
-        # A second backward replays again, see NOTE [ Replay ] 2. A captured graph asks once, and holds all handles to
-        # its end.
+        # A second backward replays again, see NOTE [ Replay ] 2. Compiled autograd unpacks once, and holds all handles
+        # until it ends.
         if keep_graph or in_compiled_autograd():
             self.tensor = None
         return tensor if self.like is None else self.like(tensor)
 
 
 def _put(args: list[Any], kwargs: dict[str, Any], where: Any, tensor: torch.Tensor) -> dict[str, Any]:
-    """Put the tensor where its reference was taken: a position, a (position, index) or a keyword (and index)."""
+    """Put the tensor at its reference's place: a position, a (position, index) or a keyword (and index)."""
     if type(where) is int:
         args[where] = tensor
     elif type(where) is str:

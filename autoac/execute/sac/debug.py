@@ -1,4 +1,4 @@
-"""Which op differs when a region's second run is not its first: for `set_checkpoint_debug_enabled(True)`.
+"""Find the op in which a region's second run differs from its first, for `set_checkpoint_debug_enabled(True)`.
 
 Torch's own checkpoint debugging cannot be combined with a policy (it refuses). So engine sac keeps a log of its own:
 the ops of both runs, with shapes, modules and lines of the user's code. It takes time, so it is kept only when asked
@@ -30,7 +30,7 @@ from autoac.torch_private import (
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
 _SHOWN = 12
-"""How many ops to show around a difference, and of the rest how many there are."""
+"""Number of ops to show on each side of a difference; the others are only counted."""
 
 
 def debugging() -> bool:
@@ -40,7 +40,7 @@ def debugging() -> bool:
 
 @contextlib.contextmanager
 def hidden_from_torch() -> Iterator[contextlib.ExitStack]:
-    """Torch refuses a policy while debugging is on; close what this gives as soon as it has looked."""
+    """Context without torch's debugging, under which it refuses policies; close the stack once torch has checked."""
     with contextlib.ExitStack() as off:
         off.enter_context(set_checkpoint_debug_enabled(False))
         yield off
@@ -48,7 +48,7 @@ def hidden_from_torch() -> Iterator[contextlib.ExitStack]:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An op that ran: its name, the shapes and dtypes that it read, the module, and the user's line."""
+    """An op that ran: its name, the shapes and dtypes of its inputs, the module, and the user's line."""
 
     name: str
     reads: tuple[str, ...]
@@ -65,7 +65,7 @@ class Entry:
 
 
 class OpLog(TorchDispatchMode):
-    """Writes down the ops that run under it, but for those of which checkpointing adds its own.
+    """Logs the ops that run under it, except kinds of which checkpointing adds its own.
 
     Args:
         region: name of the region, the module that runs first under it.
@@ -85,13 +85,13 @@ class OpLog(TorchDispatchMode):
             frame = frame.f_back
         while frame.f_back is not None and frame.f_back.f_code.co_filename == _CHECKPOINT:
             frame = frame.f_back
-        self.depth = _depth(frame)  # of torch's checkpoint, which calls the region
+        self.depth = _depth(frame)  # stack depth of torch's checkpoint, which calls the region
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(map(is_sharded_type, types)):
-            return NotImplemented  # logged is what runs on the local parts
+            return NotImplemented  # the ops on the local parts are logged
         if on_fake_tensors():
             return func(*args, **kwargs)
         if func not in SAC_IGNORED_OPS and not is_wait(func):
@@ -102,7 +102,7 @@ class OpLog(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _where(self) -> tuple[str, str]:
-        """The innermost module that is running, named from the region on, and the innermost line outside of torch."""
+        """The innermost running module, named from the region on, and the innermost line outside torch."""
         frames: list[FrameType] = []
         frame = sys._getframe(2)
         while frame is not None and _depth(frame) > self.depth:
@@ -136,10 +136,10 @@ def _depth(frame: FrameType | None) -> int:
 
 
 def compared(first: OpLog, second: OpLog, whole: bool) -> CheckpointError | None:
-    """The error that says which op differs; None if the second run did what the first did.
+    """The error that names the first differing op; None if the second run ran the same ops as the first.
 
     Args:
-        whole: the second run came to its end; if not, early stop has cut it short.
+        whole: whether the second run was complete; if not, early stop has cut it short.
     """
     a, b = first.entries, second.entries
     position = next(
@@ -163,7 +163,7 @@ def compared(first: OpLog, second: OpLog, whole: bool) -> CheckpointError | None
 
 
 def _listed(entries: list[Entry], position: int) -> str:
-    """The ops around a position, one a line, that one marked."""
+    """The ops around a position, one per line, with that position marked."""
     start, stop = max(0, position - _SHOWN), min(len(entries), position + _SHOWN)
     lines = [f"  ... {start} before"] if start else []
     lines += [f"{'>' if i == position else ' '} {i + 1:>4}  {entries[i]}" for i in range(start, stop)]

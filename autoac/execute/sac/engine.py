@@ -1,4 +1,4 @@
-"""Selective checkpointing as an engine: how a region is run, and what that costs besides its ops."""
+"""Engine sac: how a region runs, and the cost of its bookkeeping."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """Engine "sac": the decisions as a policy for torch's own selective activation checkpointing.
 
 NOTE [ The second run ]
-  1. `torch.utils.checkpoint` runs the region's Python code again at the first unpack. What the policy says to save is
-     taken from forward (`_CachingTorchDispatchMode` and `_CachedTorchDispatchMode` in torch/utils/checkpoint.py). Early
-     stop and nesting are torch's (NOTE [ Nestable Checkpoint ] there, Rules 1, 4 and 5).
-  2. Torch matches what was saved by overload and by its number among the calls of that overload. `SacPolicy` answers by
-     the same two, so an op that comes in another order would be given another's result; it refuses what would be wrong.
-  3. The rules that this brings are rows of the ILP: no skip, random ops all saved or all recomputed (torch stashes one
-     random state a region), what changes state outside of the region saved. `SacPolicy` enforces them once more on what
-     really runs, since data-dependent control flow may bring ops in another order than the profile's.
-  4. The second run must find what the first one found: kernel flags, casts that autocast keeps, what its modules hold,
-     and the objects that it is given. `_SecondRun` puts back what it can, and refuses the rest in words.
+  1. `torch.utils.checkpoint` runs the region's Python code again at the first unpack. Saved values are taken from
+     forward (`_CachingTorchDispatchMode` and `_CachedTorchDispatchMode` in torch/utils/checkpoint.py). Early stop and
+     nesting are torch's (NOTE [ Nestable Checkpoint ] there, Rules 1, 4 and 5).
+  2. Torch matches saved values by (overload, n-th call of that overload). `SacPolicy` answers by the same key, so an op
+     that comes in another order would get another op's result; it refuses cases that would be wrong.
+  3. The resulting rules are rows of the ILP: no skip; random ops all saved or all recomputed (torch stashes one random
+     state per region); ops that change state outside the region saved. `SacPolicy` enforces them again at run time,
+     since data-dependent control flow may bring ops in another order than the profile's.
+  4. The second run must start from the same state as the first: kernel flags, autocast's cached casts, the state of its
+     modules, and its argument objects. `_SecondRun` restores what it can, and raises an error for the rest.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run(
     """Run one call of a region under torch's checkpoint with the plan's policy.
 
     Args:
-        module: whose `forward` it is; what the second run finds in it is what the first one found.
+        module: the module of `forward`; its state is restored for the second run.
     """
     function = functools.partial(forward, **kwargs)
     if torch.compiler.is_compiling() or being_traced():
@@ -79,7 +79,7 @@ def run(
     with hidden_from_torch() as off:
 
         def context_fn() -> tuple[Any, Any]:
-            off.close()  # the region's own checkpoints are to be debugged
+            off.close()  # checkpoints inside the region stay in debug mode
             return contexts(program, objects, module)
 
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
@@ -91,7 +91,7 @@ def contexts(
     """The pair of contexts for `checkpoint(context_fn=...)`.
 
     Args:
-        objects: arguments of the region in which the second run must find what the first one found.
+        objects: arguments of the region whose contents must not change until the second run.
         module: as for `run`.
     """
     if not POLICIES_SEE_RESULTS:
@@ -132,18 +132,18 @@ class _Together:
 
 
 class _SecondRun:
-    """The second run's context: torch's, errors that name the region, and care where autocast keeps casts of weights.
+    """The second run's context: torch's, errors that name the region, and handling of autocast's cached casts.
 
-    In forward a weight that an earlier region has cast is not cast again; the second run starts without those casts.
-    Its additional casts must not be matched with what forward saved: they run past the selective checkpointing. All
-    others come in forward's order, if the second run neither finds casts nor leaves any.
+    In forward, a weight that an earlier region has cast is not cast again; the second run starts without those casts.
+    Its additional casts must not be matched with forward's saved values: they bypass selective checkpointing. All other
+    casts come in forward's order, as long as the second run neither finds cached casts nor leaves any.
 
     Args:
         selective: torch's context.
         policy: of the first run.
-        casts: storages of the weights that forward has cast itself; None where autocast keeps no casts.
+        casts: storages of the weights that forward has cast itself; None if autocast caches no casts.
         log: of the first run, None if it was not kept.
-        objects: arguments in which the second run must find what is in them now.
+        objects: arguments whose contents must be the same in the second run as now.
         state: of the region's module, None if it is not known.
     """
 
@@ -159,7 +159,7 @@ class _SecondRun:
         self.selective, self.policy, self.casts, self.first = selective, policy, casts, log
         self.state = state
         self.objects, self.held = objects, held_in(objects)
-        self.flags = kernel_flags()  # as forward finds them; what it sets itself, it sets again
+        self.flags = kernel_flags()  # as forward finds them; flags that the region sets itself are set again
 
     def __enter__(self) -> None:
         if self.held.lost(held_in(self.objects)):
@@ -214,10 +214,10 @@ _SECOND_RUN = (
 
 
 class _Refusing(TorchDispatchMode):
-    """Refuses to run ops again that would not find their inputs as they were; early stop may spare them.
+    """Refuses to run ops again whose inputs have changed; with early stop they may not run.
 
     Args:
-        calls: overloads and their n-th calls in the region.
+        calls: ops as (overload, n-th call in the region).
         policy: of the first run.
     """
 
@@ -230,7 +230,7 @@ class _Refusing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_sharded_type, types)):
-            return NotImplemented  # the policy has seen what runs on the local parts
+            return NotImplemented  # the policy has seen the ops on the local parts
         if on_fake_tensors():
             return func(*args, **(kwargs or {}))
         call = func, self.counts[func]
@@ -243,7 +243,7 @@ class _Refusing(TorchDispatchMode):
 
 
 class _CountedWrites(TorchDispatchMode):
-    """Writes to lists of tensors count as writes, see `counted_writes`."""
+    """Writes to lists of tensors bump version counters, see `counted_writes`."""
 
     supports_higher_order_operators = True
 
@@ -286,7 +286,7 @@ class _CastsOfShards(TorchDispatchMode):
 
 
 def _casts_weight(func: Any, args: Any) -> bool:
-    """Whether this may be a cast that autocast keeps."""
+    """Whether this may be a cast that autocast caches."""
     return func is torch.ops.aten._to_copy.default and args[0].is_leaf and args[0].requires_grad
 
 
@@ -305,7 +305,7 @@ _WRITTEN = (
 
 
 class _Storages:
-    """Storages that tensors stand on. One that is gone is in here no more, though another may have its address."""
+    """A weak set of storages: a dead one is not in it, even if another storage has its address."""
 
     def __init__(self) -> None:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -320,12 +320,12 @@ class _Storages:
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What a recomputed op read that is not recomputed.
+    """An input of a recomputed op that is not recomputed itself.
 
     Args:
-        call: the op's overload, and the how manieth call of it in the region.
-        alias: a tensor that shares memory and version with what it read.
-        version: what it read of it.
+        call: the op, as (overload, n-th call in the region).
+        alias: a tensor that shares memory and version counter with the input.
+        version: the input's version when it was read.
     """
 
     call: tuple[Any, int]
@@ -349,13 +349,13 @@ class SacPolicy:
         self.watches = False  # whether to remember what recomputed ops read; not where a compiler traces
         self.inputs: list[_Input] = []
         self.aliases: dict[tuple[int, int], torch.Tensor] = {}  # by storage and version
-        self.state: ModuleState | None = None  # of the region's module, where that is known
+        self.state: ModuleState | None = None  # of the region's module, if that is known
         self.writes_lists = False  # whether the region has written the tensors of a list
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)
         if self.state is not None and self.state.unread:
-            # Whatever is decided: autograd may save an argument of a saved op, too.
+            # Whatever the decision: autograd may save an argument of a saved op, too.
             for tensor in tensors_in([*args, *kwargs.values()]):
                 if tensor.layout is torch.strided:
                     self.state.is_read(storage_key(tensor))
@@ -387,7 +387,7 @@ class SacPolicy:
         return decision
 
     def _written(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:
-        """An in-place op goes with the op that made the storage; what is written outside of the region is saved."""
+        """An in-place op is decided as the op that made the storage; writes outside the region are saved."""
         written = written_tensors(info, args, kwargs)
         again = [tensor in self.recomputed for tensor in written]
         if (
@@ -407,7 +407,7 @@ class SacPolicy:
     def _random(self, func: Any, decision: CheckpointPolicy, own: bool, in_place: bool) -> CheckpointPolicy:
         """One random state is stashed for the whole region: its random ops are all saved or all recomputed.
 
-        Of a generator of the model's own nothing is stashed: what it draws is saved.
+        The model's own generators are not stashed: numbers drawn from them are saved.
         """
         if own:
             wanted = SAVE
@@ -436,15 +436,15 @@ class SacPolicy:
                     self._watch(call, tensor)
         given = {storage_key(t) for t in tensors_in([*args, *kwargs.values()]) if t.layout is torch.strided}
         for tensor in tensors_in(result):
-            # A view is on what it is a view of.
+            # A view shares the storage of an argument.
             if tensor.layout is torch.strided and storage_key(tensor) not in given:
                 self.recomputed.add(tensor)
 
     def _watch(self, call: tuple[Any, int], tensor: torch.Tensor) -> None:
-        """Remember what an op read; the alias keeps alive what the second run needs anyway."""
+        """Remember an input of an op; the alias keeps memory alive that the second run needs anyway."""
         version = version_of(tensor)
         if version < 0:
-            return  # a tensor of inference mode has none
+            return  # inference tensors have none
         key = storage_key(tensor), version
         if key not in self.aliases:
             with disable_dispatch_modes():
@@ -452,11 +452,11 @@ class SacPolicy:
         self.inputs.append(_Input(call, self.aliases[key], version))
 
     def changed(self) -> set[tuple[Any, int]]:
-        """The recomputed ops whose inputs were written since; from now on nothing more is known or kept alive."""
+        """The recomputed ops whose inputs were written since; drops all that was remembered."""
         found = {known.call for known in self.inputs if version_of(known.alias) != known.version}
         self.inputs, self.aliases = [], {}
         return found
 
     def refusal(self, what: str, why: str) -> str:
-        """The message of an error."""
+        """The message of an error, with the region's name."""
         return f"in region {self.program.region!r}, {what}: {why}"

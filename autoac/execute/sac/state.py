@@ -1,11 +1,11 @@
-"""What a region's modules hold besides what they are given: engine sac runs their code a second time.
+"""State of a region's modules, restored for engine sac's second run of their code.
 
-A module may put something else in place of an attribute or a buffer that it has read (a counter, a running average that
-is assigned and not written), and `torch.func.functional_call` puts other parameters in place for the time of forward.
-The second run finds the tensors and numbers that the first one found, and what it puts in place itself is taken back.
+A module may reassign an attribute or a buffer that it has read (a counter, a running average that is assigned and not
+written in place), and `torch.func.functional_call` swaps parameters for the time of forward. The second run finds the
+tensors and numbers that the first run found, and its own assignments are undone.
 
-Nothing here keeps alive what an autograd graph holds, or the graph would hold itself: tensors are known weakly until an
-op reads them, and then held without their graph. That is memory that the recomputation needs anyway.
+Nothing here holds an autograd graph, which would make a reference cycle: tensors are referenced weakly until an op
+reads them, and then held without their graph. The recomputation needs that memory anyway.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (tuple, list, dict, set)
 _MOST = 1000
-"""Items of a container that are looked at."""
+"""Most items of a container that are inspected."""
 
 _ABSENT = object()
 
@@ -39,11 +39,11 @@ Place = tuple[Table, str]
 """A module's attributes, buffers or parameters, and a name in them."""
 
 Read = tuple[Place, weakref.ref[torch.Tensor], torch.Tensor, bool]
-"""Where a tensor was that was read, itself, what is held of it, and whether it had a graph."""
+"""A tensor that was read: its place, a weak reference, the tensor held for it, and whether it had a graph."""
 
 
 class ModuleState:
-    """What the modules hold before the first run: make it then. As a context it surrounds the second run.
+    """Snapshot of module state: make it before the first run, and use it as a context around the second run.
 
     Args:
         root: the region's module.
@@ -74,11 +74,11 @@ class ModuleState:
             self.unread.setdefault(storage_key(tensor), []).append((place, items, weakref.ref(tensor)))
 
     def is_read(self, key: int) -> None:
-        """An op of the first run reads a storage."""
+        """Note that an op of the first run reads a storage."""
         for place, items, known in self.unread.pop(key, ()):
             tensor = known()
             if tensor is None:
-                continue  # dead, and another storage has come to its address
+                continue  # dead; another storage has its address
             if items is not None:
                 self.containers.append((place, items))
             else:
@@ -87,7 +87,7 @@ class ModuleState:
                 self.tensors.append((place, known, held, tensor.requires_grad and not tensor.is_leaf))
 
     def lost(self) -> str:
-        """The attribute in which the second run would find something else than the first, "" if there is none."""
+        """Name of a container attribute that has changed since the first run read from it, "" if there is none."""
         for (table, name), items in self.containers:
             value = table.get(name)
             if type(value) not in _CONTAINERS or [id(item) for item in _items(value)] != items:
@@ -109,7 +109,7 @@ class ModuleState:
             table[name] = value
 
     def __exit__(self, *_: Any) -> None:
-        # FSDP gathers parameters in a second run, and they are to stay: of those only ours are taken back.
+        # FSDP gathers parameters in a second run, and they must stay: among parameters, only our own swaps are undone.
         for (table, name), value, before in self.exchanged:
             if table.get(name) is value:
                 _put(table, name, before)
@@ -128,7 +128,7 @@ def _put(table: Table, name: str, value: Any) -> None:
 
 
 def _as_it_was(tensor: torch.Tensor, had_graph: bool) -> torch.Tensor:
-    """What is held of a tensor, to autograd no leaf where the tensor was none: autocast keeps casts of leaves."""
+    """The held tensor, as a non-leaf if the original was one: autocast caches casts of leaves."""
     if not had_graph:
         return tensor
     with disable_dispatch_modes(), torch.enable_grad():
@@ -136,7 +136,7 @@ def _as_it_was(tensor: torch.Tensor, had_graph: bool) -> torch.Tensor:
 
 
 def _tables(root: torch.nn.Module, parameters: bool) -> Iterator[Table]:
-    """Attributes and buffers of a module and those inside it, and their parameters."""
+    """The attribute and buffer tables of a module and those inside it, and with `parameters` the parameter tables."""
     for module in root.modules():
         yield vars(module)
         weights, buffers = own_tensors(module)
@@ -146,7 +146,7 @@ def _tables(root: torch.nn.Module, parameters: bool) -> Iterator[Table]:
 
 
 def _items(container: Any) -> Iterator[Any]:
-    """What is in a container and in those in it; the first of them, if there are many."""
+    """All items of a container and of those nested in it, at most `_MOST`."""
     return islice(_all_items(container), _MOST)
 
 

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from autoac.torch_private import current_raw_stream
+
 T = TypeVar("T")
 
 RandomState = tuple[Callable[[Any], Any], Any]
@@ -251,20 +253,18 @@ class CudaDevice:
         return time.perf_counter()
 
     def timed(self, call: Callable[[], T]) -> tuple[T, float]:
-        start, end = _events()
-        start.record()
+        start, end = self._recorded(), _event()
         result = call()
-        end.record()
+        self._record(end)
         end.synchronize()
         return result, start.elapsed_time(end) * 1e-3
 
     def launched_s(self, call: Callable[[], object], number: int) -> float:
-        start, end = _events()
         call()  # keeps the device busy while the host launches the others
-        start.record()
+        start, end = self._recorded(), _event()
         for _ in range(number):
             call()
-        end.record()
+        self._record(end)
         end.synchronize()
         return start.elapsed_time(end) * 1e-3
 
@@ -279,14 +279,22 @@ class CudaDevice:
         return elapsed
 
     def step_seconds(self, step: Callable[[], object]) -> tuple[float, float]:
-        start, end = _events()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
         wall = time.perf_counter()
-        start.record()
+        start, end = self._recorded(), _event()
         step()
-        end.record()
-        torch.cuda.synchronize()
+        self._record(end)
+        torch.cuda.synchronize(self.device)
         return start.elapsed_time(end) * 1e-3, time.perf_counter() - wall
+
+    def _recorded(self) -> torch.cuda.Event:
+        event = _event()
+        self._record(event)
+        return event
+
+    def _record(self, event: torch.cuda.Event) -> None:
+        """On this device, which need not be the current one: an event is recorded on that otherwise."""
+        event.record(torch.cuda.current_stream(self.device))
 
     def total_bytes(self) -> int:
         return torch.cuda.get_device_properties(self.device).total_memory
@@ -328,8 +336,59 @@ class CudaDevice:
         return [self.device]
 
 
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+class Streams:
+    """The streams of this process's GPUs: which one work is given to in this thread, and how another waits for it.
+
+    A key of a stream is the index of its GPU and its address.
+    """
+
+    def key(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The stream to which work on this tensor is given now, None where it is on no GPU."""
+        if not tensor.is_cuda:
+            return None
+        index = tensor.get_device()
+        return index, current_raw_stream(index)
+
+    def current(self, index: int) -> Any:
+        """The stream to which work on a GPU is given now, for the other methods."""
+        return torch.cuda.current_stream(index)
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Context in which work is given to a stream."""
+        return torch.cuda.stream(stream)
+
+    def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Let what is given to the current stream from now on find in a tensor what another stream has written there.
+
+        The memory is not given to others before it has been read.
+        """
+        current = torch.cuda.current_stream(tensor.get_device())
+        current.wait_stream(stream)
+        tensor.record_stream(current)
+
+    def settle(self) -> None:
+        """Wait until all streams have done what they were given."""
+        torch.cuda.synchronize()
+
+    def has(self, generator: torch.Generator) -> bool:
+        """Whether a generator is a GPU's."""
+        return generator.device.type == "cuda"
+
+    def capturing(self) -> bool:
+        """Whether what is given to the current stream goes into a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+
+_STREAMS = Streams()
+
+
+def streams() -> Streams | None:
+    """The streams of GPUs; None where no GPU is in use, and all work is done as it is given."""
+    return _STREAMS if torch.cuda.is_initialized() else None
 
 
 KINDS: dict[str, type[CpuDevice | CudaDevice]] = {"cpu": CpuDevice, "cuda": CudaDevice}

@@ -131,6 +131,7 @@ from autoac.torch_private.storages import (
     storage_ref,
     storage_users,
 )
+from autoac.torch_private.streams import current_raw_stream
 from autoac.torch_private.tensors import (
     alias_unseen,
     base_of,
@@ -212,6 +213,7 @@ __all__ = [
     "cpu_allocations",
     "cpu_ops",
     "current_node",
+    "current_raw_stream",
     "default_generator",
     "overload_with_generator",
     "called_module",

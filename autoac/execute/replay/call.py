@@ -10,10 +10,12 @@ NOTE [ Replay ]
      replayed without its running statistics. Grad mode is restored, because some kernels read it: oneDNN's LSTM makes
      its workspace only in grad mode. So are the switches of `kernel_flags`, which forward may have set around an op;
      pointwise ops do not depend on them.
+  5. On a GPU it runs on the stream of the region's forward, see NOTE [ Streams ] in `autoac.execute.streams`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Any
@@ -23,6 +25,7 @@ import torch
 from autoac.execute.program import Program
 from autoac.execute.replay.randoms import draw_again
 from autoac.execute.replay.records import MODIFIED, Handle, Record, Slot
+from autoac.execute.streams import streams_of_call
 from autoac.ops.geometry import with_geometry
 from autoac.ops.info import tensors_in
 from autoac.torch_private import (
@@ -64,6 +67,7 @@ class ReplayCall:
         "recording",
         "records",
         "slots",
+        "streams",
     )
 
     def __init__(self, program: Program):
@@ -75,6 +79,7 @@ class ReplayCall:
         self.pending = False  # recorded and not yet replayed
         self.lock = threading.Lock()
         self.flags: KernelFlags = ()  # the current ones during the replay
+        self.streams = streams_of_call(program.region)  # None where no GPU is in use
 
     def holds(self, key: int) -> bool:
         """Whether records hold the storage with this key; the address of a dead storage may be reused."""
@@ -99,12 +104,13 @@ class ReplayCall:
             self.program.following.tell()  # for steps that do not call the root
             self.flags = kernel_flags()
             run, last_use = self._schedule()
-            if not self.recording:
-                call_below_autograd(self._run, run, last_use, keep_graph)
-                return
-            # A backward inside the region's own forward replays the records so far, unseen by the recording.
-            with disable_dispatch_modes():
-                call_below_autograd(self._run, run, last_use, keep_graph)
+            with contextlib.nullcontext() if self.streams is None else self.streams.entered():
+                if not self.recording:
+                    call_below_autograd(self._run, run, last_use, keep_graph)
+                    return
+                # A backward inside the region's own forward replays the records so far, unseen by the recording.
+                with disable_dispatch_modes():
+                    call_below_autograd(self._run, run, last_use, keep_graph)
 
     def _schedule(self) -> tuple[list[bool], list[list[Slot]]]:
         """Which records must run, and for each record the slots that no later one reads."""

@@ -69,6 +69,8 @@ class CheckedRecording(Recording):
 
     def __init__(self, program: Program):
         super().__init__(CheckedCall(program))
+        if self.call.streams is not None:
+            self.call.streams.refuse_comparing()
         self._reads: list[tuple[int, int]] = []
         self._writes: tuple[int | str, ...] = ()
 

@@ -24,6 +24,7 @@ from autoac.execute.replay.call import ReplayCall, unpack
 from autoac.execute.replay.held import detach_foreign_too, is_foreign, key_of, without_graph
 from autoac.execute.replay.randoms import Stash, drawing
 from autoac.execute.replay.records import Handle, Record, Slot
+from autoac.execute.streams import as_blocking, comes_to_host
 from autoac.ops.generators import generators_of
 from autoac.ops.geometry import Geometry
 from autoac.ops.info import OpInfo, op_info, tensors_in, written_tensors
@@ -191,7 +192,12 @@ class Recording(UnwrappedDispatchMode):
             for storage, _ in sizes:  # see NOTE [ Never wrong ]
                 self.slots.pop(key_of_storage(storage), None)
             return result
-        record = Record(func, tuple(stored), kwargs, refs, kept, rng, written, flags)
+        again = tuple(stored)
+        if self.call.streams is not None:
+            self.call.streams.ran(result)
+            if comes_to_host(args, result):
+                again, kwargs = as_blocking(func, again, kwargs)
+        record = Record(func, again, kwargs, refs, kept, rng, written, flags)
         outputs = []
         for index, tensor in enumerate((result,) if isinstance(result, torch.Tensor) else tensors_in(result)):
             slot = self._new_slot(tensor, info)
@@ -206,8 +212,11 @@ class Recording(UnwrappedDispatchMode):
         """Run an op that may draw random numbers; also returns the stashes with which its replay draws the same."""
         if not info.unknown and not info.draws_random(args):
             return func(*args, **kwargs), None
+        generators = generators_of(info, args, kwargs)
+        if self.call.streams is not None:
+            self.call.streams.refuse_drawing(func, generators)
         with drawing:
-            stashes = tuple(map(Stash, generators_of(info, args, kwargs)))
+            stashes = tuple(map(Stash, generators))
             result = func(*args, **kwargs)
             if info.unknown:
                 stashes = tuple(stash for stash in stashes if stash.has_drawn())

@@ -136,6 +136,8 @@ class Handle:
             raise RuntimeError(MODIFIED.format(region=self.call.program.region))
         tensor = self.tensor
         assert tensor is not None
+        if self.call.streams is not None:
+            self.call.streams.hand_over(tensor)
         # A second backward replays again, see NOTE [ Replay ] 2. Compiled autograd unpacks once, and holds all handles
         # until it ends.
         if keep_graph or in_compiled_autograd():

@@ -11,6 +11,9 @@ NOTE [ The second run ]
      since data-dependent control flow may bring ops in another order than the profile's.
   4. The second run must start from the same state as the first: kernel flags, autocast's cached casts, the state of its
      modules, and its argument objects. `_SecondRun` restores what it can, and raises an error for the rest.
+  5. On a GPU it runs on the stream of the node that unpacks first, which is forward's, see NOTE [ Streams ] in
+     `autoac.execute.streams`. During the capture of a CUDA graph torch could not stash the GPU's random state. It need
+     not: recomputing a random op is refused there.
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from autoac.device import streams
 from autoac.execute.program import Program
 from autoac.execute.running import first_run, second_run
 from autoac.execute.sac.debug import OpLog, compared, debugging, hidden_from_torch
 from autoac.execute.sac.state import ModuleState
+from autoac.execute.streams import CallStreams, streams_of_call
 from autoac.ops.arguments import held_in
+from autoac.ops.generators import generators_of
 from autoac.ops.info import OpInfo, op_info, read_tensors, tensors_in, written_tensors
 from autoac.torch_private import (
     POLICIES_SEE_RESULTS,
@@ -73,16 +79,18 @@ def run(
         context_fn = functools.partial(contexts, program.unnamed)
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
     objects = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
+    by = streams()
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": by is None or not by.capturing()}
     if not debugging():
         context_fn = functools.partial(contexts, program, objects, module)
-        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+        return checkpoint(function, *args, **options, context_fn=context_fn)
     with hidden_from_torch() as off:
 
         def context_fn() -> tuple[Any, Any]:
             off.close()  # checkpoints inside the region stay in debug mode
             return contexts(program, objects, module)
 
-        return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+        return checkpoint(function, *args, **options, context_fn=context_fn)
 
 
 def contexts(
@@ -105,6 +113,7 @@ def contexts(
         return first, second
     first, second = on_local_parts(first), on_local_parts(second)
     policy.watches = True
+    policy.streams = streams_of_call(program.region)
     log = OpLog(program.region) if debugging() else None
     casts = policy.cast if torch.is_autocast_cache_enabled() and any_autocast() else None
     state = None if module is None else ModuleState(module)
@@ -351,9 +360,12 @@ class SacPolicy:
         self.aliases: dict[tuple[int, int], torch.Tensor] = {}  # by storage and version
         self.state: ModuleState | None = None  # of the region's module, if that is known
         self.writes_lists = False  # whether the region has written the tensors of a list
+        self.streams: CallStreams | None = None  # where a GPU is in use
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)
+        if self.streams is not None and not info.ignored:
+            self.streams.ran(ctx.op_output)
         if self.state is not None and self.state.unread:
             # Whatever the decision: autograd may save an argument of a saved op, too.
             for tensor in tensors_in([*args, *kwargs.values()]):
@@ -382,6 +394,8 @@ class SacPolicy:
         if info.random and info.draws_random(args):
             own = info.generator(args, kwargs) is not None
             decision = self._random(func, decision, own, in_place=bool(info.writes))
+            if decision is RECOMPUTE and self.streams is not None:
+                self.streams.refuse_drawing(func, generators_of(info, args, kwargs))
         if decision is RECOMPUTE:
             self._note((func, nth), info, args, kwargs, ctx.op_output)
         return decision

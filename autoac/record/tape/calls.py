@@ -18,7 +18,7 @@ from autoac.torch_private import (
     own_class,
     reads_cached_parametrizations,
 )
-from autoac_solver.records.profile import CACHED, INFERENCE, NEVER, SHARDED
+from autoac_solver.records.profile import CACHED, INFERENCE, NEVER, SHARDED, STREAMS
 
 
 @functools.cache
@@ -44,6 +44,7 @@ class ModuleCalls:
         self.stack: list[int] = []
         self.sources: dict[str, str] = {}
         self._autocast: list[bool] = []  # per call on the stack: whether autocast was on when it began
+        self._streams: dict[int, dict[int, int]] = {}  # call -> its first stream on each GPU
         self._compiled: set[int] = set()  # calls in which compiled code ran
         self._unseen: dict[int, set[str]] = {}  # call -> higher-order ops in it
         self._uncounted: dict[int, set[str]] = {}  # call -> layouts of tensors whose memory is not counted
@@ -103,6 +104,15 @@ class ModuleCalls:
         """An op has run in inference mode."""
         for call in self.stack:
             self.rows[call]["once"] = self.rows[call]["once"] or INFERENCE
+
+    def runs_on(self, stream: tuple[int, int]) -> None:
+        """An op has run on this stream of a GPU, see `Streams.key`."""
+        index, raw = stream
+        for call in self.stack:
+            first = self._streams.setdefault(call, {}).setdefault(index, raw)
+            # FSDP2 has streams of its own, and its units' parents are refused anyway.
+            if raw != first and self.rows[call]["once"] != SHARDED:
+                self.rows[call]["once"] = STREAMS
 
     def count_view(self) -> None:
         """An op that only makes a view has run."""

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from autoac.device import streams
 from autoac.execute.replay import ReplayCall
 from autoac.ops.info import OpInfo, is_collective, op_info, read_tensors, tensors_in, written_tensors
 from autoac.ops.signatures import flops_of
@@ -190,6 +191,10 @@ class Tape(TorchDispatchMode):
         self.formulas.note_scalar(info, args)
         if torch.is_inference_mode_enabled():
             self.calls.runs_in_inference_mode()
+        if self.calls.stack and not self.saved.on_fakes and (by := streams()) is not None:
+            for tensor in tensors_in(result):
+                if (key := by.key(tensor)) is not None:
+                    self.calls.runs_on(key)
         if not len(self.ops) % _TELL_EVERY:
             self.on_op(len(self.ops))
         resized = self.storages.grown(sizes, written)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autoac_solver.build.engine_model import EngineModel
 from autoac_solver.build.step import Step
-from autoac_solver.records.profile import NEVER, SHARDED, Profile
+from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,11 @@ def choose_regions(
 def _reasons(step: Step, region: Region, engine: EngineModel) -> Iterator[str]:
     """Reasons why a module call cannot be a region."""
     yield from refuses_units(step.profile, region.call)
+    if step.profile.calls[region.call].once == STREAMS:
+        yield (
+            "it runs on more than one stream of the GPU: what is computed again is freed early, while another stream "
+            "may still read it. Modules inside of it that keep to one stream can be regions"
+        )
     yield from engine.refuses(step, region)
     if not step.profile.calls[region.call].grad:
         yield "it runs with gradients off, so autograd saves nothing in it"

@@ -24,7 +24,7 @@ from autoac_solver.problem.problem import (
 )
 from autoac_solver.records.disk.limits import Seconds
 from autoac_solver.records.engines import REPLAY
-from autoac_solver.records.profile import NEVER, SHARDED, ModuleCall, Op, Profile
+from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, ModuleCall, Op, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Replay:
     compiles = False
 
     def may_run(self, call: ModuleCall) -> bool:
-        return call.once != SHARDED
+        return call.once not in (SHARDED, STREAMS)
 
     def refuses(self, step: Step, region: Region) -> Iterator[str]:
         return iter(())

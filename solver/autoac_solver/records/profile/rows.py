@@ -27,6 +27,7 @@ INFERENCE = "inference mode"
 CACHED = "cached parametrizations"
 SHARDED = "sharded units"
 FOREIGN = "writes of code that torch does not see"
+STREAMS = "a second stream"
 """Kinds of code that does not do the same a second time, see `ModuleCall.once`."""
 
 GATHERED = "(gathered)"
@@ -164,7 +165,8 @@ class ModuleCall:
         once: why else its code cannot be run twice, "" if nothing is known: `INFERENCE`, it makes or is given
             tensors of `torch.inference_mode`; `CACHED`, a `parametrize.cached` around it is over when its code would
             run again; `FOREIGN`, code that torch does not see writes a tensor of it; `SHARDED`, there are units of
-            FSDP2 inside of it, whose parameters are gathered only around their own forward and backward.
+            FSDP2 inside of it, whose parameters are gathered only around their own forward and backward; `STREAMS`,
+            it runs on more than one stream of a GPU, so what it makes must live as long as without a plan.
     """
 
     fqn: str
@@ -177,4 +179,4 @@ class ModuleCall:
     inputs: tuple[int, ...] = ()
     views: Size = 0
     changes_arguments: bool = False
-    once: Annotated[str, one_of("", INFERENCE, CACHED, FOREIGN, SHARDED)] = ""
+    once: Annotated[str, one_of("", INFERENCE, CACHED, FOREIGN, SHARDED, STREAMS)] = ""

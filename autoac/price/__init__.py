@@ -1,1 +1,1 @@
-"""What ops and engines cost on this machine."""
+"""Measured costs of ops and engines on this machine."""

@@ -1,4 +1,4 @@
-"""What the engines' bookkeeping and a device's plain work cost on this machine."""
+"""Measures the engines' bookkeeping costs and a device's rates on this machine."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from autoac_solver.records.profile import EngineCosts
 
 _LEAST_BETWEEN_BYTES = 2**18
 MOST_BETWEEN_BYTES = 2**24
-"""Less between two ops leaves the interpreter in the cache; more would take seconds to measure."""
+"""Limits of the bytes between two ops: fewer leave the interpreter in the cache, more would take seconds to measure."""
 _AROUND = 4
-"""In a real step more than the op goes through the caches before the same bookkeeping comes again. With plans that wrap
-and record nothing it took 21 us between ops of 4 MB (T5), and 36 us between ops of 14 MB (GPT), where chains between
-products that read as much took 8 and 25 us."""
+"""Bytes between two ops, as a multiple of what an op reads and writes.
+
+In a real step more than one op goes through the caches before the same bookkeeping code runs again. With plans that
+wrap and record nothing it took 21 us between ops of 4 MB (T5) and 36 us between ops of 14 MB (GPT); chains between
+products that read as much took 8 and 25 us.
+"""
 
 
 def engine_costs(device: torch.device, bytes_between: int = 0) -> EngineCosts:
     """The engines' own costs on this device, seconds.
 
     Args:
-        bytes_between: what an op of the model reads and writes, see `Chains`.
+        bytes_between: bytes that an op of the model reads and writes, see `Chains`.
     """
     between = min(_AROUND * bytes_between, MOST_BETWEEN_BYTES)
     if device.type != "cpu" or between < _LEAST_BETWEEN_BYTES:
@@ -42,13 +45,13 @@ def engine_costs(device: torch.device, bytes_between: int = 0) -> EngineCosts:
 
 @functools.cache
 def _costs_of(engine: str, device: torch.device, bytes_between: int) -> Any:
-    """As measured once in a process: of the type that the engine's model says."""
+    """Costs measured once per process, of the type that the engine's model defines."""
     return ENGINES[engine].measure(Chains(device, bytes_between))
 
 
 @functools.cache
 def device_rates(device: torch.device) -> DeviceTable:
-    """Rates of this device, measured once a process in about a second, for ops that are not run."""
+    """Rates of this device for ops that are not run; measured once per process, in about a second."""
     size = 2**10 if device.type == "cpu" else 2**13
     rates: dict[str, float] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
@@ -57,7 +60,7 @@ def device_rates(device: torch.device) -> DeviceTable:
         rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
     rates[""] = rates["float32"]
     block = torch.ones(2**25, device=device)
-    copy = torch.empty_like(block)  # not a new one in each run: the system hands out its pages slowly
+    copy = torch.empty_like(block)  # not a new one per run: the system maps new pages slowly
     tiny = torch.ones(1, device=device)
     bandwidth = 2 * block.nbytes / _least_seconds(functools.partial(torch.neg, block, out=copy), device)
     return DeviceTable(

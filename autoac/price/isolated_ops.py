@@ -1,4 +1,4 @@
-"""Times and workspace of ops that were only recorded, not run: each distinct one is run on scratch memory here."""
+"""Times and workspace of ops that were recorded but not run: each distinct op runs on scratch memory here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST_S = 0.5
 """An op that is estimated to take longer than this is not run."""
 
 ALL_S = 20.0
-"""What all ops together may be estimated to take; the quick ones come first."""
+"""Limit of the estimated time of all ops together; quick ops come first."""
 
 _RUNS = 4
 _EVICTED_BYTES = 2**26
@@ -28,7 +28,7 @@ _EVICTED_BYTES = 2**26
 
 @dataclass
 class Measured:
-    """What was found, by signature; an op that is in neither was not run.
+    """Measurements by signature; an op without any was not run.
 
     Args:
         result_bytes: size of each storage that the op made, in order; some kernels take more than the shape says.
@@ -48,19 +48,20 @@ def measure_on_scratch(
     most_bytes: int,
     tell: Callable[[float], None] = lambda _: None,
 ) -> Measured:
-    """Run each distinct op on scratch memory, and measure what it takes.
+    """Measure time and workspace of each distinct op on scratch memory.
 
-    Before each run the caches are filled with something else, for in a step an op's inputs seldom are in a cache.
+    Unless the device is asynchronous, the caches are overwritten before each run: in a step an op's inputs are seldom
+    in a cache.
 
     Args:
-        estimate_s: a guess at an op's time; what is guessed to take too long is left out.
+        estimate_s: estimates an op's time; ops that are estimated to take too long are left out.
         device: where to run; ops on other devices are left out.
         most_bytes: arguments and workspace of one op may take about this much.
         tell: called with the share that is done.
     """
     found = Measured()
     chosen = _affordable(signatures, estimate_s, device, most_bytes)
-    # Gradients on, as in forward: oneDNN makes a workspace for backward then.
+    # Gradients on, as in forward: oneDNN then makes a workspace for backward.
     with torch.enable_grad(), torch.random.fork_rng(devices=device_for(device).generator_devices()):
         found.workspace_bytes = _workspaces(chosen, found, device, tell)
         _measure_times(chosen, found, device, tell)
@@ -73,9 +74,9 @@ def workspaces_on_scratch(
     device: torch.device,
     most_bytes: int,
 ) -> dict[Signature, int]:
-    """Run each distinct op once on scratch memory, without gradients: its workspace, bytes, by signature.
+    """Workspace bytes by signature, from one run of each distinct op on scratch memory without gradients.
 
-    Ops that are left out, or refuse scratch values, are not among them. Arguments as for `measure_on_scratch`.
+    Ops that are left out or refuse scratch values have no entry. Arguments as for `measure_on_scratch`.
     """
     chosen = _affordable(signatures, estimate_s, device, most_bytes)
     with torch.no_grad(), torch.random.fork_rng(devices=device_for(device).generator_devices()):
@@ -156,7 +157,7 @@ def _affordable(
 
 @contextlib.contextmanager
 def _failures(found: Measured, signature: Signature) -> Any:
-    """An op may refuse scratch values: it is estimated then."""
+    """Context: note an op that refuses scratch values; it is estimated instead."""
     try:
         yield
     except REFUSALS as error:

@@ -1,4 +1,4 @@
-"""What a tape cannot see: the time of an op, and the bytes that are alive only inside it.
+"""Measures times and workspaces of ops, which a tape cannot see.
 
 Both are measured by signature (overload, shapes, strides, dtypes, scalars), so identical layers are measured once.
 """
@@ -28,9 +28,10 @@ _BATCHES, _LAUNCHES = 3, 4
 _MOST_WAITING = 0.1
 _MOST_STOLEN = 0.1
 _MOST_SPREAD = 0.5
-"""On a quiet machine 0.01 and 0.1 (of small models 0.2); beside one busy program on two cores 0.3 and up to 3."""
+"""Measured waiting and spread: 0.01 and 0.1 on a quiet machine (0.2 for small models), 0.3 and up to 3 beside one busy
+program on two cores."""
 _ENOUGH = 2
-"""This many samples from where an op stands in the step make those from repeated runs unnecessary."""
+"""With this many samples from an op's place in the step, samples from repeated runs are not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class OpTime:
         spread_s: distance between their quartiles.
         rerun_s: median of its runs in backward, in the replay of a region, where its inputs are seldom in a cache.
         time_from: see `autoac_solver.records.profile.TIMES_FROM`.
-        host_s: what the host takes to launch it, 0 where it runs as it is called.
+        host_s: host time of a launch, 0 if the op has run when its call returns.
     """
 
     time_s: float
@@ -53,7 +54,7 @@ class OpTime:
 
     @classmethod
     def estimated(cls, seconds: float, host_s: float = 0.0) -> OpTime:
-        """A time that nobody measured."""
+        """A time that was not measured."""
         return cls(seconds, 0.0, 0.0, "estimated", host_s)
 
 
@@ -71,7 +72,7 @@ class WorkspaceMeter:
 
     @contextmanager
     def measuring(self) -> Iterator[WorkspaceMeter]:
-        """Context in which `run` measures; the results are there after it."""
+        """Context in which `run` measures; the results are available after it."""
         if not self._known.memory_events:
             yield self
             return
@@ -81,12 +82,12 @@ class WorkspaceMeter:
             self.workspace_bytes[self._names[name]] = _workspace(deltas)
 
     def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
-        """Run the op once; the first time a signature comes, measured."""
+        """Run the op once; measure it if its signature is new. Returns its result and signature."""
         signature = Signature.of(func, args, kwargs)
         if signature in self.workspace_bytes:
             return func(*args, **kwargs), signature
         self.workspace_bytes[signature] = 0
-        if is_collective(info.name):  # a backend's buffers come and go in threads of its own: not counted
+        if is_collective(info.name):  # a backend allocates in threads of its own: not counted
             return func(*args, **kwargs), signature
         if self._ranges is not None:
             name = f"autoac workspace {len(self._names)}"
@@ -112,18 +113,18 @@ class SignatureMeter:
     """Runs ops and measures nothing: for fake tensors, whose ops take no real time."""
 
     def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
-        """Run the op, and tell its result and signature."""
+        """Run the op; returns its result and signature."""
         return func(*args, **kwargs), Signature.of(func, args, kwargs)
 
 
 class OpTimer:
     """Runs ops and measures their times.
 
-    What counts is an op's time where it stands in the step: there its inputs come from where they really are, not from
-    the cache that a repeated run has just filled (for elementwise ops on CPU that makes half of the time). Identical
-    layers give several such samples. For an op that has few, repeated runs are added when its signature first comes,
-    each result dropped before the next run. They take its real arguments, but copies of those that it writes, and draw
-    random numbers that are put back. On CUDA they count alone: a single launch is over before the host has timed it.
+    An op is timed at its place in the step: its inputs are not in a cache that a repeated run has just filled (for
+    elementwise ops on CPU a difference of half the time). Identical layers give several such samples. For an op that
+    has few, repeated runs are added at the first call of its signature; each result is dropped before the next run.
+    They take the op's real arguments, but copies of those that it writes, and restore the random state. On CUDA only
+    repeated runs count: a single launch is over before the host has timed it.
     """
 
     def __init__(self, device: torch.device):
@@ -133,18 +134,18 @@ class OpTimer:
         self.repeated: dict[Signature, list[float]] = {}
         self.reruns: dict[Signature, list[float]] = {}
         self.hosts: dict[Signature, float] = {}
-        self._replayed_as: dict[Signature, Signature] = {}  # a batch norm is, without its statistics
+        self._replayed_as: dict[Signature, Signature] = {}  # batch norms: replayed without statistics
 
     def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
-        """Run the op, and tell its result and signature."""
+        """Run the op; returns its result and signature."""
         signature = Signature.of(func, args, kwargs)
         if self.repeats(signature, func, info, args, kwargs):
-            return func(*args, **kwargs), signature  # not timed: the caches are full of what it works on
+            return func(*args, **kwargs), signature  # not timed: its inputs are in the caches
         result, _ = self.time(func, args, kwargs, self.samples[signature])
         return result, signature
 
     def repeats(self, signature: Signature, func: Any, info: OpInfo, args: Any, kwargs: Any) -> bool:
-        """Time repeated runs of an op whose signature comes first, and tell whether that was done."""
+        """Time repeated runs of an op if its signature is new; returns whether that was done."""
         self.samples.setdefault(signature, [])
         if info.statistics is not None:
             plain = [None if i in info.statistics[:2] else value for i, value in enumerate(args)]
@@ -176,19 +177,19 @@ class OpTimer:
         return result, elapsed
 
     def launched(self, func: Any, args: Any, kwargs: Any) -> list[float]:
-        """Seconds of a launch, from several in a row: around a single one the host's part would count."""
+        """Device seconds per launch, from several in a row: a single one would include the host's part."""
         call = functools.partial(func, *args, **kwargs)
         return [self.known.launched_s(call, _LAUNCHES) / _LAUNCHES for _ in range(_BATCHES)]
 
     def launching_s(self, func: Any, args: Any, kwargs: Any) -> float:
-        """Seconds that the host takes for a launch."""
+        """Host seconds per launch."""
         call = functools.partial(func, *args, **kwargs)
         return min(self.known.launching_s(call, _LAUNCHES) / _LAUNCHES for _ in range(_BATCHES))
 
     def times(self) -> dict[Signature, OpTime]:
         """The times by signature."""
         times = {}
-        # What cannot be repeated is launched like the others.
+        # Ops that cannot be repeated get the median host time of the others.
         usual_s = statistics.median(self.hosts.values()) if self.hosts else 0.0
         for signature, samples in self.samples.items():
             repeated, reruns = self.repeated.get(signature, []), self.reruns
@@ -208,13 +209,13 @@ class OpTimer:
 def scratch_arguments(
     info: OpInfo, args: Any, kwargs: Any, device: torch.device
 ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-    """Context with arguments for runs of an op that do not count: what these write and draw leaves no trace.
+    """Context with arguments for extra runs of an op: writes go to copies, and generators are restored.
 
     Args:
-        device: whose generator the op draws from if it is given none.
+        device: its generator is the one that the op draws from if it is given none.
     """
     generators: list[torch.Generator] = []
-    if info.unknown or info.draws_random(args):  # a custom op need not say so
+    if info.unknown or info.draws_random(args):  # a custom op need not declare it
         own = info.generator(args, kwargs)
         generators = [
             default_generator(torch.device("cpu")),
@@ -245,7 +246,7 @@ def spread(samples: list[float]) -> float:
 
 
 def waited_s() -> float:
-    """Seconds that this process's threads were ready to run and had no processor, 0 where nobody counts it.
+    """Seconds that this process's threads were ready to run and had no processor, 0 where that is not counted.
 
     Source: the second number of Linux's `/proc/<pid>/task/<tid>/schedstat`.
     """
@@ -257,7 +258,7 @@ def waited_s() -> float:
 
 
 def stolen_s() -> float:
-    """CPU seconds, of all processors, that a virtual machine's host has given to others, 0 where nobody counts it.
+    """CPU seconds, of all processors, that a virtual machine's host has given to others, 0 where that is not counted.
 
     Source: "steal" of Linux's `/proc/stat`.
     """
@@ -269,12 +270,12 @@ def stolen_s() -> float:
 
 
 def _tick_s() -> float:
-    """What `stolen_s` is counted in."""
+    """The unit that `stolen_s` is counted in, seconds."""
     return 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Disturbance:
-    """What has kept this process from running since this was made."""
+    """Measures how much this process was kept from running since the object was made."""
 
     def __init__(self) -> None:
         self._started, self._waited_s, self._stolen_s = time.perf_counter(), waited_s(), stolen_s()
@@ -284,20 +285,20 @@ class Disturbance:
 
     @property
     def waited_share(self) -> float:
-        """See `waited_s`, for each of torch's threads, as a share of the time."""
+        """`waited_s` per torch thread, as a share of the elapsed time."""
         return (waited_s() - self._waited_s) / self._elapsed_s() / torch.get_num_threads()
 
     @property
     def stolen_share(self) -> float:
-        """See `stolen_s`, as a share of all processors' time; but for one tick, which may have begun before."""
+        """`stolen_s` as a share of all processors' time, less one tick, which may have begun before."""
         stolen = stolen_s() - self._stolen_s
-        if not stolen:  # or nobody counts it, and there is no tick to ask for
+        if not stolen:  # or it is not counted, and there is no tick length
             return 0.0
         return max(0.0, stolen - _tick_s()) / self._elapsed_s() / (os.cpu_count() or 1)
 
 
 def unsteady(times: Iterable[OpTime], waited_share: float, stolen_share: float) -> str:
-    """Why these times should not be relied on, "" if they may.
+    """Why these times are unreliable, "" if they are not.
 
     Args:
         times: of the distinct ops.
@@ -319,11 +320,11 @@ def unsteady(times: Iterable[OpTime], waited_share: float, stolen_share: float) 
 
 
 def _repeatable(func: Any, info: OpInfo, args: Any) -> bool:
-    """Whether an op can be run several times unnoticed; who knows what else those do that write or draw for others."""
+    """Whether an op can be rerun without a trace; custom ops that write or draw may do more than they declare."""
     pure = not info.writes and not info.random and not info.updates_statistics(args)
     return info.replayable and (pure or func.namespace == "aten")
 
 
 def _repeats(first_s: float) -> int:
-    """How often to run an op: often while it is short, so that profiling stays within a few steps."""
+    """Number of repeated runs: more for short ops, so that profiling takes no longer than a few steps."""
     return max(1, min(5, int(0.1 / max(first_s, 1e-6))))

@@ -1,1 +1,1 @@
-"""Times that fit the machine: the engines in the user's own model, and a device's cost table."""
+"""Calibration by measurement: engine costs in the user's own model, and a device's cost table."""

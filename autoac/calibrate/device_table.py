@@ -20,14 +20,14 @@ from autoac_solver.records.profile import Profile
 
 
 def calibrate(name: str, device: torch.device, size: str, progress: Progress | None = None) -> DeviceTable:
-    """The table of a device that is here.
+    """Measure the table of a device of this machine.
 
     Args:
-        name: what the table is to be called.
+        name: the table's name.
         device: CPU or CUDA.
         size: of the models whose ops are timed, see `models`. Each is timed at three batch sizes, so that ops of
             other sizes can be interpolated.
-        progress: called with what is done and its share.
+        progress: called with the current work and the share done.
     """
     tell = progress or (lambda *_: None)
     tell("rates", 0.0)

@@ -1,12 +1,12 @@
-"""Times fitted to the model's own steps, where the engine's bookkeeping weighs.
+"""Fits engine costs and op times to the model's own steps, if bookkeeping is a noticeable share of them.
 
-What the bookkeeping takes between a model's ops depends on what these leave in the caches. So the model's forward is
-run with its regions wrapped, and what was measured on chains of tiny ops is scaled to that. Where the ops are so short
-that they, too, take longer under a recording than without it, whole steps are run, without a plan and with one, and
-what was measured op by op is scaled as well.
+The engine's bookkeeping time between a model's ops depends on what the ops leave in the caches. So the model's forward
+runs with its regions wrapped, and the costs measured on chains of tiny ops are scaled to the result. If the ops are so
+short that they, too, take longer under a recording than without it, whole steps run without and with a plan, and the
+times of ops are scaled as well.
 
-Forward passes that no backward follows are what a model runs that is evaluated with gradients on. Code that leaves
-things for backward in some place of its own, outside of the graph, would find more there than it expects.
+The forward passes have no backward, as in a model that is evaluated with gradients on. Code that stores things for
+backward outside of the graph would find more there than it expects.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from autoac_solver.problem.solution import Solution
 from autoac_solver.records.profile import NEVER, EngineCosts, Op, Profile
 
 _WEIGHS = 0.1
-"""Bookkeeping of a smaller share of the step than this cannot be told from the noise of whole steps."""
+"""Bookkeeping below this share of the step is within the noise of whole steps."""
 _COUNTS = 0.003
-"""Of a smaller share than this it does not matter."""
+"""Bookkeeping below this share of the step does not matter."""
 
 _TIME_S = 2.0
 _MOST_S = 10.0
@@ -55,15 +55,17 @@ _ROUNDS = 3, 15
 _FORWARD_TIME_S = 5.0
 _FORWARD_ROUNDS = 3, 5
 _PASSES = 4
-"""Of a round in `_measured_forward`."""
+"""Forward passes per round of `_measured_forward`."""
 _MANY = 8
-"""With so many modules the machine's drift cancels within a pass, see `_measured_forward`."""
+"""With at least this many modules the machine's drift cancels within a pass, see `_measured_forward`."""
 _CHAINS_ERROR = 0.4
-"""How far off, relatively, chains of tiny ops tell what the bookkeeping takes between a model's ops: standard error,
-seen of three models."""
+"""Relative standard error of bookkeeping costs from chains of tiny ops, against those between a model's ops.
+
+Observed on three models.
+"""
 
 _MOST = 4.0
-"""A larger factor than this, either way, is noise."""
+"""A factor above this, or below its inverse, is noise."""
 
 
 def fitted(
@@ -72,16 +74,16 @@ def fitted(
     free_bytes: int,
     progress: Progress | None = None,
 ) -> Profile:
-    """The profile with the engines' bookkeeping, and where that weighs much its ops, as in the model's own steps.
+    """The profile with engine costs, and op times if bookkeeping is a large share, fitted to the model's own steps.
 
-    It stays as it is where bookkeeping hardly counts, and where the model should not be run without need: its step does
-    not fit without a plan, takes too long, may leave a trace, or is one of several processes'. The model and the sample
-    are left as they were.
+    The profile is returned unchanged if bookkeeping is negligible, or if the model should not be run without need: its
+    step does not fit without a plan, takes too long, may leave a trace, or is one of several processes'. The model and
+    the sample are restored.
 
     Args:
         profile: of this step, whose sample is not a callable.
-        free_bytes: what the device has left.
-        progress: called with what is run and the share done of that.
+        free_bytes: free memory of the device.
+        progress: called with the current work and the share of it that is done.
     """
     tell = progress or (lambda *_: None)
     stack = stacked(profile, partitions(profile)[0], DEFAULT, ())
@@ -105,12 +107,12 @@ def fitted(
         try:
             plain_s, planned_s = _measured(step, plan, rounds, tell)
         except Exception as error:
-            # It is not like the recorded ones, or counts how often it runs: that is no reason to have no profile.
+            # The step differs from the recorded ones, or counts its runs. The profile is still of use.
             what = "the step could not be timed as a whole, times are those of its ops by themselves"
             return _noted(profile, what, error)
         ops = _unless_noise(plain_s / profile.step_s)
         factor = _unless_noise((planned_s - plain_s - ops * again_s) / bookkeeping_s)
-        if profile.has_two_clocks:  # what a plan adds to a step is no sum there
+        if profile.has_two_clocks:  # a plan's extra time is no sum there
             factor = 1.0
         costs = dataclasses.asdict(costs_of(profile, DEFAULT, engine_model(DEFAULT).costs))
         return replace(
@@ -119,14 +121,14 @@ def fitted(
             views_s=ops * profile.views_s,
             costs=profile.costs | {DEFAULT: {part: factor * cost for part, cost in costs.items()}},
         )
-    # On other devices forward is over for the host before it is for them.
+    # On other devices, forward ends on the host before it ends on the device.
     if bookkeeping_s > _COUNTS * profile.step_s and torch.device(profile.device).type == "cpu":
         return _fitted_to_forward(profile, step, tell)
     return profile
 
 
 def _fitted_to_forward(profile: Profile, step: TrainingStep, tell: Progress) -> Profile:
-    """The profile with the costs of wrapping as they are in the model's forward, as far as that can be measured."""
+    """The profile with the costs of wrapping fitted to the model's forward, as far as these can be measured."""
     round_s = _PASSES * sum(op.time_s for op in profile.tape if not op.backward)
     stack = stacked(profile, _many_regions(profile), DEFAULT, ())
     said_s = _forward_wrapping_s(profile, stack)
@@ -139,7 +141,7 @@ def _fitted_to_forward(profile: Profile, step: TrainingStep, tell: Progress) -> 
     except Exception as error:
         what = "what the engine's bookkeeping takes could not be measured in the model's forward, it is an estimate"
         return _noted(profile, what, error)
-    # Both count, by how exact they are.
+    # Both estimates, weighted by their inverse variances.
     chains, in_place = error_s**2, (_CHAINS_ERROR * said_s) ** 2
     likely_s = (chains * said_s + in_place * wrapping_s) / (chains + in_place)
     factor = _unless_noise(likely_s / said_s)
@@ -147,9 +149,9 @@ def _fitted_to_forward(profile: Profile, step: TrainingStep, tell: Progress) -> 
 
 
 def _many_regions(profile: Profile) -> tuple[int, ...]:
-    """The coarsest choice of regions that are many enough, or else the one with most, of a call of the model.
+    """The coarsest choice of regions with enough modules, or else the one with most, within one call of the model.
 
-    What the loss calls besides is left out: it is not run here.
+    Calls by the loss are left out: it is not run here.
     """
     root = next((call for call in profile.calls if not call.fqn), None)
     if root is None:
@@ -170,20 +172,20 @@ def _noted(profile: Profile, what: str, error: Exception) -> Profile:
 
 
 def _all_that_can_be(groups: Sequence[DecisionGroup], loss: int = -1) -> tuple[int, ...]:
-    """Every group recomputed that can be together with the others; not the losses: no engine records them."""
+    """Decisions that recompute all groups that can be recomputed together, except losses: no engine records them."""
     saved = [group.must_save or index == loss for index, group in enumerate(groups)]
     brings = brought_along(groups)
     return tuple(SAVE if any(saved[other] for other in brought) else RECOMPUTE for brought in brings)
 
 
 def _changes_only_buffers(profile: Profile) -> bool:
-    """Whether the step changes, of what was there before it, nothing but buffers, as far as its ops tell."""
+    """Whether the step's ops write no earlier tensor except buffers."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return False  # all processes would have to run as many steps
+        return False  # all processes would have to run equally many steps
     before = {index: s.kind for index, s in enumerate(profile.storage_table) if s.alloc == NEVER}
     if "Gradient" in before.values():
         return False  # the step adds to them, and may read them
-    # Statistics are read, as far as the op tells, and so are the weights beside them.
+    # In the tape, ops that update statistics list these as read, like the weights.
     kinds = {before[s] for op in profile.tape for s in op.writes if s in before}
     beside = {before[s] for op in profile.tape if op.side_effect for s in op.reads if s in before}
     own_generator = any(op.random_bytes and op.side_effect for op in profile.tape)
@@ -191,7 +193,7 @@ def _changes_only_buffers(profile: Profile) -> bool:
 
 
 def _can_be_put_back(model: torch.nn.Module) -> bool:
-    """Whether the buffers are all that there is of their storages, and may be written."""
+    """Whether every buffer spans its whole storage, and may be written."""
     return all(
         buffer.layout is torch.strided
         and buffer.untyped_storage().nbytes() == buffer.nbytes
@@ -209,7 +211,7 @@ def _plan(profile: Profile, stack: Stacked, decisions: tuple[int, ...]) -> Plan:
 def _measured(
     step: TrainingStep, plan: Plan, rounds: int, tell: Progress = lambda *_: None
 ) -> tuple[float, float]:
-    """Seconds of a step without the plan, and of one with it, from steps that take turns; each round is told.
+    """Seconds of a step without the plan and of one with it, from interleaved steps.
 
     Raises:
         RuntimeError: a step runs other ops than the recorded one did.
@@ -221,7 +223,7 @@ def _measured(
     def timed() -> float:
         for leaf in leaves:
             leaf.grad = None
-        with untouched(model, step.inputs):  # the random numbers of the recorded step, and with them its ops
+        with untouched(model, step.inputs):  # random numbers, and so ops, of the recorded step
             start = device.now()
             step.run()
             return device.now() - start
@@ -239,7 +241,7 @@ def _measured(
         uncompiled(model),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore")  # training will say it, to whom it concerns
+        warnings.simplefilter("ignore")  # training will issue them
         what = "steps without and with a plan"
         tell(what, 0.0)
         taken = in_turn(
@@ -253,25 +255,25 @@ def _measured(
 
 
 def _forward_wrapping_s(profile: Profile, stack: Stacked) -> float:
-    """Seconds that the profile says of what `_measured_forward` measures."""
+    """The profile's prediction of what `_measured_forward` measures, seconds."""
     wrapping_s = sum(region.wrap_s for region in stack.built.problem.regions)
     calls = [profile.calls[region.call] for region in stack.built.regions]
     saved = sum(call.start <= tensor.tick < call.end for call in calls for tensor in profile.saved)
     saved_s = costs_of(profile, DEFAULT, engine_model(DEFAULT).costs).saved
-    return wrapping_s - saved * saved_s / 2  # they are unpacked in backward
+    return wrapping_s - saved * saved_s / 2  # the half for unpacking is in backward
 
 
 def _measured_forward(
     step: TrainingStep, plan: Plan, rounds: int, tell: Progress = lambda *_: None
 ) -> tuple[float, float]:
-    """Seconds that wrapping all of the plan's regions, with nothing recorded, takes in forward, and the standard error.
+    """Seconds that wrapping all of the plan's regions, with nothing recorded, adds to forward; and the standard error.
 
     Every other module is wrapped in the first and the fourth pass of a round, the others in the second and the third.
-    What a module takes with and without is compared. So the machine's drift, which is larger than the whole, cancels:
-    for each module as far as it is steady, and else between the two halves.
+    Each module's time with wrapping is compared with its time without. So the machine's drift, which is larger than the
+    result, cancels: steady drift for each module, other drift between the two halves.
 
     Raises:
-        RuntimeError: a pass runs other ops than the recorded step did, or runs regions other than by calling them.
+        RuntimeError: a pass runs other ops than the recorded step did, or runs a region without calling its module.
     """
     model = step.model
     names = list(dict.fromkeys(region.fqn for region in plan.record.regions))
@@ -299,7 +301,7 @@ def _measured_forward(
         what = "forward passes with regions wrapped"
         tell(what, 0.0)
         for _, half in (first, second):
-            run(half)  # sets up what is set up once
+            run(half)  # one-time setup
         for index in range(rounds):
             tell(what, (1 + index) / (1 + rounds))
             round_s = dict.fromkeys(names, 0.0)
@@ -324,7 +326,7 @@ def _plan_wrapping(plan: Plan, names: Sequence[str]) -> Plan:
 
 @contextlib.contextmanager
 def _not_collecting() -> Iterator[None]:
-    """Context in which no garbage is collected: one module's call would be charged for it, with some 100 ms."""
+    """Context without garbage collection, which would add some 100 ms to one module's call."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -336,7 +338,7 @@ def _not_collecting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _timed_modules(model: torch.nn.Module, names: Sequence[str]) -> Iterator[dict[str, float]]:
-    """Context in which the calls of these modules add their seconds to what it gives."""
+    """Context that yields seconds by module name, to which each call of these modules adds its time."""
     seconds: dict[str, float] = {}
 
     def started(name: str, *_: Any) -> None:
@@ -369,9 +371,9 @@ def _scaled(op: Op, factor: float) -> Op:
 
 
 def _wrapping_scaled(profile: Profile, factor: float) -> EngineCosts:
-    """The engines' costs with those of wrapping multiplied.
+    """The costs of all engines, with those of wrapping scaled.
 
-    Also of the engines that were not measured: the caches that their bookkeeping finds are the same.
+    Engines that were not measured are scaled as well: their bookkeeping finds the same caches.
     """
     costs = {
         name: dataclasses.asdict(costs_of(profile, name, engine_model(name).costs)) for name in planned_for()

@@ -1,6 +1,6 @@
-"""Two models in plain torch, made of what most models are made of: a Llama-shaped decoder and a bottleneck ResNet.
+"""Two models in plain torch, made of common layers: a Llama-shaped decoder and a bottleneck ResNet.
 
-They are what `autoac calibrate` times and what `autoac selfcheck` trains; nothing is downloaded.
+`autoac calibrate` times them, and `autoac selfcheck` trains them; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Llama(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions, the second one in space, around a skip; four times the channels come out."""
+    """Three convolutions, the second one spatial, with a skip; the output has four times the channels."""
 
     def __init__(self, given: int, channels: int, stride: int) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Regions compiled and measured: the points that engine compile chooses from, and what a planned step really takes."""
+"""Compiles and measures regions: the points that engine compile chooses from, and the peak of a planned step."""

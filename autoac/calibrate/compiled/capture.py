@@ -1,4 +1,4 @@
-"""What a region is called with: its arguments in the user's own step, caught on the way."""
+"""Captures the arguments of region calls in the user's own step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Captured:
     """One call of a module.
 
     Args:
-        module: whose.
-        args, kwargs: copies of what it was called with; tensors that need a gradient are leaves here.
-        autocast: device and type of the autocast that was on.
+        module: the called module.
+        args, kwargs: copies of the call's arguments; tensors that need a gradient are leaves here.
+        autocast: device and dtype of each autocast that was on.
     """
 
     module: torch.nn.Module
@@ -34,12 +34,12 @@ class Captured:
     autocast: tuple[tuple[str, torch.dtype], ...]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as the region's code finds them: what needs a gradient is the result of an op."""
+        """The arguments as the region's code gets them: tensors that need a gradient are results of ops."""
         return tree_map(_computed, self.args), tree_map(_computed, self.kwargs)
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """The autocast that was on."""
+        """Context: the autocast of the call."""
         with contextlib.ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
@@ -47,7 +47,7 @@ class Captured:
 
 
 class _Enough(BaseException):
-    """All calls were caught: the rest of the step need not run. No code of the user's should catch it."""
+    """Ends the step once all calls are captured. A `BaseException`, so that user code does not catch it."""
 
 
 Call = tuple[str, int]
@@ -55,13 +55,14 @@ Call = tuple[str, int]
 
 
 def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> list[tuple[Captured, list[Call]]]:
-    """The calls of some modules, those together that are alike, each with the first one's arguments.
+    """Capture calls of some modules in groups of alike calls, each group with the arguments of its first call.
 
-    The step is left once it has made them. Autograd knows what needs a gradient meanwhile, but keeps nothing, so that
-    it takes no more memory than without gradients; a callable step goes backward perhaps, and so keeps what it wants.
+    The step ends after the last of these calls. Autograd tracks `requires_grad` but saves no tensors, so that forward
+    takes no more memory than without gradients. A callable step may run backward, so there tensors are saved as usual.
 
     Args:
-        kinds: what calls that are alike have in common besides their arguments' types, shapes and need of a gradient.
+        kinds: a key per call. Calls are alike if they share it and the types, shapes and `requires_grad` of their
+            arguments.
 
     Raises:
         ProfilingError: the step does not make one of the calls.
@@ -112,7 +113,7 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> list[tuple[C
 
 
 def _described(value: Any) -> Hashable:
-    """What the compiler distinguishes arguments by."""
+    """The properties of arguments that the compiler specialises for."""
     leaves, structure = tree_flatten(value)
     return str(structure), tuple(_of_leaf(leaf) for leaf in leaves)
 

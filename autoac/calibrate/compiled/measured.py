@@ -1,7 +1,7 @@
-"""One region at one point: what its forward keeps, what forward and backward take, by the allocator and the clock.
+"""Measures one region at one point: bytes that forward keeps, and peak and time of forward and backward.
 
-The region runs by itself, with what it was called with in the user's step. Gradients are asked for by
-`torch.autograd.grad`, so that neither the model's own nor hooks on them are touched.
+The region runs in isolation, with its arguments in the user's step. Gradients are computed by `torch.autograd.grad`,
+which touches neither the model's own gradients nor hooks on them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoac.torch_private import key_of_storage, storage_ref
 from autoac_solver.records.compiled import EAGER, CompiledPoint
 
 _TIME_S = 3.0
-"""For the rounds of all points of a region, compiling left out."""
+"""Seconds for the rounds of all points of a region, without compilation."""
 _ROUNDS = 5, 15
 
 Run = Callable[..., Any]
@@ -30,15 +30,15 @@ Run = Callable[..., Any]
 def measured_points(
     region: Captured, points: Sequence[str], device: torch.device, tell: Callable[[str], None], eager: bool
 ) -> tuple[CompiledPoint, ...]:
-    """Compile a region at some points, and measure what they take.
+    """Compile and measure a region at some points.
 
     Args:
         points: names.
         tell: called with the point that is compiled next.
-        eager: whether the region as it is written is measured besides.
+        eager: also measure the uncompiled region.
 
     Returns:
-        One for each point, in the same order, and `EAGER` last if so.
+        The measured points in the same order, then `EAGER` if measured.
     """
     runs: dict[str, Run] = {}
     for name in points:
@@ -116,7 +116,7 @@ def _outputs(result: Any) -> list[torch.Tensor]:
 
 
 def _backward(region: Captured, outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> Any:
-    """Gradients of all that needs one; they live to the end of the call."""
+    """Gradients of all inputs and parameters that need one, all alive at the end of the call."""
     given = [t for t in tensors_of((region.args, region.kwargs)) if t.requires_grad]
     wanted = [*given, *(p for p in region.module.parameters() if p.requires_grad)]
     unique = list({id(tensor): tensor for tensor in wanted}.values())

@@ -1,4 +1,4 @@
-"""The table of a model's compiled regions: those that are alike compiled and measured once for each point."""
+"""The table of a model's compiled regions; alike regions are compiled and measured once per point."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from autoac_solver.records.profile import Profile
 
 BLOCKS, WHOLE = "blocks", "whole"
 GRANULARITIES = (BLOCKS, WHOLE)
-"""How much of a model one compiled region is where nobody names regions: one of its blocks, or all of it."""
+"""The extent of a compiled region if none are named: one block of the model, or the whole model."""
 
 MOST_POINTS = 6
-"""That are compiled of a region. Each takes the compiler some seconds, for all regions that are alike together."""
+"""Points compiled per region. Each takes the compiler some seconds, once for all alike regions."""
 
 
 class NothingCompiled(ProfilingError):
     """No region of a model can be compiled.
 
     Args:
-        why: of the first one.
+        why: the reason for the first region.
     """
 
     def __init__(self, why: str) -> None:
@@ -55,11 +55,11 @@ def with_compiled_regions(
 ) -> Profile:
     """The profile with the points of its regions, each compiled and measured on the model.
 
-    The model and the sample are left as they were. Regions that cannot be compiled are in the table with the reason.
+    The model and the sample are restored. Regions that cannot be compiled are in the table with the reason.
 
     Args:
         profile: of this step.
-        names: modules to compile; None takes what `granularity` says.
+        names: modules to compile; None to choose by `granularity`.
 
     Raises:
         NothingCompiled: no region can be compiled.
@@ -111,7 +111,7 @@ def _regions(
 
 
 def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:
-    """What regions have in common that are compiled once: class, mode, ops, shapes, parameters, buffers, hooks."""
+    """Key of regions that are compiled once for all: class, mode, ops, shapes, parameters, buffers, hooks."""
     record = profile.calls[call]
     module = model.get_submodule(record.fqn)
     ops = tuple(
@@ -129,7 +129,7 @@ def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:
 
 
 def _region(region: Captured, calls: tuple[int, ...], device: torch.device, tell: Any) -> CompiledRegion:
-    """One region, compiled and measured; if that fails, with the reason."""
+    """Compile and measure one region; the reason if that fails."""
     if "forward" in region.module.__dict__:
         return CompiledRegion(calls, (), (), "some library has given the module a forward of its own")
     if hooked := hooked_inside(region.module):
@@ -139,7 +139,7 @@ def _region(region: Captured, calls: tuple[int, ...], device: torch.device, tell
     try:
         tell("what it could keep")
         survey = _survey(region)
-        # Uncompiled, its random ops would draw other numbers, and so a budget would change what is computed.
+        # Uncompiled random ops draw other numbers: with an eager point, results would depend on the budget.
         points = measured_points(region, survey.points, device, tell, eager=not survey.draws)
     except Exception as error:
         return CompiledRegion(calls, (), (), _reason(error))
@@ -162,7 +162,7 @@ def _survey(region: Captured) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the first error, without what a terminal could not show."""
+    """The first line of the first error, printable characters only."""
     error = innermost(error)
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return "".join(c for c in f"{type(error).__name__}: {text}"[:300] if c.isprintable())

@@ -1,7 +1,7 @@
-"""A plan of compiled regions is tried on the model before it is handed out, and corrected by what it really takes.
+"""Tries a plan of compiled regions on the model before it is returned, and corrects it by the measured peak.
 
-Points are measured one by one. What they take together, the tape and they tell to a fraction of a per cent mostly; the
-rest is measured: one planned step, by the allocator's own account.
+Points are measured one by one. The tape and the points predict their common peak mostly to a fraction of a per cent;
+the rest is measured in one planned step, by the allocator.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from autoac_solver.records.errors import InfeasibleBudgetError
 from autoac_solver.records.profile import Profile
 
 CLOSE = 0.01
-"""Share of the measured peak by which the predicted one may be off."""
+"""Accepted error of the predicted peak, as a share of the measured one."""
 
 _TRIES = 5
 
 
 def tried(profile: Profile, step: TrainingStep, limit: int, solve: Callable[[Profile], Plan]) -> Plan:
-    """The plan that `solve` finds, once a step with it was measured to be within the limit.
+    """The plan that `solve` finds, after a step with it was measured to be within the limit.
 
     Args:
         profile: with compiled regions.
         limit: bytes that a step may take.
-        solve: from a profile to a plan within the limit.
+        solve: makes a plan within the limit from a profile.
 
     Raises:
         InfeasibleBudgetError: as `solve`, or no plan that was tried is within the limit.
@@ -67,7 +67,7 @@ def tried(profile: Profile, step: TrainingStep, limit: int, solve: Callable[[Pro
 
 
 def peak_with(plan: Plan, step: TrainingStep) -> int:
-    """Bytes alive at the most in a step with a plan, by the allocator; the second such step, for the first compiles."""
+    """Measured peak bytes of a step with a plan: of the second such step, because the first compiles."""
     model = step.model
     peak = 0
     for measures in (False, True):
@@ -86,7 +86,7 @@ def peak_with(plan: Plan, step: TrainingStep) -> int:
 
 
 def _corrected(plan: Plan, measured_bytes: int) -> Plan:
-    """The plan as it would have been with a profile that predicts what was measured."""
+    """The plan on a profile that predicts the measured peak."""
     record = plan.record
     table = record.profile.compiled
     assert table is not None
@@ -96,6 +96,6 @@ def _corrected(plan: Plan, measured_bytes: int) -> Plan:
         p for p, op in enumerate(step.built.problem.position_op) if record.profile.tape[op].backward
     )
     error = measured_bytes - int(live[:ran].max())
-    counted = max(table.unseen_bytes, -record.resident_bytes)  # no less than nothing is there before the step
+    counted = max(table.unseen_bytes, -record.resident_bytes)  # bytes before the step are not negative
     profile = replace(record.profile, compiled=replace(table, unseen_bytes=counted + error))
     return plan.on(profile)

@@ -1,1 +1,1 @@
-"""What a plan promised against what is measured: a step with and without, and memory over the step."""
+"""Checks a plan's predictions by measurement: a step with and without the plan, and memory over the step."""

@@ -1,4 +1,4 @@
-"""What the checks ask of a plan."""
+"""The interface of a plan that the checks need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two values are equal to the bit, or within a tolerance."""
+"""Comparison of values, bitwise or within a tolerance."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autoac.torch_private import parts_of
 
 
 def alike(value: Any, other: Any, tolerance: float) -> bool:
-    """Equal to the bit, or where there is a tolerance within that; see `close`."""
+    """Whether two values are bitwise equal or, with a tolerance other than 0, within that; see `close`."""
     return same(value, other) or bool(tolerance and close(value, other, tolerance))
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal to the bit: a NaN equals itself, and -0.0 is not 0.0."""
+    """Whether two values are bitwise equal: a NaN equals itself, and -0.0 is not 0.0."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         ours, theirs = list(parts_of(a)), list(parts_of(b))
         if len(ours) != 1 or ours[0] is not a:
@@ -31,7 +31,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 def close(a: Any, b: Any, tolerance: float) -> bool:
-    """Whether floating tensors differ, as vectors, by no more than a share of the first, in steps of their type."""
+    """Whether the norm of the difference of floating-point tensors is within a share of the first one's norm.
+
+    The tolerance is that of float32; dtypes with a larger epsilon have proportionally more.
+    """
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(
             same(x, y) or close(x, y, tolerance) for x, y in zip(a, b, strict=True)
@@ -46,7 +49,7 @@ def close(a: Any, b: Any, tolerance: float) -> bool:
 
 
 def values_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A copy of what the tensor holds."""
+    """Copies of the tensor's parts."""
     return [part.detach().clone() for part in parts_of(tensor)]
 
 

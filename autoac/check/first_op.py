@@ -1,4 +1,4 @@
-"""The first op that computes something else under a plan."""
+"""Finds the first op whose result differs under a plan."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from autoac.torch_private import TorchDispatchMode, counted_writes, current_node
 
 
 class _Trace(TorchDispatchMode):
-    """Records what ops compute, by a checksum of their results.
+    """Mode that records ops with checksums of their results.
 
-    `rows` has the words for each op, and what it is to be compared by: in a planned model the node of a cross entropy
-    has another name, and writes its result in place.
+    `rows` has a description and a comparison key per op. The key has neither the node nor the overload: in a planned
+    model the node of a cross entropy has another name, and writes its result in place.
 
     Args:
-        forward: of forward as well, not only of backward.
+        forward: record forward as well, not only backward.
     """
 
     supports_higher_order_operators = True
@@ -66,7 +66,7 @@ def first_op(
     optimizers: OptimizerStates,
     in_forward: bool,
 ) -> str:
-    """The first op whose result differs, of backward or from forward on, "" if none can be told."""
+    """The first op whose result differs, in backward or from forward on, "" if none is found."""
     model, traces = step.model, []
     for planned in (False, True):
         context = plan.applied(model) if planned else nullcontext()
@@ -80,7 +80,7 @@ def first_op(
             step.run()
         traces.append(trace.rows)
     plain, planned_rows = traces
-    if in_forward or plan.record.chunked_losses:  # lean losses run other ops, chunked ones by some rows
+    if in_forward or plan.record.chunked_losses:  # lean losses run other ops, chunked ones on some rows
         plain = [row for row in plain if not row[0].endswith(_OF_LOSSES)]
     remaining = iter([key for _, key in planned_rows])  # with replayed ops, so plain's must be a subsequence
     for words, key in plain:

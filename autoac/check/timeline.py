@@ -1,7 +1,7 @@
-"""The measured memory of a planned step, put beside the predicted one op by op.
+"""Aligns the measured memory of a planned step with the predicted one, op by op.
 
-The allocator's events have times, the prediction has positions. The ops tell how they belong together: the plan knows
-which ops run and in what order, and the measured run lists every op with its start.
+The allocator's events have times, the prediction has positions. Ops link the two: the plan knows which ops run and in
+what order, and the measured run lists every op with its start.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import ProfilingError
 
 _LOOK_AHEAD = 200
-"""Within how many ops of the run an expected one has to come; some (views, composites) are not in the plan."""
+"""Search range for an expected op, in ops of the run; some of these (views, composites) are not in the plan."""
 _LOOK_AHEAD_CHUNKED = 2000
-"""The same where a loss, which is few ops of the plan, is computed over chunks of rows."""
+"""The same with a chunked loss, which is only few ops of the plan."""
 _FEW = 3
-"""If this many that are expected later come first, the op that was to come before them ran under another name."""
+"""If this many later ops come before an expected op, that op ran under another name."""
 _MOST_MISSING = 0.05
 """Share of the expected ops that may run under another name, as BatchNorm does when it is replayed."""
 
@@ -50,7 +50,7 @@ def measured_memory(plan: AnyPlan, step: TrainingStep) -> pd.Series:
         return timeline
 
     with OptimizerStates(copies=True):
-        run()  # lazy initialisation is not to count, the optimizers' among it
+        run()  # warm-up: lazy initialisation, the optimizers' included, is not measured
         timeline = run()
     record = plan.record
     planned = step_of(record)
@@ -59,22 +59,22 @@ def measured_memory(plan: AnyPlan, step: TrainingStep) -> pd.Series:
     reach = _LOOK_AHEAD_CHUNKED if record.chunked_losses else _LOOK_AHEAD
     starts = _starts([_as_run(name) for name in names[runs]], timeline, reach)
     before, highest = _between(starts, timeline)
-    # Where nothing runs, as at the replay of what is kept, memory is what the next op finds.
+    # At positions where nothing runs, such as the replay of saved values, memory is that before the next op.
     next_op = np.minimum(np.cumsum(runs) - runs, len(starts) - 1)
     measured = record.resident_bytes + np.where(runs, highest[next_op], before[next_op])
     return pd.Series(measured, name="measured_bytes")
 
 
 def _as_run(name: str) -> str:
-    """A tape's "aten.mm.default" as the profiler calls it."""
+    """The profiler's name for a tape's op name, such as "aten.mm.default"."""
     return "::".join(name.split(".")[:2])
 
 
 def _starts(expected: Sequence[str], timeline: Timeline, reach: int) -> np.ndarray:
-    """When each expected op began, seconds; where one is missing, when the next one did.
+    """Start of each expected op, seconds; a missing op gets the start of the next one.
 
     Args:
-        reach: within how many ops of the run an expected one has to come.
+        reach: search range for an expected op, in ops of the run.
 
     Raises:
         ProfilingError: too many are missing.
@@ -83,7 +83,7 @@ def _starts(expected: Sequence[str], timeline: Timeline, reach: int) -> np.ndarr
     names, next_op, missing = timeline.op_names, 0, 0
 
     def place_of(index: int, start: int, end: int) -> int:
-        # What is recorded as a sum of two gradients autograd may do in place when nobody watches.
+        # Without a dispatch mode, autograd may run a recorded sum of two gradients in place.
         same = (expected[index], f"{expected[index]}_")
         return next((i for i in range(start, min(end, len(names))) if names[i] in same), -1)
 
@@ -113,7 +113,7 @@ def _starts(expected: Sequence[str], timeline: Timeline, reach: int) -> np.ndarr
 
 
 def _between(starts: np.ndarray, timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes alive, above those at the step's start: just before each op, and the most from there to the next one."""
+    """Live bytes above those at the step's start: just before each op, and the most until the next one."""
     time_s, live = timeline.time_s, timeline.live_above_start_bytes
     first = np.searchsorted(time_s, starts, side="left")
     ends = np.append(first[1:], len(time_s))

@@ -30,13 +30,13 @@ from autoac_solver.records.format import format_bytes
 
 @dataclass(frozen=True)
 class Report:
-    """What `Plan.verify` found.
+    """The result of `Plan.verify`.
 
     Args:
-        equal: loss, gradients, buffers and random states are equal to the bit; where the sample is a callable, the
-            parameters after it and what its optimizers keep of them, too.
-        first_difference: what differs first, "" if nothing does; where two steps without the plan differ as well, it
-            says so, and nothing can be told of the plan.
+        equal: whether loss, gradients, buffers and random states are bitwise equal; for a callable sample, also the
+            parameters after the step and their optimizer states.
+        first_difference: the first difference, "" if there is none. If two steps without the plan differ as well, it
+            says so, and the plan cannot be judged.
         predicted_peak_bytes, measured_peak_bytes: of the planned step, resident bytes included.
         unplanned_peak_bytes: measured without the plan.
         profiled_peak_bytes: predicted without the plan, for the step that was profiled.
@@ -44,9 +44,9 @@ class Report:
         time_ratio: median step time with the plan / without, from interleaved steps.
         predicted_overhead: what the plan predicts for `time_ratio - 1`.
         peaks_bytes: the measured peak of each planned step, of which `measured_peak_bytes` is the largest.
-        tolerance: 0, or how far off, relatively, floating values may be to count as equal (in float32; in types of
-            larger steps so much more). Of engine compile, whose step is compared with the same regions compiled as
-            torch does; peak and time without the plan are of that.
+        tolerance: 0, or for engine compile the relative difference up to which floating-point values count as equal (in
+            float32; proportionally more in dtypes with a larger epsilon). Its step is compared with the same regions
+            compiled as torch does; peak and time without the plan are of that step.
     """
 
     equal: bool
@@ -68,7 +68,7 @@ class Report:
 
     @property
     def is_larger_step(self) -> bool:
-        """Whether the step takes, without the plan too, clearly more memory than the profile predicts."""
+        """Whether the step takes clearly more memory than the profile predicts even without the plan."""
         return self.unplanned_peak_bytes > (1 + _ANOTHER_STEP) * self.profiled_peak_bytes
 
     @property
@@ -107,23 +107,23 @@ class Report:
 
 
 _ANOTHER_STEP = 0.05
-"""Share by which the peak without a plan may exceed the predicted one before a word is said."""
+"""Share by which the peak without a plan may exceed the predicted one before the report mentions it."""
 _TIMED_ROUNDS = 3
 _LOSS, _GRADIENT = "the loss", "the gradient of "
 
 
 COMPILED_TOLERANCE = 1e-6
-"""What compiled code may be off, relatively, in float32: kernels that are fused otherwise add up in another order."""
+"""Relative tolerance for compiled code in float32: kernels that are fused differently sum in another order."""
 
 
 def verify(plan: AnyPlan, step: TrainingStep, reference: AnyPlan | None = None, steps: int = 1) -> Report:
     """See `Plan.verify`.
 
     Args:
-        reference: what is run for "without a plan", where that is compiled, too.
-        steps: how many are compared, each but the first with other random numbers.
+        reference: the plan that stands for "without a plan" if that is compiled, too.
+        steps: number of steps to compare, each but the first with other random numbers.
     """
-    # Where such an engine has a region the step runs uncompiled; compiled it could differ in the last bits.
+    # With a wrapped region of an eager-only engine, the step runs uncompiled; compiled, the last bits could differ.
     eager = ENGINES[plan.record.engine].eager_only and any(region.wrapped for region in plan.record.regions)
     with ONE_AT_A_TIME, uncompiled(step.model) if eager else nullcontext():
         return _verify(plan, step, reference, steps)
@@ -147,9 +147,9 @@ def _verify(plan: AnyPlan, step: TrainingStep, reference: AnyPlan | None, steps:
                 outcome.values.update(_trained(model, optimizers))
             return outcome
 
-    run(False)  # lazy initialisation is not to count
+    run(False)  # warm-up: lazy initialisation is not measured
     if reference is not None:
-        run(True)  # nor is compiling
+        run(True)  # nor is compilation
     without, with_plan = run(False, measure=True), run(True, measure=True)
     if trains and not without.tells_gradients and not optimizers.known:
         raise ProfilingError(
@@ -164,7 +164,7 @@ def _verify(plan: AnyPlan, step: TrainingStep, reference: AnyPlan | None, steps:
         by_itself = without.first_difference(run(False), tolerance)
         if by_itself:
             return f"{by_itself}, which differs between two steps without a plan, too"
-        if reference is not None:  # no dispatch mode sees into compiled code
+        if reference is not None:  # a dispatch mode does not see the ops of compiled code
             return difference
         return first_op(step, plan, optimizers, difference == _LOSS) or difference
 
@@ -236,7 +236,7 @@ def _run(step: TrainingStep, measure: bool) -> _Outcome:
 
 
 def _trained(model: torch.nn.Module, optimizers: OptimizerStates) -> dict[str, Any]:
-    """The parameters after a step, and what its optimizers keep of them."""
+    """The parameters after a step, and their optimizer states."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     values: dict[str, Any] = {
         f"{name} after the step": values_of(parameter) for parameter, name in names.items()

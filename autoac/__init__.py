@@ -1,6 +1,6 @@
 """Activation checkpointing for PyTorch under a budget in bytes: the same gradients, the least extra time.
 
-The public names. They are loaded when first asked for, so that `autoac --help` need not wait for torch.
+The public names. They are loaded on first access, so that `autoac --help` need not wait for torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HOMES = {
     "cross_entropy": "autoac.execute.cross_entropy.lean",
     "BatchTradeoff": "autoac_solver.plan.batches",
     "Plan": "autoac.plans",
-    "Profile": "autoac_solver.show.notebook",  # which also knows how to show it, and what its peaks are
+    "Profile": "autoac_solver.show.notebook",  # adds display in notebooks, and peaks
     "Samples": "autoac.step.samples",
     "Tradeoff": "autoac.plans",
     "AutoacError": "autoac_solver.records.errors",

@@ -1,4 +1,4 @@
-"""Plans for several sizes of batches on one model: each call takes the plan for its size."""
+"""Plans for several batch sizes on one model: each call runs under the plan for its size."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from autoac_solver.records.errors import PlanMismatchError
 
 
 class Buckets:
-    """Plans for batches of different sizes, put on a model as one.
+    """Plans for batches of different sizes, applied to a model as one.
 
-    A call of the model in train mode runs under the plan for the smallest batch with at least as many elements; a call
-    with more elements than all of them under the largest plan, which warns. The plan is changed before a call, never
-    between its forward and its own backward.
+    A call of the model in train mode runs under the plan for the smallest batch with at least as many elements. A call
+    with more elements than any plan's runs under the largest plan, which warns. The plan is changed before a call,
+    never between its forward and its own backward.
 
-    Made by `autoac.plan_buckets`, or of plans that were saved: `Buckets(map(Plan.load, paths))`.
+    Made by `autoac.plan_buckets`, or from saved plans: `Buckets(map(Plan.load, paths))`.
 
     Args:
         plans: of one model, for one engine, each for another size; not for engine compile.
@@ -56,7 +56,7 @@ class Buckets:
 
     @property
     def samples(self) -> pd.DataFrame:
-        """One row a plan, the smallest batch first.
+        """One row per plan, the smallest batch first.
 
         Columns: sample, elements, peak_bytes, unplanned_peak_bytes, overhead, regions (that recompute).
         """
@@ -96,7 +96,7 @@ class Buckets:
         """Take the plans off the model, which is then exactly as it was before, and return it.
 
         Raises:
-            PlanMismatchError: they are not on the model, or somebody has put another forward over them since.
+            PlanMismatchError: they are not on the model, or other code has replaced a planned module's forward since.
         """
         applied = self._on(model)
         if applied is None:
@@ -119,7 +119,7 @@ class Buckets:
     def verify(
         self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None
     ) -> Report:
-        """`Plan.verify` of the plan for this sample; the model is left as it was.
+        """`Plan.verify` of the plan for this sample; the model is restored.
 
         Args, Raises: as for `Plan.verify`.
         """
@@ -143,7 +143,7 @@ class Buckets:
 
 
 class _Applied:
-    """The plans on one model: which of them it carries now.
+    """The plans on one model, one of them attached at a time.
 
     Args:
         buckets: the plans.
@@ -163,7 +163,7 @@ class _Applied:
         self._on_top.put_on()
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model is called."""
+        """Run a call of the model under the plan for its size."""
         counts = self.model.training and torch.is_grad_enabled() and not in_backward() and not self._running
         if not counts:  # or a second run of its code, or a call inside of one
             return self._on_top.run(args, kwargs)
@@ -190,7 +190,7 @@ class _Applied:
         """Leave the model as it was.
 
         Raises:
-            PlanMismatchError: somebody has put another forward over a planned module's; nothing is changed.
+            PlanMismatchError: other code has replaced a planned module's forward; nothing is changed.
         """
         with self._on_top.aside():
             self._plan.remove(self.model)
@@ -225,7 +225,7 @@ def _check(plans: tuple[Plan, ...]) -> None:
         ):
             if one != two:
                 raise ValueError(f"the plans are for different {what}: {one!r} and {two!r}.")
-        # The second run of engine sac looks at what its region carries then.
+        # The second run of engine sac uses the plan that its region carries at that time.
         alike = (first.losses, first.chunked_losses) == (other.losses, other.chunked_losses)
         if not alike and ENGINES[first.engine].is_policy:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""What a device has of its own: clock, memory, name, random numbers. CPU and CUDA each have a class here.
+"""Device-specific code: clock, memory, name, random numbers. CPU and CUDA each have a class here.
 
-Of any other kind (`OtherDevice`) neither clock nor memory is read: times are the host's, bytes those of the tensors.
-Which ops a device takes is not said here, see `autoac.record.cuda_ops`.
+On any other kind (`OtherDevice`) neither clock nor memory is read: times are the host's, bytes those of the tensors.
+For the ops that a device takes see `autoac.record.cuda_ops`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from autoac.torch_private import current_raw_stream
 T = TypeVar("T")
 
 RandomState = tuple[Callable[[Any], Any], Any]
-"""What sets random states, and the states."""
+"""A function that sets random states, and the states."""
 
 
 class MemoryCount(NamedTuple):
-    """Bytes by the allocator's own account, before a call, at the most during it, and after it."""
+    """Live bytes counted by the allocator: before a call, at the most during it, and after it."""
 
     before_bytes: int
     peak_bytes: int
@@ -32,18 +32,18 @@ class MemoryCount(NamedTuple):
 
 
 class Device(Protocol):
-    """One device, as the rest of autoac sees it.
+    """The interface of a device.
 
-    Args:
-        device: torch's name of it.
+    Attributes:
+        device: the torch device.
         known: whether autoac reads its clock and its memory.
-        asynchronous: whether ops run on after the host has launched them.
-        memory_events: whether `torch.profiler` tells what its allocator does.
-        counts_memory: whether its allocator keeps the count itself, see `counted`.
-        on_hosts_processors: whether time that the host loses to others is lost to its ops.
-        block_bytes: what sizes are rounded up to by its allocator.
-        training_dtype: the precision that large models are trained in on it.
-        ruler: what its peak is measured with, in words.
+        asynchronous: whether calls of ops return before the ops have run.
+        memory_events: whether `torch.profiler` reports its allocations.
+        counts_memory: whether its allocator counts live bytes, see `counted`.
+        on_hosts_processors: whether its ops lose the time that the host loses to other processes.
+        block_bytes: unit to which its allocator rounds sizes up.
+        training_dtype: the dtype in which large models are trained on it.
+        ruler: the name of the tool that measures its peak.
     """
 
     device: torch.device
@@ -65,51 +65,51 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has done what it was given."""
+        """Wait until all launched work is done."""
         ...
 
     def now(self) -> float:
-        """Seconds by the wall clock, once it has done what it was given."""
+        """Seconds by the wall clock, after `synchronize`."""
         ...
 
     def timed(self, call: Callable[[], T]) -> tuple[T, float]:
-        """What a call returns, and the seconds it takes by the device's own clock."""
+        """Result of a call, and its seconds by the device's own clock."""
         ...
 
     def launched_s(self, call: Callable[[], object], number: int) -> float:
-        """Seconds that so many calls in a row take together while the device is kept busy."""
+        """Total seconds of `number` calls in a row, while the device is kept busy."""
         ...
 
     def launching_s(self, call: Callable[[], object], number: int) -> float:
-        """Seconds that the host takes for so many calls in a row, 0 where these do not return before they are done."""
+        """Host seconds of `number` calls in a row, 0 if calls return only when their ops have run."""
         ...
 
     def step_seconds(self, step: Callable[[], object]) -> tuple[float, float]:
-        """Seconds of a step: those the device is busy (on CPU the process's CPU time), and those by the wall clock."""
+        """Seconds of a step: on the device (on CPU, the process's CPU time), and by the wall clock."""
         ...
 
     def total_bytes(self) -> int:
-        """Its memory, 0 if unknown."""
+        """Its total memory, 0 if unknown."""
         ...
 
     def free_bytes(self) -> int:
-        """Memory that is not in use; all of it where nobody tells, as on macOS."""
+        """Free memory; the total where the system does not report it, as on macOS."""
         ...
 
     def allocated_bytes(self, size_bytes: int) -> int:
-        """What its allocator takes for this many bytes."""
+        """Bytes that its allocator takes for a request of this size."""
         ...
 
     def memory_allocated(self) -> int:
-        """Bytes of all tensors on it now, where `counts_memory`."""
+        """Live bytes of all tensors on it, if `counts_memory`."""
         ...
 
     def counted(self, call: Callable[[], T]) -> tuple[T, MemoryCount]:
-        """What a call returns, and the allocator's count, where `counts_memory`. Nothing is waited for."""
+        """Result of a call, and the allocator's count, if `counts_memory`. Does not synchronize."""
         ...
 
     def counting(self) -> contextlib.AbstractContextManager[list[MemoryCount]]:
-        """As `counted`, for code that is no function: the count is in the list after the context."""
+        """`counted` as a context: the count is in the list after it."""
         ...
 
     def not_measurable(self) -> str:
@@ -117,7 +117,7 @@ class Device(Protocol):
         ...
 
     def release_cache(self) -> None:
-        """Give back the memory that its allocator holds for later."""
+        """Release the memory that its allocator caches."""
         ...
 
     def generator_devices(self) -> list[torch.device]:
@@ -126,7 +126,7 @@ class Device(Protocol):
 
 
 class _TimedByHost:
-    """What CPU and unknown devices have in common: the host's clock, and no count of memory."""
+    """Base of CPU and unknown devices: the host's clock, and no count of memory."""
 
     asynchronous = False
     counts_memory = False
@@ -316,7 +316,7 @@ class CudaDevice:
     @contextlib.contextmanager
     def counting(self) -> Iterator[list[MemoryCount]]:
         count: list[MemoryCount] = []
-        # The allocator counts when memory is asked for, on the host.
+        # The allocator counts on the host, when memory is requested.
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         yield count
@@ -397,17 +397,17 @@ KINDS: dict[str, type[CpuDevice | CudaDevice]] = {"cpu": CpuDevice, "cuda": Cuda
 
 @functools.cache
 def device_for(device: torch.device) -> Device:
-    """What autoac knows of a device."""
+    """The `Device` of a torch device."""
     return KINDS.get(device.type, OtherDevice)(device)
 
 
 def cuda_of_build() -> str | None:
-    """The version of CUDA that this torch was built for, None for a build without."""
+    """The CUDA version that this torch was built for, None for a build without CUDA."""
     return torch.version.cuda
 
 
 def current_device(kind: str) -> torch.device | None:
-    """The device of a kind that tensors are made on by default, None if there is none here.
+    """The default device of a kind, None if this machine has none.
 
     Args:
         kind: "cpu" or "cuda".
@@ -418,7 +418,7 @@ def current_device(kind: str) -> torch.device | None:
 
 
 def gpu_random_states() -> list[RandomState]:
-    """The random states of all GPUs, none where CUDA has not been used."""
+    """The random states of all GPUs, none if CUDA has not been initialised."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return [(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())]
     return []

@@ -1,20 +1,20 @@
-"""The independent rulers: what a piece of code really takes, by the allocator's own account.
+"""Independent rulers: the memory that a piece of code really takes, counted by the allocator.
 
-Nothing here knows of tapes, plans or predictions, so that every prediction can be held against it.
+Nothing here depends on tapes, plans or predictions, so that every prediction can be checked against it.
 
-On CUDA the allocator keeps the count itself. On CPU nobody does: `torch.profiler` with `profile_memory=True`
-reports every allocation and every free, and the ruler is their running sum. It sees what no dispatch mode can
-see: the workspace inside an operator, the RNG states that are stashed, the scalars that Python numbers turn into.
+On CUDA the allocator counts live bytes. On CPU it does not: `torch.profiler` with `profile_memory=True` reports every
+allocation and every free, and the ruler is their running sum. It includes memory that no dispatch mode sees: the
+workspace inside an op, stashed RNG states, the scalars that Python numbers turn into.
 
 NOTE [ What the profiler does not say ]
 
-1. It identifies a block by its address, and tells of a free only if it saw the block's allocation. Of a tensor
-   from before the start that dies inside, it says nothing: a finalizer on its storage does.
-2. It forgets to forget: a block allocated under one profiler and freed when none is running stays in its table.
-   If the address is used again by then, a later profiler reports the free with the size of the wrong block. So
-   a free counts only if this run saw the allocation; any other is case 1.
-3. It sees the thread that started it, and the autograd engine's work for CPU tensors is done on that thread.
-   What other threads allocate is not counted.
+1. It identifies a block by its address, and reports a free only if it saw the block's allocation. It does not report
+   that a tensor from before the start is freed inside: a finalizer on its storage does.
+2. A block allocated under one profiler and freed when none is running stays in its table. If the address is used again
+   by then, a later profiler reports the free with the size of the wrong block. So a free counts only if this run saw
+   the allocation; any other is case 1.
+3. It sees the thread that started it. The autograd engine runs nodes for CPU tensors on that thread. Allocations of
+   other threads are not counted.
 4. A storage from before the start that is resized inside is taken to keep its size.
 """
 
@@ -56,8 +56,8 @@ class Timeline:
     Args:
         time_s: seconds since the first event, ascending, shape (events,).
         live_above_start_bytes: live bytes from that event on, less those at the start, shape (events,).
-        op_time_s, op_names: when each op began, on the same clock, and its name, such as "aten::mm"; ops that an op is
-            made of are listed after it.
+        op_time_s, op_names: start of each op, on the same clock, and its name, such as "aten::mm"; the ops that an op
+            calls are listed after it.
     """
 
     time_s: np.ndarray
@@ -68,7 +68,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Measurement(Generic[T]):
-    """What one call took.
+    """Memory that one call took.
 
     Args:
         peak_above_start_bytes: the most bytes alive at any moment of the call, less those alive at its start;
@@ -84,7 +84,7 @@ class Measurement(Generic[T]):
     timeline: Timeline | None = field(repr=False)
 
     def __repr__(self) -> str:
-        """The bytes, and what kind of result: a model's output would fill the screen."""
+        """The bytes and the result's type: a model's output would fill the screen."""
         return (
             f"Measurement(peak_above_start_bytes={self.peak_above_start_bytes}, "
             f"end_above_start_bytes={self.end_above_start_bytes}, result: {type(self.result).__name__})"
@@ -94,8 +94,8 @@ class Measurement(Generic[T]):
 def measure_peak(fn: Callable[[], T], device: torch.device | str = "cpu") -> Measurement[T]:
     """Run `fn` once and measure how much memory it takes on one device.
 
-    The garbage collector runs first, so that nobody else's garbage is freed, and counted, inside. Run `fn`
-    once beforehand if its first run differs from the others (lazy initialisation, caches).
+    The garbage collector runs first, so that earlier garbage is not freed, and counted, inside. Run `fn` once
+    beforehand if its first run differs from the others (lazy initialisation, caches).
 
     Args:
         fn: called without arguments.
@@ -105,7 +105,7 @@ def measure_peak(fn: Callable[[], T], device: torch.device | str = "cpu") -> Mea
         The measurement, with the result of `fn` in it.
 
     Raises:
-        ValueError: for a device whose memory cannot be measured, or that is not there; `fn` is not called.
+        ValueError: for a device whose memory cannot be measured, or that does not exist; `fn` is not called.
     """
     with measuring(device) as taken:
         result = fn()
@@ -124,16 +124,16 @@ def in_turn(
     shuffle: random.Random | None = None,
     after_round: Callable[[int], object] = lambda done: None,
 ) -> dict[Name, list[T]]:
-    """Runs that take turns, so that the machine's drift meets all of them alike: how times are compared here.
+    """Interleave runs to compare their times, so that the machine's drift affects all of them alike.
 
     Args:
-        runs: by name; each is called once a round and returns what it took.
-        rounds: how often.
-        shuffle: puts the runs in another order in each round; None for the order in which they are given.
+        runs: by name; each is called once per round and returns its measurement.
+        rounds: number of rounds.
+        shuffle: shuffles the runs in each round; None for the given order.
         after_round: called with the number of rounds done.
 
     Returns:
-        What each run returned, a value for each round.
+        The results of each run, one per round.
     """
     found: dict[Name, list[T]] = {name: [] for name in runs}
     order = list(runs)
@@ -167,7 +167,7 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 class Taken:
-    """What was taken in a context of `measuring`; there is something to read when that is over.
+    """Memory that a context of `measuring` took; set when the context ends.
 
     Args:
         peak_above_start_bytes, end_above_start_bytes, timeline: as in `Measurement`.
@@ -179,7 +179,7 @@ class Taken:
 
 
 def measuring(device: torch.device | str = "cpu") -> AbstractContextManager[Taken]:
-    """Context that measures as `measure_peak` does, for code that is no function of its own.
+    """Context that measures its body as `measure_peak` measures a function.
 
     Args:
         device: the device to measure, CPU or CUDA.
@@ -207,7 +207,7 @@ def _measuring_by_allocator(device: Device) -> Iterator[Taken]:
 
 
 ONE_AT_A_TIME = threading.RLock()
-"""Held where torch's profiler runs: there is one in a process, and two threads that use it at once break it."""
+"""Held while torch's profiler runs: there is one per process, and two threads that use it at once break it."""
 
 
 @contextmanager
@@ -275,7 +275,7 @@ def _deaths_of_present_storages() -> Iterator[list[tuple[int, int]]]:
 
 def _present_storages() -> list[torch.UntypedStorage]:
     """All CPU storages that tensors known to Python hold, gradients included."""
-    # isinstance() would ask __class__ of every object there is, and some answer by importing half a library.
+    # isinstance() would read `__class__` of every object, and some import half a library then.
     tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
     tensors += [gradient for t in tensors if (gradient := _gradient(t)) is not None]
     storages: dict[int, torch.UntypedStorage] = {}
@@ -291,8 +291,8 @@ def _present_storages() -> list[torch.UntypedStorage]:
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Its `.grad` where it is a leaf."""
+    """The tensor's `.grad` if it is a leaf."""
     try:
         return tensor.grad if tensor.is_leaf else None
-    except RuntimeError:  # one of several views whose base was written in place since: any look is refused
+    except RuntimeError:  # one of several views whose base was written in place since: any access raises
         return None

@@ -1,4 +1,4 @@
-"""Several samples and one plan: which has the highest peak, and how the others do under the plan for it."""
+"""One plan for several samples: the one with the highest peak is planned for, the others are evaluated under it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_others(profiles: Sequence[Profile]) -> Profile:
 
 
 def with_outcomes(plan: Plan, others: Sequence[Profile]) -> Plan:
-    """The plan, which tells how these steps do under it."""
+    """The plan, with the outcomes of these steps under it."""
     outcomes = tuple(outcome_of(plan.record, profile) for profile in others)
     note = f"of {len(others) + 1} samples that with the highest peak; under its plan, " + "; ".join(
         map(_in_words, outcomes)

@@ -1,6 +1,6 @@
 """Policies for `autoac.plan(..., policies=...)`: ready-made ones, and torch's policy functions as policies.
 
-What a policy is and how policies stack: `autoac_solver.records.policies`.
+For the meaning of policies and how they stack see `autoac_solver.records.policies`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ __all__ = [
 ]
 
 PolicyFunction = Callable[..., Any]
-"""As torch's selective checkpointing takes it: `(ctx, op, *args, **kwargs) -> CheckpointPolicy`."""
+"""A policy function of torch's selective checkpointing: `(ctx, op, *args, **kwargs) -> CheckpointPolicy`."""
 
 Policies = Policy | PolicyFunction | Iterable[Policy | PolicyFunction]
 
 _ASKED = 4
-"""How often a function is asked about each op, to see whether it always says the same."""
+"""Calls of a function per op, to see whether it always gives the same answer."""
 
 
 def listed(given: Any) -> list[Policy | PolicyFunction]:
-    """What the user gave, one policy or function or several of them, as a list.
+    """The user's policies and policy functions, one or several, as a list.
 
     Raises:
         PolicyError: something else was given.
@@ -64,7 +64,7 @@ def listed(given: Any) -> list[Policy | PolicyFunction]:
 
 
 def check_modules(policies: Iterable[Policy | PolicyFunction], model: torch.nn.Module) -> None:
-    """Refuse a policy for modules that the model does not have. What ops there are only the profile tells.
+    """Refuse a policy for modules that the model does not have. Ops cannot be checked here: only the profile has them.
 
     Raises:
         PolicyError: a policy that is not optional is about no module of the model.
@@ -81,7 +81,7 @@ def check_modules(policies: Iterable[Policy | PolicyFunction], model: torch.nn.M
 
 
 def as_policies(given: Policies, profile: Profile) -> tuple[Policy, ...]:
-    """The policies among what the user gave, functions asked about every op of the profiled step.
+    """The user's policies; policy functions are asked about every forward op of the profiled step.
 
     Raises:
         PolicyError: something else was given, or a function cannot be asked.
@@ -100,8 +100,8 @@ def from_function(
 ) -> list[Policy]:
     """A policy function of torch's selective checkpointing as policies.
 
-    It is asked about each op by itself, without the op's arguments and output: torch asks it for each call, a plan
-    decides by itself which calls to recompute. A PREFER_RECOMPUTE for all that it does not name is a hint as any other.
+    It is asked about each op alone, without the op's arguments and output. (Torch asks it for each call; here the plan
+    decides which calls to recompute.) A PREFER_RECOMPUTE for all ops that it does not name is a hint like any other.
 
     Args:
         function: `(ctx, op, *args, **kwargs) -> CheckpointPolicy` (or bool, as in torch).
@@ -112,8 +112,8 @@ def from_function(
         At most one policy for each decision.
 
     Raises:
-        PolicyError: it wants to see arguments or outputs, does not always give the same answer (it counts calls), or
-            answers something else.
+        PolicyError: it needs arguments or outputs, does not always give the same answer (it counts calls), or answers
+            something else.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
     groups: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
-"""What long work shows while it runs: a bar on a terminal or in a notebook, else lines of the logger "autoac".
+"""Progress of long work: a bar on a terminal or in a notebook, else lines of the logger "autoac".
 
-A bar goes to stderr, appears after half a second, and is gone when the work is done. It has no thread of its own,
-which would be measured as well, and is drawn a few times a second only: it is told of progress between timed ops.
+A bar goes to stderr, appears after half a second, and is removed when the work is done. It has no thread of its own,
+which would be measured as well, and is drawn only a few times a second: progress is reported between timed ops.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 Tell = Callable[[str, float], None]
-"""Called with what is being done and the share that is done, 0 to 1."""
+"""Called with a description of the current work and the share that is done, 0 to 1."""
 
 Progress = Tell | bool | None
-"""How progress is told: by a function of the caller's; False for not at all; None or True for what suits."""
+"""How progress is shown: a function of the caller's; False for not at all; None or True for a bar or log lines."""
 
 LOGGER = logging.getLogger("autoac")
 OFF = "AUTOAC_PROGRESS"
-"""Set to 0 in the environment, nothing is shown where `progress` is left out."""
+"""Environment variable; if it is 0, nothing is shown unless `progress` is given."""
 
 _AFTER_S = 0.5
 _EVERY_S = 0.2
@@ -37,10 +37,10 @@ class _Bar(Protocol):
 
 @contextlib.contextmanager
 def progress_shown(title: str, progress: Progress) -> Iterator[Tell]:
-    """Context in which progress is told.
+    """Context that yields the function to report progress with.
 
     Args:
-        title: what is being done, for whoever reads the bar or the log.
+        title: name of the work in the bar or the log.
     """
     if callable(progress):
         yield progress
@@ -55,10 +55,10 @@ def progress_shown(title: str, progress: Progress) -> Iterator[Tell]:
 
 @contextlib.contextmanager
 def drawn(make: Callable[[], _Bar]) -> Iterator[Tell]:
-    """Context in which progress is drawn, once there is enough of it.
+    """Context that draws progress in a bar, once the work has taken `_AFTER_S` seconds.
 
     Args:
-        make: the bar.
+        make: makes the bar.
     """
     start = last = time.monotonic()
     bar: _Bar | None = None
@@ -82,8 +82,8 @@ class Terminal:
     """A bar on stderr.
 
     Args:
-        title: what stands before it.
-        console: rich's; None for stderr.
+        title: the text before the bar.
+        console: of rich; None for stderr.
     """
 
     def __init__(self, title: str, console: Any = None) -> None:
@@ -102,7 +102,7 @@ class Terminal:
         self._bar.start()
 
     def draw(self, text: str, share: float) -> None:
-        """Show how far it is."""
+        """Redraw the bar."""
         self._bar.update(self._task, completed=share, now=text, refresh=True)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Terminal:
 
 
 class _Notebook:
-    """A bar as the output of a cell; it takes no widgets, and leaves an empty output."""
+    """A bar in a cell's output; it needs no widgets, and leaves an empty output."""
 
     def __init__(self, title: str) -> None:
         from IPython.display import HTML, display
@@ -128,7 +128,7 @@ class _Notebook:
 
 
 def _logged(title: str) -> Tell:
-    """A line for each thing that is begun, and every ten seconds."""
+    """Log a line when the text changes, and every ten seconds."""
     last, said = -_LOG_EVERY_S, ""
 
     def tell(text: str, share: float) -> None:
@@ -142,7 +142,7 @@ def _logged(title: str) -> Tell:
 
 
 def _in_notebook() -> bool:
-    """Whether a kernel of Jupyter runs this, which shows what is displayed."""
+    """Whether this runs in a Jupyter kernel, which shows displayed objects."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and hasattr(shell, "kernel")
@@ -153,5 +153,5 @@ def _is_terminal() -> bool:
 
 
 def part(tell: Tell, start: float, end: float) -> Tell:
-    """For a part of the work: its shares from 0 to 1 are those from start to end."""
+    """Progress of a part of the work: its shares 0 to 1 map to `start` to `end` of the whole."""
     return lambda text, share: tell(text, start + (end - start) * min(1.0, max(0.0, share)))

@@ -1,8 +1,8 @@
-"""The way through: profile a step, solve for a budget, hand out the plan.
+"""The main functions: profile a step, solve for a budget, return the plan.
 
-`planning.plan` is `profiling.profile` and then `solving.plan_recorded`; `checks` refuses bad arguments before anything
-runs. On several ranks `together.plan_together` takes its place. `solving` and `batches` also serve those who have a
-profile and no model.
+`planning.plan` calls `profiling.profile`, then `solving.plan_recorded`; `checks` refuses bad arguments before any work.
+On several ranks, `together.plan_together` takes its place. `solving` and `batches` also work from a profile without a
+model.
 """
 
 from autoac.api.batches import batch_tradeoff

@@ -37,17 +37,17 @@ def batch_tradeoff(
     Args:
         make: from a batch size to `(model, sample)` or `(model, sample, loss)`; or the profile of each batch size.
         budgets: one or more.
-        batch_sizes: which ones. None takes all profiles that are given; with a function it looks for the largest batch
-            that fits the largest budget, doubling from 1 on and then halving the interval.
+        batch_sizes: the sizes to plan for. None takes all given profiles; with a function it searches for the largest
+            batch that fits the largest budget, by doubling from 1 and then bisecting.
         optimizer: from a model to its optimizer, which then counts as in `profile`.
         mode, device: as for `profile`; by default no step is run, so nothing has to fit.
         engine, regions, gap, progress: as for `solve`.
-        time_limit_s: for each batch size and budget.
+        time_limit_s: solver seconds for each batch size and budget.
 
     Raises:
         InfeasibleBudgetError: not even the smallest batch fits the largest budget.
-        ProfilingError: a step could not be recorded, or a region is no module of it, or inside of another.
-        ValueError: an argument makes no sense; before anything is profiled, but for what only `make` can tell.
+        ProfilingError: a step could not be recorded, or a region is no module of it, or inside another one.
+        ValueError: an argument is invalid; raised before anything is profiled, unless only a call of `make` shows it.
     """
 
     def recorded(batch: int) -> Profile:

@@ -1,4 +1,4 @@
-"""What is refused before anything runs."""
+"""Argument checks that run before any work."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def checked(
     max_overhead: float | str | None = None,
     total_bytes: int | None = None,
 ) -> list[str] | None:
-    """Refuse what makes no sense before anything runs, and tell the names of the modules chosen as regions.
+    """Check arguments before any work, and return the names of the modules chosen as regions.
 
-    Args, Raises: as for `plan`; `total_bytes` is the memory of another device that is planned for.
+    Args, Raises: as for `plan`; `total_bytes` is the planned device's memory, if that is another device.
     """
     model = unwrapped(model)
     check_model(model)
@@ -47,10 +47,10 @@ def checked(
 def check_compiling(
     engine: str, granularity: str, policies: Policies = (), max_overhead: float | str | None = None
 ) -> None:
-    """Refuse what engine compile cannot do, and its options without it.
+    """Refuse options that engine compile does not support, and its own options with other engines.
 
     Raises:
-        PolicyError, ValueError: before anything runs.
+        PolicyError, ValueError: an option is refused; raised before any work.
     """
     resolve_engine(engine)
     if granularity not in GRANULARITIES:
@@ -71,10 +71,10 @@ def check_compiling(
 
 
 def check_samples(sample: Any, engine: str, budget_of: str) -> None:
-    """Refuse several samples where they cannot be compared.
+    """Refuse several samples with options under which they cannot be compared.
 
     Raises:
-        ValueError: before anything runs.
+        ValueError: an option is refused; raised before any work.
     """
     if isinstance(sample, Samples) and (compiles(engine) or budget_of != "allocated"):
         raise ValueError(
@@ -84,10 +84,10 @@ def check_samples(sample: Any, engine: str, budget_of: str) -> None:
 
 
 def check_together(engine: str, granularity: str, sample: Any) -> None:
-    """Refuse what several ranks cannot plan together.
+    """Refuse options that several ranks cannot plan with together.
 
     Raises:
-        ValueError: before anything runs.
+        ValueError: an option is refused; raised before any work.
     """
     if compiles(engine):
         raise ValueError(
@@ -103,7 +103,7 @@ def check_together(engine: str, granularity: str, sample: Any) -> None:
 
 
 def mode_for_compiling(mode: Mode, device: str | Path | None) -> Mode:
-    """The mode in which regions are compiled and measured; refuses any in which nothing runs."""
+    """The mode in which regions are compiled and measured; refuses modes that run nothing on the device."""
     if mode == "fake" or device is not None:
         asked = "mode='fake'" if mode == "fake" else f"device={device!r}"
         raise ValueError(
@@ -125,5 +125,5 @@ def check_is_profile(profile: Any) -> None:
 
 
 def kind_of(model: torch.nn.Module, device: str | Path | None) -> str:
-    """The device that is planned for, as text."""
+    """The planned device, as text."""
     return str(device_of(unwrapped(model))) if device is None else find_device(device).kind

@@ -1,4 +1,4 @@
-"""Which engine is taken where none is asked for."""
+"""The engine that "auto" stands for, and the reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoac_solver.records.engines import COMPILE
 
 
 def engine_for(model: torch.nn.Module, engine: str) -> tuple[str, str]:
-    """The engine for a step that was recorded without compiling anything, and why it is that."""
+    """The engine for a step that was recorded without compiling anything, and the reason for it."""
     if engine != "auto":
         return engine, "asked for"
     if compiled_attribute(model) is None:
@@ -25,12 +25,12 @@ def engine_for(model: torch.nn.Module, engine: str) -> tuple[str, str]:
 
 
 def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tuple[str, str]:
-    """The engine for a step that is recorded next, and why it is that.
+    """The engine for a step that is recorded next, and the reason for it.
 
-    A model counts as compiled if it is itself, or if most of its parameters are in modules that are.
+    A model counts as compiled if it is compiled itself, or if most of its parameters are in compiled modules.
 
     Args:
-        against: what is asked for that engine compile cannot do, "" for nothing.
+        against: a requested option that engine compile does not support, "" for none.
     """
     otherwise, reason = engine_for(model, engine)
     compiled = _compiled(model)
@@ -48,7 +48,7 @@ def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tu
 def against_compiling(
     policies: Any, max_overhead: Any, sample: Any, budget_of: str, mode: str, device: str | Path | None
 ) -> str:
-    """What is asked for that engine compile cannot do, "" for nothing; arguments as for `plan`."""
+    """A requested option that engine compile does not support, "" for none; arguments as for `plan`."""
     asked = {
         "policies": bool(policies),
         "max_overhead": max_overhead is not None,

@@ -59,40 +59,41 @@ def plan(
 ) -> Plan:
     """Plan what to save and what to recompute so that a training step stays within a budget.
 
-    Runs up to four steps to profile them. Where the engine's bookkeeping takes a noticeable share of the time, it runs
-    a few more steps or forward passes to time that. Model, sample and random states are left as they were.
-    `plan.apply(model)` puts the plan on the model.
+    Profiling runs up to four steps, and a few more steps or forward passes to time the engine's bookkeeping if that
+    takes a noticeable share of the time. Model, sample and random states are left as they were. `plan.apply(model)`
+    puts the plan on the model.
 
     Args:
         model: the model as it will be trained (mode, dtype, device).
         sample: a tensor, a tuple (positional arguments), a mapping (keyword arguments), or a callable without
-            arguments that runs one whole step (forward, loss, backward); it is run twice, and what it changes besides
-            tensors (the schedule of a learning rate, say) stays so. Or `Samples`, several batches of different shapes:
-            the plan is for the one with the highest peak, and `Plan.samples` tells how the others do.
+            arguments that runs one whole step (forward, loss, backward); it is run twice, and its changes to anything
+            but tensors (a learning-rate schedule) persist. Or `Samples`, several batches of different shapes: the plan
+            is for the one with the highest peak, and `Plan.samples` shows the others.
         budget: limit for the peak of the whole step on the device: bytes, "20GB" (10^9), "20GiB" (2^30), or "80%" of
             the device's memory.
         max_overhead: instead of a budget: plan for the least memory with which a step takes at most this much longer,
             "5%" or 0.05; found to within 0.1 % of the peak with nothing recomputed. The plan's budget is then its peak.
         loss: from the model's output to a scalar; left out, the output's `.loss`, or the output if scalar, else the
             mean of its floating tensors.
-        optimizer: if given, its state and what its `step()` takes count as part of the step, while loss and output are
-            still there. It is not run.
+        optimizer: if given, its state and the memory of its `step()` count as part of the step, with loss and output
+            still alive. It is not run.
         regions: None (found automatically), names or globs of modules, or a predicate `(fqn, module) -> bool`. A glob
-            stands for the outermost modules that it finds.
+            selects the outermost modules that it matches.
         policies: constraints and hints for single values: `autoac.Policy` objects, a policy function for torch's
             selective checkpointing, or several of these; see `autoac.policies`.
-        engine: "replay" (runs single ops again), "sac" (a policy for torch's selective checkpointing), "compile" (has
-            torch.compile compile the regions, and chooses what each keeps), or "auto": replay; for a model that is
-            compiled, compile, or sac where that cannot do what is asked for. The plan's explanation says why.
-        granularity: of engine compile, where no regions are named: each of the model's "blocks" is compiled by itself,
-            those that are alike once; or the model as a "whole".
-        headroom: part of the budget to leave free, for what no plan can see (fragmentation, other libraries).
+        engine: "replay" (runs single ops again), "sac" (a policy for torch's selective checkpointing), "compile"
+            (torch.compile compiles the regions, and the plan chooses what each saves), or "auto": replay; for a
+            compiled model compile, or sac if compile does not support what is asked for. The plan's explanation says
+            why.
+        granularity: for engine compile without named regions: compile each of the model's "blocks" separately, equal
+            ones once, or the model as a "whole".
+        headroom: part of the budget to leave free, for memory that no plan can see (fragmentation, other libraries).
         budget_of: what the budget limits: "allocated" memory (`torch.cuda.max_memory_allocated`), or on CUDA
             "reserved" memory (`max_memory_reserved`), which is simulated with the options in `PYTORCH_CUDA_ALLOC_CONF`.
         time_limit_s: for the solver, seconds.
         gap: how far from the least time the plan may be, as a fraction of the step's time.
         mode, device: as for `profile`. With `device`, a budget in percent is of that device's memory.
-        parallel: how the model will be trained on several processes, where it is not wrapped yet:
+        parallel: how the model will be trained on several processes, if it is not wrapped yet:
             `autoac.parallel.DDP(...)`, `.FSDP2(...)` or `.TensorParallel(...)`. A model that is wrapped, sharded or
             split already is planned for by all ranks together: every rank calls this, and gets the same plan or the
             same error.
@@ -102,16 +103,16 @@ def plan(
 
     Raises:
         InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
-        PolicyError: policies clash, or one is about nothing in the step.
-        ProfilingError: the step could not be recorded, or a region is no module of the model, or inside of another.
-        ParallelError: on all ranks that plan together, what one of them raised.
-        ValueError: an argument makes no sense; before anything runs.
+        PolicyError: policies conflict, or one matches nothing in the step.
+        ProfilingError: the step could not be recorded, or a region is no module of the model, or inside another one.
+        ParallelError: an error of one of the ranks that plan together, raised on all of them.
+        ValueError: an argument is invalid; raised before any work.
     """
     check_parallel(parallel)
     wrapped = parallel or found_on(model)
     if wrapped.is_here:
         check_together(engine, granularity, sample)
-        # Options that say how to plan are the same everywhere; what is planned for, each rank has of its own.
+        # Options are the same on all ranks; model and sample are each rank's own.
         options = {
             "loss": loss, "optimizer": optimizer, "regions": regions, "policies": policies, "engine": engine,
             "headroom": headroom, "time_limit_s": time_limit_s, "gap": gap, "mode": mode, "device": device,
@@ -119,7 +120,7 @@ def plan(
         }  # fmt: skip
         return plan_together(model, sample, budget, wrapped, options)
     policies = listed(policies)
-    # What can be refused before anything runs.
+    # Argument checks before any work.
     total_bytes = None if device is None else find_device(device).memory_bytes
     names = checked(model, budget, regions, policies, engine, headroom, max_overhead, total_bytes)
     check_budget_of(budget_of, kind_of(model, device))
@@ -183,15 +184,15 @@ def plan(
 def plan_buckets(
     model: torch.nn.Module, samples: Samples | Iterable[Any], budget: int | str, **options: Any
 ) -> Buckets:
-    """A plan for each of several sizes of batches; put on the model, each call runs under the plan for its size.
+    """A plan for each of several batch sizes; applied to the model, each call runs under the plan for its size.
 
     A smaller batch needs less recomputation for the same budget, so its steps are faster than under the plan for the
-    largest one. Each of the sizes is profiled. A few that cover the lengths are enough: what is in between takes the
-    plan of the next larger one.
+    largest one. Each size is profiled. A few sizes that cover the lengths are enough: a batch in between takes the plan
+    of the next larger size.
 
     Args:
         model, budget: as for `plan`.
-        samples: batches of different sizes, the largest among them; `Samples`, or what it takes.
+        samples: batches of different sizes, the largest among them; `Samples`, or its argument.
         options: other arguments of `plan`; not engine "compile".
 
     Raises:

@@ -38,7 +38,7 @@ from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import Profile
-from autoac_solver.show import notebook  # noqa: F401  (what makes profiles show themselves in Jupyter)
+from autoac_solver.show import notebook  # noqa: F401  (makes profiles display in Jupyter)
 
 
 def profile(
@@ -57,23 +57,23 @@ def profile(
 ) -> Profile:
     """Record one training step: time and bytes of every op, and what autograd saves.
 
-    The step runs with everything recomputed, so a model that does not fit without checkpointing can be profiled. Where
-    the engine's bookkeeping takes a noticeable share of the time and the step fits, forward or the whole step also runs
+    The step runs with everything recomputed, so a model that does not fit without checkpointing can be profiled. If the
+    engine's bookkeeping takes a noticeable share of the time and the step fits, forward or the whole step also runs
     without recomputation, to time it. On fake tensors nothing is allocated: for a model that does not fit at all, or is
-    on the meta device. Afterwards model, sample and random states are as they were, also if profiling fails. Threads
-    that profile at once take turns, so the step of one must not wait for another's.
+    on the meta device. Afterwards model, sample and random states are as they were, even if profiling fails. Threads
+    that profile concurrently take turns, so one thread's step must not wait for another's.
 
     Args:
         model, sample, loss, optimizer, progress: as for `plan`.
-        regions: checked here; the profile does not depend on it, but where its regions are compiled.
-        mode: "real" runs the step; "fake" runs only its shapes, and each distinct op once by itself where that can be
-            afforded; "auto" takes "real" where the step fits, else "fake", and `Profile.notes` says so.
-        device: a GPU one does not have: "h200" and the like, or a cost table that `autoac calibrate` wrote. Times are
-            taken from its table, and "auto" is "fake" unless the step depends on values.
+        regions: checked here; the profile does not depend on it, unless its regions are compiled.
+        mode: "real" runs the step; "fake" propagates only its shapes, and runs each distinct op once on its own where
+            that can be afforded; "auto" takes "real" if the step fits, else "fake", and `Profile.notes` says so.
+        device: a GPU that is not here: "h200" and the like, or a cost table written by `autoac calibrate`. Times are
+            taken from its table, and mode "auto" is "fake" unless the step depends on values.
         parallel: as for `plan`. The step of a sharded model is recorded with its collectives, so all ranks call this.
             With `world_size=`, `FSDP2` and `TensorParallel` are recorded on fake tensors, in a process that is no rank.
-        engine: "compile" also compiles the regions and measures what they take, which engine compile chooses from;
-            it runs the step for real. Under any other the profile is the same.
+        engine: "compile" also compiles the regions and measures the variants from which engine compile chooses; it runs
+            the step for real. For all other engines the profile is the same.
         granularity: as for `plan`.
 
     Raises:
@@ -101,7 +101,7 @@ def profile(
     check_parallel(parallel)
     wrapped = parallel or found_on(model)
     table = None if device is None else find_device(device)
-    lean_losses = compiled_attribute(model) is None  # the compiler makes a loss of its own
+    lean_losses = compiled_attribute(model) is None  # the compiler has its own loss
     model = unwrapped(model)
     check_model(model)
     names = select_modules(model, regions)
@@ -154,7 +154,7 @@ def _recorded(
     """The profile on this device, for real or on fake tensors.
 
     Args:
-        table: of another device whose times are wanted in place of this one's.
+        table: cost table of another device, whose times replace this device's; None to measure.
         lean_losses: as for `recorded_step`.
     """
     timed, model = table is None, step.model
@@ -189,7 +189,7 @@ def _recorded_for_real(
     may_be_fitted = timed and not step.is_whole
     told = part(progress, 0.0, 0.6) if may_be_fitted else progress
     profile, gives_gradients_to_its_own = recorded_step(step, told, lean_losses)
-    with_others = any(is_collective(op.name) for op in profile.tape)  # which would have to run as many steps
+    with_others = any(is_collective(op.name) for op in profile.tape)  # others would run as many steps, too
     if not may_be_fitted or not gives_gradients_to_its_own or with_others:
         return profile
     return fitted(profile, step, free_bytes(device_of(step.model)), part(progress, 0.6, 1.0))

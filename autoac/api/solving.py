@@ -1,4 +1,4 @@
-"""Plan from a profile: for one budget, for a range of budgets, and for `plan`, which has just recorded it."""
+"""Plan from a profile: for one budget, for a range of budgets, and for `plan` after recording."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def solve(
 
     Raises:
         InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
-        PolicyError: policies clash, or one is about nothing in the step.
-        ProfilingError: a region is no module of the profiled step, or inside of another.
-        ValueError: an argument makes no sense.
+        PolicyError: policies conflict, or one matches nothing in the step.
+        ProfilingError: a region is no module of the profiled step, or inside another one.
+        ValueError: an argument is invalid.
     """
     check_is_profile(profile)
     with progress_shown("planning", progress) as tell:
@@ -83,7 +83,7 @@ def plan_recorded(
 
     Args:
         names: what `checked` returned.
-        engine_reason: why it is this engine, where the caller has chosen.
+        engine_reason: why it is this engine, if the caller has chosen it.
         budget, max_overhead, policies, engine, headroom, budget_of, time_limit_s, gap: as for `plan`, and checked.
         progress: called with a text and the share done.
 
@@ -111,7 +111,7 @@ def plan_recorded(
 
 
 def called_among(recorded: Profile, names: list[str] | None) -> list[str] | None:
-    """The modules among these that the step calls; a glob may find others. All of them if it calls none."""
+    """The given modules that the step calls, as a glob may match others; all of them if it calls none."""
     called = {call.fqn for call in recorded.calls}
     return None if names is None else [name for name in names if name in called] or names
 
@@ -128,12 +128,12 @@ def tradeoff(
     gap: float = 1e-3,
     progress: Progress = None,
 ) -> Tradeoff:
-    """Plans over a range of budgets, from the least feasible one to that which needs no recomputation.
+    """Plans over a range of budgets, from the least feasible one to the one that needs no recomputation.
 
     Args:
         budgets: one or more to plan for; those that no plan meets are left out. None spreads `points` of them evenly.
         points: how many budgets, at least 2.
-        time_limit_s: for each budget; the plan of one budget is where the search for the next larger one starts.
+        time_limit_s: for each budget; the search starts from the plan of the next smaller budget.
         profile, engine, regions, policies, gap, progress: as for `solve`. Ctrl-C keeps what is done so far.
 
     Raises:

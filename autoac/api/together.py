@@ -25,14 +25,14 @@ from autoac_solver.records.arguments import check_effort
 def plan_together(
     model: torch.nn.Module, sample: Any, budget: int | str | None, wrapped: Plain, options: dict[str, Any]
 ) -> Plan:
-    """One plan, made by all ranks together: for the rank whose step keeps the most.
+    """Make one plan on all ranks together, for the rank whose step keeps the most bytes.
 
     Args:
         wrapped: how the model is trained.
         options: the other arguments of `plan`.
 
     Raises:
-        ParallelError: what one of the ranks raised, on all of them.
+        ParallelError: an error of one of the ranks, raised on all of them.
     """
     alone = replace(wrapped, is_here=False)  # type: ignore[type-var]
     with together("plan", members=ranks_of(model)) as ranks:

@@ -1,4 +1,4 @@
-"""The plan that users hold: what it says of itself (`view`), what it does to a model (`plan`), and curves of plans."""
+"""The plan as users see it: its contents (`view`), its use on a model (`plan`), and curves of plans (`tradeoff`)."""
 
 from autoac.plans.plan import Model, Plan
 from autoac.plans.tradeoff import Tradeoff

@@ -1,4 +1,4 @@
-"""A plan: look at it, save it, put it on a model, check it."""
+"""A plan: inspect it, save it, put it on a model, verify it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 class Plan(PlanView):
     """What to save and what to recompute in one training step of one model.
 
-    Made by `autoac.plan` or `autoac.solve`; `Plan.load` reads one from a file, which runs no code from it.
+    Made by `autoac.plan` or `autoac.solve`; `Plan.load` reads one from a file, and runs no code from it.
     """
 
     def __init__(self, record: PlanRecord):
@@ -65,10 +65,10 @@ class Plan(PlanView):
         return model
 
     def remove(self, model: Model) -> Model:
-        """Take the plan off the model, which is then exactly as it was before, and return it.
+        """Take the plan off the model, restoring it exactly, and return the model.
 
         Raises:
-            PlanMismatchError: this plan is not on the model, or somebody has put another forward over it since.
+            PlanMismatchError: this plan is not on the model, or other code has replaced one of its forwards since.
         """
         self.placement.take_off(model)
         return model
@@ -92,15 +92,15 @@ class Plan(PlanView):
 
     @property
     def program_id(self) -> str:
-        """Tells this plan's programs and the model that they are for from others; the same in a file."""
+        """Identifies this plan's programs and the model they are for; stable across saving and loading."""
         return self.placement.plan_id
 
     @property
     def is_not_followed(self) -> NotFollowed:
-        """Which regions have run ops that the profiled step did not run, since the plan was last applied.
+        """Regions that have run ops that the profiled step did not run, since the plan was last applied.
 
-        It is false where none has. Otherwise it tells, for each region, which op was expected and which came, the
-        likely cause, and what the peak may be now; printed it is the warning that is given once.
+        It is false if there are none. Otherwise it has, for each region, the op that was expected and the one that
+        came, and the likely cause and the possible peak; printed, it is the text of the warning that is given once.
         """
         return self.placement.is_not_followed
 
@@ -148,7 +148,7 @@ class Plan(PlanView):
         raise PlanMismatchError(f"this plan has no region {region!r}; it has {known}.")
 
     def gradient_at_start(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What a leaf's gradient is at the start of the step that was profiled: None, or what the step adds to."""
+        """A leaf's gradient at the start of the profiled step: None, or the tensor that the step adds to."""
         table = self.record.profile.storage_table
         accumulates = any(storage.kind == "Gradient" and storage.alloc == NEVER for storage in table)
         if not accumulates or not tensor.requires_grad:
@@ -156,7 +156,7 @@ class Plan(PlanView):
         return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()
 
     def on(self, profile: Profile) -> Plan:
-        """The same decisions, with what another profile of the same step predicts of them."""
+        """The same decisions, with the predictions of another profile of the same step."""
         return Plan(predicted_anew(self.record, profile))
 
     def verify(
@@ -169,23 +169,23 @@ class Plan(PlanView):
     ) -> Report:
         """Run one step with the plan and one without from the same state, and compare.
 
-        The model and the sample are left as they were: if this plan is on the model, so it is afterwards.
+        Model and sample are left as they were: if this plan is on the model, it is on it afterwards.
 
         Args:
             model, sample, loss: as for `autoac.plan`.
-            steps: how many steps to compare and measure, each but the first with other random numbers: of a model
-                whose steps vary (layer drop, routed experts) the report has the largest peak, and all of them.
+            steps: number of steps to compare and measure, each but the first with other random numbers. For a model
+                whose steps vary (layer drop, routed experts) the report has the largest peak, and all peaks.
 
         Returns:
             Whether loss, gradients, buffers and random states are equal to the bit, predicted and measured peak, and
-            the ratio of the step times; where something differs, the first op or parameter that does. Of engine compile
-            the step without the plan has the same regions compiled as torch does, and floating values that are equal
-            within `tolerance` are equal.
+            the ratio of the step times; if something differs, the first op or parameter that does. For engine compile,
+            the step without the plan has the same regions compiled as torch does by default, and floating values that
+            are equal within `tolerance` count as equal.
 
         Raises:
             PlanMismatchError: the plan is not for this model.
             ProfilingError: a callable step leaves nothing to compare: no loss, no gradients, no optimizer's step.
-            ValueError: `steps` is no number of steps.
+            ValueError: `steps` is not a positive integer.
         """
         if type(steps) is not int or steps < 1:
             raise ValueError(f"steps is {steps!r}: at least one step is compared.")
@@ -198,10 +198,10 @@ class Plan(PlanView):
     def measure_memory(
         self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None
     ) -> pd.Series:
-        """Run one step with the plan and measure how many bytes are alive at each op, by the allocator's own account.
+        """Run one step with the plan and measure the live bytes at each op, as the allocator counts them.
 
-        The model and the sample are left as they were: if this plan is on the model, so it is afterwards. On CPU
-        only: CUDA's allocator tells the peak (`verify`), but not when.
+        Model and sample are left as they were: if this plan is on the model, it is on it afterwards. On CPU only:
+        CUDA's allocator reports the peak (`verify`), but not when it occurs.
 
         Args:
             model, sample, loss: as for `autoac.plan`.
@@ -222,7 +222,7 @@ class Plan(PlanView):
             return measured_memory(self, TrainingStep(unwrapped(model), sample, loss))
 
     def _compiled_as_torch_does(self) -> Plan | None:
-        """Where regions are compiled: a plan that compiles them without a budget, so that the two can be compared."""
+        """A plan that compiles the same regions without a budget, for comparison; None if no region is compiled."""
         if not any(region.point != EAGER for region in self.regions):
             return None
         regions = tuple(map(_without_budget, self.regions))
@@ -230,7 +230,7 @@ class Plan(PlanView):
 
 
 def _without_budget(region: RegionPlan) -> RegionPlan:
-    """A region as it is where memory does not matter: compiled as torch does, or with nothing recomputed."""
+    """The region without a budget: compiled as torch does by default, or with nothing recomputed."""
     if region.point != EAGER:
         return dataclasses.replace(region, point=TORCHS)
     return dataclasses.replace(region, wrapped=False, steps=tuple((name, False) for name, _ in region.steps))

@@ -1,4 +1,4 @@
-"""Plans over a range of budgets, which can be put on models."""
+"""Plans over a range of budgets that can be put on models."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Tradeoff(curve.Tradeoff):
 
     @functools.cached_property
     def plans(self) -> Sequence[Plan]:
-        """The plan of each row; it is made when it is first looked at."""
+        """The plan of each row, made on first access."""
         return curve.Lazy(len(self.points), lambda row: Plan(self.record(row)))
 
     def report(self, path: str | Path, row: int | None = None) -> None:
         """Write the curve and its plans as a page: one HTML file that opens offline.
 
         Args:
-            path: of the file, .html; one that is there is replaced.
-            row: of the plan that the page opens with; None for the knee's, or the first.
+            path: the file to write, .html; an existing one is replaced.
+            row: row of the plan that the page opens with; None for the knee's, or the first.
 
         Raises:
-            FileNotFoundError, IsADirectoryError: no file can be at this path; before the page is made.
+            FileNotFoundError, IsADirectoryError: no file can be written at this path; raised before the page is made.
         """
         write_report(self.record(self.opening_row if row is None else row), path, curve=self)
 
@@ -43,9 +43,9 @@ class Tradeoff(curve.Tradeoff):
 
         Args:
             row: as for `report`.
-            height: of the frame, pixels.
+            height: height of the frame, pixels.
 
         Returns:
-            What Jupyter shows as the page, if it is the last line of a cell.
+            An object that Jupyter shows as the page if it is the last line of a cell.
         """
         return Page(render_report(self.record(self.opening_row if row is None else row), curve=self), height)

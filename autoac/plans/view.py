@@ -1,4 +1,4 @@
-"""What a plan says of itself; no model is needed for it."""
+"""Contents and predictions of a plan; no model is needed for them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from autoac_solver.show.summary import notes, summary
 
 
 class PlanView:
-    """A plan's record, to be looked at and written.
+    """A plan's record, to be inspected and written.
 
     Args:
-        record: what the plan's file holds.
+        record: the contents of the plan's file.
     """
 
     def __init__(self, record: PlanRecord):
@@ -39,10 +39,10 @@ class PlanView:
 
     @property
     def predicted_reserved_bytes(self) -> int | None:
-        """What CUDA's caching allocator reserves at most during the planned step, as simulated.
+        """Peak of the memory reserved by CUDA's caching allocator during the planned step, as simulated.
 
-        None for plans for other devices, and where the allocator's options (`PYTORCH_CUDA_ALLOC_CONF`) are not
-        understood; `explain` says why.
+        None for plans for other devices, and if the allocator's options (`PYTORCH_CUDA_ALLOC_CONF`) are not understood;
+        `explain` says why.
         """
         return self.record.predicted_reserved_bytes
 
@@ -53,7 +53,7 @@ class PlanView:
 
     @property
     def budget_bytes(self) -> int:
-        """The limit that was asked for."""
+        """The requested limit."""
         return self.record.budget_bytes
 
     @property
@@ -84,15 +84,15 @@ class PlanView:
 
     @property
     def decisions(self) -> pd.DataFrame:
-        """One row a value: region, module, op, bytes, decision ("save", "recompute" or "skip"), time_s."""
+        """One row per value: region, module, op, bytes, decision ("save", "recompute" or "skip"), time_s."""
         return step_of(self.record).decisions.copy()
 
     @property
     def samples(self) -> pd.DataFrame:
-        """One row a sample that `autoac.plan` was given, that which was planned for first.
+        """One row per sample that `autoac.plan` was given; the first is the one that was planned for.
 
-        Columns: sample, peak_bytes, unplanned_peak_bytes, overhead, fits. A plan that was read from a file knows its
-        own sample only; its profile's notes tell of the others.
+        Columns: sample, peak_bytes, unplanned_peak_bytes, overhead, fits. A plan that was read from a file has only its
+        own sample; its profile's notes mention the others.
         """
         own = Outcome(
             self.record.profile.sample,
@@ -104,34 +104,34 @@ class PlanView:
         return pd.DataFrame([dataclasses.asdict(outcome) for outcome in (own, *self.outcomes)])
 
     def peak_parts(self) -> dict[str, int]:
-        """What is alive at the predicted peak on one rank, in bytes, by what it is.
+        """Bytes alive at the predicted peak on one rank, by kind.
 
         Returns:
-            parameters (of sharded ones the shards), gathered (parameters that FSDP2 has gathered there), gradients
-            (with DDP's buckets), optimizer (its state), inputs (the sample, buffers and what else was there before),
-            activations, and other (what ops and collectives take for a while). They add up to the predicted peak.
+            parameters (shards, if sharded), gathered (parameters that FSDP2 has gathered at that point), gradients
+            (with DDP's buckets), optimizer (its state), inputs (the sample, buffers and other memory from before the
+            step), activations, and other (temporary memory of ops and collectives). They add up to the predicted peak.
         """
         return peak_parts(self.record)
 
     def memory_timeline(self) -> pd.DataFrame:
-        """One row an op of the planned step: op, module, phase, live_bytes in all and by kind of memory."""
+        """One row per op of the planned step: op, module, phase, live_bytes in total and by kind of memory."""
         return step_of(self.record).timeline.copy()
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What one should know of the plan: how its step was recorded, and what could be better."""
+        """Notes on the plan: how its step was recorded, and what could be better."""
         return notes(self.record)
 
     def summary(self) -> str:
-        """The plan in at most 15 lines; `explain` says all there is."""
+        """The plan in at most 15 lines; `explain` has everything."""
         return summary(self.record)
 
     def explain(self) -> str:
-        """The plan in words: the peak and who holds it, what is recomputed at what price, what more memory buys."""
+        """The plan in words: the peak and its holders, recomputed values and their cost, the gain from more memory."""
         return explain(self.record)
 
     def why(self, module: str) -> str:
-        """What the plan does with a module, and why it does no more: why it is no region, what in it must be saved.
+        """The plan's decisions for a module, and their limits: why it is no region, which values in it must be saved.
 
         Args:
             module: its name in the model, "" for the model itself.
@@ -142,7 +142,7 @@ class PlanView:
         return refusals.why(self.record, module)
 
     def explanation(self) -> Explanation:
-        """What `explain` says, as tables. Takes a moment: it solves once more, for a little more memory."""
+        """The contents of `explain` as tables. Takes a moment: it solves once more, for a little more memory."""
         return explanation(self.record)
 
     def plot_memory(self, axes: Any = None, measured: Any = None) -> Any:
@@ -168,10 +168,10 @@ class PlanView:
 
         Args:
             curve, points: as for `report`.
-            height: of the frame, pixels.
+            height: height of the frame, pixels.
 
         Returns:
-            What Jupyter shows as the page, if it is the last line of a cell.
+            An object that Jupyter shows as the page if it is the last line of a cell.
         """
         with progress_shown("planning other budgets", None) as tell:
             return Page(render_report(self.record, curve=curve, points=points, progress=tell), height)
@@ -189,14 +189,14 @@ class PlanView:
         """Write the plan as a page: one HTML file that opens offline.
 
         Args:
-            path: of the file, .html; one that is there is replaced.
+            path: the file to write, .html; an existing one is replaced.
             curve: plans for other budgets, from the same profile and for the same engine; None makes them, which takes
                 a while.
-            points: how many budgets to make plans for if there is no curve; 0 shows this plan alone.
+            points: number of budgets to plan for if there is no curve; 0 shows this plan alone.
 
         Raises:
             ValueError: the curve is of another profile or engine.
-            FileNotFoundError, IsADirectoryError: no file can be at this path; before the page is made.
+            FileNotFoundError, IsADirectoryError: no file can be written at this path; raised before the page is made.
         """
         with progress_shown("planning other budgets", None) as tell:
             write_report(self.record, path, curve=curve, points=points, progress=tell)

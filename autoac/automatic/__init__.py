@@ -1,10 +1,10 @@
 """One line in a loop: the first training step is recorded as it runs, and the next ones run under a plan.
 
-`start.auto` checks the arguments and puts the handle on the model. `handle.Auto` hears of the loop's events: a call of
-the model (`ahead`: of a sharded one before FSDP2 does), an optimizer's step. `cycle` tells which of them belong to one
-step. `loop_plan.LoopPlan` makes the plan, puts it on and takes it off; `across` settles on it with other ranks.
-`recording` records steps, `optimizers` counts what the loop's optimizers take, `watch` tells steps that the plan was
-not made for, and `peak` measures the first planned step.
+`start.auto` checks the arguments and puts the handle on the model. `handle.Auto` receives the loop's events: calls of
+the model (`ahead`: of a sharded model, before FSDP2's hooks) and optimizer steps. `cycle` decides which of them belong
+to one step. `loop_plan.LoopPlan` makes the plan, puts it on and takes it off; `across` settles on it with other ranks.
+`recording` records steps, `optimizers` counts the memory of the loop's optimizers, `watch` detects steps that the plan
+was not made for, and `peak` measures the first planned step.
 
 NOTE [ The loop's steps ]
   1. Nothing is run for the plan. The loop's own first step is recorded (see `autoac.record.live`), with its batch,
@@ -13,11 +13,11 @@ NOTE [ The loop's steps ]
      first run. If no torch optimizer is seen, it ends before the first write to a parameter after backward, or before
      the next call of the model that finds no gradients although backward had left some. So a loop that only
      accumulates, and neither steps nor clears gradients, has no second step.
-  3. The plan is made when the next step begins. Only then we know which tensors of the step before the loop still
-     holds (its output, its loss), and whether there are gradients when a step begins. If the recorded step differs in
-     that, as where `zero_grad` comes after forward, the next step is recorded instead.
-  4. Steps that end with several optimizers by turns are taken as one, see NOTE [ Several optimizers ] in `cycle`.
-  5. Only calls of the model in train mode and with gradients on count.
+  3. The plan is made when the next step begins. Only then do we know which tensors of the previous step the loop still
+     holds (its output, its loss), and whether a step begins with gradients. If the recorded step differs in that (for
+     example if `zero_grad` comes after forward), the next step is recorded instead.
+  4. If several optimizers step in turn, their steps are taken as one, see NOTE [ Several optimizers ] in `cycle`.
+  5. Only calls of the model in train mode and with gradients enabled count.
 """
 
 from autoac.automatic.handle import Auto

@@ -1,13 +1,13 @@
 """`autoac.auto` on several ranks: they settle on one plan, or all raise the same error.
 
 NOTE [ One loop on several ranks ]
-  1. Each rank records its own step, which takes no collective that the loop does not have. A rank that records says so
+  1. Each rank records its own step, without collectives that the loop does not have. A rank that records announces it
      beforehand, and all meet when the next step begins; see `autoac.parallel.meetings`.
-  2. There they compare what they have: a newly recorded step, or the plan that is on the model. The one that keeps the
-     most is planned for, by the rank that has it, and all put that plan on. So a rank that meets a larger batch later
-     records that step by itself, and the others join in the next one.
-  3. Whatever one of them fails with, all of them raise, and take their plans off.
-  4. The file of a plan is read and written by rank 0.
+  2. There they compare their newly recorded step, or the plan on their model. The step that keeps the most bytes is
+     planned for, by the rank that has it, and all put that plan on. So a rank that meets a larger batch later records
+     that step alone, and the others join in the next one.
+  3. If one rank fails, all raise its error, and take their plans off.
+  4. Rank 0 reads and writes the plan's file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autoac_solver.records.profile import Profile
 
 
 class Meeting:
-    """What the ranks decide while they meet.
+    """The decisions that ranks make together while they meet.
 
     Args:
         ranks: all of them.
@@ -46,18 +46,18 @@ class Meeting:
         return self.ranks.rank == 0
 
     def any(self, mine: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether `mine` is true on any rank."""
         return any(self.ranks.all(mine))
 
     def one_plan(
         self, profile: Profile | None, at_hand: Plan | None, make: Callable[[Profile], Plan]
     ) -> Plan | None:
-        """The plan for all: that of the rank whose step keeps the most; None if nobody has any.
+        """The plan for all: that of the rank whose step keeps the most bytes; None if no rank has any.
 
         Args:
-            profile: of a step that this rank has recorded, and has no plan for.
-            at_hand: a plan that this rank has, for want of such a step.
-            make: from that profile to its plan.
+            profile: a step that this rank has recorded and has no plan for.
+            at_hand: this rank's plan, used without such a step.
+            make: makes the plan for that profile.
         """
         step = profile or (at_hand.record.profile if at_hand is not None else None)
         found = self.ranks.all(-1 if step is None else kept_bytes(step))
@@ -71,7 +71,7 @@ class Meeting:
 
 
 class Across:
-    """The ranks that run a loop; one process is none of several.
+    """The ranks that run a loop together; a single process has no others.
 
     Args:
         given: the model as the loop calls it.
@@ -91,7 +91,7 @@ class Across:
         return self._meetings is not None
 
     def step_begins(self) -> bool:
-        """A step of the loop begins; whether the ranks meet now."""
+        """Note that a step of the loop begins; returns whether the ranks meet now."""
         if not self._is_known:  # not sooner: the model may be wrapped after `auto` was called
             self._is_known = True
             if is_spread(self._given):
@@ -108,10 +108,10 @@ class Across:
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[Meeting]:
-        """Context in which all ranks decide.
+        """Context in which all ranks decide together.
 
         Raises:
-            ParallelError: one of them has failed, has not come, or trains something else; on all of them.
+            ParallelError: a rank has failed, has not come, or trains something else; raised on all ranks.
         """
         wanted = self._wanted
         with together("settle on a plan for their loop", members=ranks_of(self._model)) as ranks:

@@ -1,4 +1,4 @@
-"""Hear of a call of a sharded model before FSDP2 does."""
+"""Observe calls of a sharded model before FSDP2's own hooks run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Call = Callable[[tuple[Any, ...], dict[str, Any]], None]
 class Ahead:
     """A hook that runs before FSDP2 gathers the parameters of the model that the loop calls.
 
-    In the model's forward they are gathered already: what was gathered would count as there before the step, and the
-    shards would not.
+    In the model's forward they are gathered already: the gathered parameters would count as alive before the step, and
+    the shards would not.
 
     Args:
         model: as the loop calls it.
-        heard: told of each call, before anything of it runs. A bound method, which is not kept alive.
+        heard: called for each call, before any of it runs. A bound method, which is not kept alive.
     """
 
     def __init__(self, model: torch.nn.Module, heard: Call):
@@ -31,16 +31,16 @@ class Ahead:
 
     @property
     def is_late(self) -> bool:
-        """Whether the call that runs now was not heard: the model has been sharded since the last one."""
+        """Whether the current call was missed: the model has been sharded since the last one."""
         return is_unit(self._model) and self._hook is None
 
     @property
     def is_on(self) -> bool:
-        """Whether calls are heard."""
+        """Whether calls are observed."""
         return self._hook is not None
 
     def put_on(self) -> None:
-        """Hear of the calls from the next one on, if the model is sharded itself."""
+        """Observe calls from the next one on, if the model itself is sharded."""
         if not self.is_late:
             return
         heard = self._heard
@@ -55,7 +55,7 @@ class Ahead:
         self._hook = self._model.register_forward_pre_hook(about_to_be_called, prepend=True, with_kwargs=True)
 
     def take_off(self) -> None:
-        """Hear of no more calls."""
+        """Stop observing calls."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

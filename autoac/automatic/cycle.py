@@ -1,11 +1,11 @@
-"""Where a step of the loop begins and ends, by what calls the model and which optimizers step.
+"""Where a step of the loop begins and ends, from the model's calls and the optimizers' steps.
 
 NOTE [ Several optimizers ]
   In most loops a step ends with the optimizer. A GAN's loop takes one step for the discriminator, one for the
   generator, and both have to keep to the budget. So from the first step on that ends with another optimizer than the
-  first one did, all steps up to the last of the others are taken as one: one profile, one plan. How many they are is
-  counted once, in a step that is recorded for nothing else. A trainer that tells where a batch begins (Lightning)
-  says so without being asked.
+  first one, all steps up to the last of the others are taken as one: one profile, one plan. Their number is counted
+  once, in a step that is recorded for nothing else. A trainer that announces where a batch begins (Lightning) makes
+  this unnecessary.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import weakref
 from typing import Any
 
 _MOST = 12
-"""More optimizers' steps are not taken as one: the plan would be for as many times the ops."""
+"""Most optimizer steps taken as one: the plan's number of ops grows with it."""
 
 
 class Cycle:
-    """The loop's events, as far as they tell its steps.
+    """Divides the loop's events into steps.
 
     Attributes:
-        is_told: a trainer tells where a step begins.
-        has_stepped: an optimizer has, since the model was last called.
-        is_too_long: more optimizers' steps would belong together than are planned for as one.
+        is_told: a trainer announces where a step begins.
+        has_stepped: an optimizer has stepped since the model was last called.
+        is_too_long: more optimizer steps belong together than are planned for as one.
     """
 
     def __init__(self) -> None:
@@ -31,24 +31,24 @@ class Cycle:
         self.has_stepped = True
         self.is_too_long = False
         self._first: weakref.ref[Any] | None = None  # the optimizer that ended the first step
-        self._last: weakref.ref[Any] | None = None  # that which ended the last one
+        self._last: weakref.ref[Any] | None = None  # the optimizer that ended the last step
         self._is_several = False
-        self._is_partial = False  # the rest of the step in which another optimizer came first
+        self._is_partial = False  # in the rest of the step in which another optimizer first appeared
         self._count = 0  # optimizers' steps since the step began
-        self._length: int | None = 1  # with so many it ends; None is not known yet
+        self._length: int | None = 1  # number of optimizer steps with which it ends; None while unknown
 
     @property
     def is_one(self) -> bool:
-        """Whether a step of an optimizer is a step of the loop."""
+        """Whether every optimizer step ends a step of the loop."""
         return not (self.is_told or self._is_several)
 
     @property
     def is_over(self) -> bool:
-        """Whether the optimizer's step that was counted last ends the loop's step."""
+        """Whether the optimizer step counted last ends the loop's step."""
         return self.is_one or (self._length is not None and self._count >= self._length)
 
     def may_begin(self, has_gradients: bool) -> bool:
-        """Whether a call of the model, of which no trainer tells, begins a step."""
+        """Whether a call of the model, not announced by a trainer, begins a step."""
         if self.is_told:
             return False
         if self._is_several:
@@ -56,7 +56,7 @@ class Cycle:
         return self.has_stepped or not has_gradients
 
     def begins(self) -> bool:
-        """A step begins; whether it ends with another optimizer's step than was planned for."""
+        """Begin a step; returns whether steps end with another optimizer step than was planned for."""
         count, self._count = self._count, 0
         if self.is_one:
             return False
@@ -69,7 +69,7 @@ class Cycle:
         return True
 
     def count(self, optimizer: Any) -> None:
-        """An optimizer steps."""
+        """Count a step of an optimizer."""
         self._count += 1
         if not self.has_stepped:
             self._last = weakref.ref(optimizer)

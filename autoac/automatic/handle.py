@@ -1,4 +1,4 @@
-"""The handle of `autoac.auto`: it hears of the loop's events, and decides when to record, to plan and to plan anew."""
+"""The handle of `autoac.auto`: receives the loop's events, and decides when to record, to plan and to plan anew."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from autoac.torch_private import in_backward
 
 
 class Auto(LoopPlan):
-    """The handle of `autoac.auto`: hears of the loop's events.
+    """The handle of `autoac.auto`: receives the loop's events.
 
     Attributes:
-        report: what `Plan.verify` found, None where it was not wanted or has not run yet.
+        report: result of `Plan.verify`, None if it was not requested or has not run yet.
         measured_peak_bytes: peak of the first planned step, with the optimizer's step and resident bytes; None until it
-            is over, or where it was not to be measured.
+            is over, or if it is not to be measured.
     """
 
     def __init__(self, model: torch.nn.Module, wanted: Wanted, optimizer: Any):
@@ -46,7 +46,7 @@ class Auto(LoopPlan):
     # For the user.
 
     def remove(self) -> None:
-        """Take the plan and this handle's hooks off the model, which is then as it was before."""
+        """Take the plan and this handle's hooks off the model, restoring it."""
         super().remove()
         self._ahead.take_off()
         _remove(self._hooks)
@@ -60,10 +60,10 @@ class Auto(LoopPlan):
     # The loop's events.
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model is called."""
+        """Handle a call of the model."""
         if not self._counts:
             return self._on_top.run(args, kwargs)
-        if self._ahead.is_late:  # the model was sharded after `auto`: from the next call on
+        if self._ahead.is_late:  # the model was sharded after `auto`: observe from the next call on
             self._ahead.put_on()
             return self._on_top.run(args, kwargs)
         if not self._ahead.is_on:
@@ -80,31 +80,31 @@ class Auto(LoopPlan):
 
     @property
     def _counts(self) -> bool:
-        """Whether a call now is the loop's: no evaluation, second run of code in backward, or call within another."""
+        """Whether a call now is the loop's: not evaluation, not a second run in backward, not within another call."""
         return self._model.training and torch.is_grad_enabled() and not in_backward() and not self._running
 
     def _about_to_be_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is called, and FSDP2 has gathered nothing for it yet."""
+        """Handle a call of the model before FSDP2 has gathered anything for it."""
         if self._counts:
             self._begins(args, kwargs, self._cycle.may_begin(has_gradients(self._model)))
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A step begins, or a further micro-batch of it: for trainers that do not call the model itself.
+        """Announce a step, or a further micro-batch of it, for trainers that do not call the model itself.
 
-        A step then goes on until the next one begins, however many optimizers step in it.
+        A step then lasts until the next one begins, however many optimizers step in it.
 
         Args:
-            args, kwargs: of the call; the batch is in them.
+            args, kwargs: arguments of the call, which hold the batch.
         """
         self._cycle.is_told = True
         self._begins(args, kwargs, self._cycle.has_stepped or not has_gradients(self._model))
         self._cycle.has_stepped = False
 
     def _begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], begins: bool) -> None:
-        """The model is called.
+        """Handle a call of the model.
 
         Args:
-            begins: a step begins with that.
+            begins: whether a step begins with the call.
         """
         self._recording.end_if_over(begins and not (self._cycle.is_one and has_gradients(self._model)))
         if not self._cycle.is_told:
@@ -132,7 +132,7 @@ class Auto(LoopPlan):
             self._record(args, kwargs)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """An optimizer is about to step."""
+        """Handle an optimizer that is about to step."""
         if not self._optimizers.trains(optimizer):
             return None
         if self._optimizers.are_joined_by(optimizer):
@@ -141,7 +141,7 @@ class Auto(LoopPlan):
             return args, {**kwargs, "closure": self._then_over(kwargs["closure"], optimizer)}
         if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
             return (args[0], self._then_over(args[1], optimizer), *args[2:]), kwargs
-        if in_backward():  # it steps parameter by parameter while backward runs
+        if in_backward():  # it steps parameter by parameter during backward
             self._tell_if_nothing_is_seen()
         else:
             self._step_is_over(optimizer)
@@ -180,10 +180,10 @@ class Auto(LoopPlan):
         elif self._recording.is_on:
             self._recording.pause(True)  # the record goes on after the optimizer
 
-    # What is done then.
+    # Reactions to events.
 
     def _begin_cycle(self) -> None:
-        """A step begins: with other optimizers' steps than the one before, maybe."""
+        """Begin a step; if its optimizer steps differ from the recorded ones, record again."""
         if self._cycle.begins():
             self._record_again(is_new=True)
             self._peak = StepPeak(self._model, self._wanted.measure)
@@ -203,7 +203,7 @@ class Auto(LoopPlan):
             self._across.ask()
 
     def _look_at(self, args: Any, kwargs: Any, begins: bool) -> None:
-        """A call under the plan: record anew or warn if the plan was not made for it."""
+        """Check a call under the plan: record anew or warn if the plan was not made for it."""
         found = self._watch.found(args, kwargs, begins, self._recording)
         if found is not None:
             self._act_on(found)

@@ -1,4 +1,4 @@
-"""The plan that a loop runs under: made of a recorded step, from a file, agreed on with other ranks, taken off."""
+"""The plan of a loop: made from a recorded step or a file, agreed on with other ranks, put on and taken off."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from autoac_solver.records.profile import Profile
 
 
 class LoopPlan:
-    """The plan of a loop, from the first recorded step to the last; `Auto` hears of the loop's events.
+    """The plan of a loop, from the first recorded step on; `Auto` receives the loop's events.
 
     Args:
         model: as the loop calls it.
-        optimizer: None if it is to be found when it steps.
+        optimizer: the loop's optimizer; None to find it when it steps.
         on_top: our forward on the model, which stands aside while a plan is put on or taken off.
 
     Attributes:
-        report: what `Plan.verify` found, None where it was not wanted or has not run yet.
+        report: result of `Plan.verify`, None if it was not requested or has not run yet.
         measured_peak_bytes: peak of the first planned step, with the optimizer's step and resident bytes; None until it
-            is over, or where it was not to be measured.
+            is over, or if it is not to be measured.
     """
 
     def __init__(self, model: torch.nn.Module, wanted: Wanted, optimizer: Any, on_top: OnTop):
@@ -46,8 +46,8 @@ class LoopPlan:
         self._provisional: Plan | None = None
         self._plan: Plan | None = None
         self._was_saved = False
-        self._trained = ""  # which parameters were trained in the recorded step
-        self._kept: Plan | None = None  # stays if the next recorded step calls no more modules
+        self._trained = ""  # fingerprint of the parameters trained in the recorded step
+        self._kept: Plan | None = None  # put on again if the next recorded step needs no more
         self._cycle = Cycle()
         self._on_top = on_top
         self._warn = Once()
@@ -58,7 +58,7 @@ class LoopPlan:
         self._across = Across(model, self._model, wanted)
 
     def remove(self) -> None:
-        """Take the plan off the model, which is then as it was before."""
+        """Take the plan off the model, restoring it."""
         self._recording.give_up()
         self._peak.end()
         self._optimizers.hold(False)
@@ -78,14 +78,14 @@ class LoopPlan:
 
     @property
     def known_plan(self) -> Plan | None:
-        """The plan if one has been made; asking for it makes none."""
+        """The plan if one has been made; does not make one."""
         return self._plan or self._provisional
 
     def _record_again(self, is_new: bool = False) -> bool:
-        """Let the next step be recorded, unless that was done too often.
+        """Have the next step recorded, unless that was done too often.
 
         Args:
-            is_new: the recordings until now do not count.
+            is_new: do not count the recordings so far.
         """
         if is_new:
             self._recording.count = 0
@@ -98,7 +98,7 @@ class LoopPlan:
         return True
 
     def _settle(self, args: Any, kwargs: Any) -> None:
-        """Plan for the recorded step, now that the next one begins."""
+        """Plan for the recorded step when the next one begins."""
         if self._recording.began_otherwise and self._record_again():
             return
         profile = self._counted()
@@ -114,7 +114,7 @@ class LoopPlan:
         self._take(plan, args, kwargs)
 
     def _counted(self) -> Profile:
-        """The recorded step with its optimizers; it is kept no longer."""
+        """The recorded step with its optimizers; drops the recording."""
         profile = self._optimizers.counted(self._recording.taken())
         self._optimizers.hold(False)
         self._provisional = None
@@ -138,7 +138,7 @@ class LoopPlan:
     def _take_up(self, plan: Plan, args: Any, kwargs: Any) -> None:
         if self._wanted.verify:
             self._verify(plan, args, kwargs)
-        self._was_saved = True  # with the optimizers that stepped then
+        self._was_saved = True  # its profile counts the optimizers of that run
         self._put_plan_on(plan, f"took up {self._wanted.path}:")
 
     def _meet(self, args: Any, kwargs: Any) -> None:
@@ -152,7 +152,7 @@ class LoopPlan:
 
     def _settle_with(self, meeting: Meeting, args: Any, kwargs: Any) -> None:
         recording = self._recording
-        if meeting.any(recording.is_on):  # two calls before a backward, say
+        if meeting.any(recording.is_on):  # for example two calls before a backward
             self._across.ask()
             return
         recorded = recording.profile is not None
@@ -192,7 +192,7 @@ class LoopPlan:
                 plan.remove(self._given)
 
     def _verify(self, plan: Plan, args: Any, kwargs: Any) -> None:
-        """Check on this batch that gradients are equal.
+        """Verify on this batch that gradients are equal.
 
         Raises:
             AutoacError: they are not; the model is left without a plan.

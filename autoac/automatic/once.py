@@ -1,4 +1,4 @@
-"""Warnings that a loop is given once."""
+"""Warnings that a loop gets once."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import warnings
 
 
 class Once:
-    """Warns of each matter at most once."""
+    """Warns at most once per key."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
     def __call__(self, key: str, words: str) -> None:
-        """Warn, if nothing was said under this key before."""
+        """Warn, unless there was a warning with this key."""
         if key not in self._told:
             self._told.add(key)
             warnings.warn(words, stacklevel=2)

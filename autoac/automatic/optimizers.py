@@ -1,4 +1,4 @@
-"""The optimizers that train the model, and what they take."""
+"""The optimizers that train the model, and their memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autoac_solver.records.profile import NEVER, Profile, Storage
 
 
 class Optimizers:
-    """The optimizers of a model, as they are found; not held, for with one that is dropped its state goes.
+    """The optimizers of a model, as they are found; referenced weakly, so that a dropped one frees its state.
 
     Args:
         model: without wrappers.
-        known: the one that was named, or None.
-        warn: tells what cannot be counted.
+        known: the optimizer passed by the user, or None.
+        warn: warns of memory that cannot be counted.
     """
 
     def __init__(self, model: torch.nn.Module, known: Any, warn: Once):
@@ -33,18 +33,18 @@ class Optimizers:
 
     @property
     def _known(self) -> list[Any]:
-        """Those that are still there."""
+        """The optimizers that are still alive."""
         return [found for ref in self._found if (found := ref()) is not None]
 
     def are_joined_by(self, optimizer: Any) -> bool:
-        """Take in an optimizer that is about to step; whether it is a new one."""
+        """Add an optimizer that is about to step; returns whether it is new."""
         if any(known is optimizer for known in self._known):
             return False
         self._found.append(weakref.ref(optimizer))
         return True
 
     def hold(self, held: bool) -> None:
-        """Keep those that are there from now on, or no longer: a recorded step is to be planned for with its own."""
+        """Hold the optimizers strongly, or release them: a recorded step is planned for with its own optimizers."""
         self._held = self._known if held else []
 
     def trains(self, optimizer: Any) -> bool:
@@ -53,12 +53,12 @@ class Optimizers:
         return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
     def states(self) -> list[torch.Tensor]:
-        """The tensors of their states on the model's device."""
+        """Tensors of the optimizers' states on the model's device."""
         kind = device_of(self._model).type
         return [state for optimizer in self._known for state in state_tensors(optimizer, kind)]
 
     def counted(self, profile: Profile) -> Profile:
-        """The profile with the optimizers' states, and with the memory that their steps take."""
+        """The profile with the optimizers' states and the memory of their steps."""
         for optimizer in self._known:
             try:
                 profile = with_optimizer(profile, self._model, optimizer, measure=not is_profiled())
@@ -77,7 +77,7 @@ class Optimizers:
 
 
 def trained_in(model: torch.nn.Module) -> str:
-    """Tells these parameters, and which of them require gradients, from others; quickly."""
+    """A cheap fingerprint of the parameters, and of which of them require gradients."""
     parameters = list(model.parameters())
     trained = [p.requires_grad for p in parameters]
     return f"{len(trained)} {hash((*trained, *(p.dtype for p in parameters)))}"

@@ -26,7 +26,7 @@ class StepPeak:
         self._running: tuple[contextlib.ExitStack, Taken] | None = None
 
     def begin(self) -> None:
-        """Measure from here on, if that was not done before and can be done."""
+        """Start measuring, if that was not done before and is possible."""
         wanted, self._is_wanted = self._is_wanted, False
         device = device_of(self._model)
         if not wanted or is_profiled() or device_for(device).not_measurable():
@@ -40,10 +40,10 @@ class StepPeak:
         return self._running is not None
 
     def end(self) -> int | None:
-        """Measure no further.
+        """Stop measuring.
 
         Returns:
-            The peak above what was there when the step began, in bytes; None if nothing was measured.
+            The peak in bytes above the memory at the start of the step; None if nothing was measured.
         """
         running, self._running = self._running, None
         if running is None:

@@ -30,11 +30,11 @@ class Recording:
     Args:
         given: the model as the loop calls it.
         on_top: our forward on it, which stands aside while the model is prepared.
-        warn: tells why a step cannot be recorded.
+        warn: warns if a step cannot be recorded.
 
     Attributes:
-        profile: of a recorded step that has no plan yet.
-        count: how many recordings were begun, since the last thing that is no fault of the loop's steps.
+        profile: profile of a recorded step that has no plan yet.
+        count: number of recordings begun; reset by changes that do not mean the loop's steps vary.
     """
 
     def __init__(self, given: torch.nn.Module, on_top: OnTop, warn: Once):
@@ -48,7 +48,7 @@ class Recording:
         self._survivors: dict[int, Any] = {}
         self._workspaces: dict[Any, int] = {}
         self._is_paused = False
-        self._unseen_steps = 0  # of an optimizer, while nothing is recorded and there is no plan
+        self._unseen_steps = 0  # optimizer steps while nothing is recorded and there is no plan
         self._had_gradients = False  # whether there were any when the step began
 
     @property
@@ -68,14 +68,14 @@ class Recording:
 
     @property
     def began_otherwise(self) -> bool:
-        """Whether there are gradients now and were none when the recorded step began, or the other way round."""
+        """Whether the presence of gradients differs from when the recorded step began."""
         return has_gradients(self._model) != self._had_gradients
 
     def begin(self, args: Any, kwargs: Any, states: Iterable[torch.Tensor]) -> bool:
-        """Record from here on, and tell whether that can be done.
+        """Start recording; returns whether that is possible.
 
         Args:
-            args, kwargs: of the model's call.
+            args, kwargs: arguments of the model's call.
             states: tensors of the optimizers' states.
         """
         lean_losses = compiled_attribute(self._given) is None
@@ -92,10 +92,10 @@ class Recording:
         return True
 
     def end_if_over(self, begins: bool) -> None:
-        """The model is called: end the record if that begins the next step, or if no backward can come any more.
+        """Handle a call of the model: end the recording if it begins the next step, or if no backward can follow.
 
         Args:
-            begins: whether the call begins a step, if backward went through the one that is recorded.
+            begins: whether the call begins a step, provided that the recorded one has gone backward.
         """
         if self._live is None:
             return
@@ -107,7 +107,7 @@ class Recording:
             self.end()
 
     def end(self) -> None:
-        """The step is over: make its profile."""
+        """End the recording and make the step's profile."""
         live = self._live
         assert live is not None
         if not live.can_end:
@@ -124,31 +124,31 @@ class Recording:
         self.profile, self._survivors, self._workspaces = profile, live.survivors, live.workspaces
 
     def pause(self, paused: bool) -> None:
-        """Leave out what runs from here on, an optimizer's step in the middle of a longer one, or no longer."""
+        """Pause recording (during an optimizer step in the middle of a longer step), or resume it."""
         if self._live is not None and paused != self._is_paused:
             self._is_paused = paused
             self._live.tape.clock.suspended += 1 if paused else -1
 
     def give_up(self) -> None:
-        """Record no further, and make no profile."""
+        """Stop recording, without a profile."""
         live, self._live = self._live, None
         if live is not None:
             with self._on_top.aside():
                 live.give_up()
 
     def taken(self) -> Profile:
-        """The profile, which is no longer kept, with what the loop still holds of its step."""
+        """The profile, with the tensors of its step that the loop still holds; drops it here."""
         assert self.profile is not None
         profile = with_leftovers(self.profile, self._survivors)
         self.forget()
         return profile
 
     def forget(self) -> None:
-        """Keep no profile."""
+        """Drop the profile."""
         self.profile, self._survivors = None, {}
 
     def tell_if_nothing_is_seen(self) -> None:
-        """An optimizer steps without a plan: warn if the model's calls were not seen, or no backward from them."""
+        """On an optimizer step without a plan: warn if no call of the model, or no backward from it, was seen."""
         if self.profile is not None or self.went_backward:
             return
         self._unseen_steps += 1

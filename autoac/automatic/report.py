@@ -1,4 +1,4 @@
-"""What is found out and told of a new plan: a line for the log, and whether its gradients are equal."""
+"""Reports on a new plan: a line for the log, and whether its gradients are equal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def in_a_line(verb: str, plan: Plan) -> str:
 
 
 def peak_in_a_line(plan: Plan, measured_bytes: int) -> str:
-    """The measured peak of a planned step beside what was predicted of it."""
+    """The measured peak of a planned step beside the predicted one."""
     return (
         f"measured peak {format_bytes(measured_bytes)}, predicted {format_bytes(plan.predicted_peak_bytes)}, budget "
         f"{format_bytes(plan.budget_bytes)}"
@@ -36,7 +36,7 @@ def verified(plan: Plan, model: torch.nn.Module, args: Any, kwargs: Any) -> Repo
 
     Args:
         model: without wrappers, and without our forward.
-        args, kwargs: of the model's call.
+        args, kwargs: arguments of the model's call.
     """
 
     def step() -> torch.Tensor:

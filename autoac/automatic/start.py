@@ -1,4 +1,4 @@
-"""`autoac.auto`: its arguments are checked, and its handle is put on the model."""
+"""`autoac.auto`: check its arguments, and put its handle on the model."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ def auto(
 ) -> Auto:
     """Let a training loop run under a budget: its first step is recorded as it trains, then a plan is put on the model.
 
-    Nothing runs until the loop's first training step, and nothing runs twice: gradients, weights and random states are
+    Nothing runs before the loop's first training step, and nothing runs twice: gradients, weights and random states are
     to the bit those of a loop without this line. The first step runs with everything recomputed, which takes the least
-    memory, and is slower, for its ops are timed. The logger "autoac" gets one line about the plan.
+    memory, and is slower, because its ops are timed. The logger "autoac" gets one line about the plan.
 
-    A step is taken to begin with the model's first call in train mode and with gradients on, and to end before an
-    optimizer with a parameter of the model steps; see NOTE [ The loop's steps ] for loops without one.
+    A step begins with the model's first call in train mode and with gradients enabled, and ends before an optimizer
+    with a parameter of the model steps; see NOTE [ The loop's steps ] for loops without one.
 
     Args:
         model: the model as the loop calls it.
         budget, regions, policies, engine, headroom: as for `autoac.plan`.
         optimizer: the one that trains the model; left out, it is found when it steps. Wrappers of Trainer, accelerate
-            and Lightning are looked through.
-        on_larger: what to do when the model is called with more elements than were planned for: "warn" once, "replan"
-            (record that step, then plan for it), or raise an "error" before it runs.
+            and Lightning are unwrapped.
+        on_larger: reaction to a call of the model with more elements than planned for: "warn" once, "replan" (record
+            that step, then plan for it), or raise an "error" before it runs.
         verify: run `Plan.verify` on the second step's batch before the plan is put on the model, and measure the peak
             of the first planned step; see `Auto.report` and `Auto.measured_peak_bytes`.
-        path: the plan's file. The plan is saved there; a plan that is there already is used without recording a step if
-            it was made for this model, kind of device, budget and engine.
+        path: the plan's file. The plan is saved there; an existing one is used without recording a step if it was made
+            for this model, kind of device, budget and engine.
         measure: measure the peak of the first planned step.
 
     Returns:
         The handle: `.plan`, None before the first step, and `.remove()`.
 
     Raises:
-        ProfilingError: the model cannot be planned, or the optimizer is not its own.
-        ValueError: an argument makes no sense.
-        OSError: no file can be written at the path.
+        ProfilingError: the model cannot be planned, or the optimizer is not the model's.
+        ValueError: an argument is invalid.
+        OSError: no file can be written at `path`.
 
         The loop's second step raises InfeasibleBudgetError if no plan fits; the model is without a plan then.
     """

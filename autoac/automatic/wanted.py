@@ -1,4 +1,4 @@
-"""What `autoac.auto` was asked for."""
+"""The arguments of `autoac.auto`."""
 
 from __future__ import annotations
 
@@ -96,6 +96,6 @@ def called_in(profile: Profile) -> set[str]:
 
 
 def needs_no_more(profile: Profile, other: Profile) -> bool:
-    """Whether a step called no more modules than another one, with no more elements."""
+    """Whether a step calls no more modules, with no more elements, than another one."""
     fewer = len(called_in(profile)) <= len(called_in(other))
     return fewer and elements_in(profile.sample) <= elements_in(other.sample)

@@ -1,4 +1,4 @@
-"""Steps that the plan was not made for."""
+"""Detection of steps that the plan was not made for."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _GRADIENTS = "a step begins with gradients, and the recorded one began without, 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something in a step that the plan was not made for, and what to do.
+    """Something in a step that the plan was not made for, and the reaction.
 
     Args:
-        key: the matter, which is warned of once.
-        warning: what is said if no step is recorded.
-        log: what is logged when the step that begins is recorded; "" if it is not to be.
-        is_new: the step is recorded however many were recorded before.
-        plan_may_stay: the plan is kept if the recorded step needs no more.
-        is_free: the recording does not count as one.
+        key: identifies the warning, which is given once.
+        warning: text of the warning, if no step is recorded.
+        log: text for the log when the step that begins is recorded; "" not to record it.
+        is_new: record the step however many were recorded before.
+        plan_may_stay: keep the plan if the recorded step needs no more.
+        is_free: do not count the recording.
     """
 
     key: str
@@ -40,7 +40,7 @@ class Finding:
 
 
 class Watch:
-    """Looks at each call of a planned model.
+    """Checks each call of a planned model.
 
     Args:
         model: without wrappers.
@@ -54,34 +54,34 @@ class Watch:
         self.uncounted = False
         self._model = model
         self._on_larger = on_larger
-        self._most = 0  # elements that were planned for, by this plan or one before
+        self._most = 0  # most elements planned for, by this plan or an earlier one
         self._larger_later = False  # a later call of a planned step was larger
 
     def put_on(self, plan: Plan) -> None:
-        """A plan has been put on the model: look after its steps from here on."""
+        """Start checking, after a plan was put on the model."""
         profile = plan.record.profile
-        unwatch_inputs(self._model)  # we look ourselves
+        unwatch_inputs(self._model)  # checked here instead
         self._plan = plan
         self._larger = LargerInputs(profile.sample, plan.budget_bytes)
         self._most = max(self._most, self._larger.elements)
-        # Modules that are called since, and were not when the step was recorded.
+        # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, called_in(profile))
         # Whether the plan's step calls the model once, and begins without gradients.
         self._one_call = profile.is_one_call
 
     def take_off(self) -> None:
-        """The plan is taken off."""
+        """Stop checking, when the plan is taken off."""
         unwatch_newcomers(self._model)
 
     def found(self, args: Any, kwargs: Any, begins: bool, recording: Recording) -> Finding | None:
-        """What a call of the model, or the steps before it, have in them that was not planned for.
+        """A deviation from the plan in this call of the model, or in the steps before it; None if there is none.
 
         Args:
-            args, kwargs: of the call.
+            args, kwargs: arguments of the call.
             begins: whether a step begins with it.
 
         Raises:
-            ValueError: the call is larger than planned for, which was to be an error.
+            ValueError: the call is larger than planned for, and `on_larger` is "error".
         """
         if begins and self._larger.is_other_autocast():
             words = self._larger.words_on_autocast()
@@ -114,11 +114,11 @@ class Watch:
             return Finding("larger", f"{words}, or use on_larger='replan'.")
         if begins:
             return Finding("larger", log=f"{words}: recording this step to plan anew", is_new=True)
-        self._larger_later = True  # in the middle of a step, where no record can begin
+        self._larger_later = True  # in the middle of a step, where no recording can begin
         return Finding("larger later", f"{words}: the next step is recorded for that.")
 
     def _new_modules(self, recordings: int) -> Finding:
-        """The step before called modules that the recorded step did not call, as with layer drop."""
+        """The previous step called modules that the recorded step did not call, as with layer drop."""
         names = outermost(self._newcomers)
         words = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         self._newcomers.clear()
@@ -132,7 +132,7 @@ class Watch:
         )
 
     def _new_optimizer(self) -> Finding:
-        """An optimizer has stepped for the first time under the plan, which does not count its state."""
+        """An optimizer stepped for the first time under the plan, which does not count its state."""
         self.uncounted = False
         return Finding(
             "uncounted",
@@ -142,7 +142,7 @@ class Watch:
         )
 
     def _micro_batch(self) -> Finding | None:
-        """The model is called again in a step, and the recorded step called it once."""
+        """The model is called again in a step, but the recorded step called it once."""
         if not has_gradients(self._model):
             return None
         return Finding(

@@ -135,9 +135,8 @@ class Root:
             index = min(index, count - 1)
         elif index >= min(self.fresh, count):
             found = has_gradients(module)
-            if (
-                index >= count
-            ):  # a further micro-batch if the last planned one finds gradients, too; else a new step
+            if index >= count:
+                # A further micro-batch if the last planned one finds gradients, too; else a new step.
                 index = count - 1 if found and self.fresh < count else 0
             elif not found:  # a later call of the step would find gradients
                 index = 0

@@ -52,9 +52,8 @@ def on_top_forward(bound: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return carried.owner.called(args, kwargs)
     below = carried.below
     if isinstance(below, functools.partial) and below.args and below.args[0] is bound:
-        below = functools.partial(
-            below.func, module, *below.args[1:], **below.keywords
-        )  # with the copy's own weights
+        # With the copy's own weights.
+        below = functools.partial(below.func, module, *below.args[1:], **below.keywords)
     return (below or functools.partial(type(module).forward, module))(*args, **kwargs)
 
 

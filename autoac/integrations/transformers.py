@@ -56,9 +56,8 @@ class AutoACCallback(TrainerCallback):
             return
         self._told, plan = True, self._planned.plan
         assert plan is not None
-        should_log = (
-            control.should_log
-        )  # which logging turns off, and with it the trainer's own log of this step
+        # Logging clears this flag, and with it the trainer's own log of this step.
+        should_log = control.should_log
         # Not the trainer's own `log`: TRL's also ends the window over which it averages its metrics.
         Trainer.log(
             self._trainer,

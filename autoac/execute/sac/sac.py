@@ -404,9 +404,8 @@ class SacPolicy:
         """An in-place op is decided as the op that made the storage; writes outside the region are saved."""
         written = written_tensors(info, args, kwargs)
         again = [tensor in self.recomputed for tensor in written]
-        if (
-            any(again) and not info.replayable
-        ):  # a collective, which must run as often as the other ranks expect
+        # A collective must run as often as the other ranks expect.
+        if any(again) and not info.replayable:
             raise RuntimeError(
                 self.refusal(f"{info.name} writes in place what would be computed again, without it", _ORDER)
             )

@@ -1,4 +1,4 @@
-"""What is expected of the plans, held against what was measured."""
+"""Expectations of the plans, checked against the measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST = 0.002
 
 @dataclass(frozen=True)
 class Check:
-    """One expectation: what it is, whether it holds, and the numbers."""
+    """One expectation: its text, whether it holds, and the numbers."""
 
     text: str
     passed: bool
@@ -29,7 +29,7 @@ class Check:
 
 
 def checks(model: ModelResult) -> list[Check]:
-    """All expectations of one model; of plans that did not run, only that they should have."""
+    """All expectations of one model; if a plan did not run, only the one that every plan runs."""
     failed = [f"{row.name}: {row.error}" for row in model.ours if row.error]
     if failed:
         return [Check("every plan runs", False, "; ".join(failed))]

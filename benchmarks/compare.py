@@ -1,4 +1,4 @@
-"""Our plans against what people do today, at ten budgets: `python -m benchmarks.compare`.
+"""Plans against other strategies, at ten budgets: `python -m benchmarks.compare`.
 
 Progress goes to stderr; the Markdown tables to stdout and, with all samples as JSON and a picture of each model beside
 them, to `--out`.
@@ -132,9 +132,9 @@ def measure_model(
 
 
 def in_the_running(result: ModelResult) -> set[str]:
-    """What the table is about: no checkpointing, ours, full checkpointing, and what may be the best other at a budget.
+    """Rows of the table: no checkpointing, ours, full checkpointing, and candidates for the best other at a budget.
 
-    That is what fits it and is no slower than the best, beyond noise.
+    A candidate fits the budget and is no slower than the best, beyond noise.
     """
     others = [row for row in result.of_kind("other") if row.counts]
     names = {row.name for row in result.rows if row.kind != "other" or row.name == FULL}

@@ -1,4 +1,4 @@
-"""Compiled models under byte budgets, beside what one would do without: `python -m benchmarks.compiled`.
+"""Compiled models under byte budgets, beside other ways: `python -m benchmarks.compiled`.
 
 At some budgets, on one model, with CPU time and peak measured: engine compile; the fastest of torch's own budgets whose
 measured peak fits, one fraction for all blocks or for the model compiled as a whole; engine replay, which compiles
@@ -44,12 +44,12 @@ Applied = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Row:
-    """What one way took.
+    """Measurements of one way.
 
     Args:
         way: one of the four, with torch's fraction where it has one, and "whole" where the model is one graph.
-        budget_bytes: that was asked for, 0 where none can be.
-        predicted_bytes: peak that was predicted, 0 where nobody predicts.
+        budget_bytes: the budget asked for, 0 where the way has none.
+        predicted_bytes: predicted peak, 0 where there is no prediction.
         peak_bytes: measured, resident bytes included.
         samples_s: CPU seconds of a step, one number a round.
     """
@@ -66,12 +66,12 @@ class Row:
 
 
 def fractions_of(count: int) -> list[float]:
-    """Of torch's own budget, from all to nothing."""
+    """Fractions for torch's own budget, from all to nothing."""
     return [round(1 - i / max(1, count - 1), 3) for i in range(count)]
 
 
 def compile_whole(fraction: float, model: torch.nn.Module) -> None:
-    """Let a model run compiled as one graph at torch's own budget, for good."""
+    """Compile a model as one graph at torch's own budget, permanently."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return compiled(type(model), f"torch:{fraction:g}")(model, args, kwargs)
@@ -82,7 +82,7 @@ def compile_whole(fraction: float, model: torch.nn.Module) -> None:
 def ways(
     workload: Workload, budgets: int, fractions: int, whole: bool
 ) -> dict[tuple[str, int], tuple[Applied, int]]:
-    """Everything that is compared, by name and budget: what puts it on the model, and the peak it predicts."""
+    """All compared ways, by name and budget: a function that applies it to the model, and its predicted peak."""
     model = workload.modules
     quiet.tell("profiling, compiling, measuring")
     profile = autoac.profile(model, workload.sample, loss=workload.loss, engine="compile")

@@ -1,8 +1,8 @@
-"""Training loops under a plan, beside the same without one: `python -m benchmarks.loops` prints the table of the docs.
+"""Training loops with and without a plan: `python -m benchmarks.loops` prints the table of the docs.
 
-Each loop trains from the same start without a plan, then once to see what the step takes, then under a budget of 30 %
-of the way from the least feasible one to the peak without a plan. Compared are all weights after the last step, by
-bits, and the peak of a planned step by the allocator's own count. The loops are those of the tests, and that of
+Each loop trains from the same start without a plan, then once to measure the step, then under a budget 30 % of the way
+from the least feasible one to the peak without a plan. All weights after the last step are compared by bits, and the
+predicted peak with that of a planned step, by the allocator's own count. The loops are those of the tests, and that of
 diffusers' page. `--write` puts the table into the page of the docs, and the figures into `benchmarks/results`.
 """
 
@@ -51,10 +51,10 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Trained:
-    """What a loop came to; the last two None where it ran without a plan.
+    """Results of one loop; the last two are None if it ran without a plan.
 
     Args:
-        measured_peak_bytes: of a planned step, with what is there before it.
+        measured_peak_bytes: of a planned step, resident bytes included.
     """
 
     model: torch.nn.Module
@@ -75,17 +75,17 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float:
-        """The predicted peak over the measured one, less one."""
+        """Relative error of the predicted peak."""
         return self.predicted_peak_bytes / self.measured_peak_bytes - 1
 
     @property
     def kept(self) -> bool:
-        """Whether the promise was kept."""
+        """Whether weights are equal and the peak is within the budget."""
         return self.weights_equal and self.measured_peak_bytes <= self.budget_bytes
 
 
 class Results(msgspec.Struct, frozen=True):
-    """All rows, and what they were measured with."""
+    """All rows, and their conditions."""
 
     conditions: str
     rows: list[Row]
@@ -166,7 +166,7 @@ def _diffusers(budget: int | None, steps: int) -> Trained:
 
 
 def _resumed(budget: int | None, steps: int) -> Trained:
-    """Half of the steps, then the others by another trainer from the first one's checkpoint."""
+    """Half of the steps, then the other half by a second trainer from the first one's checkpoint."""
     half = steps // 2
     with tempfile.TemporaryDirectory() as folder:
         for resume, count in ((False, half), (True, steps)):
@@ -178,7 +178,7 @@ def _resumed(budget: int | None, steps: int) -> Trained:
 
 
 def _varying(build: Callable[[], tuple[torch.nn.Module, dict[str, Any]]]) -> Loop:
-    """Planned beforehand, for the step that calls all layers."""
+    """A plan made before the loop, for the step that calls all layers."""
 
     def train(budget: int | None, steps: int) -> Trained:
         test_varying.seed(0)
@@ -234,7 +234,7 @@ LOOPS: dict[str, tuple[Loop, int]] = {
 
 
 def measure(name: str, steps: int | None = None) -> Row:
-    """Train one loop without a plan and under a budget that has it recompute.
+    """Train one loop without a plan and under a budget that requires recomputation.
 
     Args:
         name: a key of `LOOPS`.
@@ -265,7 +265,7 @@ def measure(name: str, steps: int | None = None) -> Row:
 
 
 def table(results: Results) -> str:
-    """The table as in the docs, and what it was measured with."""
+    """The table as in the docs, with its conditions."""
     names = [
         "loop",
         "steps",
@@ -294,7 +294,7 @@ def table(results: Results) -> str:
 
 
 def in_docs() -> str:
-    """The table that the page has now."""
+    """The table on the page of the docs."""
     return PAGE.read_text().partition(f"{_BEGIN}\n")[2].partition(_END)[0]
 
 
@@ -323,7 +323,7 @@ def main() -> int:
 
 
 def load() -> Results:
-    """What was measured last."""
+    """The stored results."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=Results)
 
 

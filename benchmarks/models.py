@@ -1,6 +1,6 @@
-"""What is trained: a GPT, a ResNet, an encoder-decoder and a ViT, from random weights, on random data.
+"""The trained models: a GPT, a ResNet, an encoder-decoder and a ViT, with random weights and random data.
 
-Each comes in two sizes: "full" is what the published table shows, "tiny" is for the tests.
+Each has two sizes: "full" is for the published table, "tiny" is for the tests.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GPT(nn.Module):
 
 
 def gpt(size: str) -> Workload:
-    """The GPT of DESIGN section 8."""
+    """The GPT of the published table."""
     blocks, width, heads, length, batch, vocabulary = (
         (8, 384, 6, 256, 8, 4096) if size == "full" else (2, 32, 2, 16, 2, 64)
     )
@@ -141,7 +141,7 @@ COMPARED = "gpt", "resnet", "t5"
 
 
 def make(name: str, size: str, device: torch.device) -> Workload:
-    """The model with this name, always with the same weights and data."""
+    """The model with this name, with fixed weights and data."""
     torch.manual_seed(0)
     with device:
         return MODELS[name](size)

@@ -1,4 +1,4 @@
-"""What recomputing costs per op, whatever the op itself takes: `python -m benchmarks.op_cost`.
+"""Time per op under each engine, on ops that take almost no time themselves: `python -m benchmarks.op_cost`.
 
 A chain of 200 tiny ops, forward and backward: plain, under torch's checkpoint, and with the same decisions under
 torch's selective checkpointing (with the cheapest policy there is), under engine "sac" (the same with a plan's
@@ -78,7 +78,7 @@ class _Names(TorchDispatchMode):
 
 
 class _ListedPolicy:
-    """Answers from a list, by position."""
+    """A policy that reads its decisions from a list, by position."""
 
     def __init__(self, recomputed: Sequence[bool]) -> None:
         answers = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -97,7 +97,7 @@ def decisions(share: float) -> list[bool]:
 
 
 def ways(x: torch.Tensor) -> dict[tuple[str, float], Callable[[], torch.Tensor]]:
-    """Everything that is compared, by name and share recomputed."""
+    """All compared ways, by name and share recomputed."""
     with _Names() as recorded:
         chain(x)
     assert len(recorded.names) == OPS

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
-On CPU with gloo. Every rank calls `autoac.plan`: the step is recorded on the ranks that are there, with what FSDP2
-gathers and reduces in it, and all get the same plan. Compare the last line with that of `--no-plan`.
+On CPU with gloo. Every rank calls `autoac.plan`: the ranks record a step together, with FSDP2's gathered parameters and
+reductions, and all get the same plan. Compare the last line with that of `--no-plan`.
 """
 
 from __future__ import annotations

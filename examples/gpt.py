@@ -1,7 +1,7 @@
-"""A small GPT, as an example of what the command line takes: `autoac plan examples/gpt.py:small --budget 60MB`.
+"""A small GPT as a model for the command line: `autoac plan examples/gpt.py:small --budget 60MB`.
 
-A factory takes no arguments and returns (model, sample), or (model, sample, loss), or a mapping that may also hold the
-optimizer. Seconds on a CPU; on a GPU if there is one.
+A factory returns (model, sample), or (model, sample, loss), or a mapping that may also hold the optimizer; its
+arguments, if any, come from `--arg`. Uses the GPU if there is one; takes seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder; its output are logits."""
+    """A decoder that returns logits."""
 
     def __init__(self, layers: int, width: int, heads: int, length: int, vocabulary: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def small() -> tuple[Any, ...]:
 
 
 def with_adamw() -> dict[str, Any]:
-    """The same with its optimizer, whose memory counts."""
+    """`small` with an optimizer, whose memory counts."""
     model, sample, loss = small()
     return {
         "model": model,

@@ -1,4 +1,4 @@
-"""How fast bytes go to the device and back."""
+"""Bandwidth between host and device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured, the most important first; each job is a name and what makes its result."""
+"""The measurements, most important first; each job is a name and a function that returns its result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def jobs(device: torch.device, size: Size, folder: Path, with_table: bool) -> It
 
     Args:
         folder: where the device's table is written.
-        with_table: whether to make it; the largest batch is found with it.
+        with_table: whether to make the table; the search for the largest batch uses it.
     """
     yield "environment", functools.partial(environment, device)
     trainings: dict[str, Training] = {}
@@ -85,7 +85,7 @@ def jobs(device: torch.device, size: Size, folder: Path, with_table: bool) -> It
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What the results depend on. Nothing in it tells whose machine it is."""
+    """Conditions of the results. They do not identify the machine."""
     known = device_for(device)
     found = {
         "device": known.name() or "CPU",
@@ -130,7 +130,7 @@ def about(make: Callable[[], Training]) -> dict[str, Any]:
 
 
 def by_hand_job(make: Callable[[], Training], name: str) -> dict[str, Any]:
-    """No checkpointing, or what is done without a planner."""
+    """No checkpointing, or a strategy without a planner."""
     training = make()
     blocks = training.workload.blocks
     strategies = by_hand(blocks, policies_for(training.profile, blocks), every=())

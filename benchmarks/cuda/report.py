@@ -12,7 +12,7 @@ _TITLES = {"gpt": "GPT-2 medium's shape", "llama": "a Llama"}
 
 
 def render(results: Mapping[str, Any], missing: list[str]) -> str:
-    """All tables; what was not measured says so."""
+    """All tables; missing measurements are marked."""
     parts = [
         "# Predicted and measured",
         _facts("Environment", results.get("environment")),
@@ -32,7 +32,7 @@ def render(results: Mapping[str, Any], missing: list[str]) -> str:
 
 
 def draw(results: Mapping[str, Any], path: Path) -> bool:
-    """Extra time against peak, predicted and measured; False where there is nothing to draw it with, or nothing."""
+    """Draw extra time against peak, predicted and measured; False without a drawing library or without results."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

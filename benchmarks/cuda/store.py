@@ -1,4 +1,4 @@
-"""The results of one run: a file that is written anew with each result, so that a run can be broken off."""
+"""The results of one run: a file rewritten with each result, so that an interrupted run can continue."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Store:
     """Results by name.
 
     Args:
-        folder: of the file `results.json`; made if it is not there.
-        conditions: what results may not be mixed across (device, torch, sizes).
+        folder: of the file `results.json`; created if missing.
+        conditions: results with other conditions (device, torch, sizes) may not be mixed in.
 
     Raises:
         ValueError: the folder has results of other conditions, or of another version.

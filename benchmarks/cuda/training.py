@@ -1,4 +1,4 @@
-"""One model in training with AdamW: what a step takes under a strategy."""
+"""One model in training with AdamW: memory and time of a step under a strategy."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is.
+    """Sizes of models and measurements.
 
     Args:
         gpt: blocks, width, heads, length, vocabulary; its batch.
         llama: the decoder's shape.
-        budgets: how many there are for our plans.
-        compile_budgets: torch's own, for compiled blocks.
+        budgets: number of budgets for our plans.
+        compile_budgets: fractions of torch's own budget, for compiled blocks.
         size: of the models of `autoac.calibrate.models`, for selfcheck and table.
-        rounds: steps that are timed.
-        copied_bytes: for bandwidth.
+        rounds: number of timed steps.
+        copied_bytes: size of the copies that measure bandwidth.
     """
 
     gpt: tuple[int, int, int, int, int]
@@ -74,7 +74,7 @@ class Training:
 
     Attributes:
         workload: for strategies.
-        profile: of a step, recorded when it is first asked for.
+        profile: of a step, recorded on first use.
     """
 
     def __init__(self, name: str, device: torch.device, size: Size) -> None:
@@ -92,7 +92,7 @@ class Training:
 
     @functools.cached_property
     def least_bytes(self) -> int:
-        """The least budget that a plan meets."""
+        """The least feasible budget."""
         return least_budget_bytes(self.profile)
 
     def step(self) -> None:
@@ -102,7 +102,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def batch(self, count: int) -> Any:
-        """A sample of so many rows."""
+        """A sample with this number of rows."""
         return self._sample(count)
 
     def measure(self, strategy: Strategy) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Training:
         return found | {"spread_s": max(seconds) - min(seconds)}
 
     def _bits(self) -> str:
-        """Sums of the gradients' bits: equal where gradients are equal, and hardly where they are not."""
+        """Checksums of the gradients: equal for equal gradients, and almost never for others."""
         torch.manual_seed(SEED)
         self._plain()
         total, squares = 0, 0
@@ -157,7 +157,7 @@ _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def reserved(device: torch.device, step: Callable[[], object]) -> dict[str, int]:
-    """What CUDA's allocator reserves and hands out over three steps, by its own account; nothing elsewhere."""
+    """Memory that CUDA's allocator reserves and allocates over three steps, by its own count; empty elsewhere."""
     if device.type != "cuda":
         return {}
     torch.cuda.synchronize(device)

@@ -16,6 +16,11 @@ from autoac_solver.records.errors import (
 )
 from autoac_solver.records.format import format_bytes
 
+_WRITERS = {
+    "profile": ("-o profile.json", "profile"),
+    "plan": ("-o plan.json", "plan"),
+    "tradeoff": ("-o curve.json", "curve"),
+}
 ERROR, USAGE, INFEASIBLE, NO_PLAN_IN_TIME = 1, 2, 3, 4
 
 
@@ -127,6 +132,9 @@ def _hint_for(error: AutoacError) -> str:
         return "`autoac plan MODEL --budget ... -o plan.json` makes a plan for the model as it is."
     if isinstance(error, ProfileError) and "'autoac.profile', but 'autoac.plan' was" in str(error):
         return "This is a profile: `autoac plan FILE --budget ... -o plan.json` makes a plan of it."
+    for command, (option, made) in _WRITERS.items():
+        if isinstance(error, ProfileError) and f"`autoac {command} --json` printed" in str(error):
+            return f"--json prints results only: `autoac {command} ... {option}` writes the {made} that is read here."
     if isinstance(error, ProfileError) and any(
         t in str(error) for t in ("was expected", "not readable JSON")
     ):

@@ -148,6 +148,18 @@ def test_files_that_are_none_of_ours(tmp_path: Path, recorded: Path) -> None:
     assert invoke("run", f"{FACTORIES}:small", "--plan", tmp_path / "nothing.json").exit_code == 2
 
 
+def test_what_json_prints_is_no_file_of_ours(tmp_path: Path, recorded: Path) -> None:
+    path = tmp_path / "results.json"
+    for command, arguments in (("tradeoff", ["--points", 2]), ("plan", ["--budget", "1GB"])):
+        path.write_text(invoke(command, recorded, *arguments, "--json").stdout)
+        result = invoke("report", path, "-o", tmp_path / "page.html")
+        assert result.exit_code == 1
+        assert f"is what `autoac {command} --json` printed" in result.stderr
+        written = {"tradeoff": "curve.json", "plan": "plan.json"}[command]
+        assert f"`autoac {command} ... -o {written}` writes" in result.stderr
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_missing_libraries_say_how_to_get_them(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,8 @@ from autoac_solver.records.format import format_bytes
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # never goes back: it takes linear time
 _PIECE_BYTES = 2**20
+_COMMANDS = ("plan", "profile", "tradeoff")
+"""The commands that write files of ours; what they print with `--json` is taken for such a file."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -139,9 +141,7 @@ def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
             f"{path} is not readable JSON: it is damaged or truncated ({error!r:.200})."
         ) from error
     if not isinstance(data, dict) or data.get("schema") != schema:
-        found = data.get("schema") if isinstance(data, dict) else None
-        what = f"holds {found!r:.80}" if isinstance(found, str) else "is none of autoac's files"
-        raise ProfileError(f"{path} {what}, but {schema!r} was expected.")
+        raise ProfileError(f"{path} {_kind_of(data)}, but {schema!r} was expected.")
     found_version = data.get("schema_version")
     if type(found_version) is not int or not 1 <= found_version <= version:
         raise ProfileError(
@@ -153,6 +153,16 @@ def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
             f"{path} was written by an older autoac (schema version {found_version}, now {version}): make it again."
         )
     return {name: value for name, value in data.items() if name not in ("schema", "schema_version")}
+
+
+def _kind_of(data: Any) -> str:
+    """What is in a file that is not of the kind that was expected."""
+    head = data if isinstance(data, dict) else {}
+    if isinstance(head.get("schema"), str):
+        return f"holds {head['schema']!r:.80}"
+    if "autoac_version" in head and head.get("command") in _COMMANDS:
+        return f"is what `autoac {head['command']} --json` printed"
+    return "is none of autoac's files"
 
 
 def _content(path: str | Path) -> bytes:

@@ -1,1 +1,1 @@
-"""From a profile and a budget to a plan, and to curves over budgets and batch sizes."""
+"""Makes plans from a profile and a budget, and curves over budgets and batch sizes."""

@@ -1,9 +1,9 @@
-"""What people do by hand: checkpoint every block, or every second, third or fourth, with torch's own checkpoint.
+"""Common manual strategies: torch's own checkpoint on every block, or on every second, third or fourth.
 
 A block is recomputed as a whole at the first need in backward; its inputs are kept; recomputation stops after the last
-tensor that autograd saves. The simulator counts the peak on the same tape as for a plan, and the time is that of the
-ops that run again, plus what torch's checkpoint costs for each call and each saved tensor. (The views that run again
-count as free, which is in its favour.)
+tensor that autograd saves. The simulator computes the peak on the same tape as for a plan. The time is that of the
+rerun ops, plus the cost of torch's checkpoint per call and per saved tensor. (Rerun views count as free, which favours
+the baseline.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = ["name", "blocks", "peak_bytes", "extra_s", "overhead"]
 
 
 def baselines(profile: Profile) -> pd.DataFrame:
-    """One row a strategy: its name, how many blocks it checkpoints, peak_bytes, extra_s, and overhead."""
+    """Table of common manual checkpointing strategies: name, checkpointed blocks, peak_bytes, extra_s, overhead."""
     blocks = blocks_of(profile)
     ordinals = {2: "2nd", 3: "3rd", 4: "4th"}
     chosen = {"none": (), "every block": blocks}
@@ -41,7 +41,7 @@ def baselines(profile: Profile) -> pd.DataFrame:
 
 
 def checkpointed(profile: Profile, calls: Sequence[int]) -> Timeline:
-    """The step with these module calls under `torch.utils.checkpoint`.
+    """Simulate the step with these module calls under `torch.utils.checkpoint`.
 
     Args:
         calls: none inside another.
@@ -51,10 +51,10 @@ def checkpointed(profile: Profile, calls: Sequence[int]) -> Timeline:
 
 
 def blocks_of(profile: Profile) -> tuple[int, ...]:
-    """The module calls that one would checkpoint: the members of lists of modules, "layers.3", "stages.1.layers.0".
+    """The module calls that users would checkpoint: members of module lists, "layers.3", "stages.1.layers.0".
 
-    Where lists lie inside of lists, the level that has the lower peak when all of its members are checkpointed. A
-    model without lists of modules is cut where the coarsest regions of a plan would be.
+    Of nested lists, the level with the lowest peak if all of its members are checkpointed. For a model without module
+    lists, the coarsest choice of `partitions`.
     """
     levels: dict[int, set[str]] = {}
     for call in profile.calls:

@@ -1,4 +1,4 @@
-"""Which batch size trains fastest within a budget: a plan for each batch size and budget, in samples per second."""
+"""The fastest batch size within a budget: plans for each batch size and budget, compared in samples per second."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLUMNS = [
 
 _LARGEST_BATCH = 2**30
 _ANY_TOTAL_BYTES = 2**40
-"""Stands in for a device's memory where only the form of a budget is checked."""
+"""Placeholder for the device's memory when only the format of a budget is checked."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class BatchTradeoff:
     """Plans for several batch sizes and budgets.
 
     Args:
-        curves: the curve over the budgets for each batch size that fits any of them, ascending.
-        budgets_bytes: the budgets asked for, ascending.
-        too_large: the batch sizes that fit none of the budgets.
+        curves: batch size -> its curve over the budgets, ascending; only batch sizes that fit any budget.
+        budgets_bytes: the requested budgets, ascending.
+        too_large: batch sizes that fit none of the budgets.
     """
 
     curves: Mapping[int, Tradeoff] = field(repr=False)
@@ -47,10 +47,10 @@ class BatchTradeoff:
 
     @functools.cached_property
     def frame(self) -> pd.DataFrame:
-        """One row for each batch size and budget that go together.
+        """One row per feasible pair of batch size and budget.
 
         batch_size; budget_bytes; peak_bytes and overhead of the plan; step_s: seconds of the planned step;
-        samples_per_s; status; fastest: whether no other batch size is faster within this budget.
+        samples_per_s; status; fastest: no other batch size is faster within this budget.
         """
         rows = []
         for batch, curve in self.curves.items():
@@ -76,21 +76,21 @@ class BatchTradeoff:
 
     @functools.cached_property
     def plans(self) -> Sequence[Any]:
-        """The plan of each row of `frame`; it is made when it is first looked at."""
+        """The plan of each row of `frame`, made on first access."""
         places = [(curve, row) for curve in self.curves.values() for row in range(len(curve.points))]
         return Lazy(len(places), lambda index: places[index][0].plans[places[index][1]])
 
     def largest_batch(self, budget: int | str | None = None) -> int:
-        """The largest of the batch sizes that fits a budget.
+        """The largest batch size that fits a budget.
 
         Args:
-            budget: one of those asked for; None is the largest.
+            budget: one of the requested budgets; None is the largest.
         """
         rows = self._rows(budget)
         return int(rows["batch_size"].max())
 
     def fastest(self, budget: int | str | None = None) -> pd.Series:
-        """The row of the batch size that trains the most samples per second within a budget."""
+        """The row of the batch size with the most samples per second within a budget."""
         rows = self._rows(budget)
         return rows.iloc[int(rows["samples_per_s"].argmax())]
 
@@ -99,10 +99,10 @@ class BatchTradeoff:
         return self.plans[int(str(self.fastest(budget).name))]
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw samples per second against the budget, a line a batch size; for one budget, against the batch size.
+        """Draw samples per second over the budget, one line per batch size; for a single budget, over the batch size.
 
         Args:
-            axes: where to; None makes a new figure.
+            axes: axes to draw on; None makes a new figure.
 
         Raises:
             ImportError: matplotlib is not installed (`pip install autoac[plot]`).
@@ -160,18 +160,18 @@ def plan_batches(
     gap: float = 1e-3,
     progress: Progress | None = None,
 ) -> BatchTradeoff:
-    """Plans for several batch sizes, and which of them trains fastest.
+    """Make plans for several batch sizes and compare their speed.
 
     Args:
-        profiles: the profile of each batch size; or a function that makes it.
-        budgets: one or more.
-        batch_sizes: which ones; None takes all that a mapping has. With a function, None looks for the largest batch
-            that fits the largest budget: it doubles from 1 on until nothing fits, then halves the interval.
+        profiles: a mapping from batch size to profile, or a function that makes a profile.
+        budgets: one or more budgets.
+        batch_sizes: batch sizes to plan for. None: all keys of a mapping; with a function, search for the largest batch
+            that fits the largest budget, by doubling from 1 until none fits, then bisection.
         engine, regions, time_limit_s, gap, progress: as for `autoac.tradeoff`.
 
     Raises:
-        InfeasibleBudgetError: not even the smallest batch fits the largest budget.
-        ValueError: an argument makes no sense, before any profile is made; or a profile has no times.
+        InfeasibleBudgetError: the smallest batch does not fit the largest budget.
+        ValueError: an argument is invalid, raised before any profile is made; or a profile has no times.
     """
     engine, reason = resolve_engine(engine)
     check_effort(time_limit_s, gap)
@@ -196,7 +196,7 @@ def plan_batches(
 
 @dataclass
 class _Search:
-    """What was found out about each batch size so far; the other fields are as for `plan_batches`."""
+    """State of the search over batch sizes; fields without a default are as for `plan_batches`."""
 
     profile_of: Callable[[int], Profile]
     budgets: list[int | str]
@@ -211,7 +211,7 @@ class _Search:
     missing: dict[int, InfeasibleBudgetError | NoPlanInTimeError] = field(default_factory=dict)
 
     def fits(self, batch: int, done: float) -> bool:
-        """Plan for a batch size, and tell whether it fits the largest budget."""
+        """Plan for a batch size; return whether it fits the largest budget."""
         self.tell(f"batch size {batch}", done)
         profile = self.profile_of(batch)
         if not profile.step_s > 0:
@@ -223,7 +223,7 @@ class _Search:
         )
         choices = Choices(profile, region_choices(profile, self.regions, self.engine), self.engine)
         try:
-            # Some of the budgets say nothing of whether the batch fits: Ctrl-C ends it all.
+            # A partial sweep does not show whether the batch fits, so Ctrl-C ends the whole search.
             points, notes = sweep(
                 choices, self.budgets_bytes, self.time_limit_s, self.gap, lambda *_: None, keep=False
             )
@@ -234,7 +234,7 @@ class _Search:
         return points[-1].budget_bytes == self.budgets_bytes[-1]
 
     def find_largest(self) -> None:
-        """Double from 1 on until nothing fits, then halve the interval."""
+        """Find the largest batch: double from 1 until it does not fit, then bisect."""
         fitting, batch = 0, 1
         while self.fits(batch, 0.0):
             fitting, batch = batch, 2 * batch

@@ -1,4 +1,4 @@
-"""The choices of regions to plan with, each built once and solved for as many budgets as one likes."""
+"""The choices of regions to plan with; each is built once and solved for any number of budgets."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from autoac_solver.records.profile import Profile
 
 
 class Choice:
-    """One choice of regions, and what is known about it so far.
+    """One choice of regions, with results of earlier searches.
 
     Args:
-        profile: what is planned for.
+        profile: the profile to plan for.
         calls: the module calls that are regions.
         engine: "replay" or "sac".
-        policies: the user's.
+        policies: the user's policies.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class Choice:
         self.prepared = Prepared(self.built.problem)
         self._start: tuple[int, ...] | None = None
         self._infeasible: InfeasibleBudgetError | None = None
-        self._ruled_out = -1  # the largest limit that is known not to be met
+        self._ruled_out = -1  # The largest limit known to be infeasible.
 
     def solve(
         self, limit: int, gap: float, time_limit_s: float, rough: bool = False, find_minimum: bool = True
     ) -> Solution:
-        """The best plan within a limit, not slower than the last one found if that is within the limit.
+        """Find the best plan within a limit; not slower than the previous plan if that is within the limit.
 
         Args:
             rough, find_minimum: see `ilp.solve`.
 
         Raises:
-            InfeasibleBudgetError, RuledOut: there is none.
+            InfeasibleBudgetError, RuledOut: no plan is within the limit.
         """
         known = self._infeasible
         if known is not None and known.proven and limit < known.minimum_bytes:
@@ -83,12 +83,12 @@ class Choice:
 
 
 class Choices:
-    """The choices of regions of a profile, from coarse to fine; each is built when it is first looked at.
+    """The choices of regions of a profile, from coarse to fine, built on first access.
 
     Args:
         profile, engine: as for `Choice`.
         calls: the module calls of each choice.
-        policies: the user's; choices under which they cannot be followed are left out when they are built.
+        policies: the user's policies; choices under which they cannot be followed are dropped when built.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class Choices:
         self.policies = tuple(policies)
         self._all_calls = calls
         self._calls = list(calls)
-        self._refused: PolicyError | None = None  # why the first choice was left out
+        self._refused: PolicyError | None = None  # Why the first choice was dropped.
         self._made: list[Choice] = []
-        self._longest_s = 0.0  # that building one of them took
+        self._longest_s = 0.0  # Longest time to build one of them.
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -117,14 +117,14 @@ class Choices:
 
     @property
     def built(self) -> tuple[Choice, ...]:
-        """Those that have been looked at."""
+        """The choices built so far."""
         return tuple(self._made)
 
     def _build(self) -> None:
-        """Build the next choice, or leave it out.
+        """Build the next choice, or drop it if the policies cannot be followed under it.
 
         Raises:
-            PolicyError: the policies can be followed under none; for the coarsest.
+            PolicyError: every choice was dropped; the error of the coarsest.
         """
         start, index = time.perf_counter(), len(self._made)
         try:
@@ -143,21 +143,21 @@ class Choices:
         gap: float,
         tell: Callable[[str, float], None] = lambda *_: None,
     ) -> tuple[Choice, Solution]:
-        """The fastest plan within a limit.
+        """Find the fastest plan within a limit.
 
-        The choices are solved roughly first, from coarse to fine, until one costs nothing. Then they are solved to the
-        gap, but for those that are known by then not to lead to a faster plan. In time, more memory never leads to a
-        plan that is slower by more than the gap.
+        First the choices are solved roughly, from coarse to fine, until one adds no time (within the gap). Then they
+        are solved to the gap, except those whose bound already rules out a faster plan. If time suffices, more memory
+        never gives a plan that is slower by more than the gap.
 
-        The bound and the status of the solution are of all choices: no plan of any of them is faster by more.
+        The bound and the status of the solution hold over all choices.
 
-        Once there is a plan, a further choice gets half of the time that is left, for solving to the gap takes some,
-        too. Further choices are not looked at if building them, which nothing stops, would take all of it.
+        Once there is a plan, a further choice gets half of the remaining time, because solving to the gap takes time,
+        too. Further choices are skipped if building them, which cannot be interrupted, would take all of it.
 
         Raises:
-            InfeasibleBudgetError: for the choice with the least possible peak.
+            InfeasibleBudgetError: no plan fits; describes the choice with the least possible peak.
             NoPlanInTimeError: no plan was found, and at least one choice was not ruled out.
-            PolicyError: the policies can be followed under none of the choices; before anything is solved.
+            PolicyError: the policies cannot be followed under any choice; raised before any solving.
         """
         deadline = time.perf_counter() + time_limit_s
 
@@ -198,7 +198,7 @@ class Choices:
             if solution.objective_s <= gap * choice.built.problem.step_s:
                 break
         best: tuple[Choice, Solution] | None = None
-        # Nothing is known of what was not solved; what costs more than the gap is solved, unless time is up.
+        # Choices that were not solved have no bound. Those that add more than the gap are solved, unless time is up.
         bound_s = 0.0 if late is not None or index < len(self) else math.inf
         for done, (choice, solution) in enumerate(sorted(rough, key=lambda found: found[1].objective_s)):
             gap_s = gap * choice.built.problem.step_s
@@ -225,13 +225,13 @@ class Choices:
         raise error
 
     def _building_s(self, index: int) -> float:
-        """What building a choice takes, by those built so far; 0 if it is built."""
+        """Estimated seconds to build a choice, from those built so far; 0 if it is built."""
         return 0.0 if index < len(self._made) else self._longest_s
 
     def _described(
         self, choice: Choice, error: InfeasibleBudgetError, time_limit_s: float
     ) -> InfeasibleBudgetError:
-        """The error, with what holds the peak, what would lower it, and what the policies make of it."""
+        """Add to the error: holders of the peak, suggestions to lower it, and the effect of the policies."""
         profile, built = self.profile, choice.built
         error.where = describe_position(profile, built, error.peak_position)
         error.holders = holders_at(profile, built, error.decisions, error.peak_position)[:10]
@@ -244,7 +244,7 @@ class Choices:
         return error
 
     def _least_without_policies(self, time_limit_s: float) -> int:
-        """The least feasible budget without policies, 0 if it cannot be told in time."""
+        """The least feasible budget without policies; 0 if it was not found in time."""
         if time_limit_s < 2 * self._longest_s:
             return 0
         free = Choices(self.profile, self._all_calls, self.engine)

@@ -1,4 +1,4 @@
-"""The trade-off curve: predicted overhead against the budget, as a table, a picture and a file."""
+"""The trade-off curve: predicted overhead over the budget, as a table, a plot and a file."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Point:
     """One budget, and the plan found for it.
 
     Args:
-        budget_bytes: the limit for the peak.
+        budget_bytes: limit of the peak.
         calls: the module calls that the plan's regions were chosen from.
-        n_regions: how many of them are regions.
-        solution: the decisions and what was proved.
-        greedy_peak_bytes, greedy_extra_s: of the greedy plan for these regions; None if it does not meet the budget.
+        n_regions: number of calls that are regions.
+        solution: the decisions and their bound.
+        greedy_peak_bytes, greedy_extra_s: of the greedy plan for these regions; None if it exceeds the budget.
     """
 
     budget_bytes: int
@@ -69,14 +69,14 @@ class Tradeoff:
     """Plans over a range of budgets.
 
     Args:
-        profile: what was planned for.
+        profile: the profile that was planned for.
         engine, engine_reason: "replay" or "sac", and why.
-        points: one for each budget, ascending.
-        baselines: what people do by hand, one row each: name, blocks, peak_bytes, extra_s, overhead; see `baselines`.
-        notes: which of the budgets asked for are missing, and why.
-        policies: the user's, which all plans follow. Where there are hints, bounds are of time and hints together.
+        points: one per budget, ascending.
+        baselines: manual strategies, one row each: name, blocks, peak_bytes, extra_s, overhead; see `baselines`.
+        notes: missing budgets, and why.
+        policies: the user's policies, which all plans follow. With hints, bounds are of time plus hint penalties.
 
-    A larger budget never has a slower plan: the plan of a smaller one fits it too.
+    A larger budget never has a slower plan, because the plan of a smaller budget fits it, too.
     """
 
     profile: Profile = field(repr=False)
@@ -106,11 +106,11 @@ class Tradeoff:
 
     @functools.cached_property
     def frame(self) -> pd.DataFrame:
-        """One row a budget, ascending.
+        """One row per budget, ascending.
 
         budget_bytes; peak_bytes, extra_s and overhead (extra time / step time) of its plan; bound: no plan has a
-        lower overhead within the budget; status; number of regions; greedy_peak_bytes and greedy_overhead: what keeping
-        the most seconds per byte comes to with the same regions, NaN where it does not meet the budget.
+        lower overhead within the budget; status; number of regions; greedy_peak_bytes and greedy_overhead: of the
+        greedy plan for the same regions, NaN if it exceeds the budget.
         """
         step_s = self.step_s or 1.0
         rows = [
@@ -126,11 +126,11 @@ class Tradeoff:
 
     @functools.cached_property
     def plans(self) -> Sequence[Any]:
-        """The plan of each row; it is made when it is first looked at."""
+        """The plan of each row, made on first access."""
         return Lazy(len(self.points), self.record)
 
     def __len__(self) -> int:
-        """How many budgets."""
+        """Number of budgets."""
         return len(self.points)
 
     def __getitem__(self, row: int) -> Any:
@@ -138,14 +138,14 @@ class Tradeoff:
         return self.plans[row]
 
     def plan(self, budget: int | str | None = None, *, max_overhead: float | str | None = None) -> Any:
-        """The plan of this curve that suits a budget, or a slowdown; nothing is solved.
+        """Select a plan of this curve by budget or by overhead; nothing is solved.
 
         Args:
-            budget: as for `autoac.plan`: the fastest plan whose peak fits it.
-            max_overhead: in place of a budget: the plan with the least peak that takes no longer, "5%" or 0.05.
+            budget: as for `autoac.plan`: selects the fastest plan whose peak fits.
+            max_overhead: instead of a budget, "5%" or 0.05: selects the plan with the least peak within this overhead.
 
         Raises:
-            ValueError: neither or both are given, or they make no sense; or no plan of the curve suits.
+            ValueError: neither or both are given, or are invalid; or no plan of the curve qualifies.
         """
         if (budget is None) == (max_overhead is None):
             raise ValueError("give one of budget and max_overhead.")
@@ -170,7 +170,7 @@ class Tradeoff:
 
     @property
     def opening_row(self) -> int:
-        """The row to begin with: the knee, or else the first."""
+        """The row shown first: the knee, else row 0."""
         return self.knee or 0
 
     def record(self, row: int) -> PlanRecord:
@@ -186,19 +186,19 @@ class Tradeoff:
 
     @functools.cached_property
     def _stacks(self) -> dict[tuple[int, ...], Stacked]:
-        """The problem for each choice of regions, once it was made."""
+        """Cache: choice of regions -> its problem."""
         return {}
 
     @property
     def knee(self) -> int | None:
-        """The row from which on more memory buys little, by `knee_of`; None if the curve has none."""
+        """The row after which more memory buys little, by `knee_of`; None if the curve has none."""
         return knee_of(self.frame["budget_bytes"].to_numpy(float), self.frame["overhead"].to_numpy(float))
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw overhead against budget: plans, bound, greedy, what people do by hand, and the knee.
+        """Draw overhead over budget: plans, bound, greedy, manual strategies, and the knee.
 
         Args:
-            axes: where to; None makes a new figure.
+            axes: axes to draw on; None makes a new figure.
 
         Returns:
             The axes.
@@ -212,11 +212,11 @@ class Tradeoff:
         return axes
 
     def save(self, path: str | Path) -> None:
-        """Write the curve, its plans and their profile as JSON; the file appears whole or not at all.
+        """Write the curve, its plans and their profile as JSON. The write is atomic.
 
         Raises:
-            FileNotFoundError: there is no folder to write it in.
-            IsADirectoryError: there is a folder of that name.
+            FileNotFoundError: the parent folder does not exist.
+            IsADirectoryError: `path` is a folder.
         """
         points = [dataclasses.asdict(point) for point in self.points]
         for point in points:
@@ -235,7 +235,7 @@ class Tradeoff:
 
     @classmethod
     def load(cls, path: str | Path) -> Tradeoff:
-        """Read a curve; the simulator recounts its plans.
+        """Read a curve and verify its plans with the simulator.
 
         Raises:
             ProfileError: the file is damaged, of another kind, or from a newer version.
@@ -280,11 +280,11 @@ class Tradeoff:
 
 
 class Lazy(Sequence[T], Generic[T]):
-    """A sequence whose items are made when they are first looked at.
+    """A sequence whose items are made on first access.
 
     Args:
-        length: how many there are.
-        make: from the index to the item.
+        length: number of items.
+        make: makes the item of an index.
     """
 
     def __init__(self, length: int, make: Callable[[int], T]) -> None:
@@ -308,10 +308,10 @@ class Lazy(Sequence[T], Generic[T]):
 
 
 def knee_of(x: np.ndarray, y: np.ndarray) -> int | None:
-    """The knee of a falling convex curve: where it lies furthest below the straight line between its ends.
+    """The knee of a falling convex curve: the point furthest below the straight line between its ends.
 
-    This is the offline form of Kneedle without smoothing or sensitivity: both axes are scaled to 0..1, and the largest
-    value of the difference curve is taken, the first of equal ones. Source: Satopaa, Albrecht, Irwin, Raghavan,
+    This is the offline form of Kneedle without smoothing or sensitivity: both axes are scaled to 0..1, and the first
+    maximum of the difference curve is taken. Source: Satopaa, Albrecht, Irwin, Raghavan,
     "Finding a 'Kneedle' in a Haystack: Detecting Knee Points in System Behavior", ICDCS Workshops 2011.
 
     Args:
@@ -328,7 +328,7 @@ def knee_of(x: np.ndarray, y: np.ndarray) -> int | None:
 
 
 _DIGITS = Annotated[str, Meta(pattern=r"\A[0-9]*\Z")]
-"""How decisions are written: a digit for each group, the option that it takes."""
+"""File format of decisions: one digit per group, its option."""
 _BASELINES = msgspec.defstruct(
     "Baselines",
     [
@@ -356,7 +356,11 @@ def _point(found: msgspec.Struct) -> Point:
 
 
 def _recount(curve: Tradeoff) -> None:
-    """Have the simulator judge every plan again, and take its numbers only."""
+    """Check every plan's decisions, peak and times against the simulator.
+
+    Raises:
+        ValueError: a plan does not belong to the profile.
+    """
     simulators: dict[tuple[int, ...], Simulator] = {}
     for point in curve.points:
         if not all(0 <= call < len(curve.profile.calls) for call in point.calls):

@@ -1,4 +1,4 @@
-"""The inverse question: the least memory with which a step takes at most so much longer."""
+"""The inverse problem: the least memory for a given maximum overhead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoac_solver.problem.solution import Solution
 from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeError, PolicyError
 
 PRECISION = 1e-3
-"""How close to the least peak the search comes, as a share of the peak with nothing recomputed."""
+"""Precision of the search, as a share of the peak with nothing recomputed."""
 
 
 def least_memory(
@@ -22,15 +22,15 @@ def least_memory(
     gap: float,
     tell: Callable[[str, float], None] = lambda *_: None,
 ) -> tuple[Choice, Solution]:
-    """The plan with the least peak among those that add at most so much time.
+    """Find the plan with the least peak whose overhead is within a maximum.
 
-    A larger budget never needs more time, so the least one is found by halving the range of budgets; each half that is
-    given up is one for which the fastest plan was found too slow.
+    A larger budget never needs more time, so the range of budgets is bisected; the lower half is dropped if the fastest
+    plan found at its upper end is too slow.
 
     Args:
         max_overhead: extra time / step time.
-        time_limit_s: for the whole search; when it is over, the best plan so far is taken.
-        gap: how far from the least time the plan of each budget may be, as a fraction of the step.
+        time_limit_s: for the whole search; at the limit the best plan so far is returned.
+        gap: accepted distance from the least time at each budget, as a fraction of the step.
 
     Raises:
         PolicyError: with the policies, every plan adds more.
@@ -50,7 +50,7 @@ def least_memory(
             f"with these policies a plan adds {share:.1%} to the step's time at any budget, and max_overhead is "
             f"{max_overhead:.1%}: raise it, or drop policies that demand recomputation."
         )
-    low, high = least - 1, best[1].peak_bytes  # no plan is known for low; there is one for high
+    low, high = least - 1, best[1].peak_bytes  # No plan is known for low; there is one for high.
     close = max(1, PRECISION * most)
     steps = max(1.0, math.log2(max(1, high - low) / close))
     limit = least

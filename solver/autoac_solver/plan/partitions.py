@@ -1,7 +1,7 @@
-"""Which module calls become regions: the largest whose share of the saved bytes a budget may carry.
+"""Choices of module calls as regions: the largest modules within a share of the saved bytes.
 
 Large regions cost less time (fewer values are needed only because a region ends there) but need their whole working
-set during backward; so the choices are tried from coarse to fine.
+set during backward. So several choices are tried, from coarse to fine.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ COARSEST_SHARE = 0.6
 """The largest share of all saved bytes that one region may hold."""
 
 FINER = 0.5
-"""Every next choice splits the regions that hold more than this share of the largest one."""
+"""The next finer choice splits regions that hold more than this share of the largest one."""
 
 MOST_CHOICES = 5
 
 
 def partitions(profile: Profile, engine: str = DEFAULT) -> list[tuple[int, ...]]:
-    """Choices of regions (module calls), from coarse to fine, and at last the whole model as one region.
+    """Choices of regions (module calls), from coarse to fine, and last the whole model as one region.
 
     Args:
-        engine: what it may not run (`EngineModel.may_run`) is left alone.
+        engine: module calls that it cannot run (`EngineModel.may_run`) are left out.
     """
     weights, model = _saved_bytes(profile), engine_model(engine)
-    if model.compiles and profile.compiled is not None:  # only what was measured can be chosen from
+    if model.compiles and profile.compiled is not None:  # Only measured regions are available.
         return [tuple(sorted(call for region in profile.compiled.regions for call in region.calls))]
     children: list[list[int]] = [[] for _ in profile.calls]
     roots = []
@@ -52,7 +52,7 @@ def partitions(profile: Profile, engine: str = DEFAULT) -> list[tuple[int, ...]]
 
 
 def named_calls(profile: Profile, names: Sequence[str]) -> list[int]:
-    """The module calls of the modules with these names, without calls inside another one of them."""
+    """The outermost module calls of the modules with these names."""
     wanted = set(names)
     chosen: set[int] = set()
     for index, call in enumerate(profile.calls):
@@ -72,7 +72,7 @@ def _descend(
     while stack:
         call = stack.pop()
         if not weights[call]:
-            continue  # autograd saved nothing in it
+            continue  # Autograd saved nothing in it.
         if possible[call] and (weights[call] <= limit or not children[call]):
             chosen.append(call)
         else:
@@ -81,7 +81,7 @@ def _descend(
 
 
 def _saved_bytes(profile: Profile) -> list[int]:
-    """For each module call, the bytes that were made in it and that autograd saved."""
+    """Per module call the bytes that were made in it and saved by autograd."""
     saved = {s.storage for s in profile.saved}
     marks = sorted(
         (storage.alloc, storage.bytes)
@@ -96,18 +96,18 @@ def _saved_bytes(profile: Profile) -> list[int]:
 
 
 LEAST_SHARE = 0.05
-"""Blocks of a class that hold a smaller share of all saved bytes together are not worth compiling, nor is a single
-layer that does by itself."""
+"""Blocks of a class that together hold a smaller share of all saved bytes are not worth compiling; the same holds for a
+single layer."""
 
 _ALIKE = 3
-"""So many modules of a class inside of one another are its blocks."""
+"""A module with at least this many modules of one class inside is split into these blocks."""
 
 
 def blocks(profile: Profile) -> tuple[int, ...]:
-    """The module calls to compile one by one where nobody names any: a model's blocks.
+    """The module calls to compile by default: a model's blocks.
 
-    As the coarsest choice of `partitions`, but that a module which holds several large ones of a class gives way to
-    these, and that small ones are left out.
+    Like the coarsest choice of `partitions`, except that a module containing several large modules of one class is
+    replaced by those, and that small modules are left out.
     """
     weights = _saved_bytes(profile)
     children: list[list[int]] = [[] for _ in profile.calls]
@@ -129,12 +129,12 @@ def blocks(profile: Profile) -> tuple[int, ...]:
 
 
 def whole(profile: Profile) -> tuple[int, ...]:
-    """The calls of the model itself."""
+    """The calls of the root module with gradients on."""
     return tuple(index for index, call in enumerate(profile.calls) if call.parent < 0 and call.grad)
 
 
 def _holds_blocks(profile: Profile, children: list[list[int]], weights: list[int], call: int) -> bool:
-    """Whether there are several modules of a class in a module, none of them tiny, each made of others itself."""
+    """Whether a module contains several non-tiny modules of one class that have submodules themselves."""
     alike: Counter[str] = Counter()
     stack = list(children[call])
     while stack:

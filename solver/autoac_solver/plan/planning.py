@@ -1,4 +1,4 @@
-"""From a profile and a budget to a plan's record, and to the curve over budgets; no torch anywhere."""
+"""Makes a plan's record from a profile and a budget, and the curve over budgets; without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from autoac_solver.records.profile import Profile
 from autoac_solver.records.units import parse_bytes, parse_overhead
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the share that is done, 0 to 1."""
+"""Callback: a description of the current work, and the share that is done, 0 to 1."""
 
 
 def plan_profile(
@@ -49,22 +49,22 @@ def plan_profile(
     gap: float = 1e-3,
     progress: Progress | None = None,
 ) -> PlanRecord:
-    """A plan's record for a profile and a budget, or for the least memory with which it adds at most so much time.
+    """Make a plan's record for a profile: the least time within a budget, or the least memory within an overhead.
 
     Args:
-        budget, max_overhead: one of the two, the other None.
+        budget, max_overhead: exactly one must be given.
         engine: "replay", "sac", or "auto", which is "replay" here.
-        engine_reason: why this engine; "" says it by itself.
-        regions: names or globs of modules; None chooses them.
+        engine_reason: why this engine; "" for a default text.
+        regions: names or globs of modules; None chooses them automatically.
         policies: constraints and hints, see `policies`.
         headroom, budget_of, time_limit_s, gap, progress: as for `autoac.plan`.
 
     Raises:
-        InfeasibleBudgetError: no plan fits; it says what the least possible budget is.
-        PolicyError: the policies clash, or one is about nothing; before anything is solved. Or they demand more time
+        InfeasibleBudgetError: no plan fits; the error names the least possible budget.
+        PolicyError: the policies conflict, or one matches nothing, raised before any solving; or they demand more time
             than `max_overhead`.
-        ProfilingError: a region is no module of the profiled step, or inside of another one.
-        ValueError: an argument makes no sense; before anything else.
+        ProfilingError: a region is no module of the profiled step, or is inside another one.
+        ValueError: an argument is invalid; raised before any work.
     """
     start = time.perf_counter()
     engine, reason = resolve_engine(engine)
@@ -109,7 +109,7 @@ def plan_profile(
 
 @answers("peak_bytes")
 def peak_bytes(profile: Profile) -> int:
-    """The peak of the step as it runs without a plan, with torch's own loss."""
+    """The peak of the step without a plan, with torch's own loss."""
     return checkpointed(profile, ()).peak_bytes
 
 
@@ -135,10 +135,10 @@ def plan_budgets(
     gap: float = 1e-3,
     progress: Progress | None = None,
 ) -> Tradeoff:
-    """The curve over a range of budgets; its plans are records.
+    """Make the curve over a range of budgets; its plans are records.
 
     Args:
-        engine_reason: as for `plan_profile`; all others as for `autoac.tradeoff`.
+        engine_reason: as for `plan_profile`; all other arguments as for `autoac.tradeoff`.
 
     Raises:
         InfeasibleBudgetError, PolicyError, ProfilingError, ValueError: as for `autoac.tradeoff`.
@@ -161,10 +161,10 @@ def plan_budgets(
 
 
 def resolve_engine(engine: str) -> tuple[str, str]:
-    """The engine and why it is that; "auto" is what eager mode takes.
+    """The engine and the reason for it; "auto" is the engine of eager mode.
 
     Raises:
-        ValueError: there is no such engine.
+        ValueError: unknown engine.
     """
     known = ("auto", *planned_for())
     if engine not in known:
@@ -175,14 +175,14 @@ def resolve_engine(engine: str) -> tuple[str, str]:
 def aims(
     budget: int | str | None, max_overhead: float | str | None, headroom: int | str, total: int | None
 ) -> tuple[int, int, float | None]:
-    """Budget in bytes (0 where there is none), headroom in bytes, and the overhead that is allowed instead of a budget.
+    """Budget in bytes (0 if there is none), headroom in bytes, and the maximum overhead (None with a budget).
 
     Args:
         total: the device's memory, for budgets like "80%".
 
     Raises:
         BudgetFormatError: neither or both are given; or as for `limits`.
-        ValueError: `max_overhead` makes no sense.
+        ValueError: `max_overhead` is invalid.
     """
     if (budget is None) == (max_overhead is None):
         given = "neither" if budget is None else "both"
@@ -203,7 +203,7 @@ def limits(budget: int | str, headroom: int | str, total: int | None) -> tuple[i
         total: the device's memory, for budgets like "80%".
 
     Raises:
-        BudgetFormatError: one of them is no amount of memory, or the headroom leaves nothing of the budget.
+        BudgetFormatError: one of them is no amount of memory, or the headroom is not less than the budget.
     """
     budget_bytes = parse_bytes(budget, total)
     headroom_bytes = 0 if headroom == 0 else parse_bytes(headroom, total)
@@ -215,14 +215,14 @@ def limits(budget: int | str, headroom: int | str, total: int | None) -> tuple[i
 def region_choices(
     profile: Profile, regions: str | Iterable[str] | None, engine: str
 ) -> list[tuple[int, ...]]:
-    """The choices of regions to try, from coarse to fine; only one where the user named them.
+    """The choices of regions to try, from coarse to fine; a single one if the user named regions.
 
     Args:
-        regions: names or globs of modules, of each of which one must be a module of the profiled step.
+        regions: names or globs of modules; each must match a module of the profiled step.
         engine: as for `partitions`.
 
     Raises:
-        ProfilingError: one finds no module, or only modules inside of others, or none was called with gradients on.
+        ProfilingError: one matches no module, or only modules inside others; or no module was called with gradients on.
         ValueError: they are no names.
     """
     if regions is None:

@@ -1,4 +1,4 @@
-"""What a plan reserves on a GPU, by simulation, and plans whose reserved memory fits a budget."""
+"""Simulated reserved memory of a plan on a GPU, and plans whose reserved memory fits a budget."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from autoac_solver.records.profile import NEVER, Profile
 BUDGETS_OF = ("allocated", "reserved")
 
 _ROUNDS = 12
-"""Limits for allocated memory that are tried for one budget of reserved memory."""
+"""Most limits of allocated memory tried for one budget of reserved memory."""
 _NEAR = 0.002
-"""Share of the budget: limits that are nearer to each other are not told apart."""
+"""The search stops when its limits are within this share of the budget."""
 
 
 def is_cuda(profile: Profile) -> bool:
-    """Whether the step's memory is that of CUDA's caching allocator."""
+    """Whether the step's memory comes from CUDA's caching allocator."""
     return profile.device.split(":")[0] == "cuda"
 
 
 def check_budget_of(budget_of: str, device: str) -> None:
-    """Refuse what a budget cannot be of.
+    """Check `budget_of`.
 
     Args:
         budget_of: see `BUDGETS_OF`.
-        device: torch's name of it.
+        device: torch's name of the device.
 
     Raises:
-        ValueError: it is none of these, or nothing is reserved on the device.
+        ValueError: it is not in `BUDGETS_OF`, or the device has no reserved memory.
         AllocatorOptionsError: the options in the environment are not understood.
     """
     if budget_of not in BUDGETS_OF:
@@ -54,26 +54,26 @@ def check_budget_of(budget_of: str, device: str) -> None:
 
 
 def allocator_of(profile: Profile) -> str:
-    """The allocator's options that a plan for this profile is made with, as text; "" where there are none."""
+    """The allocator options with which a plan for this profile is made, as text; "" for none."""
     return "".join(options_in_environment().split()) if is_cuda(profile) else ""
 
 
 def reserved_memory(profile: Profile, built: Built, options: AllocatorOptions) -> ReservedMemory:
-    """What the allocator reserves for plans of a problem."""
+    """A simulator of the memory that the allocator reserves for plans of a problem."""
     resident = [storage.bytes for storage in profile.storage_table if storage.alloc == NEVER]
     return ReservedMemory(Simulator(built.problem), resident, options, profile.device_bytes)
 
 
 def reserved_bytes(profile: Profile, built: Built, decisions: Sequence[int], allocator: str) -> int | None:
-    """What is reserved at most in the planned step.
+    """Peak reserved bytes of the planned step.
 
     Args:
         allocator: its options, as text.
 
     Returns:
-        Bytes; None where nothing is known: not on CUDA, regions are compiled; `about_unknown` says why else.
+        Bytes. None if unknown: not on CUDA, or with compiled regions, or for the reason given by `about_unknown`.
     """
-    if not is_cuda(profile) or built.points:  # compiled code allocates as it likes
+    if not is_cuda(profile) or built.points:  # Allocations of compiled code are unknown.
         return None
     try:
         options = parse_options(allocator)
@@ -83,7 +83,7 @@ def reserved_bytes(profile: Profile, built: Built, decisions: Sequence[int], all
 
 
 def about_unknown(allocator: str) -> str:
-    """Why it is not known on CUDA what a plan reserves under these options."""
+    """Why a plan's reserved memory is unknown on CUDA under these options."""
     try:
         parse_options(allocator)
     except AllocatorOptionsError as error:
@@ -92,18 +92,18 @@ def about_unknown(allocator: str) -> str:
 
 
 class WithinReserved:
-    """The fastest plan that is found whose reserved memory is within a limit.
+    """Search for the fastest plan whose reserved memory is within a limit.
 
-    Reserved memory is no sum over lifetimes, so the integer program cannot bound it. It bounds allocated memory by
-    a limit, at first the budget itself; what the plan reserves is simulated, and the limit is lowered until that
-    fits, then raised again half-way to the lowest limit that did not do.
+    Reserved memory is no sum over lifetimes, so the integer program cannot bound it. It bounds allocated memory by a
+    limit instead, at first the budget itself. The plan's reserved memory is simulated, and the limit is lowered until
+    that fits, then raised half-way to the lowest limit that did not fit.
 
-    What is reserved is never less than what is allocated, so the bound of the first limit holds: no plan that
-    reserves no more than the budget is faster.
+    Reserved memory is never less than allocated memory, so the bound of the first limit holds: no plan that reserves
+    at most the budget is faster.
 
     Args:
-        choices: of regions.
-        limit: for reserved memory, bytes.
+        choices: choices of regions.
+        limit: of reserved memory, bytes.
         allocator: its options, as text.
     """
 
@@ -113,12 +113,12 @@ class WithinReserved:
         self._memory: dict[int, ReservedMemory] = {}
         self._best: tuple[Choice, Solution] | None = None
         self._least: tuple[int, tuple[int, ...], Choice] | None = None
-        """What the plan of least peak reserves, its decisions, and its regions."""
+        """Reserved bytes of the plan of least peak, its decisions, and its choice of regions."""
 
     def solve(
         self, time_limit_s: float, gap: float, tell: Callable[[str, float], None]
     ) -> tuple[Choice, Solution]:
-        """See the class. Status and gap of the solution are about all plans that reserve no more than the limit.
+        """See the class. The solution's status and gap refer to all plans that reserve at most the limit.
 
         Raises:
             InfeasibleBudgetError, NoPlanInTimeError: as for `Choices.best`.
@@ -140,7 +140,7 @@ class WithinReserved:
                 if self._least is None:
                     raise
                 if self._best is not None or reserves_too_much or target > self._limit:
-                    break  # what does not fit when allocated does not fit when reserved
+                    break  # Reserved memory is at least allocated memory.
                 continue
             except NoPlanInTimeError:
                 if not round_:
@@ -169,7 +169,7 @@ class WithinReserved:
         return choice, solution.bounded(bound_s, gap, step_s)
 
     def _reserves_too_much(self, error: InfeasibleBudgetError) -> bool:
-        """Whether the plan of least peak, which the error knows, reserves too much."""
+        """Whether the error's plan of least peak reserves too much."""
         for choice in self._choices.built:
             if len(choice.built.problem.groups) != len(error.decisions):
                 continue
@@ -180,7 +180,7 @@ class WithinReserved:
         return False
 
     def _reserved_by(self, choice: Choice, decisions: Sequence[int]) -> int:
-        """Bytes; more than the limit where the process may not take so much."""
+        """Reserved bytes of a plan; above the limit if it exceeds the process's memory fraction."""
         if id(choice) not in self._memory:
             self._memory[id(choice)] = reserved_memory(self._choices.profile, choice.built, self._options)
         found = self._memory[id(choice)].peak_bytes_or_none(settled(choice.built, decisions))

@@ -1,4 +1,4 @@
-"""Plans for many budgets, from the smallest up: a plan fits every larger budget, so the next search starts from it."""
+"""Plans for many budgets in ascending order: a plan fits every larger budget, so the next search starts from it."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def sweep(
     tell: Callable[[str, float], None],
     keep: bool = True,
 ) -> tuple[tuple[Point, ...], tuple[str, ...]]:
-    """A point for each budget that can be met, and notes on those that are missing.
+    """One point per feasible budget, and notes on missing ones.
 
     Args:
-        time_limit_s: for each budget.
-        keep: whether Ctrl-C keeps what is done so far.
+        time_limit_s: per budget.
+        keep: on Ctrl-C, return the points found so far.
 
     Raises:
         InfeasibleBudgetError, NoPlanInTimeError: there is no plan for any of the budgets.
-        KeyboardInterrupt: before the first was found, or with nothing to be kept.
+        KeyboardInterrupt: before the first point was found, or without `keep`.
     """
     budgets_bytes = sorted(set(budgets_bytes))
     found: list[Point] = []
@@ -66,7 +66,7 @@ def sweep(
                 notes.append(f"{format_bytes(limit)}: {why}")
                 continue
             if last is not None and last[1].objective_s < solution.objective_s:
-                # A finer choice of regions that was not tried again: its last plan fits this budget too.
+                # The last plan has a finer choice of regions that was not tried again, and fits this budget, too.
                 left_s = max(0.1, time_limit_s - (time.perf_counter() - start))
                 choice, bound_s = last[0], solution.bound_s
                 solution = choice.solve(limit, gap, left_s)
@@ -86,7 +86,7 @@ def sweep(
 
 
 def _with_bounds(points: Sequence[Point], gap: float, step_s: float) -> tuple[Point, ...]:
-    """What was proved for a larger budget holds for a smaller one."""
+    """Apply the bound of each larger budget to all smaller ones."""
     bound_s, bounded = 0.0, []
     for point in reversed(points):
         bound_s = max(bound_s, point.solution.bound_s)

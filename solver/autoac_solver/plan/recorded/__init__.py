@@ -1,1 +1,1 @@
-"""A plan's record: made of a solution, and the step that it stands for worked out of it again."""
+"""A plan's record: made from a solution, and turned back into the planned step."""

@@ -1,4 +1,4 @@
-"""From a solution to the plan's record."""
+"""Makes a plan's record from a solution."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_record(
     reason: str,
     budget_of: str = "allocated",
 ) -> PlanRecord:
-    """The plan's record: its programs, and what was predicted and proved about them."""
+    """The plan's record: its programs, predictions and bounds."""
     allocator = allocator_of(profile)
     built, decisions = stack.built, settled(stack.built, solution.decisions)
     simulator = Simulator(built.problem)
@@ -61,7 +61,7 @@ def make_record(
 
 
 def predicted_anew(record: PlanRecord, profile: Profile) -> PlanRecord:
-    """The same programs, with what another profile of the same step predicts of them. What was proved stays."""
+    """The same programs with the predictions of another profile of the same step. The bounds stay."""
     moved = replace(record, profile=profile)
     policies = [applied.policy for applied in record.policies]
     built = stacked(profile, region_calls(moved), record.engine, policies, must_match=False).built

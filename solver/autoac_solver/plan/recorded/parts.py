@@ -1,4 +1,4 @@
-"""A plan's peak, by what is alive there."""
+"""A plan's peak by kind of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def peak_parts(record: PlanRecord) -> dict[str, int]:
     timeline = step_of(record).timeline
     peak = timeline.iloc[int(timeline["live_bytes"].to_numpy().argmax())]
     resident = [s.bytes for s in record.profile.storage_table if s.kind == "Parameter" and s.alloc == NEVER]
-    # Of parameters, only what was gathered comes in the step.
+    # The only parameters allocated during the step are gathered ones.
     parts = {"parameters": sum(resident), "gathered": int(peak["Parameter"]) - sum(resident)}
     for kind, part in _PARTS.items():
         parts[part] = parts.get(part, 0) + int(peak[kind])

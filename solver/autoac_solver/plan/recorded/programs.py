@@ -1,4 +1,4 @@
-"""Programs and decisions: what `apply` runs, made from the decisions on a problem, and the decisions read off it."""
+"""Conversion between the decisions on a problem and the programs that `apply` runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoac_solver.records.profile import Profile
 
 
 def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[str, Any]:
-    """All that `apply` runs, as fields of a `PlanRecord`: regions, several, losses, chunked_losses, chunk_dtypes."""
+    """The fields of a `PlanRecord` that `apply` runs: regions, several, losses, chunked_losses, chunk_dtypes."""
     wrapped = {g.region for g, option in zip(built.problem.groups, decisions, strict=True) if option != SAVE}
     calls_of = Counter(call.fqn for call in profile.calls if call.grad)
     regions = []
@@ -26,7 +26,7 @@ def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[s
         point, is_wrapped = built.point(index, decisions), index in wrapped
         if built.is_compiled(index):
             is_wrapped = point != EAGER
-        if index not in wrapped:  # an op that early stop would spare is none that runs again
+        if index not in wrapped:  # Ops that early stop would spare do not count as recomputed here.
             steps = tuple((name, False) for name, _ in steps)
         calls = calls_of[call.fqn]
         regions.append(RegionPlan(call.fqn, call.call, calls, is_wrapped, steps, point=point))
@@ -41,12 +41,12 @@ def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[s
 
 
 def with_regions(record: PlanRecord, regions: Sequence[RegionPlan]) -> PlanRecord:
-    """A plan with other regions wrapped or other steps. What was predicted of it does not follow."""
+    """A copy of a plan with other wrapped regions or other steps. Its predictions are not updated."""
     return replace(record, regions=tuple(regions), several=_several(record.profile, regions))
 
 
 def _several(profile: Profile, regions: Sequence[RegionPlan]) -> RootCalls | None:
-    """Where the calls of the wrapped modules stand that are called several times a step."""
+    """Positions of the calls of wrapped modules that are called several times per step."""
     wrapped = {region.fqn: region.calls for region in regions if region.wrapped}
     names = [fqn for fqn, calls in wrapped.items() if calls > 1]
     found = None if not names or "" in wrapped else profile.calls_below_root(names)
@@ -54,7 +54,7 @@ def _several(profile: Profile, regions: Sequence[RegionPlan]) -> RootCalls | Non
 
 
 def settled(built: Built, decisions: Sequence[int]) -> tuple[int, ...]:
-    """The same decisions, but that a group whose ops early stop spares anyway (sac) is saved, as no program tells."""
+    """The decisions, with groups saved whose ops all are spared by early stop (sac): programs do not record those."""
     told = {built.loss}
     for tape in built.regions:
         told.update(g for g, spared in zip(tape.group_of, tape.free_of_choice, strict=True) if not spared)
@@ -82,8 +82,8 @@ def decisions_in(record: PlanRecord, built: Built) -> tuple[int, ...]:
     They are `settled`.
 
     Raises:
-        ProfileError: the programs are none for this problem: they are about other calls or ops, or run again a part of
-            what is decided as one, or what cannot be run again.
+        ProfileError: the programs do not fit this problem: they have other calls or ops, or recompute only a part of a
+            group, or a group that cannot be recomputed.
     """
     if [tape.call for tape in built.regions] != list(region_calls(record)):
         raise ProfileError("the plan has other regions than its profile gives rise to. Make it again.")
@@ -114,7 +114,7 @@ def decisions_in(record: PlanRecord, built: Built) -> tuple[int, ...]:
 
 
 def _point_of(region: RegionPlan, points: Sequence[str]) -> int:
-    """The option of a compiled region that is its point."""
+    """The option of a compiled region's point."""
     if region.point not in points:
         raise ProfileError(
             f"the plan compiles region {region.name!r} at a point ({region.point}) that its profile has no "

@@ -1,4 +1,4 @@
-"""Tables about decisions: what is done with each value, what is alive when, who holds the peak."""
+"""Tables about decisions: the decision for each value, live bytes over the step, and the holders of the peak."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _COLUMNS = ["region", "module", "op", "bytes", "decision", "time_s", "must_save"
 
 
 def decisions_table(profile: Profile, built: Built, decisions: Sequence[int]) -> pd.DataFrame:
-    """One row a value: its region, the op that makes it, bytes, and what is done with it.
+    """One row per value: its region, the op that makes it, bytes, and decision.
 
-    `decision` is "recompute"; "save" where it is kept for somebody who needs it in backward; "skip" where nobody does.
-    `time_s` is what recomputing its decision group adds to the step; `unit` is the group's number. Of a compiled region
-    one row: all that it keeps, `op` says at which point, and `decision` is "compiled" or "save".
+    `decision` is "recompute"; "save" if it is kept because backward needs it; "skip" if it is not needed. `time_s`: the
+    seconds that recomputing its decision group adds to the step. `unit`: index of the group. A compiled region has one
+    row for everything it keeps; `op` names its point, and `decision` is "compiled" or "save".
     """
     made_by = {storage: op for op in profile.tape for storage in op.creates}
     needed = _needed_storages(profile, built, decisions)
@@ -53,7 +53,7 @@ def decisions_table(profile: Profile, built: Built, decisions: Sequence[int]) ->
 
 
 def _of_compiled(profile: Profile, built: Built, decisions: Sequence[int]) -> list[dict[str, Any]]:
-    """One row a compiled region."""
+    """One row per compiled region."""
     rows = []
     for region, tape in enumerate(built.regions):
         if not built.is_compiled(region):
@@ -61,7 +61,7 @@ def _of_compiled(profile: Profile, built: Built, decisions: Sequence[int]) -> li
         group, name = tape.group_of[0], profile.module_name(tape.call)
         option = built.problem.groups[group].options[decisions[group]]
         measured = profile.compiled and profile.compiled.of_call(tape.call)
-        assert measured is not None  # it would be no region
+        assert measured is not None  # Otherwise it would be no region.
         point = next(p for p in measured.points if p.name == built.point(region, decisions))
         words, action = in_words(point.name, measured.heavy), option.action.value
         values = (name, name, words, point.kept_bytes, action, option.time_s, "", group, NEVER)
@@ -70,7 +70,7 @@ def _of_compiled(profile: Profile, built: Built, decisions: Sequence[int]) -> li
 
 
 def _needed_storages(profile: Profile, built: Built, decisions: Sequence[int]) -> set[int]:
-    """Storages that autograd saved, or that an op which is run again reads."""
+    """Storages that autograd saved, or that a rerun op reads."""
     needed = {saved.storage for saved in profile.saved}
     for index, group in enumerate(built.problem.groups):
         if built.is_recomputed(decisions, index):
@@ -80,7 +80,7 @@ def _needed_storages(profile: Profile, built: Built, decisions: Sequence[int]) -
 
 
 def timeline_table(profile: Profile, built: Built, decisions: Sequence[int]) -> pd.DataFrame:
-    """One row a position of the planned step: op, module, phase, live bytes, and these by kind of memory."""
+    """One row per position of the planned step: op, module, phase, live bytes, and live bytes by kind of memory."""
     problem = built.problem
     simulator = Simulator(problem)
     frame = pd.DataFrame(
@@ -106,7 +106,7 @@ def _kind(profile: Profile, lifetime: Lifetime) -> str:
 
 
 def describe_position(profile: Profile, built: Built, position: int) -> str:
-    """Op, module and phase of a position, in words."""
+    """Op, module and phase of a position, as text."""
     op = profile.tape[built.problem.position_op[position]]
     again = built.problem.position_replayed[position]
     phase = "recomputation" if again else "backward" if op.backward else "forward"
@@ -117,7 +117,7 @@ def describe_position(profile: Profile, built: Built, position: int) -> str:
 def holders_at(
     profile: Profile, built: Built, decisions: Sequence[int], position: int
 ) -> tuple[tuple[str, str, int], ...]:
-    """Kind, module and bytes of what is alive at a position, largest first."""
+    """Kind, module and bytes of the live memory at a position, largest first."""
     made_by = {storage: op for op in profile.tape for storage in op.creates}
     held: dict[tuple[str, str], int] = {}
 
@@ -140,13 +140,13 @@ def holders_at(
 
 
 def fixed_bytes_at(built: Built, position: int) -> int:
-    """Bytes that are alive at a position whatever is decided."""
+    """Bytes alive at a position under all decisions."""
     always = (i for i in built.problem.lifetimes if i.exists == ALWAYS and i.start <= position < i.end)
     return built.problem.resident_bytes + sum(lifetime.bytes for lifetime in always)
 
 
 def about_caches(profile: Profile, engine: str) -> str:
-    """What it means for an engine that modules change an object that they are given, and what to do; "" if none do."""
+    """Advice for an engine if modules change objects among their arguments; "" if none do."""
     names = list(dict.fromkeys(call.fqn for call in profile.calls if call.grad and call.changes_arguments))
     outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
     if not outermost:
@@ -162,10 +162,10 @@ def about_caches(profile: Profile, engine: str) -> str:
 
 
 def about_torchs_loss(profile: Profile, where: str) -> str:
-    """What to do about a peak at the backward of a cross entropy that no plan can reach; "" if it is elsewhere.
+    """Advice for a peak at the backward of a cross entropy that no plan covers; "" if the peak is elsewhere.
 
     Args:
-        where: of the peak, from `describe_position`.
+        where: position of the peak, from `describe_position`.
     """
     less = torchs_loss_bytes(profile)
     if not less or not where.startswith("aten._log_softmax_backward_data.default"):
@@ -177,10 +177,10 @@ def about_torchs_loss(profile: Profile, where: str) -> str:
 
 
 def suggestions(holders: Sequence[tuple[str, str, int]], finer_regions: bool) -> tuple[str, ...]:
-    """What would lower the peak, judged by what holds it.
+    """Suggestions to lower the peak, from its holders.
 
     Args:
-        finer_regions: whether smaller regions than those that were tried are worth a try.
+        finer_regions: whether to suggest smaller regions than those tried.
     """
     by_kind: dict[str, int] = {}
     for kind, _, size in holders:

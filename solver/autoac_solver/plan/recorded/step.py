@@ -1,4 +1,4 @@
-"""The step as a plan has it run, worked out from its programs and its profile: all that is told of a plan."""
+"""The planned step, derived from a plan's programs and profile; the source of all reports about a plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PlannedStep:
         options: the decisions that the plan's programs carry out: the option of each group of `built`.
 
     Raises:
-        ProfileError: the programs do not belong to the profile, or give another peak than was predicted.
+        ProfileError: the programs do not belong to the profile, or do not give the predicted peak and reserved memory.
     """
 
     def __init__(self, record: PlanRecord, built: Built) -> None:
@@ -62,17 +62,17 @@ class PlannedStep:
 
     @functools.cached_property
     def decisions(self) -> pd.DataFrame:
-        """One row a value, see `report.decisions_table`."""
+        """One row per value, see `report.decisions_table`."""
         return decisions_table(self._profile, self.built, self.options)
 
     @functools.cached_property
     def timeline(self) -> pd.DataFrame:
-        """One row a position of the step, see `report.timeline_table`."""
+        """One row per position of the step, see `report.timeline_table`."""
         return timeline_table(self._profile, self.built, self.options)
 
     @property
     def lanes(self) -> Lanes | None:
-        """Host and device over the planned step; None where there is one clock."""
+        """Host and device timelines of the planned step; None with one clock."""
         return self._simulator.lanes(self.options) if self.built.problem.work else None
 
     @property
@@ -81,7 +81,7 @@ class PlannedStep:
         return self._simulator.live_bytes([SAVE] * len(self.options))
 
     def peak_if_saved(self, regions: Collection[str]) -> int:
-        """The peak if these regions, by their names in the plan, recomputed nothing."""
+        """The peak if these regions, named as in the plan, recomputed nothing."""
         names = [region.name for region in self._regions]
         options = [
             SAVE if 0 <= group.region < len(names) and names[group.region] in regions else option
@@ -91,17 +91,17 @@ class PlannedStep:
 
     @property
     def peak_where(self) -> str:
-        """Where the predicted peak lies: op, phase and module."""
+        """Op, phase and module of the predicted peak."""
         return describe_position(self._profile, self.built, self._peak_position)
 
     @property
     def peak_fixed_bytes(self) -> int:
-        """How much is alive there whatever is decided."""
+        """Bytes alive at the peak under all decisions."""
         return fixed_bytes_at(self.built, self._peak_position)
 
     @functools.cached_property
     def peak_holders(self) -> tuple[tuple[str, str, int], ...]:
-        """Kind, module, bytes of what is alive there, largest first."""
+        """Kind, module and bytes of the live memory at the peak, largest first."""
         return holders_at(self._profile, self.built, self.options, self._peak_position)
 
 
@@ -109,7 +109,7 @@ _KEY = "_planned_step"
 
 
 def step_of(record: PlanRecord) -> PlannedStep:
-    """The step of a plan; worked out once for each record.
+    """The step of a plan; computed once per record.
 
     Raises:
         ProfileError: as for `PlannedStep`.
@@ -118,5 +118,5 @@ def step_of(record: PlanRecord) -> PlannedStep:
     if found is None:
         policies = [applied.policy for applied in record.policies]
         stack = stacked(record.profile, region_calls(record), record.engine, policies, must_match=False)
-        found = vars(record)[_KEY] = PlannedStep(record, stack.built)  # as functools.cached_property does
+        found = vars(record)[_KEY] = PlannedStep(record, stack.built)  # Like functools.cached_property.
     return found

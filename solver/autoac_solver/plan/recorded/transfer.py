@@ -1,4 +1,4 @@
-"""What a plan does with another step than that which it was made for, such as one on a smaller batch."""
+"""The effect of a plan on a step other than its own, such as one with a smaller batch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Outcome:
     """A step under a plan.
 
     Args:
-        sample: what the model is called with.
-        peak_bytes: with the plan, resident bytes included.
-        unplanned_peak_bytes: with nothing recomputed.
+        sample: the model's arguments.
+        peak_bytes: peak with the plan, resident bytes included.
+        unplanned_peak_bytes: peak with nothing recomputed.
         overhead: extra step time / step time with nothing recomputed.
-        fits: whether the peak is within the plan's budget, less its headroom.
+        fits: the peak is within the plan's budget minus its headroom.
     """
 
     sample: str
@@ -34,10 +34,10 @@ class Outcome:
 
 
 def outcome_of(record: PlanRecord, profile: Profile) -> Outcome:
-    """The step of a profile under a plan that was made from another one of the same model.
+    """The step of a profile under a plan made from another profile of the same model.
 
-    Decisions are taken over as the engines do: by position while the ops are those that were planned for, from there on
-    by overload and its n-th call. What the plan does not know is saved.
+    Decisions are transferred as the engines do it: by position while the ops equal the planned ones, after that by
+    overload and its n-th call. Values unknown to the plan are saved.
     """
     index = {(call.fqn, call.call): i for i, call in enumerate(profile.calls) if call.grad}
     regions = [region for region in record.regions if (region.fqn, region.call) in index]
@@ -72,7 +72,7 @@ def _decisions(
 
 
 def _recomputed(region: RegionPlan, names: Sequence[str]) -> list[bool]:
-    """Whether each of the ops that run is recomputed."""
+    """Per op that runs: whether it is recomputed."""
     if not region.wrapped:
         return [False] * len(names)
     by_call, counts = {}, Counter[str]()

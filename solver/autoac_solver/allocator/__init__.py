@@ -1,1 +1,1 @@
-"""What CUDA's caching allocator reserves for a step: its options, its rules, and a step's allocations in order."""
+"""Simulation of CUDA's caching allocator: its options, its rules, and the order of a step's allocations."""

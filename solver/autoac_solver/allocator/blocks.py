@@ -1,4 +1,4 @@
-"""Blocks of device memory, and the pools that free ones wait in."""
+"""Blocks of device memory, and the pools of free blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 Key = tuple[int, int, int]
-"""Of a free block: stream, size, address. It is the order of torch's `BlockComparatorSize`."""
+"""Sort key of a free block: stream, size, address, as in torch's `BlockComparatorSize`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -14,16 +14,16 @@ class Block:
     """A part of a segment.
 
     Args:
-        pool: where it goes when it is free.
-        stream: that it belongs to; only work on this stream is given it.
+        pool: the pool it returns to when it is free.
+        stream: the stream it belongs to; only allocations on this stream take it.
         address, size: bytes.
-        allocated: somebody has it.
-        mapped: there is memory behind it; never False outside of expandable segments.
+        allocated: it is in use.
+        mapped: it is backed by memory; False only in expandable segments.
         expandable: it is part of an expandable segment.
         before, after: its neighbours in the segment.
-        used_on: other streams that work on it.
-        waits_for: streams whose work on it is not done, where it was freed before.
-        age_base: how often the pool had been searched when it became free.
+        used_on: other streams that use it (`record_stream`).
+        waits_for: after `free`: streams whose work on it is not done yet.
+        age_base: number of searches of the pool when it became free.
     """
 
     pool: Pool
@@ -41,7 +41,7 @@ class Block:
 
     @property
     def key(self) -> Key:
-        """Its place among the free ones."""
+        """Its sort key among the free blocks."""
         return self.stream, self.size, self.address
 
     @property
@@ -51,11 +51,11 @@ class Block:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody has it, or works on it still."""
+        """Whether it is neither allocated nor waiting for a stream."""
         return not self.allocated and not self.waits_for
 
     def cut(self, size: int) -> Block:
-        """Make it the first `size` bytes of what it was, and return the rest."""
+        """Shrink the block to its first `size` bytes, and return the rest as a new block."""
         rest = Block(self.pool, self.stream, self.address + size, self.size - size)
         rest.mapped, rest.expandable = self.mapped, self.expandable
         rest.before, rest.after = self, self.after
@@ -65,7 +65,7 @@ class Block:
         return rest
 
     def absorb(self, other: Block) -> None:
-        """Take in a neighbour."""
+        """Merge a neighbour into the block."""
         if self.before is other:
             self.address, self.before = other.address, other.before
             if self.before is not None:
@@ -78,16 +78,16 @@ class Block:
 
 
 class Pool:
-    """Free blocks, smallest first, for small allocations or for large ones.
+    """Free blocks in ascending order of size, for small or for large allocations.
 
     Args:
-        small: for allocations of at most 1 MiB.
+        small: the pool is for allocations of at most 1 MiB.
     """
 
     def __init__(self, small: bool) -> None:
         self.small = small
         self.searches = 0
-        self.unmapped: list[Block] = []  # parts of expandable segments without memory, by stream and address
+        self.unmapped: list[Block] = []  # Unmapped parts of expandable segments, by stream and address.
         self._keys: list[Key] = []
         self._blocks: dict[Key, Block] = {}
 
@@ -95,29 +95,29 @@ class Pool:
         return iter([self._blocks[key] for key in self._keys])
 
     def add(self, block: Block) -> None:
-        """Let a block be found."""
+        """Add a free block."""
         block.age_base = self.searches
         insort(self._keys, block.key)
         self._blocks[block.key] = block
 
     def remove(self, block: Block) -> None:
-        """Let a block not be found any more; before its size changes."""
+        """Remove a block. Call this before its size changes."""
         del self._keys[bisect_left(self._keys, block.key)]
         del self._blocks[block.key]
 
     def from_size(self, stream: int, size: int) -> list[Block]:
-        """The free blocks of a stream that have at least this size, smallest first."""
+        """The free blocks of a stream of at least this size, smallest first."""
         first = bisect_left(self._keys, (stream, size, -1))
         last = bisect_left(self._keys, (stream + 1, -1, -1))
         return [self._blocks[key] for key in self._keys[first:last]]
 
     def smallest(self, stream: int, size: int) -> Block | None:
-        """The first of `from_size`."""
+        """The first block of `from_size`, None if there is none."""
         first = bisect_left(self._keys, (stream, size, -1))
         if first == len(self._keys) or self._keys[first][0] != stream:
             return None
         return self._blocks[self._keys[first]]
 
     def add_unmapped(self, block: Block) -> None:
-        """Let a block without memory be found."""
+        """Add an unmapped block."""
         insort(self.unmapped, block, key=lambda block: (block.stream, block.address))

@@ -1,32 +1,32 @@
-"""CUDA's caching allocator, without the memory: the same blocks, segments and counts for the same calls.
+"""Simulation of CUDA's caching allocator: the same blocks, segments and counts for the same calls, without memory.
 
 NOTE [ The allocator's rules ]
   From `c10/cuda/CUDACachingAllocator.cpp` in torch; the names of its functions are in brackets.
-  1. Sizes are rounded up to 512 bytes, or to parts of a power of two where `roundup_power2_divisions` says so
+  1. Sizes are rounded up to 512 bytes, or to parts of a power of two if `roundup_power2_divisions` is set
      [`round_size`, `roundup_power2_next_division`].
-  2. Allocations of at most 1 MiB have a pool of their own [`get_pool`].
-  3. The smallest free block of the same stream that is large enough is taken, at equal size the one at the lower
-     address [`get_free_block`, `BlockComparatorSize`].
-  4. The rest of it becomes a free block if there are at least 512 bytes in the small pool and in expandable segments,
-     in the large pool if there is more than 1 MiB [`should_split`]. Otherwise the whole block counts as allocated.
+  2. Allocations of at most 1 MiB come from the small pool, others from the large pool [`get_pool`].
+  3. The smallest free block of the same stream that is large enough is taken; at equal size, the lowest address
+     [`get_free_block`, `BlockComparatorSize`].
+  4. The remainder becomes a free block if it has at least 512 bytes in the small pool and in expandable segments, or
+     more than 1 MiB in the large pool [`should_split`]. Otherwise the whole block counts as allocated.
   5. `max_split_size_mb`: allocations below it never take a block of at least that size, and allocations above it take
      no block that is larger by `max_non_split_rounding_mb` or more; the latter are not split [`get_free_block`].
-  6. If there is no block, a segment is asked of the driver: 2 MiB for a small allocation, 20 MiB
+  6. If no block fits, a segment is requested from the driver: 2 MiB for a small allocation, 20 MiB
      (`large_segment_size_mb`) below 10 MiB, else the size rounded up to 2 MiB [`get_allocation_size`].
-  7. A freed block is joined with its free neighbours in the segment [`free_block`, `try_merge_blocks`].
-  8. A block that other streams have used (`record_stream`) is free when they are done [`insert_events`].
-  9. With `garbage_collection_threshold`, before a segment is asked for, whole free segments of the large pool that have
-     not been used for longer than the average are given back, until reserved memory is below the threshold
+  7. A freed block is merged with its free neighbours in the segment [`free_block`, `try_merge_blocks`].
+  8. A block used by other streams (`record_stream`) becomes free when they are done [`insert_events`].
+  9. With `garbage_collection_threshold`, before a segment is requested, whole free segments of the large pool that have
+     been unused for longer than the average are released, until reserved memory is below the threshold
      [`garbage_collect_cached_blocks`].
-  10. Where the driver has no more, oversized free blocks are given back if `max_split_size_mb` is set, then all whole
-      free segments, and the driver is asked again [`release_available_cached_blocks`, `release_cached_blocks`].
-  11. `expandable_segments`: one segment a pool and stream, in which memory is mapped page by page: 2 MiB pages in the
-      small pool, 20 MiB pages in the large one. An allocation takes the lowest address at which free and unmapped
-      blocks together are large enough, and only what is missing is mapped [`find_expandable_block`, `map_block`,
+  10. If the driver is out of memory, oversized free blocks are released if `max_split_size_mb` is set, then all whole
+      free segments, and the request is repeated [`release_available_cached_blocks`, `release_cached_blocks`].
+  11. `expandable_segments`: one segment per pool and stream, in which memory is mapped page by page: 2 MiB pages in the
+      small pool, 20 MiB pages in the large one. An allocation takes the lowest address at which adjacent free and
+      unmapped blocks are large enough together, and maps only the missing part [`find_expandable_block`, `map_block`,
       `try_allocate_expandable_block`].
 
-  Two things are assumptions: the driver gives ascending addresses, which only matters for which of two blocks of equal
-  size is taken (rule 3); and an expandable segment's addresses never come to an end (torch: 1 1/8 of the device).
+  Two assumptions: the driver returns ascending addresses, which only matters for the choice between blocks of equal
+  size (rule 3); and an expandable segment never runs out of addresses (torch: 1 1/8 of the device).
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ _ENDLESS = 2**60
 
 
 class OutOfReservedMemory(Exception):
-    """An allocation does not fit what may be reserved, whatever is given back."""
+    """An allocation exceeds the reservation limit even after all free memory was released."""
 
 
 class CachingAllocator:
     """See NOTE [ The allocator's rules ].
 
     Args:
-        options: see there.
+        options: see `AllocatorOptions`; None for the defaults.
         device_bytes: the device's memory, for `memory_fraction`; 0 if unknown.
 
     Attributes:
-        allocated_bytes, reserved_bytes: now, as `torch.cuda.memory_allocated` and `memory_reserved` count them.
-        peak_allocated_bytes, peak_reserved_bytes: the largest so far.
+        allocated_bytes, reserved_bytes: current bytes, as in `torch.cuda.memory_allocated` and `memory_reserved`.
+        peak_allocated_bytes, peak_reserved_bytes: their maxima so far.
     """
 
     def __init__(self, options: AllocatorOptions | None = None, device_bytes: int = 0) -> None:
@@ -70,13 +70,13 @@ class CachingAllocator:
         self._next_address = 0
         self._waiting: list[Block] = []
 
-    # -- what a program does -----------------------------------------------------------------------------------
+    # -- calls by a program ------------------------------------------------------------------------------------
 
     def malloc(self, size: int, stream: int = 0) -> Block | None:
-        """Allocate; None for no bytes, of which torch asks nobody.
+        """Allocate a block; None for 0 bytes, for which torch does not call the allocator.
 
         Raises:
-            OutOfReservedMemory: rule 10 did not help.
+            OutOfReservedMemory: there is not enough memory even after rule 10.
         """
         if not size:
             return None
@@ -95,7 +95,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Free what `malloc` returned."""
+        """Free a block returned by `malloc`."""
         if block is None:
             return
         assert block.allocated, "it was freed before"
@@ -108,12 +108,12 @@ class CachingAllocator:
             self._release(block)
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """Say that work on another stream uses a block."""
+        """Record that work on another stream uses a block."""
         if stream != block.stream:
             block.used_on.add(stream)
 
     def stream_done(self, stream: int) -> None:
-        """Say that the work that was given to a stream is done: an event of it has come."""
+        """Record that the work queued on a stream is done: its event has completed."""
         for block in self._waiting:
             block.waits_for.discard(stream)
         done = [block for block in self._waiting if not block.waits_for]
@@ -122,7 +122,7 @@ class CachingAllocator:
             self._release(block)
 
     def empty_cache(self) -> None:
-        """Give back all that is free: whole segments, and whole pages of expandable ones."""
+        """Release all free memory: whole segments, and whole pages of expandable segments."""
         for stream in {stream for block in self._waiting for stream in block.waits_for}:
             self.stream_done(stream)
         for pool in (self._large, self._small):
@@ -197,7 +197,7 @@ class CachingAllocator:
     # -- the driver --------------------------------------------------------------------------------------------
 
     def _new(self, pool: Pool, stream: int, size: int) -> Block:
-        """Ask for memory, and give back in turn what can be: rule 10."""
+        """A new block from the driver, after releasing free memory if necessary: rule 10."""
         wanted = self.segment_size(size)
         for give_back in (_nothing, lambda: self._give_back_oversized(pool, stream, size), self.empty_cache):
             give_back()
@@ -217,12 +217,12 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _give_back(self, block: Block) -> None:
-        """A whole segment."""
+        """Release a whole segment."""
         block.pool.remove(block)
         self.reserved_bytes -= block.size
 
     def _give_back_oversized(self, pool: Pool, stream: int, size: int) -> None:
-        """The smallest free block that is oversized and large enough; else the largest ones until there is enough."""
+        """Release the smallest oversized free block that is large enough, else the largest ones until it suffices."""
         if self.options.max_split_bytes is None:
             return
         wanted = max(size, self.options.max_split_bytes)
@@ -273,7 +273,7 @@ class CachingAllocator:
         return block
 
     def _room(self, pool: Pool, stream: int, size: int) -> Block:
-        """The first free or unmapped block from which on there is enough room."""
+        """The first free or unmapped block at which a long enough run of such blocks starts."""
         for block in pool.unmapped:
             if block.stream == stream:
                 first = block.before if block.before is not None and block.before.is_free else block
@@ -285,7 +285,7 @@ class CachingAllocator:
         return segment
 
     def _map(self, block: Block, size: int) -> Block:
-        """Put memory behind the beginning of an unmapped block, whole pages, and join it with free neighbours."""
+        """Map whole pages at the beginning of an unmapped block, and merge the result with free neighbours."""
         size = _up(size, self._page_bytes(block.pool))
         block.pool.unmapped.remove(block)
         block.mapped = True
@@ -298,7 +298,7 @@ class CachingAllocator:
         return block
 
     def _unmap(self, block: Block) -> None:
-        """Take the memory from behind the whole pages of a free block."""
+        """Unmap the whole pages of a free block."""
         page = self._page_bytes(block.pool)
         segment = block.address // _ENDLESS * _ENDLESS
         first = segment + _up(block.address - segment, page)
@@ -323,7 +323,7 @@ _nothing: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def _least_expandable(blocks: list[Block]) -> Block:
-    """The best fit where a free block may have unmapped room behind it: that counts as its size, too."""
+    """The best fit of blocks in expandable segments; unmapped room behind a free block counts as its size."""
 
     def room(block: Block) -> int:
         after = block.after
@@ -338,7 +338,7 @@ def _least_expandable(blocks: list[Block]) -> Block:
 
 
 def _free_from(block: Block | None, size: int) -> bool:
-    """Whether free and unmapped blocks from this one on have so much room together."""
+    """Whether the run of free and unmapped blocks starting here has at least `size` bytes."""
     room = 0
     while room < size and block is not None and block.is_free:
         room += block.size
@@ -347,7 +347,7 @@ def _free_from(block: Block | None, size: int) -> bool:
 
 
 def _next_division(size: int, divisions: int) -> int:
-    """The next of the equal parts between two powers of two."""
+    """Round up to the next of `divisions` equal parts between two powers of two."""
     if not size & (size - 1):
         return size
     floor = 1 << (size.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""The options of CUDA's caching allocator, read from text as torch reads `PYTORCH_CUDA_ALLOC_CONF`.
+"""The options of CUDA's caching allocator, parsed as torch parses `PYTORCH_CUDA_ALLOC_CONF`.
 
 Sources: `c10/core/AllocatorConfig.h` and `.cpp`, `c10/cuda/CUDAAllocatorConfig.h` and `.cpp` in torch (2.13), and
 "Memory management" in torch's CUDA notes.
@@ -16,24 +16,24 @@ from autoac_solver.records.errors import AllocatorOptionsError
 MIB = 2**20
 DEFAULT_LARGE_SEGMENT_BYTES = 20 * MIB
 _INTERVALS = 16
-"""Powers of two from 1 MiB on, each with divisions of its own."""
+"""Number of size intervals, at powers of two from 1 MiB on; each has its own divisions."""
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""In the order in which torch's CUDA allocator looks for them (`CUDAAllocatorConfig::instance`)."""
+"""Environment variables, in the order in which torch's CUDA allocator reads them (`CUDAAllocatorConfig::instance`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorOptions:
-    """What of the options changes reserved memory.
+    """The options that affect reserved memory.
 
     Args:
-        large_segment_bytes: what is asked of the driver for allocations above 1 MiB and below 10 MiB.
-        max_split_bytes: larger blocks are not split; None splits all.
-        max_non_split_rounding_bytes: how much larger than wanted a block above `max_split_bytes` may be.
-        roundup_power2_divisions: into how many parts the space between two powers of two is divided, for 1 MiB, 2 MiB
-            and so on; 0 and 1 do not round.
-        garbage_collection_threshold: share of the memory allowed from which on unused blocks are given back; 0 never.
-            As in torch it has no effect without `memory_fraction`.
-        expandable_segments: segments grow instead of new ones being made.
+        large_segment_bytes: size of segments for allocations above 1 MiB and below 10 MiB.
+        max_split_bytes: blocks of at least this size are not split; None splits all.
+        max_non_split_rounding_bytes: a block above `max_split_bytes` must exceed the requested size by less than this.
+        roundup_power2_divisions: number of parts between two powers of two to which sizes are rounded up, one entry
+            each for 1 MiB, 2 MiB and so on; 0 and 1 do not round.
+        garbage_collection_threshold: share of the memory limit above which unused blocks are released; 0: never. As in
+            torch it has no effect without `memory_fraction`.
+        expandable_segments: segments grow; no new ones are requested.
         memory_fraction: share of the device's memory that the process may reserve; 1.0 is no limit.
     """
 
@@ -46,29 +46,29 @@ class AllocatorOptions:
     memory_fraction: float = 1.0
 
     def divisions(self, size: int) -> int:
-        """Into how many parts the space around a size is divided."""
+        """The divisions of the interval that contains a size."""
         interval = size.bit_length() - MIB.bit_length()
         return self.roundup_power2_divisions[min(max(interval, 0), _INTERVALS - 1)]
 
 
 def options_in_environment(environment: Mapping[str, str] | None = None) -> str:
-    """The text of the options that torch would take, "" for none.
+    """The option text that torch would use, "" for none.
 
     Args:
-        environment: None is that of this process.
+        environment: environment variables; None for those of this process.
     """
     environment = os.environ if environment is None else environment
     return next((environment[name] for name in _VARIABLES if name in environment), "")
 
 
 def parse_options(text: str) -> AllocatorOptions:
-    """Read the options.
+    """Parse the options.
 
     Args:
         text: such as "expandable_segments:True,max_split_size_mb:128".
 
     Raises:
-        AllocatorOptionsError: an option is unknown, has a value that torch refuses, or chooses another allocator.
+        AllocatorOptionsError: an option is unknown, has a value that torch rejects, or selects another allocator.
     """
     options = AllocatorOptions()
     given: set[str] = set()
@@ -98,7 +98,7 @@ def parse_options(text: str) -> AllocatorOptions:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    """Names and values; a value in brackets keeps its commas."""
+    """Split into names and values; a value in brackets keeps its commas."""
     rest = "".join(text.split())
     while rest:
         name, colon, rest = rest.partition(":")
@@ -180,7 +180,10 @@ def _fraction(options: AllocatorOptions, name: str, value: str) -> AllocatorOpti
 
 
 def _divisions(options: AllocatorOptions, name: str, value: str) -> AllocatorOptions:
-    """One number for all intervals, or "[256:1,512:2,>:4": below the first interval its divisions, ">" for the rest."""
+    """One number for all intervals, or "[256:1,512:2,>:4".
+
+    Intervals below the first one named get its divisions; ">" sets the rest.
+    """
     if not value.startswith("["):
         return replace(options, roundup_power2_divisions=(_power_of_two(name, value),) * _INTERVALS)
     divisions, last = list(options.roundup_power2_divisions), None
@@ -218,7 +221,7 @@ _READERS: dict[str, Callable[[AllocatorOptions, str, str], AllocatorOptions]] = 
     "backend": _backend,
 }
 
-# About locks, CUDA graphs and the host's pinned memory: they change nothing of what a step reserves on the device.
+# Options about locks, CUDA graphs and pinned host memory: they do not affect memory reserved on the device.
 _WITHOUT_EFFECT: dict[str, Callable[[str, str], object]] = {
     "release_lock_on_cudamalloc": _flag,
     "throw_on_cudamalloc_oom": _flag,

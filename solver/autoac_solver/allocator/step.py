@@ -1,13 +1,14 @@
-"""What the caching allocator reserves for a planned step: its allocations and frees, in order.
+"""Reserved memory of a planned step: the caching allocator simulated on its allocations and frees, in order.
 
 NOTE [ The order within a step ]
-  Lifetimes say at which positions something is alive; the allocator also wants an order within a position.
-  1. Before the first step: what is resident, in the order of the profile (parameters, buffers, the sample, optimizer
-     state). Each has a block of its own.
-  2. At a position first dies what does not live there any more, in the order in which it was allocated. Then the op's
-     results are allocated in the order of the profile, then its workspace.
-  3. What survives the step is freed after it (gradients, by `zero_grad`), and the step is run again: a step that starts
-     with other free blocks may reserve more. It is repeated until reserved memory stays, at most `_STEPS` times.
+  Lifetimes define at which positions a storage is alive; the allocator also needs an order within a position.
+  1. Before the first step: resident storages, in the order of the profile (parameters, buffers, the sample, optimizer
+     state). Each has its own block.
+  2. At a position, lifetimes that end there are freed first, in the order of their allocation. Then the op's results
+     are allocated in the order of the profile, then its workspace.
+  3. Storages that survive the step are freed after it (gradients, by `zero_grad`), and the step is repeated: a step
+     that starts with other free blocks may reserve more. It repeats until reserved memory no longer grows, at most
+     `_STEPS` times.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _STEPS = 5
 
 
 class ReservedMemory:
-    """What the allocator reserves for the decisions of one problem.
+    """Reserved memory under the decisions of one problem.
 
     Args:
-        simulator: of the problem.
-        resident: sizes of what is there before the step, bytes.
-        options: of the allocator.
+        simulator: the problem's.
+        resident: sizes of the storages alive before the step, bytes.
+        options: the allocator's.
         device_bytes: the device's memory, 0 if unknown.
     """
 
@@ -42,17 +43,17 @@ class ReservedMemory:
         lifetimes = simulator.problem.lifetimes
         self._bytes = [lifetime.bytes for lifetime in lifetimes]
         self._start = np.array([lifetime.start for lifetime in lifetimes], dtype=np.int64)
-        # Workspace and states, which are no storages, come after the storages of the same position.
+        # Workspace and random states, which are no storages, come after the storages of the same position.
         last = max((lifetime.storage for lifetime in lifetimes), default=0) + 1
         self._rank = np.array(
             [lifetime.storage if lifetime.storage >= 0 else last for lifetime in lifetimes], dtype=np.int64
         )
 
     def peak_bytes(self, decisions: Decisions) -> int:
-        """The most that is reserved in a step, after several equal ones.
+        """Peak reserved bytes over several repetitions of the step.
 
         Raises:
-            OutOfReservedMemory: the share of the device that the process may take is not enough.
+            OutOfReservedMemory: the step exceeds the process's memory fraction.
         """
         allocator = CachingAllocator(self._options, self._device_bytes)
         for size in self._resident:
@@ -66,14 +67,14 @@ class ReservedMemory:
         return allocator.peak_reserved_bytes
 
     def peak_bytes_or_none(self, decisions: Decisions) -> int | None:
-        """`peak_bytes`, None where that is not enough."""
+        """`peak_bytes`, or None if the step exceeds the process's memory fraction."""
         try:
             return self.peak_bytes(decisions)
         except OutOfReservedMemory:
             return None
 
     def _events(self, decisions: Decisions) -> list[int]:
-        """Lifetimes in the order in which they are allocated (index) and freed (-1 - index)."""
+        """The ordered events of a step: allocation of a lifetime (index) or its free (-1 - index)."""
         exists, end = self._simulator.lives(decisions)
         alive = np.flatnonzero(exists & (end > self._start) & (np.array(self._bytes) > 0))
         order = np.lexsort((alive, self._rank[alive], self._start[alive]))

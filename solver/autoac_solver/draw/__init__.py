@@ -1,1 +1,1 @@
-"""Tables and pictures of frames, for notebooks and pages; they know nothing of plans."""
+"""Tables and plots of data frames, for notebooks and pages; independent of plans."""

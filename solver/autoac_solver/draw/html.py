@@ -1,6 +1,6 @@
-"""Pieces of HTML that show well in a notebook: tables and inline pictures.
+"""HTML fragments for notebooks: tables and inline plots.
 
-Jinja2 puts them together and escapes whatever comes from a model; `Markup` is what is HTML already.
+Jinja2 renders them and escapes all text that comes from a model; `Markup` marks text that is HTML already.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _SHOWN = ENVIRONMENT.from_string(
 
 
 def shown(title: str, *parts: str | Sequence[str]) -> str:
-    """A record as HTML.
+    """Render a title and parts as HTML.
 
     Args:
-        title: a line.
-        parts: tables and pictures as they are; of text a paragraph, of several texts one with a line for each.
+        title: one line.
+        parts: `Markup` is inserted as it is; a string becomes a paragraph, several strings one paragraph of lines.
     """
     return _SHOWN.render(title=title, parts=parts)
 
 
 def table(frame: pd.DataFrame, most_rows: int = MOST_ROWS) -> Markup:
-    """A table of a frame, bytes as MB, seconds as ms and shares as per cent; names and texts escaped.
+    """A data frame as an HTML table, with bytes in MB, seconds in ms and shares in per cent; names and texts escaped.
 
-    The unit of a column is told by its name: `*_bytes` or `bytes`, `*_s`, `overhead`, `bound` or `*_overhead`.
+    A column's name determines its unit: `*_bytes` or `bytes`, `*_s`, `overhead`, `bound` or `*_overhead`.
     """
     shown = frame.head(most_rows)
     text = pd.DataFrame({_heading(str(name)): _column(str(name), shown[name]) for name in shown.columns})
@@ -53,19 +53,19 @@ def table(frame: pd.DataFrame, most_rows: int = MOST_ROWS) -> Markup:
 
 
 def svg(draw: Callable[[Any], Any]) -> Markup:
-    """An inline picture on no ground, with lines and words in the colour of the text around it, light or dark.
+    """An inline SVG plot with a transparent background, in the colour of the surrounding text.
 
-    Without matplotlib it is a hint.
+    Without matplotlib it is a hint to install it.
 
     Args:
-        draw: is given axes to draw on. pyplot and its state are not touched.
+        draw: called with the axes to draw on. pyplot and its state are not touched.
     """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         return Markup("<p>Pictures take matplotlib: <code>pip install 'autoac[plot]'</code>.</p>")
-    # Paths instead of text look the same everywhere; the same picture has the same ids, so that stored ones compare.
+    # Text as paths looks the same everywhere. A fixed hash salt makes equal plots byte-identical.
     ink = dict.fromkeys(_INKED, INK)
     with matplotlib.rc_context(
         {"svg.hashsalt": "autoac", "svg.fonttype": "path", "legend.framealpha": 0, **ink}
@@ -77,7 +77,7 @@ def svg(draw: Callable[[Any], Any]) -> Markup:
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     text = file.getvalue()
-    # A tenth of a point is all that one sees; six digits would be most of a stored notebook.
+    # A tenth of a point is the visible precision; six digits would dominate the size of a stored notebook.
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\d\.\d)\d+", r"\1", path[0]), text)
     return Markup(text[text.index("<svg") :].replace(INK, "currentColor"))
 

@@ -1,4 +1,4 @@
-"""Pictures of frames, by matplotlib: the trade-off curve, and memory over the step."""
+"""Matplotlib plots of data frames: the trade-off curve, memory over the step, and others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 INK = "#010203"
-"""Of lines and words in a picture that takes the colour of the text around it; no other colour is written so."""
+"""Placeholder colour of lines and text that `html.svg` replaces by the surrounding text's; used for nothing else."""
 
 KIND_COLOURS = {
     "Parameter": "#607c91",
@@ -19,7 +19,7 @@ KIND_COLOURS = {
     "Activation": "#368aea",
     "Temp": "#c07a90",
 }
-"""From bottom to top; the hues of the report page, of a lightness that stands out on white and on black."""
+"""In stacking order from the bottom; the hues of the report page, at a lightness that is visible on white and black."""
 
 _PLAN, _GREEDY, _FAINT = "#368aea", "#d36c14", "#868b93"
 
@@ -41,14 +41,14 @@ def new_axes(width: float = 8.0, height: float = 4.2) -> Any:
 
 
 def _ink() -> str:
-    """The colour of words, as matplotlib's style has it: dark on light, or light on dark."""
+    """The text colour of matplotlib's current style: dark on light, or light on dark."""
     import matplotlib
 
     return matplotlib.rcParams["text.color"]
 
 
 def byte_scale(most_bytes: float) -> tuple[float, str]:
-    """Bytes in a unit that suits the largest number, and its name."""
+    """Size and name of a unit that suits the largest number of bytes."""
     for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if most_bytes >= 2 * size:
             return size, name
@@ -56,15 +56,15 @@ def byte_scale(most_bytes: float) -> tuple[float, str]:
 
 
 def draw_curve(axes: Any, frame: pd.DataFrame, baselines: pd.DataFrame, knee: int | None, title: str) -> None:
-    """Overhead against budget.
+    """Draw overhead over budget.
 
     Args:
-        frame, baselines, knee: of a `Tradeoff`.
+        frame, baselines, knee: attributes of a `Tradeoff`.
     """
     scale, unit = byte_scale(float(frame["budget_bytes"].max()))
     budget = frame["budget_bytes"].to_numpy(float) / scale
     plan, bound, greedy = (100 * frame[name].to_numpy(float) for name in _LINES)
-    # A plan holds up to the next larger budget, a bound down to the next smaller one.
+    # A plan is valid up to the next larger budget, a bound down to the next smaller one.
     axes.step(budget, bound, where="pre", linestyle=":", color=_FAINT, label="bound")
     axes.step(budget, plan, where="post", marker="o", markersize=4, color=_PLAN, label="plan")
     axes.step(budget, greedy, where="post", linestyle="--", linewidth=1, color=_GREEDY, label="greedy")
@@ -84,7 +84,7 @@ def draw_curve(axes: Any, frame: pd.DataFrame, baselines: pd.DataFrame, knee: in
 
 
 def _highest(values: np.ndarray) -> np.ndarray:
-    """Positions to draw: the highest of each stretch, for no picture is as wide as a long step; peaks stay."""
+    """Positions to draw: the highest in each of at most `_MOST_POSITIONS` stretches, so peaks are kept."""
     stretches = np.array_split(np.arange(len(values)), min(len(values), _MOST_POSITIONS))
     return np.array([stretch[np.argmax(values[stretch])] for stretch in stretches], dtype=int)
 
@@ -97,12 +97,12 @@ def draw_memory(
     measured_bytes: np.ndarray | None = None,
     title: str = "",
 ) -> None:
-    """Live bytes over the step, stacked by kind.
+    """Draw live bytes over the step, stacked by kind.
 
     Args:
-        timeline: one row a position, a column for each kind, as in `report.timeline_table`.
+        timeline: one row per position, one column per kind, as in `report.timeline_table`.
         budget_bytes: drawn as a line.
-        unplanned_bytes, measured_bytes: live bytes at each position with nothing recomputed, and as measured.
+        unplanned_bytes, measured_bytes: live bytes per position with nothing recomputed, and as measured.
     """
     most = max(budget_bytes, timeline["live_bytes"].max())
     if unplanned_bytes is not None:
@@ -136,10 +136,10 @@ def draw_memory(
 
 
 def draw_bars(axes: Any, frame: pd.DataFrame, title: str, most: int = 10) -> None:
-    """Bytes as horizontal bars, the largest on top.
+    """Draw bytes as horizontal bars, the largest on top.
 
     Args:
-        frame: names in the first column, a column `bytes`, the largest first.
+        frame: names in the first column, and a column `bytes` in descending order.
     """
     shown = frame.head(most).iloc[::-1]
     scale, unit = byte_scale(float(frame["bytes"].max()) if len(frame) else 0.0)
@@ -152,10 +152,10 @@ def draw_bars(axes: Any, frame: pd.DataFrame, title: str, most: int = 10) -> Non
 
 
 def draw_batches(axes: Any, frame: pd.DataFrame) -> None:
-    """Samples per second against the budget, a line a batch size; against the batch size where there is one budget.
+    """Draw samples per second over the budget, one line per batch size; for a single budget, over the batch size.
 
     Args:
-        frame: of a `BatchTradeoff`.
+        frame: `BatchTradeoff.frame`.
     """
     scale, unit = byte_scale(float(frame["budget_bytes"].max()))
     if frame["budget_bytes"].nunique() == 1:

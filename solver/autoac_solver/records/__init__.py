@@ -1,1 +1,1 @@
-"""What is on disk, and what callers pass: profiles, policies, device tables; files, limits, amounts, errors."""
+"""Records on disk and callers' arguments: profiles, plans, policies, device tables; files, limits, units, errors."""

@@ -1,4 +1,4 @@
-"""What callers pass, checked: said before a step is run or anything is solved."""
+"""Checks of callers' arguments, made before a step runs or anything is solved."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from autoac_solver.records.errors import ProfilingError
 
 _NAMES = 'names or globs of modules ("layers.*"), or several of these'
 _FEW_BYTES = 1000
-"""No step takes so few: a number below it that stands in for budgets was meant as something else."""
+"""No step needs so few bytes: a smaller number passed as budgets was meant as something else."""
 
 
 def check_effort(time_limit_s: Any, gap: Any) -> None:
-    """Refuse what is no limit for the solver.
+    """Check the solver's limits.
 
     Raises:
         ValueError: one of them is not a number of at least 0.
@@ -28,18 +28,18 @@ def check_effort(time_limit_s: Any, gap: Any) -> None:
         ("gap", gap, "a fraction of the step's time, 1e-3 for instance"),
     ):
         is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        value: Any = value  # numbers.Real says nothing of how it compares
-        # An int may be too large to be made a float; without end is fine.
+        value: Any = value  # numbers.Real declares no comparisons.
+        # An int can be too large for a float; infinity is allowed.
         if not is_real or not value >= 0 or MOST_NUMBER < value < math.inf:
             shown = "a number of many digits" if is_real and value > MOST_NUMBER else f"{value!r:.80}"
             raise ValueError(f"{name} is {shown}; it takes a number of at least 0: {meaning}.")
 
 
 def check_points(points: Any, budgets: Any) -> None:
-    """Refuse what is no number of budgets, and a number of them in the place of the budgets.
+    """Check the number of points, and that `budgets` is not a number of points by mistake.
 
     Raises:
-        ValueError: `points` is no int of at least 2, or `budgets` is an int that nobody can mean as bytes.
+        ValueError: `points` is no int of at least 2, or `budgets` is an int too small for bytes.
     """
     if not hasattr(points, "__index__") or points < 2:
         raise ValueError(f"points is {points!r:.80}; a curve takes at least 2, an int.")
@@ -51,7 +51,7 @@ def check_points(points: Any, budgets: Any) -> None:
 
 
 def several_budgets(budgets: Any) -> list[Any]:
-    """One budget, or several, as a list; whether each is an amount of memory is not looked at.
+    """One budget or several, as a list; the budgets themselves are not checked.
 
     Raises:
         ValueError: there is none.
@@ -63,13 +63,13 @@ def several_budgets(budgets: Any) -> list[Any]:
 
 
 def check_batch_sizes(sizes: Any, profiles: Any) -> list[int]:
-    """The batch sizes, in order, each once.
+    """The batch sizes, ascending and without duplicates.
 
     Args:
-        profiles: those that are given, by batch size; anything else for what makes them.
+        profiles: a mapping from batch size to profile; anything else is taken to make profiles.
 
     Raises:
-        ValueError: they are not several ints of at least 1, or there is no profile of one of them.
+        ValueError: they are not several ints of at least 1, or the mapping lacks a profile for one of them.
     """
     try:
         given = None if isinstance(sizes, (str, Mapping)) else list(sizes)
@@ -99,7 +99,7 @@ def as_patterns(regions: Any, possible: str = _NAMES) -> list[str]:
     """Names and globs of modules as a list.
 
     Args:
-        possible: what is, in words.
+        possible: the accepted values, as text for the message.
 
     Raises:
         ValueError: they are something else.
@@ -119,14 +119,14 @@ def as_patterns(regions: Any, possible: str = _NAMES) -> list[str]:
 
 
 def matched(patterns: Sequence[str], names: Iterable[str], owner: str) -> dict[str, list[str]]:
-    """For each name or glob the names of the modules that it finds.
+    """Name or glob -> names of the modules that it matches.
 
     Args:
-        names: of all modules there are.
-        owner: whose they are, in words.
+        names: names of all modules.
+        owner: their owner, as text for the message.
 
     Raises:
-        ProfilingError: one of them finds none.
+        ProfilingError: one of them matches no module.
     """
     names = list(names)
     found = {}
@@ -142,24 +142,24 @@ def matched(patterns: Sequence[str], names: Iterable[str], owner: str) -> dict[s
 
 
 def is_meant(name: str, pattern: str) -> bool:
-    """Whether a name or glob is about the thing of this name, which may have brackets in it itself."""
+    """Whether a pattern matches a name, exactly or as a glob. (A name may contain brackets itself.)"""
     return name == pattern or fnmatchcase(name, pattern)
 
 
 def known_as(name: str) -> tuple[str, ...]:
-    """A module's name, and that without the wrappers that `torch.compile` has put in."""
+    """A module's name, with and without the `_orig_mod` wrappers of `torch.compile`."""
     plain = ".".join(part for part in name.split(".") if part != "_orig_mod")
     return (name, plain) if plain and plain != name else (name,)
 
 
 def outermost(found: Mapping[str, Sequence[str]]) -> list[str]:
-    """The modules that were found and are inside no other one: a glob's "*" crosses dots, and finds those too.
+    """The matched modules that are inside no other matched one; a glob's "*" crosses dots and matches inner ones, too.
 
     Args:
-        found: the modules by the name or glob that found them.
+        found: name or glob -> the modules that it matched.
 
     Raises:
-        ProfilingError: all that a name or glob found is inside of others, so it was not meant so.
+        ProfilingError: all matches of a name or glob are inside others, which cannot be intended.
     """
     chosen = dict.fromkeys(name for names in found.values() for name in names)
     outer = [name for name in chosen if not any(_inside(name, other) for other in chosen)]
@@ -171,7 +171,7 @@ def outermost(found: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first of these names, for a message."""
+    """The first of these names as text for a message."""
     shown = [repr(name) for name in names if name]
     return ", ".join(shown[:12]) + (f" and {len(shown) - 12} more" if len(shown) > 12 else "")
 

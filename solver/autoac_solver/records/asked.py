@@ -1,4 +1,4 @@
-"""What records answer with the help of later packages: peaks, by the planner; HTML in Jupyter, by `show.notebook`."""
+"""Properties of records that later packages compute: peaks, by the planner; HTML for Jupyter, by `show.notebook`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Answer = TypeVar("Answer", bound=Callable[[Any], Any])
 
 
 def answers(question: str | type) -> Callable[[Answer], Answer]:
-    """For a function from a profile to the answer, or from records of a type to HTML."""
+    """Decorator: registers a function from a profile to an answer, or from records of a type to HTML."""
 
     def register(function: Answer) -> Answer:
         _ANSWERS[question] = function
@@ -21,10 +21,10 @@ def answers(question: str | type) -> Callable[[Answer], Answer]:
 
 
 def ask(question: str, profile: Any) -> Any:
-    """The answer.
+    """The answer to a question about a profile.
 
     Raises:
-        RuntimeError: `autoac_solver.plan.planning` was not imported; `autoac.Profile` sees to it.
+        RuntimeError: `autoac_solver.plan.planning` was not imported; importing `autoac.Profile` imports it.
     """
     if question not in _ANSWERS:
         raise RuntimeError(f"{question} takes the planner: import autoac_solver.plan.planning first.")
@@ -32,7 +32,7 @@ def ask(question: str, profile: Any) -> Any:
 
 
 class Shown:
-    """A record that Jupyter shows as HTML; as plain text where nobody has said how."""
+    """A record that Jupyter shows as HTML, or as plain text if no function is registered for its type."""
 
     def _repr_html_(self) -> str | None:
         draw = _ANSWERS.get(type(self))

@@ -1,12 +1,12 @@
-"""Two clocks: the host launches in order, the device computes in order, and now and then the host waits for it.
+"""Two clocks: the host launches in order, the device computes in order, and at some pieces the host waits for it.
 
     launched_k = launched_(k-1) + host_k                       the host has launched piece k
     done_k     = max(done_(k-1), launched_k) + device_k        the device has computed it
-    launched_k = done_k where the host waits there
+    launched_k = done_k at pieces where the host waits
 
-The step ends when both are done. Unrolled, its end is the longest path that goes along the host to some piece, and from
-there along the device, and back to the host only where that waits. So it is convex in the pieces' times: what one more
-second of a piece adds is 1 on that path, 0 beside it, and for larger changes never less than the path says.
+The step ends when both are done. Unrolled, its end is the longest path that runs along the host to some piece, then
+along the device, and back to the host only where the host waits. So the end is convex in the pieces' times: its
+derivative is 1 for pieces on that path and 0 for others, and larger changes never add less than that.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ WAITING_OPS = frozenset(
         "aten.unique_dim_consecutive.default",
     }
 )
-"""Ops whose results have a size that depends on values: the host waits until the device knows it."""
+"""Ops with data-dependent output sizes: the host waits until the device has computed the size."""
 
 
 class Lanes(NamedTuple):
-    """What a sequence of pieces amounts to, seconds.
+    """Totals of a sequence of pieces, in seconds.
 
     Args:
-        end_s: until both are done.
-        host_s: what the host works.
-        device_s: what the device works.
+        end_s: time until both are done.
+        host_s: busy time of the host.
+        device_s: busy time of the device.
     """
 
     end_s: float
@@ -43,7 +43,7 @@ class Lanes(NamedTuple):
 
     @property
     def idle_share(self) -> float:
-        """The share of the time in which the device has nothing to do."""
+        """The share of the time in which the device is idle."""
         return 1 - self.device_s / self.end_s if self.end_s > 0 else 0.0
 
 
@@ -52,7 +52,7 @@ def run(host_s: np.ndarray, device_s: np.ndarray, waits: np.ndarray) -> Lanes:
 
     Args:
         host_s, device_s: seconds of each piece, shape (pieces,).
-        waits: bool per piece, whether the host waits until it is done.
+        waits: bool per piece: the host waits until it is done.
     """
     launched = done = 0.0
     first = 0
@@ -60,7 +60,7 @@ def run(host_s: np.ndarray, device_s: np.ndarray, waits: np.ndarray) -> Lanes:
         part = slice(first, last + 1)
         if first <= last:
             launches = launched + np.cumsum(host_s[part])
-            # From each piece on the device has no more pauses, if that is where it waited last.
+            # If the device idled last before some piece, it is busy from that piece on.
             rest = np.cumsum(device_s[part][::-1])[::-1]
             done = max(done + rest[0], float((launches + rest).max()))
             launched = float(launches[-1])
@@ -73,7 +73,7 @@ def run(host_s: np.ndarray, device_s: np.ndarray, waits: np.ndarray) -> Lanes:
 def longest_path(
     host_s: np.ndarray, device_s: np.ndarray, waits: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of which pieces the host's and the device's seconds lie on a longest path: two bools per piece."""
+    """Whether each piece's host seconds and device seconds lie on a longest path: two bool arrays, (pieces,)."""
     launched, done = 0.0, 0.0
     launches, dones = [], []
     for host, device, wait in zip(host_s.tolist(), device_s.tolist(), waits.tolist(), strict=True):

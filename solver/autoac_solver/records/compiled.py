@@ -1,12 +1,12 @@
-"""What compiled regions take, measured: a table in the profile, one row of points for all regions that are alike.
+"""Measurements of compiled regions: a table in the profile, with one row of points for all equal regions.
 
-A *point* is one way to compile a region: what its compiled forward keeps for its compiled backward. Its name says it
-all, so that a plan can be carried out without the table:
+A *point* is one way to compile a region: a choice of the values that its compiled forward keeps for its compiled
+backward. Its name defines it completely, so a plan can be carried out without the table:
 
-    "save:0,2"    the results of the region's first and third heavy op are kept, and what torch's min cut then takes
+    "save:0,2"    the results of the region's first and third heavy op are kept, plus those that torch's min cut adds
     "save:"       no heavy op's result is kept
     "torch:0.5"   torch's own choice at `torch._functorch.config.activation_memory_budget = 0.5`
-    "eager"       the region runs as it is written, and autograd keeps what it wants
+    "eager"       the region runs uncompiled, and autograd saves its usual tensors
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ EAGER = "eager"
 """The point of a region that is not compiled."""
 
 TORCHS = "torch:1"
-"""The point of a region that is compiled as torch does by default."""
+"""The point of a region compiled with torch's default settings."""
 
 MOST_POINTS = 10
-"""Of a region. A file has a digit for the option of a group."""
+"""Most points of a region; files store a group's option as one digit."""
 
 _POINT = r"\A(eager|save:(\d{1,6}(,\d{1,6}){0,999})?|torch:(0|1|0\.\d{1,6}))\Z"
 PointName = Annotated[str, Meta(pattern=_POINT)]
@@ -34,14 +34,14 @@ PointName = Annotated[str, Meta(pattern=_POINT)]
 
 @dataclass(frozen=True, slots=True)
 class CompiledPoint:
-    """One way to compile a region, and what was measured of it.
+    """One way to compile a region, with its measurements.
 
     Args:
-        name: which, see above.
-        kept_bytes: kept from the end of forward to backward, besides inputs, parameters and outputs.
-        forward_bytes, backward_bytes: the most that is alive in forward and in backward above what was at its start.
-            Results count: outputs and what is kept, and gradients.
-        forward_s, backward_s: the least of some rounds; what else runs on the machine only adds to it.
+        name: see the module's docstring.
+        kept_bytes: bytes kept from the end of forward to backward, except inputs, parameters and outputs.
+        forward_bytes, backward_bytes: peak live bytes in forward and in backward above those at its start, including
+            results: outputs and kept values, and gradients.
+        forward_s, backward_s: minimum over several rounds; other load on the machine only adds to it.
         holds_output: an output is kept, too.
     """
 
@@ -59,7 +59,7 @@ class CompiledPoint:
         return self.forward_s + self.backward_s
 
     def is_dominated_by(self, other: CompiledPoint) -> bool:
-        """Whether another point is as good in everything, and better in something."""
+        """Whether another point is at least as good in every respect and better in one."""
         mine, its = self._merits(), other._merits()
         return its != mine and all(a <= b for a, b in zip(its, mine, strict=True))
 
@@ -75,13 +75,13 @@ class CompiledPoint:
 
 @dataclass(frozen=True, slots=True)
 class CompiledRegion:
-    """Regions that are alike: the same class, code path, shapes and types.
+    """Equal regions: the same class, code path, shapes and dtypes.
 
     Args:
         calls: their module calls.
-        heavy: names of the heavy ops in their compiled forward, in order: what the numbers in points' names stand for.
-        points: what was measured, in no order; none where they cannot be compiled.
-        failure: why they cannot be, "" if they can.
+        heavy: names of the heavy ops in their compiled forward, in order; the numbers in points' names index it.
+        points: measured points in no particular order; empty if the regions cannot be compiled.
+        failure: why they cannot be compiled, "" if they can.
     """
 
     calls: tuple[Size, ...]
@@ -92,13 +92,12 @@ class CompiledRegion:
 
 @dataclass(frozen=True, slots=True)
 class CompiledTable:
-    """All that was measured of compiled regions.
+    """All measurements of compiled regions.
 
     Args:
-        regions: see there; no call is in two.
-        unseen_bytes: by how much the measured peak of a whole planned step was above the predicted one (negative:
-            below), of the last plan that was tried on the model.
-        seconds: what compiling and measuring took.
+        regions: see `CompiledRegion`; no call is in two of them.
+        unseen_bytes: measured minus predicted peak of a whole planned step, for the last plan tried on the model.
+        seconds: time spent on compiling and measuring.
     """
 
     regions: tuple[CompiledRegion, ...]
@@ -111,17 +110,17 @@ class CompiledTable:
 
 
 def undominated(points: tuple[CompiledPoint, ...]) -> tuple[CompiledPoint, ...]:
-    """The points that no other one dominates, the fastest first; of equal ones the first."""
+    """The points that no other point dominates, fastest first; of equal points the first."""
     best = [point for point in points if not any(point.is_dominated_by(other) for other in points)]
     unique = {point._merits(): point for point in reversed(best)}
     return tuple(sorted(unique.values(), key=lambda point: (point.time_s, point.kept_bytes)))
 
 
 def kept_ops(name: str) -> tuple[int, ...]:
-    """The heavy ops whose results a point of ours keeps, by number.
+    """The indices of the heavy ops whose results a "save:" point keeps.
 
     Raises:
-        ValueError: it is no such point.
+        ValueError: it is no "save:" point.
     """
     kind, _, numbers = name.partition(":")
     if kind != "save" or not re.match(_POINT, name):
@@ -130,13 +129,13 @@ def kept_ops(name: str) -> tuple[int, ...]:
 
 
 def torchs_budget(name: str) -> float | None:
-    """The fraction of a point of torch's, None if it is another one."""
+    """The memory budget of a "torch:" point, None for any other point."""
     kind, _, share = name.partition(":")
     return float(share) if kind == "torch" else None
 
 
 def in_words(name: str, heavy: tuple[str, ...]) -> str:
-    """A point for people."""
+    """A point as readable text."""
     if name == EAGER:
         return "not compiled"
     if (share := torchs_budget(name)) is not None:

@@ -1,12 +1,12 @@
-"""Cost tables: what ops take on a device that is not here, so that a profile can be planned for it.
+"""Cost tables: times of ops on a device that is not present, so that a profile can be planned for it.
 
     time = entry of the table with this signature                                    "table"
-         = between entries of the same op and type with less and with more work      "interpolated"
+         = between entries of the same op and dtype with less and with more work     "interpolated"
          = max(flops / matrix rate, moved bytes / bandwidth) + launch                "estimated" (roofline)
 
-Work is FLOPs where an op has a formula for them, else moved bytes; between two entries log time is taken to be linear
-in log work. A table says when, on what and with which torch it was recorded (`autoac calibrate`). Rates from a
-datasheet are what a device can do at best: they are multiplied by an assumed efficiency, and never called measured.
+Work is FLOPs if there is a formula for the op, else moved bytes. Interpolation is linear in log time over log work. A
+table states when, on which hardware and with which torch it was recorded (`autoac calibrate`). Datasheet rates are
+peak rates: they are multiplied by an assumed efficiency, and never called measured.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Entry:
     """One measured op.
 
     Args:
-        signature: its text, see `Profile.signatures`.
+        signature: the op's signature, see `Profile.signatures`.
         name: its overload.
         dtype, flops, moved_bytes: as in `Op`.
-        time_s, spread_s: median, and distance between quartiles.
+        time_s, spread_s: median and interquartile range.
     """
 
     signature: str
@@ -53,27 +53,27 @@ class Entry:
 
     @property
     def work(self) -> int:
-        """What its time grows with."""
+        """The amount of work that its time scales with: FLOPs, else moved bytes."""
         return self.flops or self.moved_bytes
 
 
 @dataclass(frozen=True)
 class DeviceTable:
-    """What ops take on a device.
+    """The times of ops on a device.
 
     Args:
         name: short name, such as "h200".
-        kind: "cpu" or "cuda": whose ops and allocator it stands for.
-        title: the device in words.
-        memory_bytes: its total memory.
-        block_bytes: its allocator rounds sizes up to this.
-        matrix_flops: FLOP/s of matrix products by dtype; "" for any other.
+        kind: "cpu" or "cuda": the device type whose ops and allocator it models.
+        title: readable name of the device.
+        memory_bytes: total memory of the device.
+        block_bytes: the allocator rounds sizes up to a multiple of this.
+        matrix_flops: dtype -> FLOP/s of matrix products; "" for all other dtypes.
         bandwidth: bytes/s.
-        launch_s: seconds that any op takes at least.
-        efficiency: what is assumed to be reached of (matrix rate, bandwidth); 1 where they are measured.
-        source: "measured" or "datasheet": where the rates are from.
-        made: on what, when, with which torch, or from which datasheet.
-        costs: the engines' own costs there.
+        launch_s: least seconds of any op.
+        efficiency: assumed reachable shares of (matrix rate, bandwidth); 1 if they are measured.
+        source: "measured" or "datasheet": the origin of the rates.
+        made: hardware, date and torch version, or the datasheet.
+        costs: the costs of the engines' bookkeeping on the device.
         entries: measured ops.
     """
 
@@ -92,7 +92,7 @@ class DeviceTable:
     entries: tuple[Entry, ...] = field(default=(), repr=False)
 
     def time_of(self, op: Op, signature: str) -> tuple[float, float, str]:
-        """Seconds, their spread, and how they were found (see `profile.TIMES_FROM`)."""
+        """Seconds, their spread, and their origin (see `profile.TIMES_FROM`)."""
         known = self._by_signature.get(signature)
         if known is not None:
             return known.time_s, known.spread_s, "table"
@@ -132,15 +132,15 @@ class DeviceTable:
         return math.exp((1 - share) * math.log(low.time_s) + share * math.log(high.time_s))
 
     def allocated(self, size: int) -> int:
-        """What the allocator takes for this many bytes."""
+        """Bytes that the allocator takes for a size."""
         return -(-size // self.block_bytes) * self.block_bytes
 
     def save(self, path: str | Path) -> None:
-        """Write the table as JSON; the file appears whole or not at all.
+        """Write the table as JSON. The write is atomic.
 
         Raises:
-            FileNotFoundError: there is no folder to write it in.
-            IsADirectoryError: there is a folder of that name.
+            FileNotFoundError: the parent folder does not exist.
+            IsADirectoryError: `path` is a folder.
         """
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["entries"] = [dataclasses.astuple(entry) for entry in self.entries]
@@ -170,10 +170,10 @@ _TABLE = document(DeviceTable, entries=list[row(Entry)])
 
 
 def find_device(device: str | Path) -> DeviceTable:
-    """A table by the name of a known device, or by the path of a file.
+    """The table of a known device's name, or of a file's path.
 
     Raises:
-        ProfileError: there is neither; it lists the names.
+        ProfileError: there is neither; the error lists the known names.
     """
     known = {path.stem: path for folder in _FOLDERS if folder.is_dir() for path in folder.glob("*.json")}
     path = known.get(str(device).lower(), Path(device))
@@ -186,15 +186,15 @@ def find_device(device: str | Path) -> DeviceTable:
 
 
 _FOLDERS = (
-    Path(__file__).parents[1] / "device_tables",  # where the installed package has them
-    Path(__file__).parents[3] / "profiles" / "devices",  # where they are in the repository
+    Path(__file__).parents[1] / "device_tables",  # In the installed package.
+    Path(__file__).parents[3] / "profiles" / "devices",  # In the repository.
 )
 
 
 def on_device(profile: Profile, table: DeviceTable) -> Profile:
-    """The profile as it would be on another device: sizes rounded as there, times from its table.
+    """The profile for another device, with that allocator's rounding and times from its table.
 
-    Workspace that was measured on one kind of device says nothing of another kind, and is left out then.
+    Workspace measured on another kind of device does not apply and is left out.
     """
     same_kind = profile.device.split(":")[0] == table.kind
     return replace(
@@ -206,7 +206,7 @@ def on_device(profile: Profile, table: DeviceTable) -> Profile:
         tape=tuple(_op_on(op, profile, table, same_kind) for op in profile.tape),
         storage_table=tuple(replace(s, bytes=table.allocated(s.bytes)) for s in profile.storage_table),
         views_s=0.0 if table.kind == "cuda" else profile.views_s,
-        # Its own times are not used any more.
+        # The measured times are replaced, so notes that they are unsteady no longer apply.
         notes=(
             *(note for note in profile.notes if not note.startswith(UNSTEADY)),
             *_notes(profile, table, same_kind),
@@ -216,9 +216,9 @@ def on_device(profile: Profile, table: DeviceTable) -> Profile:
 
 def _op_on(op: Op, profile: Profile, table: DeviceTable, same_kind: bool) -> Op:
     if op.signature < 0:
-        return op  # the optimizer's step, which is no single op
+        return op  # The optimizer's step, which is no single op.
     time_s, spread_s, time_from = table.time_of(op, profile.signatures[op.signature])
-    launches = table.kind == "cuda"  # the host, while the device computes
+    launches = table.kind == "cuda"  # The host launches while the device computes.
     if launches and time_from == "estimated":
         time_s -= table.launch_s
     return replace(
@@ -247,7 +247,7 @@ def _check(table: DeviceTable) -> None:
 
 
 def _check_units(table: DeviceTable) -> None:
-    """No device is a hundred times smaller or larger than all there are: then a number is in another unit."""
+    """Check plausible ranges: a value a hundred times beyond all known devices is in another unit."""
     rates = {f"matrix_flops of {name or 'other types'}": rate for name, rate in table.matrix_flops.items()}
     for name, unit, value, least, most in (
         ("memory_bytes", "bytes", table.memory_bytes, 1e7, 1e15),

@@ -1,29 +1,29 @@
-"""The engines' names, as they stand in files; `build.engines` has the engines."""
+"""The engines' names, as in files; the engines are in `build.engines`."""
 
 from typing import Literal
 
 REPLAY, SAC, CHECKPOINT, COMPILE = "replay", "sac", "checkpoint", "compile"
 
 EngineName = Literal["auto", "replay", "sac", "compile"] | str
-"""An engine, as it is asked for: those that editors offer, or another one that is registered. "auto" chooses."""
+"""The engine argument: one of the built-in names, listed for editors, or a registered one. "auto" chooses."""
 
 PLANNED_FOR = [REPLAY, SAC, COMPILE]
-"""Those that a plan can be for, the default one first."""
+"""Engines that plans can be made for, the default first."""
 
 COMPILING = {COMPILE}
-"""Those that have their regions compiled, and choose from what was measured of each."""
+"""Engines that compile regions and choose among the measured points of each."""
 
 
 def compiles(name: str | None) -> bool:
-    """Whether an engine, as it is asked for, has its regions compiled."""
+    """Whether an engine, given as the caller's argument, compiles regions."""
     return name in COMPILING
 
 
 def check_engine(name: str) -> None:
-    """Check that a plan can be for this engine.
+    """Check that plans can be made for this engine.
 
     Raises:
-        ValueError: it is not known.
+        ValueError: unknown engine.
     """
     if name not in PLANNED_FOR:
         raise ValueError(f"engine is {name!r}; possible are {', '.join(map(repr, PLANNED_FOR))}")

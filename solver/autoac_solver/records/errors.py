@@ -1,4 +1,4 @@
-"""Everything that autoac raises on purpose; the message is the reader's next step."""
+"""The exceptions that autoac raises deliberately; each message says what to do next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autoac_solver.records.format import format_bytes
 
 
 class AutoacError(Exception):
-    """The base of all errors below."""
+    """Base class of all errors of autoac."""
 
 
 class BudgetFormatError(AutoacError, ValueError):
@@ -20,7 +20,7 @@ class ProfileError(AutoacError):
 
 
 class PlanMismatchError(AutoacError):
-    """A plan applied to something else than it was made for."""
+    """A plan was applied to a model or step that it was not made for."""
 
 
 class ProfilingError(AutoacError):
@@ -28,10 +28,10 @@ class ProfilingError(AutoacError):
 
 
 class ParallelError(AutoacError):
-    """A rank has failed, or ranks do not fit together; it is raised on all of them.
+    """A rank failed, or ranks are inconsistent; raised on all ranks.
 
     Attributes:
-        rank: which rank it came from.
+        rank: the rank that it came from.
     """
 
     def __init__(self, message: str, rank: int = -1) -> None:
@@ -40,41 +40,41 @@ class ParallelError(AutoacError):
 
 
 class PolicyError(AutoacError, ValueError):
-    """A policy that makes no sense, or is about nothing in the profiled step."""
+    """A policy that is invalid, or matches nothing in the profiled step."""
 
 
 class PolicyConflictError(PolicyError):
-    """Two MUSTs about the same value that cannot both be followed, or one that is against the value's nature."""
+    """Two MUST policies on the same value that cannot both be followed, or one that the value itself rules out."""
 
 
 class AllocatorOptionsError(AutoacError, ValueError):
-    """Options of CUDA's caching allocator under which what it reserves cannot be predicted."""
+    """Options of CUDA's caching allocator under which reserved memory cannot be predicted."""
 
 
 class NoPlanInTimeError(AutoacError):
-    """The time limit passed before any plan within the budget was found; there may be one."""
+    """The time limit passed before a plan within the budget was found; one may exist."""
 
 
 class InfeasibleBudgetError(AutoacError):
-    """No plan meets the budget; where it is not `proven`, none was found in time.
+    """No plan is within the budget; if not `proven`, none was found in time.
 
-    Whoever knows the model fills in `where`, `holders` and `suggestions`; the message is composed when it is read.
+    Code that knows the model fills in `where`, `holders` and `suggestions`; the message is composed on access.
 
     Attributes:
-        budget_bytes: what was asked.
-        minimum_bytes: the least budget that succeeds: the least peak of any plan, and the headroom; where not `proven`,
+        budget_bytes: the requested budget.
+        minimum_bytes: the least budget that succeeds: the least peak of any plan plus the headroom; if not `proven`,
             the least found.
-        proven: whether nothing below `minimum_bytes` is possible.
+        proven: nothing below `minimum_bytes` is possible.
         decisions: the plan that reaches `minimum_bytes`, the option of each group.
         peak_position: the position of its peak.
         where: op, module and phase of the peak.
-        holders: (kind, module, bytes) of what holds the peak, largest first.
-        suggestions: what would lower it.
-        headroom_bytes: what the plan had to leave of the budget.
-        policies: the user's constraints that the plan had to follow, in words.
-        minimum_without_policies_bytes: `minimum_bytes` without them, 0 if there are none, or no time was left for it.
-        reserved_for_bytes: where the budget is for reserved memory: what the plan that reserves `minimum_bytes`
-            allocates at most; 0 where it is for allocated memory.
+        holders: (kind, module, bytes) of the live memory at the peak, largest first.
+        suggestions: ways to lower the peak.
+        headroom_bytes: the part of the budget that must stay free.
+        policies: the user's constraints that the plan had to follow, as text.
+        minimum_without_policies_bytes: `minimum_bytes` without them; 0 if there are none, or no time was left for it.
+        reserved_for_bytes: for a budget of reserved memory, the allocated peak of the plan that reserves
+            `minimum_bytes`; 0 for a budget of allocated memory.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class InfeasibleBudgetError(AutoacError):
         self.reserved_for_bytes = 0
 
     def leave(self, headroom_bytes: int) -> None:
-        """Make it the answer to a budget of which so much had to be left."""
+        """Add headroom to the error's budget and minimum."""
         self.headroom_bytes += headroom_bytes
         self.budget_bytes += headroom_bytes
         self.minimum_bytes += headroom_bytes
@@ -157,5 +157,5 @@ class InfeasibleBudgetError(AutoacError):
 
 
 def _exactly(n_bytes: int) -> str:
-    """Rounded for the eye, and to the byte, since a byte decides here."""
+    """Exact bytes plus a rounded amount, because a single byte matters here."""
     return f"{n_bytes} bytes ({format_bytes(n_bytes)})"

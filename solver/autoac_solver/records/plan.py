@@ -1,7 +1,7 @@
-"""What a plan is on disk: the programs that `apply` runs, what was predicted and proved about them, and their profile.
+"""A plan on disk: the programs that `apply` runs, their predictions and bounds, and the profile.
 
-There is one truth in it: the programs. Every table and picture of a plan is made from them and the profile, see
-`plan.step`.
+The programs are the single source of truth. Every table and picture of a plan is made from them and the profile, see
+`plan.recorded.step`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class RegionPlan:
 
     Args:
         fqn: the module's name in the model.
-        call, calls: which of the module's calls in a step, of how many with gradients on.
-        wrapped: whether anything is recomputed; if not, this call is left untouched.
+        call, calls: index among the module's calls with gradients on in the step, and their number.
+        wrapped: anything in it is recomputed; if not, this call is left untouched.
         steps: for every op in order, its overload's name and whether it is recomputed.
-        point: how a region is compiled (engine compile), see `records.compiled`.
+        point: the point at which the region is compiled (engine compile), see `records.compiled`.
     """
 
     fqn: str
@@ -58,11 +58,11 @@ class RegionPlan:
 
 @dataclass(frozen=True, slots=True)
 class RootCalls:
-    """How the calls of modules that are called several times are spread over the step's calls of the model itself.
+    """Distribution of the calls of repeatedly called modules over the step's calls of the root module.
 
     Args:
-        before: for each module how often it was called before each call of the model.
-        fresh: how many calls of the model there are before the first gradient, see `Profile.calls_below_root`.
+        before: module -> number of its calls before each call of the root module.
+        fresh: number of root calls before the first gradient, see `Profile.calls_below_root`.
     """
 
     before: Mapping[str, tuple[int, ...]]
@@ -74,29 +74,30 @@ class PlanRecord(Shown):
     """A plan as data.
 
     Args:
-        model, model_fingerprint, op_fingerprint, device, torch_version: of the profile it was made from.
-        root_calls: how often the profiled step called the model itself.
-        engine, engine_reason: its name ("replay", "sac"), and why it is that.
-        budget_bytes: the limit for the peak; headroom_bytes of it were left free on purpose.
-        resident_bytes: alive before the step.
-        predicted_peak_bytes, unplanned_peak_bytes: of the step with the plan, and with nothing recomputed.
+        model, model_fingerprint, op_fingerprint, device, torch_version: as in the profile.
+        root_calls: number of calls of the root module in the profiled step.
+        engine, engine_reason: the engine's name ("replay", "sac"), and why it was chosen.
+        budget_bytes: limit of the peak; headroom_bytes of it were left free on purpose.
+        resident_bytes: bytes alive before the step.
+        predicted_peak_bytes, unplanned_peak_bytes: peak of the step with the plan, and with nothing recomputed.
         predicted_extra_s, predicted_step_s: seconds that the plan adds, seconds of the step without it.
-        bound_s, gap: no plan adds less than bound_s; gap is the difference as a fraction of the step. Where there are
-            hints, what they count (hint_s) is part of both.
-        status, solver, solve_s: "optimal" or "feasible", by what, in how many seconds.
+        bound_s, gap: no plan adds less than bound_s; gap is the difference as a fraction of the step. Both include the
+            penalty of hints (hint_s).
+        status, solver, solve_s: "optimal" or "feasible", the solver, and its seconds.
         regions: the programs, see `RegionPlan`.
-        several: of the planned modules that are called several times a step; None where counting round and round does.
-        losses: where modules compute cross entropies that are made lean: names of the modules, and of the submodules
-            that run last before, see `build.cross_entropy`.
-        chunked_losses: these are computed over chunks of rows.
-        chunk_dtypes: the types of their logits, if so.
-        profile: what it was made from, so that a plan by itself can be explained and planned anew for other budgets.
-        policies: the user's policies, and what became of them.
-        hint_s: what the hints that are not followed count in what was minimised, seconds.
-        budget_of: what the budget limits: "allocated" or "reserved" memory.
+        several: calls of planned modules that are called several times per step; None if counting calls modulo their
+            number suffices.
+        losses: modules that compute cross entropies to be made lean, and the submodules that run last before each, see
+            `build.losses.cross_entropy`.
+        chunked_losses: these losses are computed over chunks of rows.
+        chunk_dtypes: dtypes of their logits, if so.
+        profile: the profile it was made from, so that the plan alone suffices for explanations and new budgets.
+        policies: the user's policies, and how far they are followed.
+        hint_s: penalty in seconds of hints that are not followed, part of the objective.
+        budget_of: the kind of memory that the budget limits, "allocated" or "reserved".
         allocator: the options of CUDA's caching allocator that it was planned with, as text; "" on other devices.
-        predicted_reserved_bytes: what that allocator reserves at most, by simulation; None on other devices, and where
-            it cannot be told.
+        predicted_reserved_bytes: simulated peak of memory reserved by that allocator; None if unknown, and on other
+            devices.
     """
 
     model: str
@@ -139,11 +140,11 @@ class PlanRecord(Shown):
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; the file appears whole or not at all.
+        """Write the plan as JSON. The write is atomic.
 
         Raises:
             FileNotFoundError, IsADirectoryError, OSError: see `files.check_writable`.
-            ProfileError: a name in it is no printable text.
+            ProfileError: a name in it is not printable.
         """
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         programs: dict[Steps, int] = {}
@@ -185,7 +186,7 @@ class PlanRecord(Shown):
 _PLAN = document(
     PlanRecord,
     regions=list[document(RegionPlan, steps=Size)],
-    programs=list[tuple[tuple[Text, bool], ...]],  # several regions may have the same one
+    programs=list[tuple[tuple[Text, bool], ...]],  # Regions can share one.
     several=document(RootCalls, before=dict[str, tuple[Size, ...]]) | None,
     losses=dict[Text, tuple[Text | None, ...]],
     profile=PROFILE,
@@ -204,7 +205,7 @@ _OF_THE_PROFILE = ("model", "model_fingerprint", "op_fingerprint", "device", "to
 
 
 def _check(record: PlanRecord) -> None:
-    """What no type tells: that what is to be run on a model is of the step that was profiled."""
+    """Check that the plan's programs and names belong to its profile; types are checked already."""
     check_engine(record.engine)
     for name in _OF_THE_PROFILE:
         if getattr(record, name) != getattr(record.profile, name):
@@ -221,14 +222,14 @@ def _check(record: PlanRecord) -> None:
 
 
 def names_in(record: PlanRecord) -> set[str]:
-    """The modules that a plan is put on."""
+    """Names of the modules that a plan is applied to."""
     names = {region.fqn for region in record.regions}
     names |= {name for fqn, last in record.losses.items() for name in (fqn, *last) if name is not None}
     return names | set(record.several.before if record.several else ())
 
 
 def _check_regions(record: PlanRecord) -> None:
-    """Each region is a call of the profile, with the ops that ran there, and none is given twice or inside another."""
+    """Check that each region is a call of the profile with the same ops, and that none repeats or is inside another."""
     calls = {(call.fqn, call.call): call for call in record.profile.calls if call.grad}
     number_of_calls = Counter(fqn for fqn, _ in calls)
     ticks = [op.tick for op in record.profile.tape]

@@ -1,14 +1,14 @@
-"""What the user wants of some values, whatever the plan decides about the others: policies, which stack.
+"""Policies: the user's constraints and hints for some values; they stack.
 
 The decisions are named as torch's `CheckpointPolicy`:
 
-    MUST_SAVE         not run again in backward: a constraint
-    MUST_RECOMPUTE    not kept from forward, but run again where backward needs it: a constraint
-    PREFER_SAVE       a hint: running it again counts `weight` times its own time more than it takes
-    PREFER_RECOMPUTE  a hint: keeping it counts `weight` times the time that running it again takes
+    MUST_SAVE         constraint: not recomputed in backward
+    MUST_RECOMPUTE    constraint: not saved in forward, recomputed if backward needs it
+    PREFER_SAVE       hint: recomputing costs `weight` times its own time in addition to its time
+    PREFER_RECOMPUTE  hint: saving costs `weight` times the time of recomputing
 
-Policies stack in any order: a MUST outweighs all hints, hints add up, and two MUSTs that clash are an error. With a
-weight of at most 1 hints only decide between values: nothing is recomputed that the budget does not ask for.
+Policies stack in any order: a MUST overrides all hints, hints add up, and two conflicting MUSTs are an error. With a
+weight of at most 1, hints only choose between values: nothing is recomputed that the budget does not require.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ DEFAULT_WEIGHT = 0.5
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class Policy:
-    """One decision, for all values that fit `op`, `module` and `region`; what is left out fits everything.
+    """One decision for all values that match `op`, `module` and `region`; an omitted argument matches everything.
 
     Args:
         decision: one of `DECISIONS`, as text or as a member of torch's `CheckpointPolicy`.
         op: the ops that make the values: names such as "aten.mm" (all of its overloads) or "aten.mm.default", globs of
             them, torch's ops themselves (`torch.ops.aten.mm`), or several of these.
-        module: modules in which the values are made, or in modules inside of which: names or globs as in `regions=`.
-        region: the plan's regions in which they are made, by name or glob.
-        weight: of a hint, see above; at least 0.
-        optional: it is no error if the profiled step has nothing that fits.
-        code: with MUST_SAVE and `module`: the module's Python code must not run again either. Engine replay never runs
-            any; under sac no region that such code is a part of is recomputed.
-        name: for messages; left out, the policy is written out.
+        module: modules that make the values, directly or in submodules: names or globs as in `regions=`.
+        region: the plan's regions in which the values are made, by name or glob.
+        weight: weight of a hint, see the module's docstring; at least 0.
+        optional: matching nothing in the profiled step is no error.
+        code: with MUST_SAVE and `module`: the module's Python code must not run again either. Engine replay never
+            reruns Python code; under sac no region that contains such code is recomputed.
+        name: name for messages; without it, messages spell out the policy.
 
     Raises:
-        PolicyError: an argument makes no sense.
+        PolicyError: an argument is invalid.
     """
 
     decision: str
@@ -96,7 +96,7 @@ class Policy:
 
     @property
     def saves(self) -> bool:
-        """Whether it is for saving."""
+        """Whether it is MUST_SAVE or PREFER_SAVE."""
         return self.decision.endswith("SAVE")
 
     def __repr__(self) -> str:
@@ -113,12 +113,12 @@ class Policy:
         return self.name or repr(self)
 
     def as_data(self) -> dict[str, Any]:
-        """For JSON."""
+        """Data for JSON."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Policy:
-        """The policy that `as_data` gave, checked.
+        """The policy from `as_data`, checked.
 
         Raises:
             ValueError: it is no valid policy.
@@ -127,23 +127,23 @@ class Policy:
 
     @classmethod
     def of(cls, found: msgspec.Struct) -> Policy:
-        """The policy of what a file holds in the form of `POLICY`."""
+        """The policy from a struct of type `POLICY`."""
         values = fields_of(found)
         return cls(values.pop("decision"), **values)
 
 
 POLICY = document(Policy)
-"""How a policy stands in a file."""
+"""File format of a policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class AppliedPolicy:
-    """What became of a policy in a plan.
+    """A policy with its effect in a plan.
 
     Args:
-        policy: it.
-        values: how many values it is about. What is decided as one counts as one.
-        followed: how many of them are decided as it says.
+        policy: the policy.
+        values: number of decision groups that it matches.
+        followed: number of those decided as it says.
     """
 
     policy: Policy
@@ -151,17 +151,21 @@ class AppliedPolicy:
     followed: Size
 
     def as_data(self) -> dict[str, Any]:
-        """For JSON."""
+        """Data for JSON."""
         return {"policy": self.policy.as_data(), "values": self.values, "followed": self.followed}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> AppliedPolicy:
-        """What `as_data` gave; raises ValueError for anything else."""
+        """The applied policy from `as_data`, checked.
+
+        Raises:
+            ValueError: it is no valid applied policy.
+        """
         return cls.of(checked(data, APPLIED_POLICY))
 
     @classmethod
     def of(cls, found: msgspec.Struct) -> AppliedPolicy:
-        """What became of a policy, of what a file holds in the form of `APPLIED_POLICY`."""
+        """The applied policy from a struct of type `APPLIED_POLICY`."""
         values = fields_of(found)
         if values["followed"] > values["values"]:
             raise ValueError(f"{values['followed']} of {values['values']} values follow a policy")
@@ -169,7 +173,7 @@ class AppliedPolicy:
 
 
 APPLIED_POLICY = document(AppliedPolicy, policy=POLICY)
-"""How what became of a policy stands in a file."""
+"""File format of an applied policy."""
 
 
 def _decision(decision: Any) -> str:
@@ -185,7 +189,7 @@ def _patterns(given: Any) -> tuple[str, ...]:
 
 
 def never_recompute(module: str | Sequence[str]) -> Policy:
-    """For modules whose code has side effects (counters, logs, a random choice in Python): it runs once a step.
+    """Policy for modules whose code has side effects (counters, logs, random choices in Python): it runs once per step.
 
     Args:
         module: names or globs of modules.
@@ -199,17 +203,17 @@ SAVE_COLLECTIVES = Policy(
     optional=True,
     name="SAVE_COLLECTIVES",
 )
-"""Communication happens once a step, as torchtitan has it; it costs more than any memory that it saves."""
+"""Save collectives, as torchtitan does: recomputing communication costs more than the memory is worth."""
 
 SAVE_TOP_K = Policy("MUST_SAVE", op="aten.topk", optional=True, name="SAVE_TOP_K")
-"""The choice of experts is made once a step, as torchtitan has it: it is small, and all that follows hangs on it."""
+"""Save the choice of experts, as torchtitan does: it is small, and everything after it depends on it."""
 
 SAVE_ATTENTION = Policy("MUST_SAVE", op="aten._scaled_dot_product_*", optional=True, name="SAVE_ATTENTION")
-"""The outputs of attention are kept: much time for little memory."""
+"""Save attention outputs: much time for little memory."""
 
 
 class Matcher:
-    """Which ops of a profile fit which policies.
+    """Matches the ops of a profile against policies.
 
     Args:
         profile: not changed.
@@ -224,10 +228,10 @@ class Matcher:
             self._region_names[call] = profile.calls[call].fqn, profile.module_name(call)
 
     def fits(self, policy: Policy, op: Op, region: int) -> bool:
-        """Whether a policy is about this op.
+        """Whether a policy matches an op.
 
         Args:
-            region: the module call that is the op's region, -1 if it is in none.
+            region: the module call that is the op's region, -1 for none.
         """
         if policy.op and not self._any(policy.op, op.name, op.name.rpartition(".")[0]):
             return False
@@ -236,7 +240,7 @@ class Matcher:
         return not policy.module or self.in_module(policy.module, op.module)
 
     def in_module(self, patterns: tuple[str, ...], call: int) -> bool:
-        """Whether a module call is one of these modules', or happened in one."""
+        """Whether a module call belongs to a matching module, or happened inside one."""
         while call >= 0:
             if self._any(patterns, *known_as(self._profile.calls[call].fqn)):
                 return True
@@ -244,7 +248,7 @@ class Matcher:
         return False
 
     def _any(self, patterns: tuple[str, ...], *names: str) -> bool:
-        """Whether a pattern fits one of the names of a thing."""
+        """Whether any pattern matches any of the names."""
         key = patterns, names
         if key not in self._fits:
             self._fits[key] = any(is_meant(name, pattern) for pattern in patterns for name in names)

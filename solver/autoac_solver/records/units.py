@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them; inside the program bytes are ints and seconds are floats."""
+"""Parsing of memory amounts and overheads; internally bytes are ints and seconds are floats."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _POSSIBLE = (
 
 
 def parse_bytes(value: int | str, total_bytes: int | None = None) -> int:
-    """Turn an amount of memory into bytes, rounded down.
+    """Parse an amount of memory into bytes, rounded down.
 
     Args:
         value: bytes as an int, or text such as "20GB", "18.5 GiB" or "80%".
-        total_bytes: what a percentage is of; None where it is not known.
+        total_bytes: the total that a percentage refers to; None if unknown.
 
     Returns:
         The amount in bytes, at least 1.
 
     Raises:
-        BudgetFormatError: for anything else; a unit is never guessed ("20" and "20G" are refused).
+        BudgetFormatError: anything else; units are never guessed ("20" and "20G" are refused).
     """
     amount_bytes = _from_text(value, total_bytes) if isinstance(value, str) else _from_int(value)
     if amount_bytes < 1:
@@ -49,13 +49,13 @@ def parse_bytes(value: int | str, total_bytes: int | None = None) -> int:
 
 
 def parse_overhead(value: float | str) -> float:
-    """Turn a slowdown into extra time / step time.
+    """Parse an overhead into extra time / step time.
 
     Args:
         value: text such as "5%", or the share as a number from 0 to 1.
 
     Raises:
-        ValueError: for anything else; 5 is refused, for it may mean 5 % or five times.
+        ValueError: anything else; 5 is refused, because it may mean 5 % or five times.
     """
     share = value
     if isinstance(value, str):
@@ -69,14 +69,14 @@ def parse_overhead(value: float | str) -> float:
 
 
 def _shown(value: object) -> str:
-    """As it was written, cut where it is endless."""
+    """The value as written, truncated if it is very long."""
     if isinstance(value, int) and abs(value) > 10**100:
         return "an int of more than 100 digits"
     return repr(value) if len(repr(value)) < 200 else f"{value!r:.80}..."
 
 
 def _from_int(value: object) -> int:
-    """An int (numpy's too) as it is; bool is an int to Python but no amount of memory."""
+    """An int (numpy ints, too) as bytes; bools are refused."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         meant = (
             f"; for bytes write int({value!r})" if isinstance(value, float) and 1 <= value < math.inf else ""
@@ -89,7 +89,7 @@ def _from_text(text: str, total_bytes: int | None) -> int:
     """A number with a unit, or a percentage of `total_bytes`."""
     match = _TEXT.fullmatch(text)
     if match is None:
-        # Of "20G" some tools make 20 x 10^9 bytes, others (docker, slurm, the JVM) 20 x 2^30.
+        # Some tools read "20G" as 20 x 10^9 bytes, others (docker, slurm, the JVM) as 20 x 2^30.
         unit_cut_short, short = _TEXT.fullmatch(text.strip() + "B"), text.strip()
         meant = ""
         if unit_cut_short:

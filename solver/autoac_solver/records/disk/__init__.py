@@ -1,1 +1,1 @@
-"""How records are written and read: JSON files, the check against the records' classes, and what a file may hold."""
+"""Writing and reading of records: JSON files, schemas from the records' classes, and limits of a file's contents."""

@@ -1,4 +1,4 @@
-"""Files written atomically; JSON with a schema name and version."""
+"""Atomic file writes; JSON with a schema name and version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoac_solver.records.disk.schema import checked
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.format import format_bytes
 
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # never goes back: it takes linear time
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # No backtracking: linear time.
 _PIECE_BYTES = 2**20
 _COMMANDS = ("plan", "profile", "tradeoff")
 """The commands that write files of ours; what they print with `--json` is taken for such a file."""
@@ -32,10 +32,10 @@ def write_json(path: str | Path, schema: str, version: int, data: dict[str, Any]
     """Write `data` as JSON, see `write_bytes`.
 
     Args:
-        form: what `data` must be to be read again, see `schema`.
+        form: the schema that reading checks, see `disk.schema`.
 
     Raises:
-        ProfileError: it is something else.
+        ProfileError: `data` does not match the schema.
     """
     try:
         checked(data, form)
@@ -53,12 +53,12 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_bytes(path: str | Path, content: bytes) -> None:
-    """Write a file that appears whole or not at all, also if the process is killed or the disk is full.
+    """Write a file atomically: it appears whole or not at all, even if the process is killed or the disk is full.
 
-    A file that is there keeps its mode, and a link to a file stays a link.
+    An existing file keeps its mode, and a link to a file stays a link.
 
     Raises:
-        FileNotFoundError, IsADirectoryError, OSError: see `check_writable`; or it cannot be written there.
+        FileNotFoundError, IsADirectoryError, OSError: see `check_writable`; or the write fails.
     """
     check_writable(path)
     target = Path(os.path.realpath(path))
@@ -67,11 +67,11 @@ def write_bytes(path: str | Path, content: bytes) -> None:
     except OSError as error:
         if error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # not the name of the temporary file
+        raise OSError(error.errno, error.strerror, str(path)) from error  # Without the temporary file's name.
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Put another file in the place of this one, in one move."""
+    """Replace a file by a new one in a single rename."""
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".tmp")
     try:
@@ -87,12 +87,12 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Refuse a path at which no file can be.
+    """Check that a file can be written at a path.
 
     Raises:
-        FileNotFoundError: there is no folder to write it in.
-        IsADirectoryError: there is a folder of that name.
-        OSError: there is something else that is no file: a device, a pipe, a socket.
+        FileNotFoundError: the parent folder does not exist.
+        IsADirectoryError: the path is a folder.
+        OSError: the path is a device, a pipe or a socket.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir():
@@ -111,26 +111,26 @@ class _Head(msgspec.Struct):
 
 
 def schema_of(path: str | Path) -> str | None:
-    """What kind of file it says it is; None for one that says nothing, or cannot be read.
+    """The schema name in a file; None if it has none, or is no readable JSON.
 
     Raises:
-        ProfileError: it is larger or deeper than what is read.
+        ProfileError: the file exceeds the limits of size or depth.
     """
     try:
         found = msgspec.json.decode(_content(path), type=_Head).schema
-    except (ValueError, RecursionError):  # whoever loads it will say it better
+    except (ValueError, RecursionError):  # Loading it raises a better error.
         return None
     return found if isinstance(found, str) else None
 
 
 def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
-    """Read a file that `write_json` wrote; nothing in it is taken on trust, see `limits`.
+    """Read a file written by `write_json`. Its contents are untrusted, see `limits`.
 
     Returns:
         Its data, without schema and version.
 
     Raises:
-        ProfileError: it is damaged, too large, of another kind, or from another version.
+        ProfileError: the file is damaged, too large, of another kind, or from another version.
     """
     try:
         data = json.loads(
@@ -166,8 +166,8 @@ def _kind_of(data: Any) -> str:
 
 
 def _content(path: str | Path) -> bytes:
-    """The file's bytes, no more of them than are allowed, and none that would be costly to parse."""
-    with Path(path).open("rb") as file:  # in pieces: a pipe or a device does not say how much is coming
+    """The file's bytes, after checks of size and nesting depth, which bound the cost of parsing."""
+    with Path(path).open("rb") as file:  # In pieces, because pipes and devices have no known size.
         content = b"".join(
             islice(iter(lambda: file.read(_PIECE_BYTES), b""), MOST_FILE_BYTES // _PIECE_BYTES + 1)
         )
@@ -180,7 +180,7 @@ def _content(path: str | Path) -> bytes:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; a name that comes twice would hide one of its values."""
+    """A JSON object; duplicate names are refused, because one would hide the other."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has the same name twice")

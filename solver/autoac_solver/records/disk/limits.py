@@ -1,9 +1,9 @@
-"""What a file may hold at most. More than this is damage or an attack, and is refused before anything is made of it.
+"""Limits of a file's contents. More than this is damage or an attack, and is refused before any object is built.
 
 Every limit is far above what a real profile or plan needs: a plan for a model of 80 layers is a file of some 10 MB,
 nested six deep, with 27,000 ops.
 
-The types below carry their limits with them; `schema` checks data against them.
+The types below carry their limits; `schema` checks data against them.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Annotated
 from msgspec import Meta
 
 MOST_FILE_BYTES = 2**28
-"""Size of a file. Reading a plan takes some fifteen times as much memory, refusing a hostile file up to sixty."""
+"""Most bytes of a file. Reading a plan takes some fifteen times as much memory, refusing a hostile file up to sixty."""
 MOST_DEPTH = 32
-"""Lists and objects inside of one another."""
+"""Deepest nesting of lists and objects."""
 MOST_CHARACTERS = 10_000
-"""Length of a name or another text."""
+"""Most characters of a name or another text."""
 MOST_BYTES = 2**60
-"""Memory that a profile speaks of, all in all. Twice as much still fits the simulator's 64-bit sums."""
+"""Most bytes of memory in a profile, in total. Twice as much still fits the simulator's 64-bit sums."""
 MOST_NUMBER = 2**60
-"""Any whole number, up or down."""
+"""Largest absolute value of an integer."""
 MOST_SECONDS = 1e9
-"""Any time."""
+"""Longest time."""
 
-# Unicode's categories Cc, Cf, Cs, Co, Zl, Zp, and Zs but for the space: they could give orders to the reader's
-# terminal, or make one name look like another. Written out, so that all versions of Python refuse the same.
+# Unicode categories Cc, Cf, Cs, Co, Zl, Zp, and Zs except the space: they could control the reader's terminal, or make
+# one name look like another. They are written out so that all Python versions refuse the same characters.
 _UNPRINTABLE = (
     r"\x00-\x1f\x7f-\xa0\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u1680\u180e\u2000-\u200f\u2028-\u202f"
     r"\u205f-\u206f\u3000\ud800-\uf8ff\ufeff\ufff0-\ufffb\ufffe\uffff\U000110bd\U000110cd\U00013430-\U0001343f"
@@ -35,17 +35,17 @@ _UNPRINTABLE = (
 PRINTABLE = rf"\A[^{_UNPRINTABLE}]*\Z"
 
 Text = Annotated[str, Meta(max_length=MOST_CHARACTERS, pattern=PRINTABLE)]
-"""A text of sensible length without control characters."""
+"""A text within the length limit, without control characters."""
 Whole = Annotated[int, Meta(ge=-MOST_NUMBER, le=MOST_NUMBER)]
-"""A whole number of sensible size."""
+"""An integer within the limits."""
 Size = Annotated[int, Meta(ge=0, le=MOST_NUMBER)]
-"""A whole number that is not negative."""
+"""A non-negative integer within the limits."""
 Number = Annotated[float, Meta(ge=-MOST_NUMBER, le=MOST_NUMBER)]
-"""A number of sensible size, neither infinite nor NaN."""
+"""A float within the limits, neither infinite nor NaN."""
 Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
-"""A duration."""
+"""A non-negative duration within the limits."""
 
 
 def one_of(*known: str) -> Meta:
-    """For a text that is one of these."""
+    """Constraint on a text: one of `known`."""
     return Meta(pattern=rf"\A({'|'.join(known)})\Z")

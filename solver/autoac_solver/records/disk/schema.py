@@ -1,6 +1,6 @@
-"""Data from a file, checked against the classes of the records: no unknown field, no wrong type, nothing out of range.
+"""Checks of a file's data against the records' classes: no unknown fields, no wrong types, nothing out of range.
 
-What is wrong is said with its place, such as `$.tape.tick[3]`: the fourth number in the column `tick` of `tape`.
+Errors name the place, such as `$.tape.tick[3]`: the fourth number in the column `tick` of `tape`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _LIMITED: dict[Any, Any] = {int: Whole, float: Number, str: Text}
 
 
 def document(kind: type, **other: Any) -> type[msgspec.Struct]:
-    """How a record stands in a file: an object with all of its fields and no more.
+    """The file format of a record: an object with exactly its fields.
 
     Args:
-        kind: the record's class, a dataclass. Numbers and texts without limits of their own get the general ones.
-        other: the types of fields that stand there in another form, and of those that stand there besides.
+        kind: the record's class, a dataclass. Numbers and texts without their own limits get the general ones.
+        other: types of fields with another form in the file, and of additional fields.
     """
     hints = get_type_hints(kind, include_extras=True)
     types_ = {f.name: _limited(hints[f.name]) for f in dataclasses.fields(kind)} | other
@@ -33,14 +33,14 @@ def document(kind: type, **other: Any) -> type[msgspec.Struct]:
 
 
 def table(kind: type) -> type[msgspec.Struct]:
-    """How many records of a class stand in a file: an object with a list for each field."""
+    """The file format of many records of a class: an object with one list per field."""
     hints = get_type_hints(kind, include_extras=True)
     fields = [(f.name, list[_limited(hints[f.name])]) for f in dataclasses.fields(kind)]
     return msgspec.defstruct(f"{kind.__name__}Table", fields, forbid_unknown_fields=True)
 
 
 def row(kind: type) -> Any:
-    """How a record stands in a file as a list of its values."""
+    """The file format of a record as a list of its values."""
     hints = get_type_hints(kind, include_extras=True)
     return tuple[tuple(_limited(hints[f.name]) for f in dataclasses.fields(kind))]
 
@@ -49,7 +49,7 @@ def checked(data: Any, schema: Any) -> Any:
     """The data as an object of the schema's type.
 
     Raises:
-        ValueError: it is of another form; the message says what and where.
+        ValueError: it does not match the schema; the message says what is wrong and where.
     """
     try:
         return msgspec.convert(data, schema)
@@ -58,7 +58,7 @@ def checked(data: Any, schema: Any) -> Any:
 
 
 def fields_of(found: msgspec.Struct) -> dict[str, Any]:
-    """What `checked` returned for a `document`, by field, ready to make the record of."""
+    """The fields of a `document` returned by `checked`, as arguments of the record's class."""
     return {name: getattr(found, name) for name in found.__struct_fields__}
 
 
@@ -97,7 +97,7 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 
 def _fault(message: str, data: Any) -> str:
-    """The library's message with the value that it is about, where its place tells which that is."""
+    """The library's message, extended by the faulty value if its place identifies it."""
     message = message.replace(f"matching regex {PRINTABLE!r}", "without control characters")
     _, _, place = message.partition(_AT)
     found = data

@@ -1,10 +1,10 @@
-"""The record of one training step: ops, storages, what autograd saved and when, and the modules they belong to.
+"""The record of one training step: ops, storages, saved tensors, and the module calls they belong to.
 
-Times are *ticks* of one clock that advances with every op and every event between ops, so that the order of an
+Points in time are *ticks* of one clock that advances with every op and every event between ops, so the order of an
 allocation, a release and the start of a region's backward is never ambiguous. Storages, ops, module calls and saved
 tensors refer to each other by index.
 
-On disk a profile is JSON, in columns, with a schema version. Loading one runs no code from it.
+On disk a profile is JSON in columns, with a schema version. Loading a file runs no code from it.
 """
 
 from autoac_solver.records.profile.profile import PROFILE, EngineCosts, Profile

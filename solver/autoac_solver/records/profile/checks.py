@@ -1,4 +1,4 @@
-"""What is checked of a profile that comes from a file, besides types and ranges."""
+"""Consistency checks of a profile from a file, beyond types and ranges."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def check(profile: Profile) -> None:
-    """What no type tells: that what refers to each other is there and fits together.
+    """Check that all references in a profile are valid and consistent.
 
     Raises:
-        ValueError: it does not.
+        ValueError: they are not.
     """
     _check_ops(profile)
     _check_storages(profile)
@@ -63,10 +63,10 @@ def _check_storages(profile: Profile) -> None:
 
 
 def _check_calls(profile: Profile) -> None:
-    """Calls begin in order, lie inside their parents and not in one another's way, and are numbered by module."""
-    free_from: dict[int, int] = {NEVER: 0}  # call -> where the next call inside of it may begin
+    """Check that calls start in order, nest inside their parents without overlaps, and are numbered per module."""
+    free_from: dict[int, int] = {NEVER: 0}  # Call -> least start of the next call inside it.
     numbers: dict[str, int] = {}
-    views: dict[int, int] = {}  # call -> how many views there are in the calls directly inside of it
+    views: dict[int, int] = {}  # Call -> number of views in its direct child calls.
     for index, call in enumerate(profile.calls):
         where = f"call {call.call} of module {call.fqn!r}"
         _demand(call.parent in free_from, f"{where} is inside of one that is not there")
@@ -88,7 +88,7 @@ def _check_calls(profile: Profile) -> None:
 
 
 def _check_compiled(profile: Profile) -> None:
-    """Measured regions are calls of the profile, none in two rows, and each has a point."""
+    """Check that measured regions are calls of the profile, none in two rows, each with points or a failure."""
     regions = () if profile.compiled is None else profile.compiled.regions
     calls = [call for region in regions for call in region.calls]
     _demand(all(_refers(profile.calls, call) for call in calls), "a compiled region is no call")

@@ -1,4 +1,4 @@
-"""The profile itself, and its file."""
+"""The profile and its file format."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SCHEMA = "autoac.profile"
 SCHEMA_VERSION = 8  # 7: host's time, compiled points, sources; 8: no pauses
 
 EngineCosts = dict[str, dict[str, Seconds]]
-"""Seconds that the engines' own bookkeeping takes on the profile's machine: by the engine's name, then by its part.
+"""Seconds of the engines' bookkeeping on the profile's machine: engine name -> part -> seconds.
 
-Each engine says what its parts are (`build.engines`), and what they take where they were not measured.
+Each engine defines its parts (`build.engines`), with defaults for those that were not measured.
 """
 
 
@@ -40,27 +40,26 @@ class Profile(Shown):
 
     Args:
         model: class name of the model.
-        model_fingerprint: tells this model's structure (module names and classes, parameter shapes) from others.
-        op_fingerprint: tells this sequence of ops from others.
-        device: device type and what is known of it, such as "cpu".
+        model_fingerprint: fingerprint of the model's structure (module names and classes, parameter shapes).
+        op_fingerprint: fingerprint of the sequence of ops.
+        device: torch's name of the device, such as "cpu".
         device_bytes: the device's total memory, 0 if unknown.
         torch_version: the torch it was recorded with.
         end: the last tick plus one.
         tape: the ops in order.
-        storage_table, saved, calls: see there.
-        signatures: overload, shapes, types and scalars of the distinct ops, as text.
-        mode: "real" if the step was run, "fake" if only its shapes were.
-        device_name: what the device is, in words, where that is known.
-        costs: what the engines cost on this machine, see there.
+        storage_table, saved, calls: rows of `Storage`, `Saved` and `ModuleCall`.
+        signatures: overload, shapes, dtypes and scalars of the distinct ops, as text.
+        mode: "real" if the step ran on real tensors, "fake" if it was recorded from shapes alone.
+        device_name: readable name of the device, "" if unknown.
+        costs: costs of the engines' bookkeeping on this machine, see `EngineCosts`.
         measured_step_s: wall-clock seconds of the recorded step (with everything recomputed, under recording).
         views_s: seconds of all ops that only make views.
         outside_s: seconds of the step that belong to no op (the optimizer's, if it was given).
-        notes: what the reader should know about how it was made.
-        sample: names, types and shapes of what the model was called with, in the call with the most elements; "" where
-            that is not known.
-        compiled: what compiled regions take, None where none was compiled (`engine="compile"`).
-        sources: for each class of modules but torch's own, where its forward is: a file's name, without its folder, and
-            a line, such as "modeling_llama.py:312".
+        notes: remarks for the reader on how the profile was made.
+        sample: names, types and shapes of the model's arguments, of the call with the most elements; "" if unknown.
+        compiled: measurements of compiled regions, None if none was compiled (`engine="compile"`).
+        sources: module class (except torch's own) -> place of its forward: file name without folder, and line, such as
+            "modeling_llama.py:312".
     """
 
     model: str
@@ -88,27 +87,27 @@ class Profile(Shown):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes alive before the step, those included that die in it."""
+        """Bytes alive before the step, including storages freed during it."""
         return sum(storage.bytes for storage in self.storage_table if storage.alloc <= 0)
 
     @functools.cached_property
     def peak_bytes(self) -> int:
-        """Predicted peak of the step as it runs without autoac, resident bytes included."""
+        """Predicted peak of the step without autoac, resident bytes included."""
         return ask("peak_bytes", self)
 
     @functools.cached_property
     def least_peak_bytes(self) -> int:
-        """The least predicted peak of any plan (engine replay): a smaller budget is infeasible. It takes solving."""
+        """The least predicted peak of any plan (engine replay); smaller budgets are infeasible. Runs the solver."""
         return ask("least_peak_bytes", self)
 
     def source_of(self, module: str) -> str:
-        """Where the forward of a module, or of a call of it, is: its class, and the place in `sources` where known."""
+        """The class of a module, or of a call's module, and the place of its forward in `sources` if known."""
         found = self._class_of.get(module.partition("#")[0], "")
         return f"{found}, {self.sources[found]}" if found in self.sources else found
 
     @property
     def is_one_call(self) -> bool:
-        """Whether the step calls the model once, and begins without gradients."""
+        """Whether the step calls the root module once and begins without gradients."""
         gradients = any(s.kind == "Gradient" and s.alloc == NEVER for s in self.storage_table)
         return not gradients and sum(call.grad and not call.fqn for call in self.calls) == 1
 
@@ -118,12 +117,12 @@ class Profile(Shown):
 
     @property
     def has_two_clocks(self) -> bool:
-        """Whether the host only launches ops, which a device then computes, and both times are known."""
+        """Whether a device computes ops that the host launches, and both times are known."""
         return any(op.host_s for op in self.tape)
 
     @functools.cached_property
     def lanes(self) -> Lanes:
-        """Host and device over the step with nothing recomputed, where it `has_two_clocks`."""
+        """Host and device timelines of the step with nothing recomputed, if it `has_two_clocks`."""
         host_s = np.array([self.views_s, *(op.host_s for op in self.tape), 0.0])
         device_s = np.array([0.0, *(op.time_s for op in self.tape), self.outside_s])
         return run(host_s, device_s, np.array([False, *(op.waits for op in self.tape), False]))
@@ -137,37 +136,37 @@ class Profile(Shown):
 
     @property
     def time_shares(self) -> dict[str, float]:
-        """Share of the step's time that was measured, looked up, interpolated and estimated; see `TIMES_FROM`."""
+        """Shares of the ops' time that were measured, looked up, interpolated and estimated; see `TIMES_FROM`."""
         total = sum(op.time_s for op in self.tape)
         parts = {kind: sum(op.time_s for op in self.tape if op.time_from == kind) for kind in TIMES_FROM}
         return {kind: part / total for kind, part in parts.items() if part}
 
     @property
     def ops(self) -> pd.DataFrame:
-        """The tape, one row an op."""
+        """The tape, one row per op."""
         frame = pd.DataFrame(columns(self.tape, Op))
         frame["module"] = [self.module_name(index) for index in frame["module"]]
         return frame
 
     @property
     def storages(self) -> pd.DataFrame:
-        """The storages, one row each."""
+        """The storages, one row per storage."""
         return pd.DataFrame(columns(self.storage_table, Storage))
 
     def module_name(self, call: int) -> str:
-        """Name of a module call for people: its fqn, with the call's number if it is not the first."""
+        """Display name of a module call: its fqn, with the call's number if it is not the first."""
         if call < 0:
             return ""
         record = self.calls[call]
         return record.fqn if record.call == 0 else f"{record.fqn}#{record.call}"
 
     def calls_below_root(self, names: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], int] | None:
-        """How the calls of some modules are spread over the step's calls of the model itself.
+        """Distribution of the calls of some modules over the step's calls of the root module.
 
         Returns:
-            For each module how often it was called, with gradients on, before each call of the model, and how many
-            calls of the model there are before the first gradient that is there at the step's end: a backward before it
-            leaves none. None if a module was also called from elsewhere.
+            Module -> number of its calls with gradients on before each root call, and the number of root calls before
+            the first gradient that exists at the end of the step (a backward before that leaves none). None if a module
+            was also called outside of root calls.
         """
         roots = [call for call in self.calls if call.fqn == "" and call.grad]
         offsets = {}
@@ -182,9 +181,9 @@ class Profile(Shown):
 
     @property
     def saved_by_class(self) -> pd.DataFrame:
-        """What autograd saves for backward, by class of the module that makes it: module_class, storages, bytes.
+        """Storages saved for backward, by class of the module that makes them: module_class, storages, bytes.
 
-        Parameters and whatever else was there before the step are left out; a storage saved twice counts once.
+        Parameters and other storages from before the step are left out; a storage saved twice counts once.
         """
         maker = {storage: op.module for op in self.tape for storage in op.creates}
         rows = []
@@ -207,7 +206,7 @@ class Profile(Shown):
         )
 
     def as_data(self) -> dict[str, Any]:
-        """What `save` writes, in columns."""
+        """The data that `save` writes, in columns."""
         scalars = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _TABLES}
         tables = {name: columns(getattr(self, name), kind) for name, kind in _TABLES.items()}
         compiled = None if self.compiled is None else dataclasses.asdict(self.compiled)
@@ -215,7 +214,7 @@ class Profile(Shown):
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Profile:
-        """The profile that `as_data` gave, checked.
+        """The profile from `as_data`, checked.
 
         Raises:
             ValueError: it is no valid profile.
@@ -224,10 +223,10 @@ class Profile(Shown):
 
     @classmethod
     def of(cls, found: msgspec.Struct) -> Profile:
-        """The profile of what a file holds in the form of `PROFILE`.
+        """The profile from a struct of type `PROFILE`.
 
         Raises:
-            ValueError: its parts do not fit together.
+            ValueError: its parts are inconsistent.
         """
         values = fields_of(found)
         values |= {name: rows(values[name], kind) for name, kind in _TABLES.items()}
@@ -237,11 +236,11 @@ class Profile(Shown):
         return profile
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON; the file appears whole or not at all.
+        """Write the profile as JSON. The write is atomic.
 
         Raises:
             FileNotFoundError, IsADirectoryError, OSError: see `files.check_writable`.
-            ProfileError: a name in it is no printable text.
+            ProfileError: a name in it is not printable.
         """
         write_json(path, SCHEMA, SCHEMA_VERSION, self.as_data(), PROFILE)
 
@@ -263,7 +262,7 @@ _TABLES: dict[str, Any] = {"tape": Op, "storage_table": Storage, "saved": Saved,
 
 
 def _compiled_table(found: msgspec.Struct) -> CompiledTable:
-    """What a file holds of it."""
+    """The table from a struct of type `_COMPILED`."""
     values = fields_of(found)
     regions = []
     for region in values["regions"]:
@@ -282,4 +281,4 @@ PROFILE = document(
     compiled=_COMPILED | None,
     **_AS_TABLES,
 )
-"""How a profile stands in a file, and in files that hold one."""
+"""File format of a profile, also inside other files."""

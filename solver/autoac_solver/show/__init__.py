@@ -1,1 +1,1 @@
-"""Plans for people: tables, the explanation, pictures, the report page."""
+"""Presentation of plans: summary, explanation, plots, notebook output, the report page."""

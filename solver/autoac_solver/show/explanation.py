@@ -1,4 +1,4 @@
-"""A plan explained: where its peak is and who holds it, what was decided at what price, what more memory would buy."""
+"""Explanation of a plan: its peak and the peak's holders, its decisions and their cost, the benefit of more memory."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from autoac_solver.show.summary import share_of_step, summary_lines
 
 _MOST_LINES = 8
 _TIME_LIMIT_S = 10.0
-"""For what more memory would buy: enough for the plans of large models, whose search starts from this one."""
+"""Time limit of the search for a larger budget; it starts from this plan, so this suffices for large models."""
 
 
 _WORTH_NAMING = 1e-3
-"""Share of the step: less would show as an overhead of 3.1% instead of 3.1%, and is no more than the solver's gap."""
+"""Share of the step; smaller gains would print as "3.1% instead of 3.1%", and are within the solver's gap."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What there is to know about a plan, as tables; `str` gives all of it in words.
+    """The explanation of a plan as tables; `str` gives all of it as text.
 
     Args:
         summary: the plan in a few lines.
-        peak: where the predicted peak lies: op, phase and module.
-        peak_by_kind: what is alive there: kind, bytes, share of the peak.
-        peak_by_module: the same by kind and module: kind, module, modules, bytes. Modules whose names differ in numbers
-            only are one row ("layers.*.mlp"), `modules` says how many they are.
-        values: what was decided, by decision, op and class of module: decision, op, module_class, values, bytes,
-            time_s, ms_per_MB. `time_s` is what recomputing them adds to the step, or would add, and `ms_per_MB` the
-            price of each of their bytes.
-        costs: what the budget costs, a line each.
-        more_memory: what a larger budget would buy, in words.
+        peak: op, phase and module of the predicted peak.
+        peak_by_kind: live memory at the peak: kind, bytes, share of the peak.
+        peak_by_module: the same by kind and module: kind, module, modules, bytes. Modules whose names differ only in
+            numbers share a row ("layers.*.mlp"); `modules` is their number.
+        values: the values by decision, op and module class: decision, op, module_class, values, bytes, time_s,
+            ms_per_MB. `time_s` is the time that recomputing them adds to the step, or would add; `ms_per_MB` is that
+            time per MB.
+        costs: the cost of the budget, as lines of text.
+        more_memory: the benefit of a larger budget, as text.
     """
 
     summary: tuple[str, ...]
@@ -83,12 +83,12 @@ class Explanation:
 
 
 def explain(record: PlanRecord) -> str:
-    """A plan in words."""
+    """The explanation of a plan as text."""
     return str(explanation(record))
 
 
 def explanation(record: PlanRecord) -> Explanation:
-    """Explain a plan; solves once more, for a little more memory than its budget."""
+    """Explain a plan. Runs the solver once, for a slightly larger budget."""
     step = step_of(record)
     return Explanation(
         summary=summary_lines(record, step),
@@ -137,7 +137,7 @@ def _values(record: PlanRecord, step: PlannedStep) -> pd.DataFrame:
         class_of[storage] if storage in class_of else region_class.get(region, "")
         for storage, region in zip(frame["storage"], frame["region"], strict=True)
     ]
-    # A group's time is that of all its values; each has its part by its bytes.
+    # A group's time is split over its values in proportion to their bytes.
     in_group = frame.groupby("unit")["bytes"]
     size, count = in_group.transform("sum"), in_group.transform("size")
     part = (frame["bytes"] / size.where(size > 0)).fillna(1 / count)
@@ -154,7 +154,7 @@ def _values(record: PlanRecord, step: PlannedStep) -> pd.DataFrame:
 
 
 def _module_classes(profile: Profile, built: Built) -> dict[int, str]:
-    """For each storage that is decided on, the class of the module that makes it."""
+    """Storage of a decision group -> class of the module that makes it."""
     found = {storage: "" for storages in built.group_storages for storage in storages}
     for op in profile.tape:
         for storage in op.creates:
@@ -192,24 +192,24 @@ def _costs(record: PlanRecord, step: PlannedStep) -> tuple[str, ...]:
 
 
 def _per_amount(seconds: float, size: int) -> str:
-    """Seconds for each GB, or MB of small amounts."""
+    """Seconds per GB, or per MB for small amounts."""
     unit, name = (10**9, "GB") if size >= 10**9 else (10**6, "MB")
     return f"{format_seconds(seconds * unit / size)} for each {name}" if size > 0 else "no memory saved"
 
 
 def _more_memory(record: PlanRecord, step: PlannedStep) -> str:
-    """What the next GB, or the next tenth of a budget below 10 GB, would buy with the same regions."""
+    """The benefit of one more GB, or of a tenth more for budgets below 10 GB, with the same regions."""
     if not record.predicted_extra_s:
         return "More memory would buy nothing."
     more = 10**9 if record.budget_bytes >= 10**10 else max(1, record.budget_bytes // 10)
     limit = record.budget_bytes - record.headroom_bytes + more
     try:
         solution = solve(step.built.problem, limit, time_limit_s=_TIME_LIMIT_S, start=step.options)
-    except NoPlanInTimeError:  # only if the plan's own decisions do not fit its budget, as in an edited file
+    except NoPlanInTimeError:  # Only if the plan's own decisions exceed its budget, as in an edited file.
         return f"What {format_bytes(more)} more would buy was not found in {_TIME_LIMIT_S:.0f} s."
     bought_s = record.predicted_extra_s - solution.extra_s
     if share_of_step(bought_s, record) < _WORTH_NAMING:
-        # Policies may want something recomputed whatever there is room for.
+        # Policies may demand recomputation at any budget.
         needed = 0 if record.policies else record.unplanned_peak_bytes - (limit - more)
         enough = f"; with {format_bytes(needed)} more nothing has to be recomputed" if needed > more else ""
         return f"{format_bytes(more)} more would buy next to nothing{enough}."
@@ -225,7 +225,7 @@ def _more_memory(record: PlanRecord, step: PlannedStep) -> str:
 
 
 def _by_decision(values: pd.DataFrame) -> list[list[str]]:
-    """For each decision a headline and its largest groups."""
+    """Per decision a headline and its largest rows."""
     parts = []
     for decision in ("save", "compiled", "recompute", "skip"):
         part = values[values["decision"] == decision]
@@ -247,7 +247,7 @@ def _price(ms_per_mb: float) -> str:
 
 
 def _lines(frame: pd.DataFrame, columns: list[str]) -> list[str]:
-    """The first rows as aligned text, bytes and seconds as people read them, and how much is in the others."""
+    """The first rows as aligned text, with readable bytes and seconds, and a line with the total of the others."""
     rows = [[_cell(name, row[name]) for name in columns] for _, row in frame.head(_MOST_LINES).iterrows()]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(columns))]
     right = [name in ("bytes", "time_s", "values", "modules", "share", "price") for name in columns]

@@ -1,4 +1,4 @@
-"""The memory of a planned step as a picture."""
+"""Plot of the memory of a planned step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from autoac_solver.records.plan import PlanRecord
 
 
 def plot_memory(record: PlanRecord, axes: Any = None, measured: Any = None) -> Any:
-    """Draw the live bytes over the step: by kind, with nothing recomputed, the budget, and as measured.
+    """Draw live bytes over the step: by kind, with nothing recomputed, the budget, and as measured.
 
     Args:
-        axes: where to; None makes a new figure.
+        axes: axes to draw on; None makes a new figure.
         measured: live bytes at each position of the timeline, from `Plan.measure_memory`; None for none.
 
     Returns:
@@ -23,7 +23,7 @@ def plot_memory(record: PlanRecord, axes: Any = None, measured: Any = None) -> A
 
     Raises:
         ImportError: matplotlib is not installed (`pip install autoac[plot]`).
-        ValueError: `measured` has not as many entries as the timeline.
+        ValueError: `measured` and the timeline have different lengths.
         ProfileError: the plan does not belong to its profile.
     """
     step = step_of(record)

@@ -1,4 +1,4 @@
-"""Records as Jupyter shows them; importing this is what makes them show themselves."""
+"""HTML of records for Jupyter; importing this module registers it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autoac_solver.show.memory import plot_memory
 
 
 class Page:
-    """A page as Jupyter shows it: in a frame of its own, which can load and reach nothing.
+    """A page shown by Jupyter in a sandboxed iframe, which cannot load anything or access the notebook.
 
     Args:
         html: the whole page.
-        height: of the frame, pixels.
+        height: height of the frame in pixels.
     """
 
     def __init__(self, html: str, height: int = 900) -> None:
@@ -40,7 +40,7 @@ _FRAME = ENVIRONMENT.from_string(
 
 @answers(Profile)
 def profile_html(profile: Profile) -> str:
-    """What autograd saves, by class of module, and where the time goes, by op."""
+    """Saved tensors by module class, and time by op."""
     ops = pd.DataFrame({"op": [op.name for op in profile.tape], "time_s": [op.time_s for op in profile.tape]})
     ops = ops.groupby("op")["time_s"].agg(["size", "sum"]).reset_index()
     ops = ops.set_axis(["op", "calls", "time_s"], axis=1).sort_values("time_s", ascending=False)
@@ -51,7 +51,7 @@ def profile_html(profile: Profile) -> str:
 
 @answers(PlanRecord)
 def plan_html(record: PlanRecord) -> str:
-    """The memory over the planned step, and how much is saved and recomputed."""
+    """Memory over the planned step, and the amounts saved and recomputed."""
     step = step_of(record)
     frame = step.decisions.groupby("decision", sort=False)["bytes"].agg(["size", "sum"]).reset_index()
     frame.columns = ["decision", "values", "bytes"]

@@ -1,4 +1,4 @@
-"""Why something is not recomputed: modules that are no region, and values that must be saved."""
+"""Reasons against recomputation: modules that cannot be regions, and values that must be saved."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import NEVER, Profile
 
 _SHOWN = 4
-"""Names or reasons in a list; the rest is counted."""
+"""Most names or reasons in a list; the rest is counted."""
 
 
 def why(record: PlanRecord, module: str) -> str:
-    """What a plan does with a module, and why it does no more: one line for each of its calls that differ.
+    """A plan's treatment of a module and the reasons for it; calls that differ have separate lines.
 
     Args:
-        module: its name in the model, "" for the model itself.
+        module: its name in the model, "" for the root module.
 
     Raises:
         ProfilingError: the profiled step calls no module of this name.
@@ -42,7 +42,7 @@ def why(record: PlanRecord, module: str) -> str:
 
 
 def values_that_must_be_saved(step: PlannedStep, profile: Profile) -> pd.DataFrame:
-    """One row a reason: reason, values, bytes; the largest first."""
+    """One row per reason: reason, values, bytes; the largest first."""
     rows = []
     for group, storages in zip(step.built.problem.groups, step.built.group_storages, strict=True):
         if group.must_save:
@@ -54,7 +54,7 @@ def values_that_must_be_saved(step: PlannedStep, profile: Profile) -> pd.DataFra
 
 
 def modules_that_are_refused(record: PlanRecord) -> tuple[tuple[str, str], ...]:
-    """Name and reason of the outermost modules that the engine cannot recompute as one, whatever the budget."""
+    """Name and reason of the outermost modules that cannot be regions under the engine at any budget."""
     profile, model = record.profile, engine_model(record.engine)
     step, regions = Step(profile), {(region.fqn, region.call) for region in record.regions}
     found: dict[str, str] = {}
@@ -68,13 +68,13 @@ def modules_that_are_refused(record: PlanRecord) -> tuple[tuple[str, str], ...]:
 
 
 def lines(record: PlanRecord, step: PlannedStep) -> Iterator[str]:
-    """For the plan's explanation: what it could not decide on, and why."""
+    """Lines for the explanation: modules and values that the plan could not decide on, with reasons."""
     table = values_that_must_be_saved(step, record.profile)
     for reason, values, size in table.head(_SHOWN).itertuples(index=False, name=None):
         yield f"  must be saved   {values} values, {format_bytes(size)}: {reason}"
     if len(table) > _SHOWN:
         yield f"  must be saved   and for {len(table) - _SHOWN} more reasons"
-    if step.built.points:  # what could not be compiled is said elsewhere, and nothing else was to be
+    if step.built.points:  # The summary has regions that were not compiled; nothing else is refused.
         return
     refused = modules_that_are_refused(record)
     for name, reason in refused[:_SHOWN]:
@@ -105,7 +105,7 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
 
 
 def _region(profile: Profile, step: PlannedStep, region: int) -> str:
-    """What is done in a region, and what must be saved in it."""
+    """Text on a region: its recomputed values, and those that must be saved."""
     if step.built.is_compiled(region):
         row = step.decisions[step.decisions["unit"] == step.built.regions[region].group_of[0]].iloc[0]
         return f"is a region, {row['op']}: it keeps {format_bytes(int(row['bytes']))} for backward"
@@ -132,7 +132,7 @@ def _reasons(built: Built, groups: Sequence[int]) -> str:
 
 
 def _refusals(step: Step, call: int, model: EngineModel) -> Iterator[str]:
-    """Why a module call cannot be a region under an engine."""
+    """Reasons why a module call cannot be a region under an engine."""
     _, refused = choose_regions(step, [call], model)
     yield from (refusal.reason for refusal in refused)
 

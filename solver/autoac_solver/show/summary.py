@@ -1,4 +1,4 @@
-"""A plan in a few lines: what was asked, what was found, what one should know of it."""
+"""A plan in a few lines: the request, the result, and notes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from autoac_solver.records.profile import Profile
 from autoac_solver.show import refusals
 
 _MEASURED = 0.95
-"""With so large a share of the step's time measured, nobody need be told that the rest is not."""
+"""If at least this share of the ops' time was measured, the summary does not mention the rest."""
 _HOST_BOUND = 0.1
-"""Share of the step in which the device waits, from which on it is said."""
+"""The summary mentions the device's idle time from this share of the step on."""
 _FEW = 3
-"""Policies, and notes, in a summary."""
+"""Most lines for policies, and for notes, in a summary."""
 
 
 def summary(record: PlanRecord) -> str:
-    """A plan in at most 15 lines; what is left out is in `explain` and `notes`."""
+    """A plan in at most 15 lines; `explain` and `notes` have the rest."""
     step = step_of(record)
     policies, losses, said = _policies(record), _losses(record), notes(record)
     return "\n".join(
@@ -37,7 +37,7 @@ def summary(record: PlanRecord) -> str:
 
 
 def summary_lines(record: PlanRecord, step: PlannedStep) -> tuple[str, ...]:
-    """The same for an explanation, with nothing left out."""
+    """The lines of `summary` for an explanation, in full."""
     return (
         *_head(record, step),
         *_compiled(record),
@@ -49,7 +49,7 @@ def summary_lines(record: PlanRecord, step: PlannedStep) -> tuple[str, ...]:
 
 
 def notes(record: PlanRecord) -> tuple[str, ...]:
-    """What one should know of a plan: how its step was recorded, and what could be better."""
+    """Notes on a plan: how its step was recorded, and possible improvements."""
     profile = record.profile
     about = [
         about_torchs_loss(profile, step_of(record).peak_where),
@@ -59,7 +59,7 @@ def notes(record: PlanRecord) -> tuple[str, ...]:
 
 
 def needless(record: PlanRecord) -> tuple[str, ...]:
-    """That the budget takes no checkpointing, if so."""
+    """A note if the budget needs no checkpointing, else nothing."""
     spare_bytes = record.budget_bytes - record.headroom_bytes - record.unplanned_peak_bytes
     if spare_bytes < 0 or record.predicted_extra_s or record.budget_of == "reserved":
         return ()
@@ -70,7 +70,7 @@ def needless(record: PlanRecord) -> tuple[str, ...]:
 
 
 def about_times(profile: Profile) -> str:
-    """Where the times of ops are from, if they were not measured with the step; else ""."""
+    """The origin of the ops' times if they were not measured with the step, else ""."""
     shares = profile.time_shares
     if not shares or shares.get("measured", 0.0) >= _MEASURED:
         return ""
@@ -89,7 +89,7 @@ def _row(name: str, text: str) -> str:
 
 
 def _cut(rows: Sequence[str], most: int, name: str) -> list[str]:
-    """The first rows, and how many there are more."""
+    """The first rows, and a row with the number of the others."""
     if len(rows) <= most:
         return list(rows)
     return [*rows[: most - 1], _row(name, f"and {len(rows) - most + 1} more: explain(), or --details")]
@@ -130,7 +130,7 @@ def _head(record: PlanRecord, step: PlannedStep) -> list[str]:
 
 
 def _lanes(step: PlannedStep) -> list[str]:
-    """Host and device over the planned step; where the device waits for the host, what would help."""
+    """Host and device times of the planned step, with advice if the device waits for the host."""
     lanes = step.lanes
     if lanes is None:
         return []
@@ -153,7 +153,7 @@ def _lanes(step: PlannedStep) -> list[str]:
 
 
 def _reserved(record: PlanRecord) -> list[str]:
-    """What CUDA's caching allocator reserves."""
+    """The row on memory reserved by CUDA's caching allocator."""
     if not is_cuda(record.profile):
         return []
     if record.predicted_reserved_bytes is None:
@@ -170,7 +170,7 @@ def _reserved(record: PlanRecord) -> list[str]:
 
 
 def _compiled(record: PlanRecord) -> list[str]:
-    """What was compiled and measured, and what could not be."""
+    """Rows on compiled and measured regions, and on those that could not be compiled."""
     table = record.profile.compiled
     if table is None or not engine_model(record.engine).compiles:
         return []
@@ -190,7 +190,7 @@ def _compiled(record: PlanRecord) -> list[str]:
 
 
 def _losses(record: PlanRecord) -> list[str]:
-    """The cross entropies that the plan makes lean."""
+    """Rows on the cross entropies that the plan makes lean or chunks."""
     how = "is computed over chunks of rows" if record.chunked_losses else "goes backward in place"
     return [
         _row(
@@ -202,7 +202,7 @@ def _losses(record: PlanRecord) -> list[str]:
 
 
 def _policies(record: PlanRecord) -> list[str]:
-    """What became of the user's policies."""
+    """Rows on the user's policies and how far they are followed."""
     lines = []
     for applied in record.policies:
         policy, label = applied.policy, ""

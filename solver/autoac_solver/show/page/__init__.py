@@ -1,4 +1,4 @@
-"""The report page: one HTML file that shows a plan and its alternatives, opens offline and asks for nothing."""
+"""The report page: one HTML file that shows a plan and its alternatives, works offline and loads nothing."""
 
 from autoac_solver.show.page.render import render_report, write_report
 

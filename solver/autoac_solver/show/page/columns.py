@@ -1,4 +1,4 @@
-"""Columns of whole numbers as short text, for data that is repetitive and has to fit into a page."""
+"""Compact text encoding of integer columns, for repetitive data inside a page."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def encode(values: Iterable[int]) -> str:
-    """Each value as its difference to the one before, in base 36; n equal differences d in a row as "d*n".
+    """Encode differences of successive values in base 36; n equal differences d in a row become "d*n".
 
-    So 5, 6, 7, 8 is "5 1*3". `decode` in data.js reads it.
+    For example, 5, 6, 7, 8 becomes "5 1*3". `decode` in data.js reads it.
     """
     column = np.fromiter(values, dtype=np.int64)
     if not len(column):
@@ -26,7 +26,7 @@ def encode(values: Iterable[int]) -> str:
 
 
 def changes(before: np.ndarray, after: np.ndarray) -> dict[str, str]:
-    """Where two columns of equal length differ, and what stands there afterwards."""
+    """The indices at which two columns of equal length differ, and the new values there."""
     at = np.flatnonzero(before != after)
     return {"at": encode(at), "to": encode(after[at])}
 
@@ -40,7 +40,7 @@ def _base36(value: int) -> str:
 
 
 class Numbered:
-    """Gives each distinct thing a number, in the order of first use."""
+    """Numbers distinct things in the order of first use."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -50,5 +50,5 @@ class Numbered:
 
     @property
     def things(self) -> list[Any]:
-        """What has a number, in order."""
+        """The numbered things, in order."""
         return list(self._numbers)

@@ -1,7 +1,7 @@
-"""What the page draws, as plain data: what all plans share once, and for each plan what differs from the one before.
+"""The page's data: one copy of all data that plans share, and per plan the differences to the previous one.
 
-The page is given lives rather than live bytes: for every allocation of a plan where it begins and how long it lasts.
-From these it adds up live bytes by kind, and can tell at every op which tensors are alive and whose they are.
+The data holds lifetimes, not live bytes: start and length of every allocation of a plan. From these the page computes
+live bytes by kind, and at every op the live tensors and their modules.
 
 Plans with the same regions have the same ops in the same order, one *axis*; plans with other regions have another.
 """
@@ -35,13 +35,13 @@ def page_content(plans: Sequence[PlanRecord], chosen: int) -> dict[str, Any]:
         chosen: index of the plan that the page is about.
 
     Raises:
-        ProfileError: a plan's programs do not belong to its profile, or that has kinds of memory that nobody knows.
+        ProfileError: a plan's programs do not belong to its profile, or the profile has unknown kinds of memory.
     """
     profile = plans[chosen].profile
     if unknown := {storage.kind for storage in profile.storage_table} - set(KINDS):
         raise ProfileError(f"the profile has storages of unknown kind {min(unknown)!r:.80}. Record it again.")
     names, modules = Numbered(), Numbered()
-    modules("")  # number 0: outside of all modules
+    modules("")  # Number 0: outside of all modules.
     axes: dict[tuple[int, ...], _Axis] = {}
     rows = []
     for plan in plans:
@@ -82,7 +82,7 @@ def page_content(plans: Sequence[PlanRecord], chosen: int) -> dict[str, Any]:
 
 
 def _storages(profile: Profile, modules: Numbered) -> dict[str, Any]:
-    """Size, kind, the op that made it (-1: none), and the module that it is counted for, as in `report.holders_at`."""
+    """Per storage: size, kind, the op that made it (-1: none), and its module as in `report.holders_at`."""
     made_by = {storage: index for index, op in enumerate(profile.tape) for storage in op.creates}
     sizes, holders = Numbered(), []
     for index, storage in enumerate(profile.storage_table):
@@ -104,7 +104,7 @@ def _storages(profile: Profile, modules: Numbered) -> dict[str, Any]:
 
 
 class _Axis:
-    """The ops of plans with the same regions in the order in which they run, and what lives along them."""
+    """The ops of plans with the same regions, in order, and the lifetimes over them."""
 
     def __init__(self, number: int, profile: Profile, built: Built) -> None:
         self.number = number
@@ -112,7 +112,7 @@ class _Axis:
         self.simulator = Simulator(built.problem)
         self.values = [(s, group) for group, storages in enumerate(built.group_storages) for s in storages]
         self.start = np.array([i.start for i in built.problem.lifetimes], dtype=np.int64)
-        self.lasts = np.zeros(len(self.start), dtype=np.int64)  # of the last plan: 0 for what does not exist
+        self.lasts = np.zeros(len(self.start), dtype=np.int64)  # Of the last plan; 0 if it does not exist.
         self.decided = np.zeros(len(self.values), dtype=np.int64)
         group_of_op = {op: index for index, group in enumerate(built.problem.groups) for op in group.ops}
         self.rerun_group = [
@@ -121,9 +121,9 @@ class _Axis:
         ]
 
     def plan(self, plan: PlanRecord) -> dict[str, Any]:
-        """A plan as numbers, and as changes to the plan before it on this axis."""
+        """A plan's numbers, and its changes against the previous plan on this axis."""
         step = PlannedStep(plan, self.built)
-        table = step.decisions[step.decisions["storage"] >= 0]  # a compiled region is no value
+        table = step.decisions[step.decisions["storage"] >= 0]  # A compiled region is no value.
         decided = np.array([DECISIONS.index(decision) for decision in table["decision"]], dtype=np.int64)
         exists, end = self.simulator.lives(step.options)
         lasts = np.where(exists, end - self.start, 0)
@@ -145,7 +145,7 @@ class _Axis:
         return row
 
     def data(self) -> dict[str, Any]:
-        """What the plans on this axis share."""
+        """The data that all plans on this axis share."""
         problem = self.built.problem
         return {
             "op": encode(problem.position_op),
@@ -159,6 +159,6 @@ class _Axis:
             "value_unit": encode(group for _, group in self.values),
             "start": encode(self.start),
             "storage": encode(i.storage for i in problem.lifetimes),
-            # of those that stand for no storage: workspace and random-number states
+            # Lifetimes that are no storages: workspace and random-number states.
             "nameless_bytes": encode(i.bytes for i in problem.lifetimes if i.storage < 0),
         }

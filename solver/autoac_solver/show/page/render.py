@@ -1,8 +1,8 @@
-"""Puts the page together: the words by Python, the data as JSON, style and script inlined from `assets`.
+"""Renders the page: text by Python, data as JSON, style and script inlined from `assets`.
 
-Whatever comes from a model (module names above all) is text in here: escaped in the markup by Jinja2, and in the JSON,
-which no sequence of characters can end early. The page's policy lets nothing run or load but the inlined style and
-script, by their hash.
+Everything that comes from a model (above all module names) is treated as text: Jinja2 escapes it in the markup, and in
+the JSON no sequence of characters can close the script element. The page's content security policy allows only the
+inlined style and script, by their hashes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autoac_solver.show.page.content import page_content
 from autoac_solver.show.summary import about_times, needless, notes, share_of_step
 
 POINTS = 20
-"""Budgets on the curve, if none is given."""
+"""Number of budgets on the curve, if no curve is given."""
 
 _MODES = {"real": "run and recorded", "fake": "recorded from shapes alone, without running it"}
 _TIMES = {"table": "from a device's cost table", "interpolated": "interpolated in a cost table"}
@@ -50,7 +50,7 @@ SCRIPTS = (
     "use",
     "main",
 )
-"""The script's files in the order in which they are joined."""
+"""The script's files in the order of concatenation."""
 
 
 def write_report(
@@ -61,21 +61,21 @@ def write_report(
     points: int = POINTS,
     progress: Callable[[str, float], None] | None = None,
 ) -> None:
-    """Write a plan as a page: one HTML file that needs nothing else and no network.
+    """Write a plan as a page: one self-contained HTML file that needs no network.
 
-    The file appears whole or not at all.
+    The write is atomic.
 
     Args:
-        record: what the page is about.
-        path: of the file; one that is there is replaced.
+        record: the plan to show.
+        path: the file to write; an existing one is replaced.
         curve: plans for other budgets, made from the same profile; None makes them, which takes a while.
-        points: how many budgets to make plans for if there is no curve; 0 shows the plan alone.
+        points: number of budgets to plan for if no curve is given; 0 shows the plan alone.
         progress: called with a text and the share done.
 
     Raises:
         ValueError: the curve was made from another profile or for another engine.
         ProfileError: a plan's programs do not belong to its profile.
-        FileNotFoundError, IsADirectoryError: no file can be at this path; before the page is made.
+        FileNotFoundError, IsADirectoryError: no file can be written at this path; raised before the page is made.
     """
     check_writable(path)
     write_text(path, render_report(record, curve=curve, points=points, progress=progress))
@@ -88,7 +88,7 @@ def render_report(
     points: int = POINTS,
     progress: Callable[[str, float], None] | None = None,
 ) -> str:
-    """The page that `write_report` writes, as text."""
+    """The HTML that `write_report` writes."""
     from_the_least = curve is None and points > 0
     if from_the_least:
         policies = tuple(applied.policy for applied in record.policies)
@@ -120,13 +120,13 @@ def render_report(
 
 
 def embedded_json(data: Any) -> str:
-    """JSON that can stand in a script element: nothing in it ends the element or a line of script."""
+    """JSON that is safe inside a script element: nothing in it closes the element or ends a line of script."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return re.sub("[<>&\u2028\u2029\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _writable(value: Any) -> Any:
-    """Text as a file can hold it: half a surrogate pair becomes a question mark."""
+    """Text that is valid UTF-8: a lone surrogate becomes a question mark."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return value.encode("utf-8", "replace").decode("utf-8")
     return value
@@ -143,7 +143,7 @@ _TEMPLATES = Environment(
 
 
 def _with_chosen(record: PlanRecord, others: Sequence[Any]) -> list[PlanRecord]:
-    """The curve's plans, which are records or have one, and the chosen one, by budget."""
+    """The curve's plans (records, or objects with a `record`) and the chosen plan, sorted by budget."""
     plans = [getattr(plan, "record", plan) for plan in others]
     for plan in plans:
         if plan.engine != record.engine:
@@ -160,7 +160,7 @@ def _with_chosen(record: PlanRecord, others: Sequence[Any]) -> list[PlanRecord]:
 
 
 def _others(curve: Tradeoff | None) -> dict[str, Any]:
-    """What the curve knows besides its plans, if it does: checkpointing by hand, greedy choices, the knee's budget."""
+    """The curve's other data, if any: manual strategies, greedy plans, the knee's budget."""
     by_hand, greedy = getattr(curve, "baselines", None), getattr(curve, "frame", pd.DataFrame())
     knee = getattr(curve, "knee", None)
     if "greedy_overhead" in greedy:
@@ -184,7 +184,7 @@ def _script() -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing may be loaded, sent or run but what is inlined."""
+    """The content security policy: nothing may be loaded, sent or run except inlined style and script."""
 
     def digest(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
@@ -196,7 +196,7 @@ def _policy(style: str, script: str) -> str:
 
 
 class _Figure(NamedTuple):
-    """A number that the page opens with: what it is, in one way, in another way, and in words."""
+    """A headline number of the page: name, value, value in another unit, and a note."""
 
     name: str
     value: str
@@ -233,7 +233,7 @@ def _figures(record: PlanRecord) -> list[_Figure]:
 
 
 def _reserved_figure(record: PlanRecord) -> list[_Figure]:
-    """What CUDA's caching allocator reserves, where that is predicted."""
+    """Memory reserved by CUDA's caching allocator, if predicted."""
     size = record.predicted_reserved_bytes
     if size is None:
         return []
@@ -253,7 +253,7 @@ def _proof(record: PlanRecord) -> str:
 
 
 def _two_ways(n_bytes: int) -> tuple[str, str]:
-    """In powers of 1000, and in powers of 1024 where that is another number."""
+    """Bytes in powers of 1000, and in powers of 1024 ("" if the same)."""
     decimal, _, binary = format_bytes(n_bytes).partition(" = ")
     return decimal, binary
 
@@ -297,7 +297,7 @@ def _made_with(record: PlanRecord) -> list[tuple[str, str]]:
 
 
 def _device(record: PlanRecord) -> str:
-    """Its name where that is known, and its type."""
+    """The device's name if known, and its type."""
     name = record.profile.device_name
     return f"{name} ({record.device})" if name else record.device
 

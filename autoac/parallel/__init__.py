@@ -1,4 +1,4 @@
-"""Training on several processes: what wrappers change, one plan on all ranks, plans for absent ranks."""
+"""Training on several processes: effects of wrappers, one plan on all ranks, plans for absent ranks."""
 
 from autoac.parallel.ddp import DDP
 from autoac.parallel.fsdp2 import FSDP2

@@ -1,10 +1,10 @@
-"""`DistributedDataParallel`: gradients are reduced in buckets, which are there all the time.
+"""`DistributedDataParallel`: gradients are reduced in buckets, which stay allocated.
 
-The reducer makes one flat tensor a bucket when it is built, and anew, of the same sizes together, in the order of the
-first backward, after that (`Reducer::initialize_buckets`, `Reducer::rebuild_buckets` in
-torch/csrc/distributed/c10d/reducer.cpp). So their number, their order and `bucket_cap_mb` do not matter to their
-bytes. With `gradient_as_bucket_view` a gradient that backward has made is copied into its place in a bucket, and that
-view takes its place (`Reducer::mark_variable_ready_dense`); without, gradients are there besides.
+The reducer allocates one flat tensor per bucket when it is built, and rebuilds the buckets in the order of the first
+backward after that, with the same total size (`Reducer::initialize_buckets`, `Reducer::rebuild_buckets` in
+torch/csrc/distributed/c10d/reducer.cpp). So the buckets' number and order and `bucket_cap_mb` do not affect their
+bytes. With `gradient_as_bucket_view`, a gradient that backward has made is copied into its place in a bucket, and
+replaced by that view (`Reducer::mark_variable_ready_dense`); without, gradients exist in addition.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class DDP(Plain):
     """`torch.nn.parallel.DistributedDataParallel`.
 
     Args:
-        gradient_as_bucket_view: as the wrapper is given it.
-        is_here: whether the ranks are there, and all of them call this.
+        gradient_as_bucket_view: the wrapper's option.
+        is_here: whether the ranks are running, and all of them call this.
     """
 
     gradient_as_bucket_view: bool = False
@@ -37,30 +37,30 @@ class DDP(Plain):
 
     @classmethod
     def of(cls, ddp: torch.nn.Module, *, is_here: bool) -> DDP:
-        """That of a wrapper."""
+        """The options of a wrapper."""
         return cls(bucket_options(ddp)[0], is_here)
 
     def with_lifetimes(self, profile: Profile, model: torch.nn.Module) -> Profile:
-        """See `Parallel`; a step that reduced gradients itself has shown the buckets."""
+        """See `Parallel`; the profile of a step that reduced gradients itself already has the buckets."""
         if any(op.name.startswith("c10d.allreduce_") for op in profile.tape):
             return profile
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         device = torch.device(profile.device)
         sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
-        # Which parameters were used, on the host and on the device: `Reducer::initialize_local_used_map`.
+        # The map of used parameters, on the host and on the device: `Reducer::initialize_local_used_map`.
         used = _INT_BYTES * len(trained) * (2 if device.type == "cpu" else 1)
         buckets = allocated_bytes(sum(sizes), device) + allocated_bytes(used, device)
         table = list(profile.storage_table)
         if self.gradient_as_bucket_view:
             if any(storage.kind == "Gradient" and storage.alloc == NEVER for storage in table):
-                return profile  # they are in the buckets, and counted
+                return profile  # gradients from before the step are in the buckets, and counted
             table = _copied_at_once(profile, table)
         table.append(Storage(buckets, NEVER, profile.end, "Gradient", BUCKETS))
         return replace(profile, storage_table=tuple(table))
 
 
 def _copied_at_once(profile: Profile, table: Iterable[Storage]) -> list[Storage]:
-    """Gradients live until the op after the last one that adds to them."""
+    """The table with gradients freed at the op after the last one that adds to them."""
     table = list(table)
     last: dict[int, int] = {}
     for index, op in enumerate(profile.tape):

@@ -1,4 +1,4 @@
-"""The step of one rank, recorded in a process that is none: nothing of the model is allocated."""
+"""Record the step of one rank in a process that is no rank; nothing of the model is allocated."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def record_sharded(
     lean_losses: bool,
     progress: Tell | None,
 ) -> Profile:
-    """The profile of one of the ranks that a spec speaks of; arguments as for `api._recorded`.
+    """The profile of one of the ranks that a spec describes; arguments as for `api._recorded`.
 
     Raises:
-        ProfilingError: the step cannot be recorded so.
+        ProfilingError: the step cannot be recorded this way.
     """
     kind = type(spec).__name__
     if mode == "real":
@@ -51,7 +51,7 @@ def record_sharded(
 
         def shard_and_tell() -> None:
             shard()
-            shards.update(skeleton.named_parameters())  # afterwards it is as it was before
+            shards.update(skeleton.named_parameters())  # the skeleton is restored afterwards
 
         recorded = record_fake(
             step.of(skeleton), progress, table is None, as_cuda, lean_losses, shard_and_tell
@@ -65,7 +65,7 @@ def record_sharded(
         f"of one rank of {spec.ranks} under {spec.in_words}, on fake tensors: collectives take the time of a copy, and "
         "the buffers that a backend has of its own (gloo, NCCL) are not counted"
     )
-    # FSDP2's first step makes the tensors that parameters are gathered into, with an op more for each: no variation.
+    # FSDP2's first step has one more op per tensor that parameters are gathered into, to make it: no variation.
     notes = [said for said in recorded.notes if not said.startswith(f"{VARIES} with its data")]
     return replace(recorded, model_fingerprint=fingerprint, notes=(*notes, note))
 
@@ -73,7 +73,7 @@ def record_sharded(
 def optimizer_of(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, shards: dict[str, torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """A model's optimizer for its sharded parameters: another object of its class, with the same options.
+    """A copy of a model's optimizer for the sharded parameters, of the same class and with the same options.
 
     Args:
         shards: by the names of the model's parameters.

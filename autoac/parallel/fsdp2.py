@@ -1,8 +1,8 @@
 """FSDP2 (`fully_shard`): each rank holds a part of every parameter, and gathers a unit's parameters around its calls.
 
-What it takes is not computed here: the step is recorded with torch's own code, on the ranks where they are, and else on
-fake tensors with torch's `fake` process group, in which collectives of any number of ranks do nothing. See
-NOTE [ The recorded step ] 5 in `record/tape/tape.py` for what is gathered.
+Its cost is not modelled here: the step is recorded with torch's own code, on the ranks if they are running, else on
+fake tensors with torch's `fake` process group, whose collectives do nothing for any number of ranks. See
+NOTE [ The recorded step ] 5 in `record/tape/tape.py` for gathered parameters.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class FSDP2(Sharded):
     """`torch.distributed.fsdp.fully_shard`.
 
     Args:
-        world_size: of how many ranks to plan for one; None for the ranks that are there.
+        world_size: number of ranks, to plan for one of them; None for the running ranks.
         units: the modules to call `fully_shard` with, besides the model itself: names, globs or a predicate. None for
             the members of the model's outermost lists of modules (its blocks, mostly).
-        reshard_after_forward, mp_policy: as `fully_shard` takes them, for all units. None lets the model itself keep
-            its own parameters after forward.
-        replicas: how many groups of ranks hold all the shards (HSDP); it divides `world_size`.
-        is_here: whether the ranks are there, and all of them call this.
+        reshard_after_forward, mp_policy: arguments of `fully_shard`, for all units. None lets the model itself keep its
+            own parameters after forward.
+        replicas: number of groups of ranks that each hold all shards (HSDP); it divides `world_size`.
+        is_here: whether the ranks are running, and all of them call this.
     """
 
     units: RegionChoice = None
@@ -63,7 +63,7 @@ class FSDP2(Sharded):
         units = chosen_units(model, self.units)
         skeleton = without_values(model)
         with fake_ranks(self.world_size):
-            mesh = self._mesh()  # here, for it looks at values, which fake tensors have not
+            mesh = self._mesh()  # here, because it reads values, which fake tensors lack
             yield skeleton, lambda: self.shard(skeleton, units, mesh)
 
     def _mesh(self) -> DeviceMesh:
@@ -76,10 +76,10 @@ class FSDP2(Sharded):
         return init_device_mesh("cpu", (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
 
     def shard(self, model: torch.nn.Module, units: Iterable[str], mesh: DeviceMesh) -> None:
-        """Call `fully_shard` with these modules, by name, and with the model.
+        """Call `fully_shard` on these modules, by name, and on the model.
 
         Args:
-            mesh: of the ranks that shard together.
+            mesh: mesh of the ranks that shard together.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -88,7 +88,7 @@ class FSDP2(Sharded):
             "mp_policy": self.mp_policy or MixedPrecisionPolicy(),
             "reshard_after_forward": self.reshard_after_forward,
         }
-        # From the innermost on, as `fully_shard` asks for.
+        # Innermost first, as `fully_shard` requires.
         for name in sorted(units, key=lambda name: -name.count(".")):
             fully_shard(model.get_submodule(name), **options)
         fully_shard(model, **options)
@@ -113,7 +113,7 @@ def chosen_units(model: torch.nn.Module, units: RegionChoice) -> list[str]:
 
 
 def without_values(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model whose parameters, and buffers of fractions, are on the meta device.
+    """A copy of a model whose parameters, and floating or complex buffers, are on the meta device.
 
     Raises:
         ProfilingError: it cannot be copied.
@@ -135,7 +135,7 @@ def without_values(model: torch.nn.Module) -> torch.nn.Module:
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor  # positions, masks: small, and looked at
+        return tensor  # positions, masks: small, and their values are read
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)

@@ -15,7 +15,7 @@ from autoac_solver.records.profile import NEVER, Profile
 
 
 def agree(plan: Plan | None, model: torch.nn.Module) -> Plan:
-    """The same plan on all ranks that hold a model together; every one of them calls this.
+    """Share one plan among all ranks that hold a model together; every one of them calls this.
 
     These are the ranks of its sharded tensors' meshes, or of its DDP's process group; else all. So each stage of a
     pipeline has a plan of its own.
@@ -25,7 +25,8 @@ def agree(plan: Plan | None, model: torch.nn.Module) -> Plan:
         model: the rank's model, wrapped or not.
 
     Raises:
-        ParallelError: no rank has a plan, the plan is not for a rank's model, or a rank has failed; on all ranks.
+        ParallelError: no rank has a plan, the plan is not for a rank's model, or a rank has failed; raised on all
+            ranks.
     """
     with together("agree on a plan", members=ranks_of(model)) as ranks:
         have = ranks.all(plan is not None)
@@ -35,7 +36,7 @@ def agree(plan: Plan | None, model: torch.nn.Module) -> Plan:
 
 
 def shared(ranks: Ranks, owner: int, plan: Plan | None, model: torch.nn.Module) -> Plan:
-    """The plan of one rank, on all ranks, and fit for all their models."""
+    """Send the plan of one rank to all ranks, and check it against their models."""
     text = _text_of(plan) if ranks.rank == owner and plan is not None else None
     taken = _plan_in(ranks.from_one(owner, text))
     taken.check(model)
@@ -48,13 +49,13 @@ def shared(ranks: Ranks, owner: int, plan: Plan | None, model: torch.nn.Module) 
 
 
 def same_everywhere(ranks: Ranks, facts: dict[str, str]) -> None:
-    """Refuse what differs between ranks.
+    """Check that facts are the same on all ranks.
 
     Args:
-        facts: what it is, and what it is on this rank.
+        facts: names of facts, and their values on this rank.
 
     Raises:
-        ParallelError: it differs.
+        ParallelError: a value differs between ranks.
     """
     for name in facts:
         found = ranks.all(facts[name])
@@ -68,13 +69,13 @@ def same_everywhere(ranks: Ranks, facts: dict[str, str]) -> None:
 
 
 def needs_most(ranks: Ranks, profile: Profile) -> int:
-    """The place among the ranks of that whose step keeps the most, as far as known before planning."""
+    """Index of the rank whose step keeps the most bytes, as far as known before planning."""
     found = ranks.all(kept_bytes(profile))
     return found.index(max(found))
 
 
 def kept_bytes(profile: Profile) -> int:
-    """What a step keeps: what is there before it, and what autograd saves."""
+    """Bytes that a step keeps: resident before it, or saved by autograd."""
     saved = {tensor.storage for tensor in profile.saved}
     return sum(s.bytes for i, s in enumerate(profile.storage_table) if s.alloc == NEVER or i in saved)
 

@@ -1,4 +1,4 @@
-"""What a wrapper for several processes changes of a training step."""
+"""Effects of a wrapper for several processes on a training step."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Parallel(Protocol):
 
     @property
     def is_here(self) -> bool:
-        """Whether the ranks are there: all of them plan together, and get one plan."""
+        """Whether the ranks are running: then all of them plan together, and get one plan."""
         ...
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it speaks of ranks that are not there: `sharded` makes one of them, on fake tensors."""
+        """Whether it describes absent ranks: then `sharded` makes one of them, on fake tensors."""
         ...
 
     def inner(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model without wrappers; its modules' names are those of regions."""
+        """The model without wrappers; regions have the names of its modules."""
         ...
 
     def names(self, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
@@ -37,10 +37,10 @@ class Parallel(Protocol):
         ...
 
     def with_lifetimes(self, profile: Profile, model: torch.nn.Module) -> Profile:
-        """The profile with what the wrapper takes and the recorded step did not show.
+        """The profile with the memory of the wrapper that the recorded step did not show.
 
         Args:
-            profile: of a step of the unwrapped model.
+            profile: profile of a step of the unwrapped model.
             model: the unwrapped model.
         """
         ...
@@ -51,7 +51,7 @@ class Parallel(Protocol):
 
 
 class Plain:
-    """A model in one process. The base of what is the same for all."""
+    """A model in one process, and the common base class."""
 
     @property
     def is_here(self) -> bool:
@@ -82,10 +82,10 @@ class Plain:
 
 @dataclass(frozen=True)
 class Sharded(Plain):
-    """A model of whose parameters each rank holds a part.
+    """A model of which each rank holds a part of the parameters.
 
     Args:
-        world_size: of how many ranks to plan for one; None for the ranks that are there.
+        world_size: number of ranks, to plan for one of them; None for the running ranks.
     """
 
     world_size: int | None = None
@@ -102,24 +102,24 @@ class Sharded(Plain):
 
     @property
     def ranks(self) -> int | None:
-        """How many ranks there are in all."""
+        """Total number of ranks."""
         return self.world_size
 
     @property
     def in_words(self) -> str:
-        """What it is called in notes."""
+        """Its name in notes."""
         return type(self).__name__
 
     def sharded(
         self, model: torch.nn.Module
     ) -> AbstractContextManager[tuple[torch.nn.Module, Callable[[], None]]]:
-        """Context with a copy of the model, and a function that shards it; nothing of its parameters is copied.
+        """Context with a copy of the model, and a function that shards it; no parameter values are copied.
 
         Args:
             model: not sharded, on any device.
 
         Returns:
-            The copy, whose parameters are on the meta device, and what shards it once they are fake.
+            The copy, whose parameters are on the meta device, and a function that shards it once they are fake.
 
         Raises:
             ProfilingError: the model cannot be copied, is sharded already, or this process is a rank itself.
@@ -128,7 +128,7 @@ class Sharded(Plain):
 
 
 def check_parallel(parallel: Any) -> None:
-    """Refuse what is no `Parallel`.
+    """Refuse anything but a `Parallel`.
 
     Raises:
         ValueError: it is something else.

@@ -1,15 +1,15 @@
-"""Ranks that do something together, through the store by which they found each other: all of them, or none.
+"""Joint work of ranks through the process group's store: it succeeds on all of them, or on none.
 
 NOTE [ All or none ]
-  1. Every rank enters the same sessions in the same order. In a session it tells the others what it has found, waits
-     for what they tell, and leaves.
-  2. A rank in which anything is raised tells so first. Whoever waits sees that within moments, leaves, and raises the
-     same error. The first failure counts: what fails because of it (a collective that nobody joins) does not.
-  3. Every rank gives a sign of life each second. One that gives none for `patience_s` is taken for dead. A rank that
-     waits in a collective for one that has failed waits no longer than `patience_s` either (gloo).
+  1. Every rank enters the same sessions in the same order. In a session it sends its values to the others, waits for
+     theirs, and leaves.
+  2. A rank in which anything is raised announces that first. Waiting ranks see it within moments, leave, and raise the
+     same error. The first failure counts; failures that follow from it (a collective that nobody joins) do not.
+  3. Every rank sends a heartbeat each second. A rank that sends none for `patience_s` is considered dead. A rank that
+     waits in a collective for a failed one waits no longer than `patience_s` either (gloo).
   4. Only texts go through the store, no pickles.
-  5. The ranks that hold one model together are a session of their own: another stage of a pipeline has another model.
-     Errors name ranks as the whole job counts them.
+  5. The ranks that hold one model together have a session of their own: another stage of a pipeline has another model.
+     Errors name global ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autoac.torch_private import collectives_within, default_store
 from autoac_solver.records.errors import ParallelError
 
 PATIENCE_S = 20.0
-"""How long ranks wait for one of which nothing is heard, seconds."""
+"""How long ranks wait for a silent one, seconds."""
 
 _BEAT_S, _LOOK_S = 1.0, 0.02
 _PIECE = 1 << 20
@@ -67,7 +67,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
-        """Context in which this rank gives signs of life."""
+        """Context in which this rank sends heartbeats."""
         thread = threading.Thread(target=_quietly(self._beat), args=(default_store().clone(),), daemon=True)
         thread.start()
         try:
@@ -79,18 +79,18 @@ class Ranks:
     # -- telling and waiting -----------------------------------------------------------------------------------
 
     def all(self, value: Any) -> list[Any]:
-        """What all ranks tell, in order of ranks; each of them calls this with its own.
+        """The values of all ranks, in rank order; each rank calls this with its own.
 
         Args:
-            value: what JSON can hold.
+            value: any JSON value.
         """
         self._rounds += 1
-        self.raise_failure()  # also where this rank comes late to a session that the others have given up
+        self.raise_failure()  # also if this rank comes late to a session that the others have given up
         self._store.set(self._key(self._rounds, self.rank), json.dumps(value))
         return [json.loads(self._wait(self._key(self._rounds, rank), rank)) for rank in range(self.size)]
 
     def from_one(self, rank: int, text: str | None) -> str:
-        """A text that one rank has; only that one passes it."""
+        """A text from one rank; only that rank passes it."""
         self._rounds += 1
         if self.rank == rank:
             assert text is not None
@@ -106,7 +106,7 @@ class Ranks:
         return self._store.get(key).decode()
 
     def _wait(self, key: str, rank: int) -> str:
-        """What a rank sets under a key."""
+        """Wait for the value that a rank sets under a key."""
         heard, seen = time.monotonic(), ""
         while not self._store.check([key]):
             self.raise_failure()
@@ -127,7 +127,7 @@ class Ranks:
     # -- failures ----------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> ParallelError:
-        """Tell that this rank has failed; returns the error that all ranks raise."""
+        """Announce that this rank has failed; returns the error that all ranks raise."""
         if isinstance(error, ParallelError):
             mine = {"rank": error.rank, "words": str(error)}
         else:
@@ -141,7 +141,7 @@ class Ranks:
         return _failure(first)
 
     def raise_failure(self) -> None:
-        """Raise what a rank has failed with, if one has."""
+        """Raise the error of a failed rank, if there is one."""
         if self._store.check([self._key("failure")]):
             raise _failure(self._get(self._key("failure")))
 
@@ -152,7 +152,7 @@ def _failure(text: str) -> ParallelError:
 
 
 def _quietly(beat: Any) -> Any:
-    """Without the store nobody is there to give signs to."""
+    """Send heartbeats until the store is gone, without an error."""
 
     def run(store: Any) -> None:
         with contextlib.suppress(RuntimeError):
@@ -173,7 +173,7 @@ def together(
         members: the ranks that take part, this one among them; None for all.
 
     Raises:
-        ParallelError: as said.
+        ParallelError: a rank has failed or is silent, or the store is gone.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
     try:

@@ -1,4 +1,4 @@
-"""What a rank holds of parameters, gradients and optimizer, and the peak of one plan, for other numbers of ranks."""
+"""A rank's bytes of parameters, gradients and optimizer, and the peak of one plan, for other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from autoac_solver.records.profile import Profile
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank holds.
+    """Bytes held by one rank.
 
     Args:
-        ranks: how many there are.
+        ranks: number of ranks.
         parameters_bytes, gradients_bytes, optimizer_bytes: of its shards; gradients as they are after backward.
-        peak_bytes: of the step with the same decisions; None without a plan.
+        peak_bytes: peak of the step with the same decisions; None without a plan.
     """
 
     ranks: int
@@ -49,18 +49,18 @@ def held(
     profile: Profile,
     record: PlanRecord | None = None,
 ) -> list[Held]:
-    """For half as many ranks, as many as were asked for, and twice as many.
+    """The bytes for half the requested number of ranks, for that number, and for twice as many.
 
-    Nothing is recorded again: shards are counted, and in the plan's step they are exchanged for those of the other
-    number. What is gathered, and activations, are the same but for the padding of parameters that the ranks do not
+    Nothing is recorded again: shards are counted, and in the plan's step they are replaced by those of the other
+    number. Gathered parameters and activations are the same, except for the padding of parameters that the ranks do not
     divide.
 
     Args:
-        spec: what the profile was recorded with, `world_size` included. Groups of `replicas` ranks stay so many.
-        model: before it was sharded.
-        optimizer: of the model; None if there is none.
-        profile: of one rank.
-        record: a plan for it.
+        spec: what the profile was recorded with, `world_size` included. The number of replicas stays the same.
+        model: the model before it was sharded.
+        optimizer: optimizer of the model; None if there is none.
+        profile: profile of one rank.
+        record: a plan for the profile.
     """
     assert spec.world_size is not None
     optimizer_bytes = sum(s.bytes for s in profile.storage_table if s.kind == "Optstate")
@@ -113,7 +113,7 @@ def _state_bytes(
     profile: Profile,
     shards: dict[str, torch.nn.Parameter],
 ) -> int:
-    """Of an optimizer of these shards, counted where the model is: other devices' tensors are fake there."""
+    """State bytes of an optimizer of these shards, counted on the model's device: other tensors are fake there."""
     if optimizer is None:
         return 0
     kind = device_of(model).type
@@ -127,10 +127,10 @@ def _state_bytes(
 
 
 def _peak_bytes(record: PlanRecord, own: Held, other: Held) -> int:
-    """The peak if the shards of one number of ranks stand for those of the other."""
+    """The plan's peak with the shards of the other number of ranks."""
     timeline = step_of(record).timeline
     ratio = other.gradients_bytes / own.gradients_bytes if own.gradients_bytes else 1.0
     resident = other.parameters_bytes + other.optimizer_bytes - own.parameters_bytes - own.optimizer_bytes
-    at_step = timeline["Temp"].where(timeline["op"] == OPTIMIZER_STEP, 0)  # what step() takes, of the shards
+    at_step = timeline["Temp"].where(timeline["op"] == OPTIMIZER_STEP, 0)  # step() takes memory of the shards
     live = timeline["live_bytes"] + (timeline["Gradient"] + at_step) * (ratio - 1)
     return int(live.max()) + resident

@@ -1,7 +1,7 @@
-"""Tensor parallelism (`parallelize_module`): each rank holds a part of a layer, and computes with that.
+"""Tensor parallelism (`parallelize_module`): each rank holds a part of a layer, and computes with it.
 
-Nothing is computed here: the step is recorded with torch's own code, as for `FSDP2`. The tape and the engines see what
-runs on the parts that are here, see NOTE [ The recorded step ] 6 in `record/tape/tape.py`.
+Its cost is not modelled here: the step is recorded with torch's own code, as for `FSDP2`. The tape and the engines see
+the ops on the local parts, see NOTE [ The recorded step ] 6 in `record/tape/tape.py`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class TensorParallel(Sharded):
     """`torch.distributed.tensor.parallel.parallelize_module`, and `fully_shard` on what it makes.
 
     Args:
-        world_size: of how many ranks that split layers to plan for one; None for the ranks that are there.
-        plan: as `parallelize_module` takes it: names or globs of modules, and their styles. None for the model's own,
-            if it is one of transformers'.
-        fsdp: how the parts are sharded further, with `world_size` the number of ranks that have the same part; None
+        world_size: number of ranks that split layers, to plan for one of them; None for the running ranks.
+        plan: as `parallelize_module` takes it: names or globs of modules, and their styles. None for the model's own
+            plan, if it is a transformers model.
+        fsdp: how the parts are sharded further; its `world_size` is the number of ranks that have the same part. None
             if they are not. Styles must fit so many ranks.
-        is_here: whether the ranks are there, and all of them call this.
+        is_here: whether the ranks are running, and all of them call this.
     """
 
     plan: Mapping[str, ParallelStyle] | None = field(default=None, compare=False)
@@ -66,7 +66,7 @@ class TensorParallel(Sharded):
         """See `Sharded`.
 
         Raises:
-            ProfilingError: also where the model has no plan of its own, and none was given.
+            ProfilingError: also if the model has no plan of its own, and none was given.
         """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import parallelize_module
@@ -96,10 +96,10 @@ class TensorParallel(Sharded):
 
 
 def own_plan(model: torch.nn.Module) -> dict[str, ParallelStyle]:
-    """The styles that a model of transformers has for its modules.
+    """The parallel styles that a transformers model declares for its modules.
 
     Raises:
-        ProfilingError: it has none, or one that `parallelize_module` does not have.
+        ProfilingError: it has none, or a style that `parallelize_module` does not have.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

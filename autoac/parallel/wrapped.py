@@ -1,4 +1,4 @@
-"""What a model is wrapped in already."""
+"""Detection of a model's wrappers for several processes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from autoac.torch_private import (
 
 
 def found_on(model: torch.nn.Module) -> Plain:
-    """How this model is trained on several processes, as far as it is wrapped already.
+    """How this model is trained on several processes, according to its wrappers.
 
     Args:
-        model: as the training loop calls it. For `ddp.module` the buckets of `ddp` count, but the ranks are not asked.
+        model: as the training loop calls it. For `ddp.module` the buckets of `ddp` count, but the ranks do not plan
+            together.
     """
     together = _is_distributed() and torch.distributed.get_world_size() > 1
     while is_compiled_wrapper(model):
         model = wrapped_module(model)
     if not isinstance(model, torch.nn.Module):
-        return Plain()  # it is refused for that, in words of its own
+        return Plain()  # it is refused elsewhere, with a message of its own
     if is_ddp(model):
         return DDP.of(model, is_here=together)
     if is_unit(model) or holds_units(model):

@@ -1,6 +1,6 @@
-"""Strategies of checkpointing on one model, measured side by side: what `autoac compare` and `benchmarks/` are made of.
+"""Checkpointing strategies on one model, measured side by side, for `autoac compare` and `benchmarks/`.
 
-`workload` (what is trained) and `blocks` (what people checkpoint one by one) -> `strategies` (by hand), `torch_milp`
+`workload` (model, sample, loss) and `blocks` (modules to checkpoint one by one) -> `strategies` (by hand), `torch_milp`
 (torch's own planner), `ours` (our plans) -> `measure` (peak, gradients, step time) -> `results` -> `table`, `picture`.
-`run` is the way through. `quiet` keeps the machine's noise out of the times.
+`run` does all of these steps. `quiet` reduces noise in the times.
 """

@@ -1,4 +1,4 @@
-"""The modules that people checkpoint one by one: a model's equal blocks."""
+"""A model's equal blocks, which are usually checkpointed one by one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _own_blocks(module: nn.Module, prefix: str) -> list[str]:
 
 
 def _can_be_block(module: nn.Module) -> bool:
-    """Whether it is called, has something to train, and is more than one layer."""
+    """Whether the module has a forward, parameters, and submodules."""
     is_called = type(module).forward is not nn.Module.forward
     return is_called and any(True for _ in module.children()) and any(True for _ in module.parameters())
 

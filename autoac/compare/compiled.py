@@ -1,4 +1,4 @@
-"""What people who compile do about memory: torch's own budget, and checkpoints around compiled blocks."""
+"""Strategies for compiled models: torch's own memory budget, and checkpoints around compiled blocks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from autoac_solver.records.engines import COMPILE
 from autoac_solver.records.profile import Profile
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Of `torch._functorch.config.activation_memory_budget`; 1 is what `torch.compile` does without it."""
+"""Values of `torch._functorch.config.activation_memory_budget`; 1 is the default of `torch.compile`."""
 
 TORCHS_BUDGET = "torch.compile, budget "
 CHECKPOINTED = "torch.compile, each block checkpointed"
 
 
 def by_torch(profile: Profile) -> list[Strategy]:
-    """The regions that a profile has compiled, compiled at torch's own budgets, and under its checkpoint.
+    """The regions compiled for a profile, at torch's own budgets, and under its checkpoint.
 
-    The first is what gradients of compiled code are compared with, so 1 is the first fraction.
+    Gradients of compiled code are compared with those of the first strategy, so 1 is the first fraction.
     """
     plan = autoac.solve(profile, 10**15, engine=COMPILE)
     names = list(dict.fromkeys(region.fqn for region in plan.regions if region.point != EAGER))
@@ -42,7 +42,7 @@ def by_torch(profile: Profile) -> list[Strategy]:
 
 
 def at_fraction(plan: Plan, fraction: float) -> Plan:
-    """A plan of engine compile with all regions compiled at torch's own budget; nothing is predicted of it."""
+    """A plan of engine compile with all regions compiled at torch's own budget; it has no valid predictions."""
     point = f"torch:{fraction:g}"
     table = plan.record.profile.compiled
     assert table is not None
@@ -56,7 +56,7 @@ def at_fraction(plan: Plan, fraction: float) -> Plan:
 
 
 def checkpoint_compiled(names: Sequence[str], model: nn.Module) -> None:
-    """Let modules run compiled as torch does, under its checkpoint, for good."""
+    """Permanently run modules compiled as torch does by default, under its checkpoint."""
     for name in names:
         module = model.get_submodule(name)
 

@@ -1,7 +1,7 @@
-"""Peak, gradients and step time of configurations of one model, by rulers that know nothing of plans.
+"""Peak, gradients and step time of configurations of one model, measured independently of plans.
 
-All configurations work on the same modules. What a strategy puts on them is made once, as in training, and worn only
-while the strategy is examined or timed.
+All configurations use the same modules. A strategy is installed once, as in training, and is active only while it is
+examined or timed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ SEED = 1
 _ATTEMPTS = 4
 
 Tell = Callable[[str, float], None]
-"""Called with what is being done and the share that is done, 0 to 1."""
+"""Progress callback, called with a text and the share done, 0 to 1."""
 
 
 @dataclass
 class Configuration:
-    """A strategy on a model, and what was measured of it.
+    """A strategy on a model, and its measurements.
 
     Args:
         peak_bytes: measured, resident bytes included.
         gradients_equal: to those without checkpointing, to the bit; see `Strategy.compiled`.
         buffers_equal: the same of the buffers after one step (running statistics).
         seconds: one sample a round: CPU time on CPU, event time on CUDA.
-        wall_s: the same samples by the clock on the wall.
+        wall_s: the same samples in wall-clock time.
         turns: when each was taken, counted over all configurations.
-        error: why there is nothing measured, "" if there is.
+        error: why nothing was measured, "" if it was.
     """
 
     strategy: Strategy
@@ -60,11 +60,11 @@ class Configuration:
 
 
 class Costume:
-    """What a strategy changes in the attributes of a model's modules, to be put on and taken off.
+    """A strategy's changes to attributes of a model's modules, which can be put on and taken off.
 
     Args:
         model: left as it is.
-        install: what puts the strategy on a model.
+        install: puts the strategy on a model.
     """
 
     def __init__(self, model: nn.Module, install: Callable[[nn.Module], object]) -> None:
@@ -79,7 +79,7 @@ class Costume:
 
     @contextmanager
     def worn(self) -> Iterator[None]:
-        """Context in which the model wears it."""
+        """Context in which the changes are on the model."""
         for module, changed, _ in self._changes:
             module.__dict__.update(changed)
         try:
@@ -92,14 +92,14 @@ class Costume:
 
 
 def _changed(module: nn.Module, before: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The attributes that were added or replaced, and those that had been there under these names."""
+    """The attributes that were added or replaced, and their previous values."""
     changed = {k: v for k, v in module.__dict__.items() if k not in before or before[k] is not v}
     return changed, {k: before[k] for k in changed if k in before}
 
 
 @contextmanager
 def from_zero_grad(workload: Workload) -> Iterator[None]:
-    """Context that starts without gradients and puts everything back, the gradients that were there as well."""
+    """Context that starts without gradients and restores everything, including the previous gradients."""
     with untouched(workload.modules, workload.inputs, gradient=lambda leaf: None):
         yield
 
@@ -108,7 +108,7 @@ class Bench:
     """Measures configurations of one workload.
 
     Args:
-        resident_bytes: what is there before a step; the rulers measure what comes on top.
+        resident_bytes: alive before a step; peaks are measured above that.
     """
 
     def __init__(self, workload: Workload, device: torch.device, resident_bytes: int) -> None:
@@ -127,15 +127,14 @@ class Bench:
 
     @property
     def tells_gradients(self) -> bool:
-        """Whether there is any gradient to compare with; not told before a strategy has run."""
+        """Whether there is any gradient to compare with; true before a strategy has run."""
         return self.reference is None or any(g is not None for g in self.reference.gradients)
 
     def examine(self, strategy: Strategy) -> Configuration:
-        """Peak and gradients of a strategy; the first that runs is what the others' gradients are compared with.
+        """Peak and gradients of a strategy; gradients are compared with those of the first strategy that ran.
 
-        So is the first that is compiled for the compiled ones.
-
-        Model, gradients and random states are afterwards as they were, whatever happens.
+        Those of compiled strategies are compared with those of the first compiled one. Model, gradients and random
+        states are restored, whatever happens.
         """
         if strategy.error:
             return Configuration(strategy, error=strategy.error)
@@ -147,11 +146,11 @@ class Bench:
             return Configuration(strategy, error=message)
 
     def _examine(self, strategy: Strategy) -> Configuration:
-        device_for(self.device).release_cache()  # what a strategy that ran out of memory has left in pieces
+        device_for(self.device).release_cache()  # fragments left by a strategy that ran out of memory
         costume = Costume(self.model, strategy.install)
         if self.reference is None or strategy.compiled:
             with self._kept(), costume.worn():
-                self.step()  # what torch sets up once is not to count, nor compiling
+                self.step()  # warm-up: one-time setup and compilation are not measured
         with self._kept(), costume.worn():
             self._prepare()
             measured = measure_peak(self.step, self.device)
@@ -171,14 +170,14 @@ class Bench:
         )
 
     def time(self, configurations: Sequence[Configuration], rounds: int, tell: Tell) -> None:
-        """Time one step of each configuration a round, in another order every round; samples are added.
+        """Time one step of each configuration per round, in another order every round; appends the samples.
 
-        A sample is taken again, a few times, where the host of a virtual machine has given CPU time of it to others;
-        `taken_again` counts that. The one of which it took the least counts.
+        If the host of a virtual machine has stolen CPU time from a sample, the sample is taken again, a few times;
+        `taken_again` counts that. The attempt with the least stolen time counts.
         """
         able = [c for c in configurations if not c.error]
         gc.collect()
-        gc.freeze()  # what is here stays; collecting before each step is cheap then
+        gc.freeze()  # existing objects stay; collecting before each step is cheap then
         start = time.perf_counter()
 
         def told(done: int) -> None:
@@ -224,7 +223,7 @@ class Bench:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Attributes, gradients, random states and values are put back, also where a step fails."""
+        """Context that restores attributes, gradients, random states and values, even if a step fails."""
         tensors = list(self.model.buffers())
         if self.workload.runs_itself:  # it may train
             tensors += self.model.parameters()

@@ -27,7 +27,7 @@ def planned(
 
     Args:
         budgets: bytes, by the name of the strategy.
-        step: on which plans of engine compile are tried, as `autoac.plan` does it; None to leave that.
+        step: the step on which plans of engine compile are tried, as in `autoac.plan`; None to skip that.
     """
     return [_planned(profile, name, budget, engine, step) for name, budget in budgets.items()]
 

@@ -1,4 +1,4 @@
-"""A comparison as a picture: extra step time against peak."""
+"""Plot of a comparison: extra step time against peak."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoac_solver.records.disk.files import write_bytes
 
 
 def draw(result: ModelResult, path: Path) -> None:
-    """Write the picture, in the format that the file's name tells.
+    """Write the plot, in the format of the file's suffix.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (`pip install autoac[plot]`).

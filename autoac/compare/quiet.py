@@ -1,4 +1,4 @@
-"""Settings that keep a comparison quiet; they have to be there before the process starts."""
+"""Environment settings that reduce timing noise; they must be set before the process starts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 
 SETTINGS = {
-    # glibc gives freed memory back to the system and page faults drown a few per cent of step time; told to keep
-    # it, it does as CUDA's caching allocator does.
+    # By default glibc returns freed memory to the system, and page faults hide differences of a few per cent of step
+    # time. With these settings it keeps the memory, as CUDA's caching allocator does.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
     # CPU time counts waiting threads that spin: a strategy would be charged for other processes' load.
@@ -22,7 +22,7 @@ MOST_STOLEN = 0.02
 
 
 def restart_if_needed(others: Mapping[str, str] | None = None) -> None:
-    """Start this process again with `SETTINGS` and others, unless it has them. Call it before anything is done."""
+    """Restart this process with `SETTINGS` and `others`, unless it has them. Call it before any work."""
     wanted = {**SETTINGS, **(others or {})}
     if all(os.environ.get(name) == value for name, value in wanted.items()):
         return

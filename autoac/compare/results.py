@@ -1,10 +1,10 @@
-"""What a comparison found, as records and as JSON, and what follows from them.
+"""Results of a comparison, as records and as JSON, and figures derived from them.
 
-Overhead is a configuration's step time over that of no checkpointing, less one (where no checkpointing does not run,
-over that of the first that does). A machine's speed changes from second to second by more than what is to be told
-apart (clocks, neighbours), so every sample is first divided by how slow the machine was: what the samples just before
-and just after took, each in units of its own configuration's. A configuration's step time is the median of these. The
-least of the plain samples stands beside it in the table: it is what one lucky sample says.
+Overhead is a configuration's step time over that of no checkpointing, minus one (if no checkpointing does not run, over
+that of the first that does). A machine's speed varies from second to second (clocks, neighbours) by more than the
+differences of interest. So every sample is first divided by the machine's slowness: the mean of the samples just before
+and just after it, each in units of its own configuration's typical sample. A configuration's step time is the median of
+these ratios. The table also shows the least of the plain samples, a single lucky one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from autoac_solver.records.errors import ProfileError
 
 SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 3
 PASSES = 20
-"""How often typical samples and the machine's slowness are told from each other; overheads stand still long before."""
+"""Iterations that separate typical samples from the machine's slowness; overheads converge long before."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration and what was measured of it; see `Strategy` and `Configuration` for the fields."""
+    """A configuration and its measurements; see `Strategy` and `Configuration` for the fields."""
 
     name: str
     kind: str
@@ -88,10 +88,10 @@ class ModelResult:
     """All configurations of one model.
 
     Args:
-        budgets: bytes, what our plans were made for.
+        budgets: budgets of our plans, bytes.
         resident_bytes: alive before the step.
         profile_s, solve_s: seconds to profile once, and to plan for all budgets.
-        predicted_step_s: what the profile says of a step with nothing recomputed.
+        predicted_step_s: the profile's step time with nothing recomputed.
         predicted_again: overheads that plans for the same budgets predict from a second profile; empty if none was
             taken.
         taken_again: samples that were thrown away, see `Bench.time`.
@@ -120,17 +120,17 @@ class ModelResult:
 
     @cached_property
     def steady(self) -> dict[str, list[float]]:
-        """The samples of each configuration without the machine's drift, by name; of no unit, to be compared."""
+        """The samples of each configuration without the machine's drift, by name; without unit, for comparison only."""
         return _without_drift({row.name: (row.turns, row.seconds) for row in self.rows if not row.error})
 
     @cached_property
     def wall_steady(self) -> dict[str, list[float]]:
-        """The same by the clock on the wall."""
+        """The same in wall-clock time."""
         return _without_drift({row.name: (row.turns, row.wall_s) for row in self.rows if not row.error})
 
     @cached_property
     def base(self) -> list[Row]:
-        """What overheads are over: no checkpointing; where that does not run, the first that does."""
+        """The rows that overheads refer to: no checkpointing; if that does not run, the first that does."""
         able = [row for row in self.rows if not row.error]
         return [row for row in able if row.kind == "none"] or able[:1]
 
@@ -139,7 +139,7 @@ class ModelResult:
         return self._over_base(row, self.steady)
 
     def wall_overhead(self, row: Row) -> float:
-        """The same by the clock on the wall, which is what a plan predicts.
+        """The same in wall-clock time, which is what a plan predicts.
 
         On CPU the engine's bookkeeping keeps one thread busy: CPU time counts it once, and an op once for each thread.
         """
@@ -150,7 +150,7 @@ class ModelResult:
         return statistics.median(steady[row.name]) / base - 1
 
     def least_overhead(self, row: Row) -> float:
-        """The same of the least plain samples."""
+        """The same from the least plain samples."""
         base = statistics.fmean(min(none.seconds) for none in self.base)
         return min(row.seconds) / base - 1
 
@@ -159,7 +159,7 @@ class ModelResult:
         return next((row for row in self.ours if row.budget_bytes == budget_bytes), None)
 
     def best_other(self, budget_bytes: int) -> Row | None:
-        """The fastest of what fits the budget and is not ours; None if nothing does."""
+        """The fastest strategy that fits the budget and is not ours; None if there is none."""
         fitting = [
             row for row in self.rows if row.kind != "ours" and row.counts and row.peak_bytes <= budget_bytes
         ]
@@ -167,22 +167,22 @@ class ModelResult:
         return plain[0] if plain else min(fitting, key=self.overhead, default=None)
 
     def best_overhead(self, row: Row) -> float:
-        """Overhead of what `best_other` returned: nothing, by definition, for no checkpointing."""
+        """Overhead of a row from `best_other`: 0, by definition, for no checkpointing."""
         return 0.0 if row.kind == "none" else self.overhead(row)
 
     @property
     def difference_of_none(self) -> float:
-        """How far no checkpointing measured twice is apart (A/A), as a fraction."""
+        """Difference between two measurements of no checkpointing (A/A), as a fraction."""
         medians = [statistics.median(self.steady[row.name]) for row in self.of_kind("none") if not row.error]
         return abs(medians[0] / medians[1] - 1) if len(medians) == 2 else 0.0
 
     @property
     def noise(self) -> float:
-        """What two configurations that are the same differ by in 95 of 100 cases, as a fraction.
+        """Difference that two equal configurations do not exceed in 95 of 100 cases, as a fraction.
 
-        Two hands of as many samples as a strategy has at most are dealt 2000 times from the samples without drift of
-        all configurations that have as many or more, each divided by the median of its own. Not less than A/A itself,
-        which is only one case.
+        Resampling: two disjoint groups are drawn 2000 times, each with as many samples as the strategy with the most.
+        They are drawn from the samples without drift of all configurations that have as many or more, each divided by
+        its configuration's median. Not less than A/A itself, which is only one case.
         """
         compared = [len(self.steady[row.name]) for row in self.rows if not row.error and row.kind != "none"]
         rounds = max(compared or [len(self.steady[self.base[0].name])])
@@ -208,17 +208,18 @@ class ModelResult:
 
     @property
     def rank_correlation(self) -> float:
-        """Spearman's, of predicted and measured overhead (by the clock on the wall) over our plans."""
+        """Spearman's correlation of predicted and measured overhead (in wall-clock time) over our plans."""
         predicted = pd.Series([row.predicted_overhead for row in self.ours], dtype=float)
         measured = pd.Series([self.wall_overhead(row) for row in self.ours])
         return float(predicted.rank().corr(measured.rank()))
 
 
 def _without_drift(samples: dict[str, tuple[list[int], list[float]]]) -> dict[str, list[float]]:
-    """Samples over the slowness of the machine while they were taken.
+    """Samples divided by the machine's slowness while they were taken.
 
-    What a sample is over its configuration's typical one tells how slow the machine was; of the two samples next to it
-    in time the mean of that is taken. What is typical is the median of the samples without drift, and so on.
+    A sample over its configuration's typical one measures the machine's slowness; each sample is divided by the mean
+    slowness of its two neighbours in time. The typical sample is the median of the samples without drift, so this is
+    iterated.
 
     Args:
         samples: by configuration: the turns in which they were taken, seconds.
@@ -241,7 +242,7 @@ class Results:
     """A whole run.
 
     Args:
-        conditions: what it was run on and how, for the caption.
+        conditions: hardware, versions and settings, for the caption.
     """
 
     conditions: dict[str, str]

@@ -1,4 +1,4 @@
-"""The comparison that `autoac compare` makes: what is done by hand, torch's planner, and ours at the same peaks."""
+"""The comparison that `autoac compare` makes: manual strategies, torch's planner, and our plans at the same peaks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AT_BUDGET = "ours at a budget of "
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the whole, as shares of its progress from `start` to `end`."""
+    """Progress of a part of the whole, from share `start` to share `end`."""
 
     tell: Tell
     start: float
@@ -49,9 +49,9 @@ def compare(
 ) -> ModelResult:
     """Measure peak, gradients and step time of strategies on a model, side by side.
 
-    Ours are planned for the peak of each other strategy that runs and is right, and for each budget. The model is
-    afterwards as it was. With engine compile, blocks compiled at torch's own budgets and under its checkpoint are among
-    the others.
+    Our plans are made for the peak of each other strategy that runs and has the right gradients, and for each budget.
+    The model is restored afterwards. With engine compile, the other strategies include blocks compiled at torch's own
+    budgets and under its checkpoint.
 
     Args:
         budgets: bytes, or text as for `autoac.plan`.
@@ -125,7 +125,7 @@ def examine(bench: Bench, strategies: Sequence[Strategy], tell: Tell) -> list[Co
 
 
 def conditions(device: torch.device, dtypes: Iterable[torch.dtype], rounds: int) -> dict[str, str]:
-    """What the results depend on."""
+    """The conditions that the results depend on."""
     known = device_for(device)
     cpu_time = "is CPU time of the process, waiting threads asleep, freed memory kept by glibc"
     return {

@@ -1,4 +1,4 @@
-"""Does it hold here? Profile, plan, train and measure two models on this device, against no and full checkpointing."""
+"""Self-check: profile, plan, train and measure two models on this device, against no and full checkpointing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Row:
         budget_bytes, predicted_peak_bytes: of the plan, 0 for the others.
         measured_peak_bytes: resident bytes included.
         step_s: median of the rounds, in which all rows take turns.
-        overhead: extra step time over "none", as a fraction; predicted_overhead: what the plan says of it.
+        overhead: extra step time over "none", as a fraction; predicted_overhead: the plan's prediction.
         equal: gradients and buffers are those of "none" to the bit.
     """
 
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Of a plan: equal, within its budget, and its peak predicted to 1 %. The others promise nothing."""
+        """Whether a plan's row is equal, within its budget, and its peak predicted to 1 %; true for other rows."""
         if not self.budget_bytes:
             return True
         error = abs(self.measured_peak_bytes / self.predicted_peak_bytes - 1)
@@ -62,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """What was found for one model.
+    """Results for one model.
 
     Args:
         title: model, type, sizes.
@@ -78,10 +78,10 @@ class ModelCheck:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What `autoac selfcheck` found.
+    """Results of `autoac selfcheck`.
 
     Args:
-        conditions: device, torch, threads, date, and what measured the peaks.
+        conditions: device, torch, threads, date, and the method that measured the peaks.
     """
 
     conditions: dict[str, str]
@@ -103,7 +103,7 @@ def selfcheck(device: torch.device, size: str, progress: Progress | None = None)
     Args:
         device: CPU or CUDA.
         size: "tiny", "small" or "full", see `autoac.calibrate.models`.
-        progress: called with what is done and its share.
+        progress: called with a text and the share done.
     """
     tell = progress or (lambda *_: None)
     dtype = device_for(device).training_dtype
@@ -132,7 +132,7 @@ def selfcheck(device: torch.device, size: str, progress: Progress | None = None)
 
 
 def for_an_issue(found: SelfCheck, device: torch.device) -> dict[str, Any]:
-    """All that a report of a problem needs, and nothing that tells whose machine, model or data it is."""
+    """Data for a bug report, without anything that identifies the machine, the model or data."""
     known = device_for(device)
     return {
         "schema": "autoac.selfcheck",

@@ -1,4 +1,4 @@
-"""What people do by hand today: checkpoint blocks, all or some, whole or with a policy that saves costly ops."""
+"""Manual strategies: checkpoint all or some blocks, fully or with a policy that saves costly ops."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to spend time on memory.
+    """A way to trade time for memory.
 
     Args:
         name: unique within a comparison.
         kind: "none", "other" or "ours".
-        install: puts it on a model for good.
-        budget_bytes: what it was asked to fit, 0 if it takes no budget.
-        predicted_peak_bytes, predicted_overhead: what its planner says, None if nobody says anything.
+        install: puts it on a model permanently.
+        budget_bytes: its budget, 0 if it takes none.
+        predicted_peak_bytes, predicted_overhead: its planner's predictions, None if there are none.
         error: why it could not be made, "" if it could.
-        compiled: it runs code that `torch.compile` has made, whose gradients are compared with those of the first such
+        compiled: whether it runs code of `torch.compile`, whose gradients are compared with those of the first such
             strategy, within the tolerance of `Plan.verify`.
     """
 
@@ -64,11 +64,11 @@ def by_hand(
     every: Sequence[int] = (2,),
     early_stops: Sequence[bool] = (True,),
 ) -> list[Strategy]:
-    """No checkpointing, twice (the difference is noise), and everything that needs no planner.
+    """No checkpointing, twice (the difference is noise), and all strategies that need no planner.
 
     Args:
-        blocks: names of the modules to checkpoint one by one; where there are none, the strategies say so.
-        policies: by name, what `policies_for` returns.
+        blocks: names of the modules to checkpoint one by one; without any, the strategies have an error.
+        policies: policies by name, from `policies_for`.
         every: checkpoint every 2nd, 3rd, ... block.
         early_stops: whether recomputation under a policy ends with the last value that is needed.
     """
@@ -102,14 +102,14 @@ def _full(
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """A policy as torchtitan's: some ops are always saved, of some every other one, the rest is recomputed."""
+    """A policy like torchtitan's: some ops are always saved, some every second time, the others are recomputed."""
 
     always: tuple[Any, ...]
     every_other: tuple[Any, ...]
 
 
 def policies_for(profile: Profile, blocks: Sequence[str]) -> dict[str, SavePolicy]:
-    """The policies worth trying on a model, by name: judged by which costly ops run in its blocks."""
+    """The policies worth trying on a model, by name, judged by the costly ops in its blocks."""
     ran = _ops_in(profile, blocks)
     if ran & _names(CONVOLUTIONS):
         return {
@@ -121,7 +121,7 @@ def policies_for(profile: Profile, blocks: Sequence[str]) -> dict[str, SavePolic
         "save attention and matmuls": SavePolicy((*ATTENTION, *MATMULS), ()),
     }
     if ran & _names(BATCHED_MATMULS) and not ran & _names(ATTENTION):
-        # Attention with a trained bias, which no fused kernel takes: it is made of batched matmuls.
+        # Attention with a trained bias, which no fused kernel supports: it consists of batched matmuls.
         every_other = SavePolicy((*ATTENTION, *BATCHED_MATMULS), MATMULS)
         found["save batched matmuls, every other matmul"] = every_other
     return found
@@ -140,7 +140,7 @@ def _ops_in(profile: Profile, blocks: Sequence[str]) -> set[str]:
 
 
 class _CountingPolicy:
-    """A `SavePolicy` at work in one call of one block."""
+    """Applies a `SavePolicy` in one call of one block."""
 
     def __init__(self, policy: SavePolicy) -> None:
         self.policy = policy
@@ -176,7 +176,7 @@ def _checkpoint_blocks(
 def checkpoint_module(
     module: nn.Module, context_fn: Callable[[], tuple[Any, Any]] = noop_context_fn, early_stop: bool = True
 ) -> None:
-    """Run a module under `torch.utils.checkpoint`, non-reentrant, for good."""
+    """Permanently run a module under `torch.utils.checkpoint`, non-reentrant."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,7 @@ def render(result: ModelResult, conditions: Mapping[str, str], blocks: Sequence[
 
 
 def document(result: ModelResult, conditions: Mapping[str, str], blocks: Sequence[str]) -> dict[str, Any]:
-    """Everything as plain data, with what follows from the samples."""
+    """All results as plain data, with figures derived from the samples."""
     return {
         "model": result.name,
         "title": result.title,

@@ -1,9 +1,9 @@
-"""torch's own planner, `torch.distributed._tools.sac_ilp.sac_milp`, and its advice carried out.
+"""torch's own planner, `torch.distributed._tools.sac_ilp.sac_milp`, with its advice applied.
 
 It only advises: which modules to checkpoint, and which share of their activation memory to discard. From the share,
-torch's `get_optimal_checkpointing_policy_per_module` chooses the ops to save, and a policy for selective
-checkpointing carries that out. Statistics are collected the way torch's tests do it, on a copy of the model on fake
-tensors; since its estimators know CUDA only, ops are timed here on real tensors of the same shapes.
+torch's `get_optimal_checkpointing_policy_per_module` chooses the ops to save, and a policy for selective checkpointing
+applies that. Statistics are collected the way torch's tests do it, on a copy of the model on fake tensors; since its
+estimators know CUDA only, ops are timed here on real tensors of the same shapes.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from autoac_solver.records.errors import ProfilingError
 NAME = "torch sac_milp"
 _TIMED_RUNS = 3
 _TRIES = 3
-"""Its fit of what each share costs draws random numbers; a bad one makes every budget infeasible."""
+"""Attempts: its fit of each share's cost draws random numbers, and a bad fit makes every budget infeasible."""
 
 
 def advised(workload: Workload, device: torch.device, budgets: Mapping[str, int]) -> list[Strategy]:
-    """Its advice for each budget, equal advice once; one entry with the error where it cannot run.
+    """The planner's advice for each budget, equal advice once; one entry with the error if it cannot run.
 
     Args:
-        budgets: bytes, by what they are called.
+        budgets: bytes, by label.
     """
     strategies: list[Strategy] = []
     for _ in range(_TRIES):
         try:
             planner = _Planner(workload, device)
         except Exception as error:
-            # Whatever it is, it is a row of the table: this planner fails on this model.
+            # Any error is a row of the table: this planner fails on this model.
             reason = str(error).split("\n")[0] or "an assertion of its own"
             return [_failed(NAME, 0, f"cannot run: {type(error).__name__}: {reason}")]
         strategies = _advice(planner, budgets)
@@ -92,7 +92,7 @@ class _Planner:
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self.tools = sac_tools()
         self.tools.logger.setLevel(logging.CRITICAL)  # a budget it cannot meet is no error here
-        # Real tensors may take part: those that a loss has closed over.
+        # Real tensors are allowed: a loss may have closed over some.
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         fake = _fake(workload, mode)
         with mode, redirect_stdout(StringIO()), _kept_modules():
@@ -114,7 +114,7 @@ class _Planner:
         self.blocks = [self.prefix + block for block in workload.blocks]
 
     def decide(self, budget_bytes: int) -> dict[str, tuple[int, ...]]:
-        """For each module to checkpoint, whether to save each of its ops; empty if it says nothing."""
+        """For each module to checkpoint, whether to save each of its ops; empty without advice."""
         graph = copy.deepcopy(self.graph)
         discarded, _, _ = self.tools.sac_milp(graph, budget_bytes / 2**30, ac_units=self.blocks)
         saved = {}
@@ -130,7 +130,7 @@ class _Planner:
 
 
 def _fake(workload: Workload, mode: FakeTensorMode) -> Workload:
-    """The same on fake tensors: a copy that takes no memory."""
+    """A copy of the workload on fake tensors, which takes no memory."""
     if workload.runs_itself:
         raise ProfilingError("the sample runs a step of its own, which cannot be moved to fake tensors")
 
@@ -155,7 +155,7 @@ def _fake(workload: Workload, mode: FakeTensorMode) -> Workload:
 
 @contextmanager
 def _kept_modules() -> Iterator[None]:
-    """Context that keeps what modules a forward makes and calls (a loss): torch looks them up in backward."""
+    """Context that keeps modules alive that a forward makes and calls (a loss): torch looks them up in backward."""
     modules: list[nn.Module] = []
     hook = register_module_forward_pre_hook(lambda module, args: modules.append(module))
     try:
@@ -177,19 +177,19 @@ def _memory(tools: Any, model: nn.Module, step: Callable[[], object]) -> Any:
 
 
 def _runtime(tools: Any, model: nn.Module, step: Callable[[], object]) -> Any:
-    """The order of modules; the solver takes no times from here."""
+    """The order of modules; the solver does not use its times."""
     estimator = tools.RuntimeEstimator()
     time_nothing(estimator)
     with estimator:
         step()
     for name in estimator.mod_fw_pre_order:
-        estimator.mod_runtimes[name]  # modules that run no op have no entry, and torch looks for one
+        estimator.mod_runtimes[name]  # makes an entry for modules that run no op; torch looks for one
     model.zero_grad(set_to_none=True)
     return estimator
 
 
 def _drop_empty(estimator: Any) -> None:
-    """Modules with nothing to discard, by whose memory torch would divide."""
+    """Drop modules with nothing to discard: torch would divide by their memory."""
     for name, stats in list(estimator.sac_mod_stats.items()):
         if not sum(stats.memory):
             del estimator.sac_mod_stats[name]

@@ -1,4 +1,4 @@
-"""What is trained in a comparison: a model, a sample and a loss."""
+"""The workload of a comparison: a model, a sample and a loss."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Workload:
 
     Args:
         name: short, for files.
-        title: what it is, for the table.
+        title: description for the table.
         model, sample, loss, optimizer: as for `autoac.plan`. The optimizer's memory counts; its step is not run.
-        blocks: names of the modules that people checkpoint one by one.
+        blocks: names of the modules to checkpoint one by one.
     """
 
     name: str
@@ -38,15 +38,15 @@ class Workload:
 
     @property
     def modules(self) -> nn.Module:
-        """The model that strategies are put on: the user's own, also where it is compiled."""
+        """The model that strategies are put on: the user's own, even if it is compiled."""
         return unwrapped(self.model)
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """The sample's tensors; none where it runs the step by itself."""
+        """The sample's tensors; none if it is a callable that runs the step."""
         return TrainingStep(self.model, self.sample, self.loss).inputs
 
     @property
     def runs_itself(self) -> bool:
-        """Whether the sample is a callable that runs a whole step by itself."""
+        """Whether the sample is a callable that runs a whole step."""
         return is_whole_step(self.sample)

@@ -1,1 +1,1 @@
-"""What torch's ops are and do, read from their schemas; what a call of one is told from others by."""
+"""Properties of torch's ops, read from their schemas, and signatures of their calls."""

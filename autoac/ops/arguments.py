@@ -1,4 +1,4 @@
-"""What the objects among a call's arguments hold, so that a change is noticed: a cache of keys and values, say."""
+"""Snapshots of the contents of a call's arguments, to notice changes, such as to a key-value cache."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from typing import Any
 import torch
 
 _MOST = 20_000
-"""Things looked at in one call; what is beyond them is taken not to change."""
+"""Limit of entries per call; anything beyond it is taken not to change."""
 _VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 _NO_STATE = (torch.nn.Module, torch.Generator, type, types.ModuleType, types.FunctionType, types.MethodType)
-"""A module's state is its own, and no argument."""
+"""Types that are not looked into; a module's state is its own, and no argument."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What arguments held at some time.
+    """A snapshot of the contents of arguments.
 
     Args:
-        entries: tensors by identity, numbers and texts by value, everything else by type.
-        tensors: the identities; they stay valid as long as these weak references are kept.
+        entries: tensors by identity, numbers and strings by value, everything else by type.
+        tensors: weak references; the identities are valid as long as these are kept.
     """
 
     entries: tuple[Hashable, ...]
     tensors: tuple[weakref.ref[torch.Tensor], ...]
 
     def lost(self, later: Held) -> bool:
-        """Whether something that was held was taken out or replaced later; what was put in since does not count."""
+        """Whether any entry was removed or replaced later; additions do not count."""
         return bool(Counter(self.entries) - Counter(later.entries))
 
 
 def held_in(arguments: Any) -> Held:
-    """What is in containers and in attributes of objects, however deep.
+    """All leaves of nested containers and object attributes.
 
-    The `entries` of two of these, of which the first is still alive, are equal if nothing was put in, taken out or
-    replaced in between. Values that are written in place do not count: these are ops, and seen as such.
+    The `entries` of two snapshots, the first of which is still alive, are equal if nothing was added, removed or
+    replaced in between. In-place writes to tensors do not count: these are ops, and seen as such.
     """
     entries: list[Hashable] = []
     tensors: list[weakref.ref[torch.Tensor]] = []
@@ -51,7 +51,7 @@ def held_in(arguments: Any) -> Held:
             entries.append(value)
         elif isinstance(value, torch.Tensor):
             tensors.append(weakref.ref(value))
-            entries.append(id(tensors[-1]))  # a tensor has one such reference as long as it lives
+            entries.append(id(tensors[-1]))  # a live tensor has one such reference
         elif id(value) not in seen and not isinstance(value, _NO_STATE):
             seen.add(id(value))
             entries.append(type(value))
@@ -76,4 +76,4 @@ def _inside(value: Any) -> Iterable[Any]:
                 getattr(value, name, None) for name in slots if name not in ("__dict__", "__weakref__")
             ]
         except Exception:
-            return  # somebody's own code, which the step itself need not run: such an object is not looked into
+            return  # an error of the object's own code, which the step itself may never run: its contents are skipped

@@ -1,4 +1,4 @@
-"""Which generators an op may draw from."""
+"""The generators that an op may draw from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoac.torch_private import default_generator, is_fake
 
 
 def generators_of(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
-    """The generator that a random op draws from; of an unknown op, all from which it may."""
+    """The generator that a random op draws from; for an unknown op, all that it may draw from."""
     given = info.generator(args, kwargs)
     if given is not None:
         return [given]

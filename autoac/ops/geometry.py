@@ -1,4 +1,4 @@
-"""How a tensor sees its storage."""
+"""The geometry of a tensor on its storage."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """How this tensor sees its storage."""
+    """The tensor's geometry on its storage."""
     dtype = tensor.dtype
     conj = dtype.is_complex and tensor.is_conj()
     return tensor.shape, tensor.stride(), int(tensor.storage_offset()), dtype, conj, tensor.is_neg()
 
 
 def with_geometry(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """A tensor on the same storage, seen otherwise."""
+    """A tensor on the same storage with another geometry."""
     shape, stride, offset, dtype, conj, neg = geometry
     if dtype is tensor.dtype and not (conj or neg or tensor.is_conj() or tensor.is_neg()):
         return tensor.as_strided(shape, stride, offset)
@@ -34,18 +34,17 @@ def with_geometry(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 def clone_with_geometry(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on a storage of its own, with the same size and stride."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    once = tuple(
-        slice(None) if stride else slice(1) for stride in tensor.stride()
-    )  # `expand` repeats the rest
+    # Expanded dimensions repeat one element.
+    once = tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
     copy[once].copy_(tensor[once])
     return copy
 
 
 def certainly_disjoint(a: Geometry, b: Geometry) -> bool:
-    """Whether two tensors on one storage have no element in common, as far as that is easily told.
+    """Whether two tensors on one storage provably have no element in common; conservative and cheap.
 
-    It is for parts that one tensor was cut into: their strides are the same. Written in these strides as digits, an
-    element's place in the storage tells its indices, and parts are boxes of indices.
+    It is for parts of one tensor, which have equal strides. With the strides as a positional number system, the digits
+    of an element's offset in the storage are its indices, and parts are boxes of indices.
     """
     if a[1] != b[1] or a[3] is not b[3]:
         return False
@@ -53,10 +52,10 @@ def certainly_disjoint(a: Geometry, b: Geometry) -> bool:
     rest_a, first_a = _digits(a[2], dims)
     rest_b, first_b = _digits(b[2], dims)
     apart = rest_a != rest_b
-    reach = max(rest_a, rest_b)  # the farthest place that the smaller strides lead to
+    reach = max(rest_a, rest_b)  # the largest offset within the smaller strides
     for stride, d in dims:
         if reach >= stride:
-            return False  # not digits: some place can be written in several ways
+            return False  # no number system: some offset has several representations
         last_a, last_b = first_a[d] + a[0][d] - 1, first_b[d] + b[0][d] - 1
         apart = apart or last_a < first_b[d] or last_b < first_a[d]
         reach += max(last_a, last_b) * stride
@@ -64,7 +63,7 @@ def certainly_disjoint(a: Geometry, b: Geometry) -> bool:
 
 
 def _digits(offset: int, dims: Sequence[tuple[int, int]]) -> tuple[int, dict[int, int]]:
-    """The offset in strides: what is left over, and the index along each dimension."""
+    """The offset in digits of the strides: the remainder, and the index along each dimension."""
     digits = {}
     for stride, d in reversed(dims):
         digits[d], offset = divmod(offset, stride) if stride else (0, offset)

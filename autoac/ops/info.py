@@ -1,6 +1,6 @@
-"""What an op overload does, read once from its schema: which arguments are tensors, which it writes, is it random.
+"""Properties of an op overload, read once from its schema: tensor arguments, written arguments, randomness.
 
-The recording of a profile and the engines must agree on which ops count, so both ask here.
+The recording of a profile and the engines must agree on which ops count, so both use this module.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from autoac.torch_private import HigherOrderOperator, OpOverload, schema_of
 
 aten = torch.ops.aten
 
-# They return their input's storage although the schema does not say so.
+# Ops that return their input's storage although the schema does not say so.
 _UNDECLARED_VIEWS = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift"}
 _UNDECLARED_VIEWS |= {"aten::unsafe_chunk", "aten::unsafe_split", "aten::unsafe_split_with_sizes"}
 
-# Batch norms update running statistics in training. Position of (running_mean, running_var, training); the latter
-# is None where the op always trains. Replay leaves the statistics alone: the normalisation itself uses the batch's.
+# Batch norms update running statistics in training. Positions of (running_mean, running_var, training). Replay leaves
+# the statistics alone: the normalisation itself uses the batch's.
 _BATCH_NORM_STATISTICS: dict[str, tuple[int, int, int]] = {
     "aten::native_batch_norm": (3, 4, 5),
     "aten::cudnn_batch_norm": (3, 4, 5),
     "aten::miopen_batch_norm": (3, 4, 5),
-    # These are made of others, but in inference mode they arrive as they are.
+    # Composites, which are not decomposed in inference mode.
     "aten::batch_norm": (3, 4, 5),
     "aten::instance_norm": (3, 4, 5),
     "aten::_batch_norm_impl_index": (3, 4, 5),
@@ -34,7 +34,7 @@ _BATCH_NORM_STATISTICS: dict[str, tuple[int, int, int]] = {
 _UNINITIALISED = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
 _UNINITIALISED |= {"aten::new_empty_strided", "aten::empty_permuted"}
 
-# Communication must happen as often as the other ranks expect it.
+# Ops that communicate: they must run as often as the other ranks expect.
 _COLLECTIVE_NAMESPACES = {
     "c10d",
     "_c10d_functional",
@@ -44,7 +44,7 @@ _COLLECTIVE_NAMESPACES = {
     "fsdp",  # copies in and out of the buffers that FSDP2's collectives write
 }
 _TORCHS_NAMESPACES = {"aten", "prims", "prim", "quantized", "inductor"} | _COLLECTIVE_NAMESPACES
-# What these write, their schemas do not say: the first argument of c10d's ops with a name that ends in "_", and:
+# Writes that schemas do not declare: the first argument of c10d's ops with a name that ends in "_", and these.
 _UNDECLARED_WRITES: dict[str, int] = {"fsdp::all_gather_copy_in": 1}
 _NO_WRITES = {"c10d::monitored_barrier_"}
 _RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_"}
@@ -58,18 +58,19 @@ class OpInfo:
     Args:
         name: such as "aten.mm.default".
         ignored: it makes and changes no storage (views, metadata, reads by the host): not an op of the tape.
-        reshapes: it changes in place how its first argument sees its storage (`unsqueeze_`).
-        resizes: it may change the shape of what it writes, and the size of its storage: `resize_`, ops with `out=`,
-            and whatever else writes an argument without being the in-place form of an op (observers do).
+        reshapes: it changes its first argument's geometry in place (`unsqueeze_`).
+        resizes: it may change the shape of the tensors that it writes, and the size of their storages: `resize_`, ops
+            with `out=`, and any other op that writes an argument without being the in-place form of an op (observers).
         tensors: positions of arguments that are a tensor (or None).
         lists: positions of arguments that are a list of tensors.
         keywords: names of keyword-only arguments that are tensors or lists of them.
         writes: positions (int) or keyword names (str) of the arguments that are written in place.
         writes_lists: some of these are lists of tensors, and the schema says so.
         random: it may draw from a generator, see `draws_random`.
-        unknown: it is none of torch's own and not declared random, but may draw all the same: ask the generators.
-        has_flags: torch's switches for kernels may matter to it.
-        generator_at: position or keyword of the generator that it may be given, None if there is none.
+        unknown: it is an op of another library, not declared random, but may draw all the same: compare the generators'
+            states.
+        has_flags: torch's kernel flags may affect it.
+        generator_at: position or keyword of its generator argument, None if there is none.
         uninitialised: its output holds no values yet.
         replayable: it may be run a second time on the same inputs, in principle.
         statistics: positions of (running mean, running variance, training flag) of a batch norm, else None.
@@ -128,7 +129,7 @@ def op_info(func: Any) -> OpInfo:
 
 def _read(func: Any) -> OpInfo:
     if isinstance(func, HigherOrderOperator) or not isinstance(func, OpOverload):
-        # Opaque to us: run as it is, what it makes is kept by whoever needs it.
+        # Opaque to us: it runs as it is, and its results are kept by their users.
         return OpInfo(name=str(func), ignored=True, replayable=False)
     schema = schema_of(func)
     tensors, lists, keywords, writes = [], [], [], []
@@ -186,12 +187,12 @@ def _read(func: Any) -> OpInfo:
 
 
 def is_collective(name: str) -> bool:
-    """Whether an op of this name is one that other ranks have to join, or a copy that belongs to one."""
+    """Whether an op of this name is a collective, which other ranks have to join, or a copy that belongs to one."""
     return name.partition(".")[0] in _COLLECTIVE_NAMESPACES
 
 
 def written_tensors(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that this call writes in place, a batch norm's undeclared running statistics included."""
+    """The tensors that this call writes in place, including a batch norm's undeclared running statistics."""
     found: list[torch.Tensor] = []
     for where in info.writes:
         found.extend(tensors_in(kwargs.get(where) if isinstance(where, str) else _at(args, where)))
@@ -202,7 +203,7 @@ def written_tensors(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def read_tensors(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Every tensor among the arguments, those that are written too."""
+    """Every tensor among the arguments, including written ones."""
     found: list[torch.Tensor] = []
     for position in (*info.tensors, *info.lists):
         found.extend(tensors_in(_at(args, position)))

@@ -1,7 +1,7 @@
 """Results whose size only the kernel knows: their fake implementation returns an empty tensor in their place.
 
-oneDNN's recurrent layers hand their backward a private workspace that is larger than all else they make, cuDNN's do
-too. Its size does not depend on values, so the kernel is run once on scratch memory for each distinct call.
+Recurrent layers of oneDNN and of cuDNN pass a private workspace to backward that is larger than all their other
+results. Its size does not depend on values, so the kernel is run once on scratch memory for each distinct call.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from autoac.ops.signatures import Signature
 from autoac.torch_private import TorchDispatchMode, is_fake, schema_of, unset_fake_temporarily
 
 PRIVATE_RESULTS = {"aten.mkldnn_rnn_layer.default": 3, "aten._cudnn_rnn.default": 3}
-"""Index of the result, by op."""
+"""Index of the private result, by op."""
 
 
 REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)
-"""What a kernel raises that cannot do with scratch values: an index out of range, a matrix that is not definite."""
+"""Errors of kernels that do not accept scratch values: an index out of range, a matrix that is not definite."""
 
 
 class PrivateResults(TorchDispatchMode):
-    """Mode in which such results have their real size; entered above the fake mode and below what records.
+    """Mode in which such results have their real size; entered above the fake mode and below the recording modes.
 
     Args:
-        affordable: whether an op may be run here; `unknown` names those that may not, or would not.
+        affordable: whether an op may be run here. The names of ops that may not, or that fail, are in `unknown`.
     """
 
     def __init__(self, affordable: Callable[[Signature], bool]):
@@ -76,8 +76,8 @@ _OTHER_NAMES = {
 def stands_made_up_values(func: Any) -> bool:
     """Whether `scratch_call` makes arguments that the op's kernel can take.
 
-    One that is handed another kernel's private workspace does not check it, so it has to be a real one. Nothing is
-    known of the kernels of other namespaces.
+    A kernel does not check a private workspace that another kernel made, so that has to be a real one. Nothing is known
+    about kernels of other namespaces.
     """
     if func.namespace not in ("aten", "prims"):
         return False
@@ -86,7 +86,7 @@ def stands_made_up_values(func: Any) -> bool:
 
 
 def scratch_call(signature: Signature) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of this signature on fresh memory; a private workspace is what the forward kernel makes of the others.
+    """Arguments of this signature on fresh memory; the forward kernel makes a private workspace from the others.
 
     Raises:
         NotImplementedError: one of them cannot be made.

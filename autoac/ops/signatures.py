@@ -1,7 +1,7 @@
-"""What an op's time and workspace depend on: overload, shapes, strides, dtypes, scalars, device.
+"""Signatures of calls, which determine an op's time and workspace: overload, shapes, strides, dtypes, scalars, device.
 
-Identical layers have equal signatures, so each is timed once. A signature's text is the key of a device's cost table,
-and scratch arguments can be made from it, so that an op can be timed where the step itself was not run for real.
+Identical layers have equal signatures, so each is timed once. A signature's text is the key of a device's cost table.
+Scratch arguments can be made from a signature, so that an op can be timed without a real run of the step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The tensor's description; without strides where its layout has none. Of a jagged one, that of its values."""
+        """The tensor's description, without strides if its layout has none; for a jagged tensor, that of its values."""
         tensor = dense_values(tensor)
         stride = tensor.stride() if tensor.layout is torch.strided else None
         return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device)
@@ -102,12 +102,12 @@ class Signature:
 
     @property
     def device(self) -> torch.device | None:
-        """Where its first tensor lives; None without one."""
+        """Device of its first tensor, None without one."""
         return next((spec.device for spec in self.tensors), None)
 
     @property
     def dtype(self) -> str:
-        """The type it computes in, for rates: that of its first floating tensor, "" if there is none."""
+        """The dtype it computes in, for rates: that of its first floating-point tensor, "" if there is none."""
         floating = (s.dtype for s in self.tensors if s.dtype.is_floating_point or s.dtype.is_complex)
         return next((str(dtype).removeprefix("torch.") for dtype in floating), "")
 
@@ -120,7 +120,7 @@ class Signature:
         return [_scratch(value) for value in self.args], {name: _scratch(v) for name, v in self.kwargs}
 
     def fits_in(self, n_bytes: int) -> bool:
-        """Whether arguments like these, results and workspace take no more than so many bytes, by a guess."""
+        """Whether such arguments, results and workspace together take less than `n_bytes`, by a rough estimate."""
         return 3 * sum(spec.moved_bytes for spec in self.tensors) < n_bytes
 
     def moved_bytes(self, created: Iterable[torch.Tensor]) -> int:
@@ -134,9 +134,9 @@ class Signature:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Floating-point operations of a matrix product, convolution or attention; 0 for what only moves memory.
+    """Floating-point operations of a matrix product, convolution or attention; 0 for ops that only move memory.
 
-    Formulas: `torch.utils.flop_counter`, which does not know attention's kernel for CPU by its name.
+    Formulas: `torch.utils.flop_counter`, which has no entry for the names of attention's CPU kernel.
     """
     packet = getattr(func, "overloadpacket", None)
     formula = flop_registry.get(_SAME_FLOPS.get(str(packet), packet))

@@ -1,1 +1,1 @@
-"""The user's training step and model, and how both are left without a trace."""
+"""The user's training step and model, and restoring them after trial runs."""

@@ -1,4 +1,4 @@
-"""The caller's autocast as a training loop has it: around forward and loss, anew in every step."""
+"""Applies the caller's autocast as a training loop does: around forward and loss, anew in every step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _AS_PLANNED = ContextVar("_AS_PLANNED", default=False)
 
 @contextlib.contextmanager
 def forward_autocast() -> Iterator[contextlib.AbstractContextManager[None]]:
-    """Context for forward and loss, of which the loop's autocast begins and ends with this; one for backward with it.
+    """Context for forward and loss that stands for the loop's own autocast context; yields a context for backward.
 
-    Autocast keeps its casts of weights until the outermost context ends. Where somebody profiles inside of one, the
-    first step would leave them to the next, which has them then before it begins; a loop makes them in every step.
+    Autocast caches its casts of weights until the outermost context ends. If the user profiles inside of one, each step
+    would find the casts of the step before, but a loop makes them anew in every step. So the cache is cleared.
     """
     if not any_autocast():
         yield contextlib.nullcontext()
@@ -52,5 +52,5 @@ def _off() -> Iterator[None]:
 
 
 def backward_is_as_planned() -> bool:
-    """Whether this is a backward of ours, inside of the caller's autocast, whose casts are gone all the same."""
+    """Whether this is a backward of ours inside the caller's autocast, whose cached casts are gone all the same."""
     return _AS_PLANNED.get()

@@ -1,4 +1,4 @@
-"""What a planned module carries, by name: the model knows that it has a plan, the engines put it there."""
+"""Attributes through which a planned module carries its plan; the engines set them."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ LOSS_KEY = "_autoac_loss"
 
 
 def planned(module: torch.nn.Module) -> Any:
-    """What the module carries (`execute.attach` has the classes), None if no plan is on it."""
+    """The module's part of a plan (classes in `execute.attach`), None if no plan is on it."""
     return module.__dict__.get(REGION_KEY) or module.__dict__.get(LOSS_KEY)

@@ -1,4 +1,4 @@
-"""What a model is called with, in words: names, types and shapes."""
+"""Descriptions of a model's inputs: names, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def under_autocast() -> str:
-    """Such as " under autocast to bfloat16"; "" where autocast is off."""
+    """The autocast part of a description, such as " under autocast to bfloat16"; "" if autocast is off."""
     types = [
         torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     ]
@@ -35,13 +35,13 @@ def under_autocast() -> str:
 
 
 def autocast_in(description: str) -> str:
-    """What `under_autocast` said when a call was described."""
+    """The autocast part of a description, see `under_autocast`."""
     _, found, dtype = description.partition(_UNDER)
     return found + dtype
 
 
 def without_autocast(description: str) -> str:
-    """A description of a call without what `under_autocast` said."""
+    """A description without its autocast part."""
     return description.partition(_UNDER)[0]
 
 
@@ -57,7 +57,7 @@ def elements_in(description: str) -> int:
 
 
 def larger(one: str, other: str) -> str:
-    """Of two descriptions that with more elements."""
+    """The description with more elements."""
     return other if elements_in(other) > elements_in(one) else one
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C comes while the user's step runs, or when the model is as it was: not while it is changed or put back."""
+"""Delays Ctrl-C while the model is changed or restored; it arrives while the user's step runs, or afterwards."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 class _HeldBack:
     """The handler of SIGINT within `held_back`.
 
-    Args:
-        before: the handler that was there, which usually raises KeyboardInterrupt.
-        allowed: whether it is called at once. It is not once it has been, so that a second Ctrl-C cannot come while the
-            first one's KeyboardInterrupt goes up.
-        came: whether there is an interrupt that it has not been told of.
+    Attributes:
+        before: the earlier handler, which usually raises KeyboardInterrupt.
+        allowed: whether that is called at once. It is not after it has raised, so that a second Ctrl-C cannot arrive
+            while the first one's KeyboardInterrupt propagates.
+        came: whether there is an interrupt that was not passed on yet.
     """
 
     def __init__(self, before: Callable[[int, FrameType | None], Any]):
@@ -34,7 +34,7 @@ class _HeldBack:
         self.allowed = True
 
     def tell(self) -> None:
-        """Pass on an interrupt that came."""
+        """Pass on a delayed interrupt."""
         if self.came:
             self.came = False
             self.before(signal.SIGINT, None)
@@ -42,7 +42,7 @@ class _HeldBack:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Context in which Ctrl-C waits, for its end or for the next `interruptible` in it."""
+    """Context that delays Ctrl-C until its end, or until the next `interruptible` in it."""
     before = signal.getsignal(signal.SIGINT)
     if not _is_main_thread() or not callable(before) or isinstance(before, _HeldBack):
         yield
@@ -59,7 +59,7 @@ def held_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Context in which Ctrl-C comes at once, inside of `held_back` too."""
+    """Context in which Ctrl-C arrives at once, inside of `held_back` too."""
     handler = signal.getsignal(signal.SIGINT)
     if not _is_main_thread() or not isinstance(handler, _HeldBack):
         yield
@@ -73,5 +73,5 @@ def interruptible() -> Iterator[None]:
 
 
 def _is_main_thread() -> bool:
-    """Whether signals are handled in this thread: in others no KeyboardInterrupt comes."""
+    """Whether this thread handles signals: no other thread gets a KeyboardInterrupt."""
     return threading.current_thread() is threading.main_thread()

@@ -1,4 +1,4 @@
-"""What is asked of the user's model before and around a step: may it be profiled, where is it, which one is it."""
+"""Checks and properties of the user's model: whether it can be profiled, its device, its fingerprint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autoac_solver.records.errors import ProfilingError
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Refuse what cannot be profiled, before anything runs."""
+    """Refuse a model that cannot be profiled, before anything runs."""
     if not isinstance(model, torch.nn.Module):
         raise ProfilingError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
     if any(planned(module) for module in model.modules()):
@@ -51,12 +51,12 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def has_gradients(model: torch.nn.Module) -> bool:
-    """Whether a parameter that is trained has a gradient; those of `torch.func.functional_call` are no leaves."""
+    """Whether any trained leaf parameter has a gradient; parameters of `torch.func.functional_call` are no leaves."""
     return any(p.requires_grad and p.is_leaf and p.grad is not None for p in model.parameters())
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The module itself where `torch.compile` or `DistributedDataParallel` returned a wrapper of it."""
+    """The module inside the wrappers of `torch.compile` and `DistributedDataParallel`."""
     while True:
         if is_compiled_wrapper(model):
             model = wrapped_module(model)
@@ -67,7 +67,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def check_backwards_may_run(model: torch.nn.Module) -> None:
-    """Refuse to run steps of a module whose backwards a wrapper counts, before anything runs.
+    """Refuse a model whose backwards a wrapper counts, before any step runs.
 
     Raises:
         ProfilingError: it is in a `DistributedDataParallel` with a static graph that has seen no backward yet.
@@ -93,12 +93,12 @@ def device_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that is not in use, in bytes; its total where nobody tells, as on macOS."""
+    """The device's free memory in bytes; its total where the system does not report it, as on macOS."""
     return device_for(device).free_bytes()
 
 
 def model_fingerprint(model: torch.nn.Module) -> str:
-    """Tells this model's structure from others: names and classes of modules, shapes and types of parameters."""
+    """Hash of the model's structure: names and classes of modules; shapes, dtypes and `requires_grad` of parameters."""
     lines = [f"{name}:{own_name(module)}" for name, module in model.named_modules()]
     lines += [f"{name}:{tuple(p.shape)}:{p.dtype}:{p.requires_grad}" for name, p in model.named_parameters()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""Which modules become regions.
+"""Choice of the modules that become regions.
 
-While a step is recorded any choice will do that needs little memory (`lean_modules`), for the record does not depend
-on it. The regions of a plan are chosen from the record: the largest modules whose working set the budget can carry,
-found by descending the module tree (`partitions`), or what the user names.
+A recording does not depend on the choice, so any that needs little memory will do (`lean_modules`). The regions of a
+plan are chosen from the record: the largest modules whose working set the budget can carry, found by descending the
+module tree (`partitions`), or those that the user names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAN_SHARE = 8
 
 
 def lean_modules(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """Modules that together hold the model and of which each is a small part of it, by number of layers."""
+    """Modules that together cover the model, each a small part of it by number of layers."""
     sizes: dict[torch.nn.Module, int] = {}
 
     def layers(module: torch.nn.Module) -> int:
@@ -51,8 +51,8 @@ def lean_modules(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def _is_called(module: torch.nn.Module) -> bool:
-    """Whether calls of the module are seen; ModuleList and the like have none."""
-    # TorchScript's modules come first: some have a forward that only instances can be asked for.
+    """Whether calls of the module can be seen; containers such as ModuleList are never called."""
+    # TorchScript's modules come first: some have `forward` on instances only.
     scripted = isinstance(module, torch.jit.ScriptModule)
     return not scripted and type(module).forward is not torch.nn.Module.forward
 
@@ -66,20 +66,20 @@ def select_modules(model: torch.nn.Module, choice: RegionChoice) -> list[str] | 
     """Names of the modules that the user chose as regions; None for no choice.
 
     Args:
-        choice: None, a name or glob (`"layers.*"`), several of these, or a predicate `(fqn, module) -> bool`. Of what a
-            glob finds the outermost modules are chosen.
+        choice: None, a name or glob (`"layers.*"`), several of these, or a predicate `(fqn, module) -> bool`. Of the
+            modules that a glob matches, the outermost are chosen.
 
     Raises:
         ProfilingError: a name or glob matches no module that is called, nothing is chosen, or one choice is inside
             another.
-        ValueError: it is something else.
+        ValueError: the choice is of another type.
 
-    A wrapper that `torch.compile` has made of a module stands for the module.
+    A wrapper made by `torch.compile` stands for the module in it.
     """
     if choice is None:
         return None
     modules = dict(model.named_modules())
-    # A ModuleList is never called, only what is in it.
+    # A ModuleList is never called, only the modules in it.
     called = {name for name, module in modules.items() if _is_called(module)}
     if callable(choice) and not isinstance(choice, torch.nn.Module):
         found = {name: [name] for name, module in modules.items() if choice(name, module) and name in called}
@@ -98,5 +98,5 @@ def select_modules(model: torch.nn.Module, choice: RegionChoice) -> list[str] | 
 
 
 def _unwrapped(names: Iterable[str], modules: dict[str, torch.nn.Module]) -> list[str]:
-    """The names, each once, with what `torch.compile` has wrapped in place of the wrappers."""
+    """The names without duplicates, with the wrapped modules in place of the wrappers of `torch.compile`."""
     return list(dict.fromkeys(f"{n}.{WRAPPED}" if is_compiled_wrapper(modules[n]) else n for n in names))

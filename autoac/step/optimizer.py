@@ -1,4 +1,4 @@
-"""The optimizer that the user means, where another library has wrapped it."""
+"""Unwraps an optimizer that another library has wrapped."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _HELD_AS = {
     "LightningOptimizer": "_optimizer",
     "_FabricOptimizer": "_optimizer",
 }
-"""Classes of accelerate and Lightning that pass on to another optimizer, and the attribute that holds it.
+"""Classes of accelerate and Lightning that wrap another optimizer, and the attribute that holds it.
 
 By name: neither library is imported here.
 """
 
 
 def real_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer itself, out of what accelerate and Lightning wrap it in.
+    """The optimizer inside the wrappers of accelerate and Lightning.
 
     Raises:
-        ProfilingError: it is none, is not this model's, or passes on to another in a way that is not known.
+        ProfilingError: it is no optimizer, has no parameter of this model, or wraps another one in an unknown way.
     """
     _check_is_optimizer(optimizer)
     while (attribute := _holds_another(optimizer)) is not None:
@@ -51,7 +51,7 @@ def _holds_another(optimizer: Any) -> str | None:
 
 
 def _check_is_no_proxy(optimizer: Any) -> None:
-    """Refuse what keeps its state in another optimizer: a copy of it would write there."""
+    """Refuse an optimizer that keeps its state in another one: a copy of it would write there."""
     own = getattr(optimizer, "__dict__", {})
     passed_on = [
         name for name in ("param_groups", "state") if name not in own or _is_property(optimizer, name)

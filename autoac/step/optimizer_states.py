@@ -1,4 +1,4 @@
-"""The states of optimizers that step while a step is run on trial."""
+"""Restores the states of optimizers that step in a trial run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from autoac.step.restore import put_back
 from autoac.torch_private import parts_of
 
 Kept = dict[str, tuple[Any, Any]]
-"""By name, a value that was there and what it is to be again: itself, or a copy."""
+"""Name -> the earlier value, and what to restore it from: itself, or a copy."""
 
 
 class OptimizerStates:
-    """Context after which each optimizer has the state that it had before it first stepped in it.
+    """Context after which each optimizer has the state that it had before its first step in it.
 
-    Tensors that were there keep their storages. An optimizer is known from its first step on, in this context or in
-    one before. The scheduler of a learning rate is not.
+    Earlier tensors keep their storages. An optimizer is known from its first step on, in this use of the context or in
+    an earlier one. Learning-rate schedulers are not known.
 
     Args:
-        copies: put back the values of the tensors, too, and the options of the groups. Else who runs the step puts back
-            the values.
+        copies: restore the values of tensors and the options of groups as well. Otherwise the caller, who runs the
+            step, restores the values.
     """
 
     def __init__(self, copies: bool = False) -> None:
@@ -33,7 +33,7 @@ class OptimizerStates:
 
     @property
     def known(self) -> list[torch.optim.Optimizer]:
-        """Those that have stepped."""
+        """Optimizers that have stepped."""
         return [optimizer for optimizer, _, _ in self._known]
 
     def _steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -43,7 +43,7 @@ class OptimizerStates:
             self._known.append((optimizer, rows, groups))
 
     def _kept(self, values: dict[str, Any]) -> Kept:
-        """What is there; a group's parameters are the model's, and kept elsewhere."""
+        """The current values; a group's parameters are the model's, and kept elsewhere."""
         copied = {name for name in values if self._copies and name != "params"}
         return {name: (v, copy.deepcopy(v) if name in copied else v) for name, v in values.items()}
 
@@ -51,7 +51,7 @@ class OptimizerStates:
         self._hook = register_optimizer_step_pre_hook(self._steps)
 
     def __exit__(self, *_: Any) -> None:
-        """Take away what is new, and put back what was there."""
+        """Remove new state, and restore the earlier one."""
         self._hook.remove()
         put_back(functools.partial(_restore, *known) for known in self._known)
 

@@ -1,4 +1,4 @@
-"""Run steps of a model and leave no trace: parameters, buffers, gradients, random states, attributes are put back."""
+"""Restores a model after trial steps: parameters, buffers, gradients, random states, attributes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ from autoac.torch_private import (
 
 
 class Restorer:
-    """Context that owns what is to be put back: all of it is at the end, the last that was registered first.
+    """Context that runs registered restoring actions at its end, the last one first.
 
-    One that fails, or into which an interrupt comes, is tried once more, and the others have their turn whatever
-    happens. Ctrl-C waits while the context is entered, while it is left and in between, except where the step runs:
-    see `interrupts`.
+    An action that fails or is interrupted is tried once more, and the others run in any case. Ctrl-C is delayed from
+    entry to exit, except while the step runs: see `interrupts`.
     """
 
     def __init__(self) -> None:
         self._actions: list[Callable[[], Any]] = []
 
     def later(self, action: Callable[..., Any], *args: Any) -> None:
-        """Call this at the end. Register it before the change that it takes back."""
+        """Register an action for the end. Do so before the change that it undoes."""
         self._actions.append(functools.partial(action, *args))
 
     def __enter__(self) -> Restorer:
@@ -64,17 +63,17 @@ def untouched(
     inputs: Iterable[torch.Tensor],
     gradient: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: tensor.grad,
 ) -> Iterator[Restorer]:
-    """Put everything a step changes back, also when it fails.
+    """Context: restore everything that a step changes, also when it fails.
 
     Args:
         inputs: the tensors of the sample.
-        gradient: what a leaf's gradient is to be at the step's start; by default what it is.
+        gradient: gives a leaf's gradient at the step's start; by default the current one.
 
     Returns:
-        What more can be registered with.
+        The restorer, to register further actions.
 
     Values that are written in place are not copied here (that would double the parameters' memory): the recording
-    copies a storage before its first write and puts it back itself, see `BeforeStep`.
+    copies a storage before its first write and restores it itself, see `BeforeStep`.
     """
     inputs = list(inputs)
     settle_units(model)
@@ -104,7 +103,7 @@ def values_kept(tensors: Iterable[torch.Tensor], places: Iterable[torch.Tensor] 
 
     Args:
         tensors: copied here; of a wrapper subclass, which may have no ops for that, its parts.
-        places: not copied; only their shapes and storages are put back.
+        places: not copied; only their shapes and storages are restored.
     """
     tensors = [part for tensor in tensors for part in parts_of(tensor)]
     with Restorer() as restorer:
@@ -118,12 +117,12 @@ def values_kept(tensors: Iterable[torch.Tensor], places: Iterable[torch.Tensor] 
 
 def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
     if not torch.equal(tensor, values):
-        tensor.data.copy_(values)  # uncounted: a graph that holds it finds what it held
+        tensor.data.copy_(values)  # the version stays: a graph that saved it finds the same values
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """What autograd knew of a tensor: whether it requires a gradient, of what it was computed, its version."""
+    """Autograd's state of a tensor: whether it requires a gradient, whether it is a leaf, its version."""
 
     tensor: torch.Tensor
     requires_grad: bool
@@ -132,11 +131,11 @@ class Graph:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Graph:
-        """As it is now."""
+        """The current state."""
         return cls(tensor, tensor.requires_grad, tensor.is_leaf, version_of(tensor))
 
     def put_back(self) -> None:
-        """Let autograd know of the tensor what it knew. It keeps a graph if it had one, or is a view of what has."""
+        """Restore the state. The tensor keeps its graph if it had one, or is a view of a tensor that has one."""
         tensor = self.tensor
         if self.is_leaf and not tensor.is_leaf and not is_view(tensor):
             tensor.detach_()
@@ -160,7 +159,7 @@ def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """How a tensor saw which storage, and the storage's size: what `resize_` or an op's `out=` may change."""
+    """A tensor's storage, that storage's size, and the tensor's geometry, which `resize_` or `out=` may change."""
 
     tensor: torch.Tensor
     storage: torch.UntypedStorage
@@ -169,16 +168,16 @@ class Seen:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Seen:
-        """As it is now."""
+        """The current state."""
         storage = tensor.untyped_storage()
         return cls(tensor, storage, storage.nbytes(), geometry_of(tensor))
 
     def changed(self) -> bool:
-        """Whether it is otherwise now."""
+        """Whether the current state differs."""
         return self.storage.nbytes() != self.n_bytes or self._moved()
 
     def put_back(self) -> None:
-        """Let the tensor be as it was; what is in the storage is another matter."""
+        """Restore the tensor's storage, its size and the geometry, but no values."""
         if self.storage.nbytes() != self.n_bytes:
             self.storage.resize_(self.n_bytes)
         if self._moved():
@@ -192,10 +191,10 @@ class Seen:
 
 
 def put_back(actions: Iterable[Callable[[], Any]]) -> None:
-    """Run all of these, whatever happens: one that fails, or into which Ctrl-C comes, is tried once more.
+    """Run all actions in any case: one that fails or is interrupted is tried once more.
 
     Raises:
-        BaseException: the first one that came, after all of them have had their turn.
+        BaseException: the first one raised, after all actions have run.
     """
     first: BaseException | None = None
     for action in actions:
@@ -216,7 +215,7 @@ def random_states(model: torch.nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def other_random_numbers(model: torch.nn.Module, seed: int) -> Iterator[None]:
-    """Context in which every generator that a step of this model may draw from starts at a seed; put back after it."""
+    """Context that seeds every generator that a step of this model may draw from, and restores it afterwards."""
     with Restorer() as restorer:
         for set_state, state in _random_states(model):
             restorer.later(set_state, state)
@@ -251,7 +250,7 @@ _CONTAINERS = (dict, set, list)
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, tuple[Any, list[Any] | None]]:
-    """The module's attributes, and what is in those that are containers (its parameters, buffers, hooks, ...)."""
+    """The module's attributes, with the contents of containers among them (its parameters, buffers, hooks, ...)."""
     return {
         name: (value, _contents(value) if isinstance(value, _CONTAINERS) else None)
         for name, value in module.__dict__.items()
@@ -267,7 +266,7 @@ def _restore(module: torch.nn.Module, attributes: dict[str, tuple[Any, list[Any]
     for name, (value, contents) in attributes.items():
         module.__dict__[name] = value
         if contents is None or _same_items(_contents(value), contents):
-            continue  # not to be written without need: some dictionaries are frozen
+            continue  # no needless writes: some dictionaries are frozen
         if isinstance(value, list):
             value[:] = contents
         else:

@@ -1,4 +1,4 @@
-"""Several batches to plan for, where their shapes differ."""
+"""Several batches of different shapes to plan for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoac.step.step import is_whole_step
 class Samples:
     """Several batches in place of one, for `sample=` of `autoac.plan` and `autoac.profile`.
 
-    The step with the highest peak is planned for. Of batches with the same shapes only the first is looked at.
+    The step with the highest peak is planned for. Of batches with the same shapes only the first is used.
 
     Args:
         batches: samples as `autoac.plan` takes them one by one: a list, or a DataLoader.
@@ -54,7 +54,7 @@ def batches_of(sample: Any) -> list[Any]:
 
 
 def shapes_of(sample: Any) -> str:
-    """A sample in words, as in `Profile.sample`."""
+    """Description of a sample, as in `Profile.sample`."""
     if isinstance(sample, Mapping):
         return described((), sample)
     return described(sample if isinstance(sample, tuple) else (sample,), {})

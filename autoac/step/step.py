@@ -19,14 +19,14 @@ Loss = Callable[[Any], torch.Tensor]
 
 
 class TrainingStep:
-    """One training step. Whatever can be refused before anything runs is refused when this is built.
+    """One training step. All checks that need no run are made when it is built.
 
     Args:
         model: as it will be trained.
         sample: the model's input: a tensor, a tuple (positional arguments) or a mapping (keyword arguments); or a
             callable without arguments that runs one whole step (forward, loss, backward).
-        loss: from the model's output to a scalar; None is `default_loss`.
-        optimizer: the one that trains the model; one that another library has wrapped is unwrapped.
+        loss: maps the model's output to a scalar; None is `default_loss`.
+        optimizer: the one that trains the model; wrappers of other libraries are removed.
         keeps_output: whether the model's output stays alive until the step is over, as in the usual training loop.
 
     Raises:
@@ -52,12 +52,12 @@ class TrainingStep:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the sample is no input of the model, but the user's own code for a step."""
+        """Whether the sample is no input of the model, but a callable that runs a whole step."""
         return is_whole_step(self.sample)
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """The tensors of the sample; none of a callable, which brings its own."""
+        """The tensors of the sample; none for a callable, which makes its own."""
         return [] if self.is_whole else list(tensors_of(self.sample))
 
     @property
@@ -67,16 +67,16 @@ class TrainingStep:
         return [*self.model.parameters(), *self.model.buffers(), *inputs]
 
     def of(self, model: torch.nn.Module, sample: Any = None) -> TrainingStep:
-        """The same step of another form of the model, and with another form of the sample if one is given."""
-        step = copy.copy(self)  # what was refused was refused of the form that the user gave
+        """The same step with another form of the model, and of the sample if one is given."""
+        step = copy.copy(self)  # not checked again: the checks are for the user's arguments
         step.model, step.sample = model, self.sample if sample is None else sample
         return step
 
     def forward(self) -> Any:
         """The model's output for the sample.
 
-        Containers are the model's own, so that it may take its batch apart (`batch.pop("labels")`), and so are tensors
-        without a gradient: one that it writes in place would keep the graph of this step.
+        The model gets its own containers, so that it may take its batch apart (`batch.pop("labels")`), and its own
+        tensors where these need no gradient: one that it writes in place would keep the graph of this step.
         """
         with interruptible():
             return self._forward()
@@ -91,11 +91,11 @@ class TrainingStep:
     def run(self, held: list[Any] | None = None) -> torch.Tensor | None:
         """Run forward, loss and backward; returns the loss (of a callable sample, the tensor that it returns if any).
 
-        Autocast that is on around is taken as the loop will have it: on for forward and loss only, without casts of
-        weights from before.
+        The caller's autocast is applied as in a training loop: on for forward and loss only, without earlier casts of
+        weights.
 
         Args:
-            held: gets what the usual loop still holds when backward is over: the loss, and the model's output.
+            held: receives the tensors that the usual loop still holds after backward: the loss, and the model's output.
         """
         with interruptible():
             return self._run([] if held is None else held)
@@ -127,7 +127,7 @@ class TrainingStep:
 
 
 def is_whole_step(sample: Any) -> bool:
-    """Whether this is no input of the model, but the user's own code for a step."""
+    """Whether a sample is no input of the model, but a callable that runs a whole step."""
     return callable(sample) and not isinstance(sample, (torch.Tensor, tuple, Mapping))
 
 
@@ -164,7 +164,7 @@ def _check_loss(loss: Any, sample: Any) -> None:
 
 
 def _fresh(value: Any) -> Any:
-    """The same values in new lists and dictionaries, and new tensors on the same storages."""
+    """Copies of lists and dictionaries, with new tensors on the same storages."""
     if type(value) is dict:
         return {key: _fresh(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -175,7 +175,7 @@ def _fresh(value: Any) -> Any:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """The output's `.loss`, or the output if scalar, else the mean of its floating tensors."""
+    """The output's `.loss`, or the output if scalar, else the mean of its floating-point tensors."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

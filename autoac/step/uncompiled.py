@@ -1,8 +1,8 @@
-"""Modules that `torch.compile` has compiled, `module.compile()` or `torch.compile(module)`, run as they are written.
+"""Runs modules that were compiled by `module.compile()` or `torch.compile(module)` uncompiled.
 
-What a compiled module keeps for backward and what memory its kernels take is the compiler's choice, and no dispatch
-mode sees all of it. So a step is recorded with every module uncompiled, and a plan that says which ops are recomputed
-has to find these ops when the step runs.
+The compiler chooses the values that a compiled module saves for backward and the memory of its kernels, and no dispatch
+mode sees all of it. So a step is recorded with every module uncompiled, and a plan that names the ops to recompute
+needs these ops to run in the step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _KEY = "_autoac_uncompiled"
 
 
 class _Compiled:
-    """What a module carries that runs uncompiled: the attribute to be put back.
+    """Mark on a module that runs uncompiled, with the attribute to restore.
 
-    A copy has none, for torch does not copy it either: a copied module is not compiled, and a copied wrapper compiles
-    anew, around the regions in it.
+    A copy has no such attribute, as torch does not copy it either: a copied module is not compiled, and a copied
+    wrapper compiles anew, around the regions in it.
     """
 
     def __init__(self, value: Any = None, plan_id: str = ""):
@@ -35,20 +35,20 @@ class _Compiled:
 
 
 def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules that are compiled, by name; the model itself is not looked for inside of a wrapper of it."""
+    """The compiled modules by name; the model itself is not looked for inside of a wrapper of it."""
     return {name: module for name, module in model.named_modules() if compiled_attribute(module)}
 
 
 def to_uncompile(compiled: Iterable[str], regions: Iterable[str], *, eager_only: bool) -> list[str]:
-    """Which of the compiled modules have to run uncompiled for a plan to hold.
+    """Names of the compiled modules that have to run uncompiled for a plan to hold.
 
-    Those inside a region that does not run compiled as a whole: torch's compiler traces a compiled region with its
-    policy, but a policy outside of compiled code does not see the ops that are meant.
+    These are the ones inside a region that does not run compiled as a whole: torch's compiler traces a compiled region
+    with its policy, but a policy outside of compiled code does not see the ops in it.
 
     Args:
         compiled: names of all compiled modules.
         regions: names of the regions in which something is recomputed.
-        eager_only: all of them, if there is any region: the engine runs ops again one by one, and the bytes are to be
+        eager_only: return all of them if there is any region: the engine reruns ops one by one, and the bytes must be
             those of the record.
     """
     compiled, regions = list(compiled), list(regions)
@@ -59,12 +59,12 @@ def to_uncompile(compiled: Iterable[str], regions: Iterable[str], *, eager_only:
 
 
 def is_inside(name: str, outer: str) -> bool:
-    """Whether a module's name is another one's or that of a module in it."""
+    """Whether a module is another one, or inside of it, by their names."""
     return not outer or name == outer or name.startswith(outer + ".")
 
 
 def uncompile(module: torch.nn.Module, plan_id: str = "") -> None:
-    """Let a compiled module run as it is written, until `recompile`."""
+    """Make a compiled module run uncompiled, until `recompile`."""
     attribute = compiled_attribute(module)
     assert attribute is not None
     module.__dict__[_KEY] = _Compiled(module.__dict__.pop(attribute), plan_id)
@@ -73,7 +73,7 @@ def uncompile(module: torch.nn.Module, plan_id: str = "") -> None:
 
 
 def recompile(module: torch.nn.Module) -> None:
-    """Put back what `uncompile` took, unless somebody has compiled the module anew since."""
+    """Undo `uncompile`, unless the module was compiled anew since."""
     carried: _Compiled = module.__dict__[_KEY]
     if carried.value is not None:
         if is_compiled_wrapper(module):
@@ -91,7 +91,7 @@ def uncompiled_by(module: torch.nn.Module) -> str | None:
 
 @contextlib.contextmanager
 def uncompiled(model: torch.nn.Module) -> Iterator[None]:
-    """Context in which all modules of the model run as they are written."""
+    """Context in which all modules of the model run uncompiled."""
     with Restorer() as restorer:
         for module in compiled_modules(model).values():
             restorer.later(_recompile_if_uncompiled, module)

@@ -1,4 +1,4 @@
-"""FSDP2's units in a model: their parameters are whole only around their own calls and the backward of these."""
+"""FSDP2's units in a model: their parameters are gathered only around their own calls and the backward of these."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def own_name(module: torch.nn.Module) -> str:
 
 
 def units_inside(module: torch.nn.Module) -> list[str]:
-    """Names, seen from a module, of the outermost units in it; the module itself is none of them.
+    """Names, relative to a module, of the outermost units in it, without the module itself.
 
-    A region must not be larger than a unit: where its values are computed again, in the backward of its last one, the
-    parameters of the others are not there.
+    A region must not be larger than a unit: its values are recomputed in the backward of its last unit, where the
+    parameters of its other units are not gathered.
     """
     found: list[str] = []
     stack = [(name, child) for name, child in module.named_children()]
@@ -34,19 +34,19 @@ def units_inside(module: torch.nn.Module) -> list[str]:
 
 
 def holds_units(module: torch.nn.Module) -> bool:
-    """Whether there is a unit inside of a module."""
+    """Whether there is a unit inside a module."""
     return any(is_unit(child) or holds_units(child) for child in module.children())
 
 
 def some_units(names: Sequence[str], within: str = "") -> str:
-    """A few of these names, as they are in the model."""
+    """A few of these names, as full names in the model."""
     full = sorted(f"{within}.{name}" if within else name for name in names)
     shown = ", ".join(map(repr, full[:_SHOWN]))
     return shown + (f" and {len(full) - _SHOWN} more" if len(full) > _SHOWN else "")
 
 
 def roots_of_units(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The outermost units: what brings in all that is shared by those inside."""
+    """The outermost units, which own the state that the units inside share."""
     if is_unit(model):
         yield model
         return
@@ -55,11 +55,11 @@ def roots_of_units(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def settle_units(model: torch.nn.Module) -> None:
-    """Let units do now what they do once at their first call; it is not to be taken back with a step."""
+    """Run the one-time setup of units, which they do at their first call: restoring a step must not undo it."""
     for root in roots_of_units(model):
         set_units_up(root)
 
 
 def here(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What is here of these tensors: of sharded ones the shards."""
+    """The local parts of these tensors: the shards of sharded ones."""
     return [local_part(tensor) for tensor in tensors]

@@ -1,9 +1,9 @@
 """Every private interface of torch that autoac uses, by topic.
 
-Tried with torch 2.13.0 (CPU), see `TRIED_VERSIONS`. Each function says which interface it stands for and where that is
-in torch's sources, and `tests/torch_private` exercises each and fails loudly when one changes its meaning, so that a
-new release of torch is judged here and nowhere else. With a release that was not tried autoac works as far as torch
-lets it, and says so once in a process, see `note_untried`.
+Tried with torch 2.13.0 (CPU), see `TRIED_VERSIONS`. Each function names the interface it stands for and its place in
+torch's sources. `tests/torch_private` tests each and fails if one changes its meaning, so that a new release of torch
+is checked here and nowhere else. With a release that was not tried autoac works as far as torch lets it, and says so
+once per process, see `note_untried`.
 """
 
 from autoac.torch_private.autograd import (

@@ -12,7 +12,7 @@ import torch
 
 
 def call_below_autograd(function: Callable[..., None], *args: Any) -> None:
-    """Call it so that its ops record no graph although gradients are on, and without autocast; modes see them.
+    """Call a function below autograd and autocast: its ops record no graph although gradients are on; modes see them.
 
     Source: `_AutoDispatchBelowAutograd` (torch/csrc/utils/python_dispatch.cpp), `_DisableAutocast` and
     `_set_grad_enabled` (torch/csrc/autograd/init.cpp).
@@ -35,7 +35,7 @@ def any_autocast() -> bool:
 
 
 def inside_autocast() -> bool:
-    """Whether a context of autocast is open in this thread, be it one that turns it off: casts of weights are kept.
+    """Whether an autocast context is open in this thread, even one that turns it off: casts of weights are cached.
 
     Source: `torch.autocast.__exit__` (torch/amp/autocast_mode.py), which clears the cache where the depth is zero.
     """
@@ -120,9 +120,9 @@ def is_transformed(tensor: torch.Tensor) -> bool:
 
 
 def behind_transforms(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor behind those that `torch.func.vmap`, `jvp` and the like hand to the function they transform.
+    """The plain tensor behind the wrappers that `torch.func.vmap`, `jvp` and others pass to their function.
 
-    Those have no storage of their own that could be asked for; dispatch modes and saved-tensor hooks see the plain one.
+    A wrapper has no accessible storage of its own; dispatch modes and saved-tensor hooks see the plain tensor.
 
     Source: `torch._C._functorch.get_unwrapped` (torch/csrc/functorch/init.cpp).
     """

@@ -1,4 +1,4 @@
-"""Which module a call of its `forward` attribute is of: torch's `Module.__call__` does not pass it on."""
+"""Finds the module of a call of a `forward` attribute, which torch's `Module.__call__` does not pass on; and hooks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 def called_module(bound: torch.nn.Module) -> torch.nn.Module:
     """The module that is called, for a function that is its `forward` through `functools.partial(function, bound)`.
 
-    That is `bound`, or a shallow copy of it: copies share the partial, but have weights of their own. `Module.__call__`
-    runs directly below, and has the module in its `self`. Call it from that function.
+    That is `bound`, or a shallow copy of it: copies share the partial, but have weights of their own. To be called
+    from that function itself: the next frame on the stack is then `Module.__call__`, whose `self` is the module.
 
     Source: `Module._call_impl` in torch/nn/modules/module.py.
     """
@@ -27,9 +27,9 @@ def called_module(bound: torch.nn.Module) -> torch.nn.Module:
 
 
 def remove_forward_pre_hooks(module: torch.nn.Module, kind: type) -> None:
-    """Take off the hooks before forward that are of a class.
+    """Remove the forward pre-hooks of a class.
 
-    They are found on the module, for its copies have them as well, and no handle for them. Source:
+    They are found on the module, because its copies have the hooks as well, but no handles for them. Source:
     `Module.register_forward_pre_hook` (torch/nn/modules/module.py).
     """
     for key, hook in list(module._forward_pre_hooks.items()):
@@ -39,7 +39,7 @@ def remove_forward_pre_hooks(module: torch.nn.Module, kind: type) -> None:
 
 
 def remove_forward_hooks(module: torch.nn.Module, kind: type) -> None:
-    """Take off the hooks after forward that are of a class; see `remove_forward_pre_hooks`.
+    """Remove the forward hooks of a class; see `remove_forward_pre_hooks`.
 
     Source: `Module.register_forward_hook` (torch/nn/modules/module.py).
     """
@@ -51,9 +51,9 @@ def remove_forward_hooks(module: torch.nn.Module, kind: type) -> None:
 
 
 def hooked_inside(module: torch.nn.Module) -> str:
-    """Name of a module inside of this one that has hooks on its calls, "" if none has.
+    """Name of a module inside this one that has hooks on its calls, "" if none has.
 
-    Compiled code runs such hooks as it found them, and does not look whether any were added since.
+    Compiled code runs the hooks that it was compiled with, and does not check whether any were added since.
 
     Source: `Module._forward_hooks` and its like (torch/nn/modules/module.py), `skip_nnmodule_hook_guards`
     (torch/_dynamo/config.py).

@@ -24,7 +24,7 @@ Source: `SelectiveCheckpointContext` in torch/utils/checkpoint.py.
 
 
 def checkpoint_debug_enabled() -> bool | None:
-    """What `torch.utils.checkpoint.set_checkpoint_debug_enabled` is set to; None if it is not.
+    """The value that `torch.utils.checkpoint.set_checkpoint_debug_enabled` has set; None if it was not called.
 
     Source: `_checkpoint_debug_enabled` in torch/utils/checkpoint.py.
     """
@@ -32,9 +32,9 @@ def checkpoint_debug_enabled() -> bool | None:
 
 
 def on_local_parts(mode: Any) -> Any:
-    """Let one of selective checkpointing's modes see what an op on sharded tensors runs on the parts that are here.
+    """Let one of selective checkpointing's modes see the local ops and collectives of an op on sharded tensors.
 
-    As it is, it sees the op itself, with the collectives in it: these it could only run again or save together.
+    By default it sees the op itself, with the collectives in it, and could only rerun or save all of it together.
 
     Source: `_CachingTorchDispatchMode`, `_CachedTorchDispatchMode` (torch/utils/checkpoint.py), which
     `create_selective_checkpoint_contexts` returns.
@@ -53,7 +53,7 @@ def _on_local_parts(kind: Any) -> Any:
                 self.meets_shards = True
                 return NotImplemented
             if self.meets_shards and on_fake_tensors():
-                return func(*args, **(kwargs or {}))  # only shapes are inferred, once
+                return func(*args, **(kwargs or {}))  # shape inference, done once
             if is_wait(func):
                 return func(*args, **(kwargs or {}))  # not matched: a second run may have others
             return super().__torch_dispatch__(func, types, args, kwargs)

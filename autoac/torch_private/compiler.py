@@ -16,10 +16,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def disable_dynamo(function: Function, reason: str) -> Function:
-    """The function, into which `torch.compile` does not trace. Imports the compiler only when it is called.
+    """A form of the function that `torch.compile` does not trace. Imports the compiler only when it is called.
 
     Args:
-        reason: what the compiler's error says with `fullgraph=True`, where a call of the function cannot be left out.
+        reason: text of the compiler's error with `fullgraph=True`, where a call of the function cannot be left out.
 
     Source: `torch._disable_dynamo` (torch/_compile.py); the attributes are those by which Dynamo knows functions of
     `torch.compiler.disable` (`SkipFunctionVariable` in torch/_dynamo/variables/functions.py).
@@ -30,25 +30,25 @@ def disable_dynamo(function: Function, reason: str) -> Function:
 
 
 def is_compiled_wrapper(model: Any) -> bool:
-    """Whether this is what `torch.compile(module)` returns.
+    """Whether this is a wrapper that `torch.compile(module)` has returned.
 
     Source: `torch._dynamo.OptimizedModule` (torch/_dynamo/eval_frame.py).
     """
-    # Not imported: nothing can have been compiled, and importing it is slow.
+    # If Dynamo was not imported, nothing can have been compiled. Importing it is slow.
     dynamo = sys.modules.get("torch._dynamo")
-    wrapper = getattr(dynamo, "OptimizedModule", None)  # not there yet while another thread imports it
+    wrapper = getattr(dynamo, "OptimizedModule", None)  # missing while another thread imports it
     return wrapper is not None and isinstance(model, wrapper)
 
 
 WRAPPED = "_orig_mod"
-"""The name of the module in what `torch.compile(module)` returns.
+"""The name of the module inside a wrapper that `torch.compile(module)` returns.
 
 Source: `OptimizedModule._orig_mod` (torch/_dynamo/eval_frame.py).
 """
 
 
 def wrapped_module(wrapper: Any) -> torch.nn.Module:
-    """The module in what `torch.compile(module)` has returned.
+    """The module inside a wrapper that `torch.compile(module)` has returned.
 
     Source: `OptimizedModule._orig_mod` (torch/_dynamo/eval_frame.py).
     """
@@ -80,7 +80,7 @@ def is_compiled_by_inductor(module: torch.nn.Module) -> bool:
 
 
 def put_compiled_back(module: torch.nn.Module, attribute: Any) -> None:
-    """Let calls of a module run compiled again, by the attribute it had, unless somebody has compiled it anew.
+    """Make calls of a module run compiled again, by its earlier attribute, unless it was compiled anew.
 
     Source: `Module._compiled_call_impl` (torch/nn/modules/module.py).
     """
@@ -88,7 +88,7 @@ def put_compiled_back(module: torch.nn.Module, attribute: Any) -> None:
 
 
 COMPILED_NODE = "CompiledFunctionBackward"
-"""Name of the autograd node that stands for all that a graph of AOTAutograd has computed.
+"""Name of the autograd node that stands for a whole graph of AOTAutograd.
 
 Source: `CompiledFunction` in torch/_functorch/_aot_autograd/runtime_wrappers.py.
 """
@@ -111,7 +111,7 @@ Source: torch/_inductor/config.py.
 
 
 def is_recompile_limit(error: BaseException) -> bool:
-    """Whether this was raised since a compiled function has met too many kinds of arguments.
+    """Whether this was raised because a compiled function has met too many kinds of arguments.
 
     Source: `FailOnRecompileLimitHit` (torch/_dynamo/exc.py), for functions compiled with `fullgraph=True`.
     """
@@ -120,7 +120,7 @@ def is_recompile_limit(error: BaseException) -> bool:
 
 
 def raised_in_compiler(error: BaseException, kind: type[Raised]) -> Raised | None:
-    """What a backend has raised, found in what `torch.compile` raises for it; None if that was something else.
+    """The error of this kind that a backend raised, inside an error of `torch.compile`; None if there is none.
 
     Source: `BackendCompilerFailed.inner_exception` (torch/_dynamo/exc.py).
     """
@@ -131,7 +131,7 @@ def raised_in_compiler(error: BaseException, kind: type[Raised]) -> Raised | Non
 
 
 def innermost(error: BaseException) -> BaseException:
-    """What went wrong first, of what `torch.compile` raises.
+    """The original error inside an error of `torch.compile`.
 
     Source: `BackendCompilerFailed.inner_exception` (torch/_dynamo/exc.py).
     """

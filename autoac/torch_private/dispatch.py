@@ -34,7 +34,7 @@ Source: `OpOverload._schema` (torch/_ops.py), a `FunctionSchema` (aten/src/ATen/
 class UnwrappedDispatchMode(TorchDispatchMode):
     """A dispatch mode that ops reach directly, also those that compiled code runs.
 
-    torch wraps the `__torch_dispatch__` of any other mode in `torch._dynamo.disable`, which costs a microsecond an op.
+    torch wraps the `__torch_dispatch__` of any other mode in `torch._dynamo.disable`, which costs a microsecond per op.
 
     Source: `TorchDispatchMode.__init_subclass__` in torch/utils/_python_dispatch.py.
     """
@@ -53,19 +53,19 @@ def top_dispatch_mode() -> Any:
 
 
 def on_fake_tensors() -> bool:
-    """Whether ops run on fake tensors, here and now: DTensor infers shapes so, inside of an op on real ones.
+    """Whether a fake mode is active: DTensor infers shapes under one, inside an op on real tensors.
 
     Source: `torch._C._get_dispatch_mode` (torch/csrc/autograd/init.cpp); `ShardingPropagator._propagate_tensor_meta`
-    (torch/distributed/tensor/_sharding_prop.py) is what infers.
+    (torch/distributed/tensor/_sharding_prop.py) infers the shapes.
     """
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def disable_dispatch_modes() -> Any:
-    """Context in which no dispatch mode sees an op. It acts from its construction on: make it where it is entered.
+    """Context in which no dispatch mode sees an op. It acts from its construction on: create it where it is entered.
 
-    Under fake tensors, whose kernels are themselves a dispatch mode, the modes are put aside one by one: the tensors
-    bring their own mode back.
+    Under a fake mode, which is itself a dispatch mode, the modes are set aside one by one: fake tensors bring their own
+    mode back.
 
     Source: `torch._C._DisableTorchDispatch` (torch/csrc/autograd/init.cpp), `_disable_current_modes` in
     torch/utils/_python_dispatch.py.
@@ -76,7 +76,7 @@ def disable_dispatch_modes() -> Any:
 
 
 def without_dispatch_modes() -> Any:
-    """Context in which modes see no op, and tensors with a dispatch of their own keep that; slower than the other.
+    """Context in which modes see no op; tensor subclasses keep their dispatch. Slower than `disable_dispatch_modes`.
 
     Source: `_disable_current_modes` in torch/utils/_python_dispatch.py.
     """
@@ -84,7 +84,7 @@ def without_dispatch_modes() -> Any:
 
 
 def being_traced() -> bool:
-    """Whether ops are being written down by a proxy mode (`make_fx`, AOTAutograd), not run.
+    """Whether a proxy mode (`make_fx`, AOTAutograd) traces ops, and does not run them.
 
     Source: `torch._C._get_dispatch_mode` (torch/csrc/autograd/init.cpp), the key of `ProxyTorchDispatchMode`.
     """
@@ -92,7 +92,7 @@ def being_traced() -> bool:
 
 
 def being_jit_traced() -> bool:
-    """Whether `torch.jit.trace` is writing ops down.
+    """Whether `torch.jit.trace` is tracing ops.
 
     Source: `torch._C._get_tracing_state` (torch/csrc/jit/python/python_tracer.cpp).
     """

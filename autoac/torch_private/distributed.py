@@ -1,6 +1,6 @@
-"""Models that are spread over processes: sharded parameters, FSDP2's units, DDP's reducer, the processes' store.
+"""Distributed models: sharded parameters, FSDP2's units, DDP's reducer, the processes' store.
 
-Nothing here imports torch's distributed packages before somebody else has: that takes a while.
+Nothing here imports torch's distributed packages before other code has: the import is slow.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
@@ -24,7 +24,7 @@ from autoac_solver.records.errors import ProfilingError
 
 
 def _class(module: str, name: str) -> type | None:
-    """A class of torch, None while its module has not been imported: nothing can be one of it then."""
+    """A class of torch, None while its module is not imported: there can be no instance then."""
     return getattr(sys.modules.get(module), name, None)
 
 
@@ -32,7 +32,7 @@ def _class(module: str, name: str) -> type | None:
 
 
 def is_sharded_type(kind: type) -> bool:
-    """Whether tensors of this type stand for one that is here: DTensors, and results of collectives not waited for yet.
+    """Whether tensors of this type wrap a local one: DTensors, and results of collectives not waited for yet.
 
     Source: `DTensor` (torch/distributed/tensor/_api.py), `AsyncCollectiveTensor`
     (torch/distributed/_functional_collectives.py).
@@ -56,7 +56,7 @@ def is_wait(func: Any) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What is here of a DTensor, and what a collective writes; any other tensor itself.
+    """The local tensor of a DTensor, or the tensor that a collective writes; any other tensor itself.
 
     Source: `DTensor._local_tensor` (torch/distributed/tensor/_api.py), `AsyncCollectiveTensor.elem`
     (torch/distributed/_functional_collectives.py).
@@ -67,7 +67,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What makes a DTensor like this one of another local tensor; None for what is no DTensor.
+    """A function that makes a DTensor like this one from another local tensor; None if this is no DTensor.
 
     Source: `DTensor.__new__`, `DTensor._spec` (torch/distributed/tensor/_api.py).
     """
@@ -83,23 +83,24 @@ def sharded_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]
 def is_unit(module: torch.nn.Module) -> bool:
     """Whether `fully_shard` was called with this module: its parameters are gathered around its calls.
 
-    Source: `FSDPModule` (torch/distributed/fsdp/_fully_shard/_fully_shard.py), to whose subclass it changes the class.
+    Source: `FSDPModule` (torch/distributed/fsdp/_fully_shard/_fully_shard.py); `fully_shard` changes a module's class
+    to a subclass of it.
     """
     kind = _class("torch.distributed.fsdp", "FSDPModule")
     return kind is not None and isinstance(module, kind)
 
 
 def is_fsdp1(module: torch.nn.Module) -> bool:
-    """Whether this is a `FullyShardedDataParallel`, of flat parameters.
+    """Whether this is a `FullyShardedDataParallel`, with flat parameters.
 
-    Source: torch/distributed/fsdp/fully_sharded_data_parallel.py; public, here as it must not be imported for this.
+    Source: torch/distributed/fsdp/fully_sharded_data_parallel.py; public, but here because this must not import it.
     """
     kind = _class("torch.distributed.fsdp", "FullyShardedDataParallel")
     return kind is not None and isinstance(module, kind)
 
 
 def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """The class that the module had before `fully_shard` put a subclass of it in its place.
+    """The module's class before `fully_shard` replaced it by a subclass.
 
     Source: `FSDPModule._orig_cls_mro_index` (torch/distributed/fsdp/_fully_shard/_fully_shard.py).
     """
@@ -108,9 +109,9 @@ def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
 
 
 def set_units_up(root: torch.nn.Module) -> None:
-    """Let a root of FSDP2 do what it does at its first call, so that a step that is taken back takes nothing of it.
+    """Run the setup that a root of FSDP2 does at its first call, so that restoring a step does not undo it.
 
-    It registers hooks for state dictionaries, for one.
+    For example, it registers hooks for state dictionaries.
 
     Source: `FSDPState._lazy_init` (torch/distributed/fsdp/_fully_shard/_fsdp_state.py).
     """
@@ -118,10 +119,10 @@ def set_units_up(root: torch.nn.Module) -> None:
 
 
 def reset_units(root: torch.nn.Module) -> None:
-    """Let a root of FSDP2 be as between two steps, after one that broke off.
+    """Reset a root of FSDP2 to its state between two steps, after a step that failed.
 
-    Source: `FSDPModule.reset_iter_state` (torch/distributed/fsdp/_fully_shard/_fully_shard.py); public, but not there
-    in releases before 2.13, which leave the model as the step left it.
+    Source: `FSDPModule.reset_iter_state` (torch/distributed/fsdp/_fully_shard/_fully_shard.py); public, but missing in
+    releases before 2.13, where the model stays as the step left it.
     """
     reset: Any = getattr(root, "reset_iter_state", None)
     if reset is not None:
@@ -140,9 +141,9 @@ def is_ddp(module: Any) -> bool:
 
 
 def ddp_around(model: torch.nn.Module) -> Any:
-    """The living `DistributedDataParallel` whose reducer waits for this module's gradients, None if there is none.
+    """The live `DistributedDataParallel` whose reducer waits for this module's gradients, None if there is none.
 
-    A reducer hangs hooks on what accumulates gradients, where Python cannot see them; so all objects are looked at.
+    A reducer's hooks are on gradient accumulators, where Python cannot see them; so all objects are searched.
 
     Source: `Reducer::Reducer` (torch/csrc/distributed/c10d/reducer.cpp).
     """
@@ -157,7 +158,7 @@ def ddp_around(model: torch.nn.Module) -> Any:
 
 
 def counts_backwards(ddp: Any) -> bool:
-    """Whether its reducer, of a static graph, is still to see the first backward, and will take any for it.
+    """Whether its reducer, of a static graph, has not seen the first backward yet, and will take any for it.
 
     Source: `DistributedDataParallel._static_graph_delay_allreduce_enqueued` (torch/nn/parallel/distributed.py),
     `Reducer::static_graph_first_iteration` (torch/csrc/distributed/c10d/reducer.cpp).
@@ -174,7 +175,7 @@ def bucket_options(ddp: Any) -> tuple[bool, list[torch.nn.Parameter]]:
 
 
 def ranks_of(model: torch.nn.Module) -> tuple[int, ...] | None:
-    """The ranks that hold this model together, in order; None if it does not tell: all of them.
+    """The ranks that hold this model together, in order; None, for all ranks, if the model does not say.
 
     Source: `DTensor.device_mesh`, and `DistributedDataParallel.process_group`; public, here for `is_sharded_type`.
     """
@@ -201,7 +202,7 @@ def default_store() -> Any:
 
 @contextmanager
 def collectives_within(seconds: float) -> Iterator[None]:
-    """Context in which a collective that another rank does not join fails after so long (gloo).
+    """Context in which a collective that another rank does not join fails after this time (gloo).
 
     Source: `_world`, `_set_pg_timeout` (torch/distributed/distributed_c10d.py), `Backend.options` of the group.
     """
@@ -223,7 +224,7 @@ def collectives_within(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """Context in which this process is rank 0 of so many, and collectives do nothing, on fake tensors too.
+    """Context in which this process is rank 0 of `world_size`, and collectives do nothing, on fake tensors too.
 
     Source: `FakeStore` (torch/testing/_internal/distributed/fake_pg.py); the import of
     torch/distributed/_tools/fake_collectives.py gives c10d's ops implementations for fake tensors.
@@ -244,7 +245,7 @@ def fake_ranks(world_size: int) -> Iterator[None]:
     importlib.import_module("torch.distributed._tools.fake_collectives")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    excepthook = sys.excepthook  # torch puts one in its place that speaks of ranks
+    excepthook = sys.excepthook  # torch replaces it by one that names the rank
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield
@@ -255,9 +256,9 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
 @contextmanager
 def meshes_joined_for_real() -> Iterator[None]:
-    """Context in which meshes are joined on real tensors, in fake mode too: torch looks at their values.
+    """Context in which meshes are joined on real tensors, in fake mode too: torch reads their values.
 
-    Source: `DeviceMesh._concatenate` (torch/distributed/device_mesh.py), which `fully_shard` calls for what
+    Source: `DeviceMesh._concatenate` (torch/distributed/device_mesh.py), which `fully_shard` calls for parameters that
     `parallelize_module` has split.
     """
     kind: Any = torch.distributed.device_mesh.DeviceMesh
@@ -276,7 +277,7 @@ def meshes_joined_for_real() -> Iterator[None]:
 
 @contextmanager
 def resizes_seen(seen: Callable[[torch.UntypedStorage, int, int], None]) -> Iterator[None]:
-    """Context in which this is told of each storage that Python resizes, with its bytes before and after.
+    """Context that calls `seen` for each storage that Python resizes, with its bytes before and after.
 
     Source: `StorageBase.resize_` (torch/csrc/StorageMethods.cpp), which `torch.UntypedStorage` inherits.
     """

@@ -1,4 +1,4 @@
-"""What is active in a thread, and how it is left where an interrupt has come into the exit of its context."""
+"""The modes and hooks active in a thread, and how to leave them when an interrupt hit the exit of their context."""
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 # (private names are what this file is for; torch's type stubs do not know them)
@@ -21,10 +21,10 @@ _FLAGS = [
 
 
 class ModesEntered(NamedTuple):
-    """What is active in a thread: the numbers of modes, the topmost hooks on saved tensors, gradients on or off.
+    """The active state of a thread: the numbers of modes, the topmost saved-tensor hooks, gradients on or off.
 
     Args:
-        flags: what torch notes beside the stack of dispatch modes about the modes on it.
+        flags: torch's flags about the modes on the dispatch stack, which it keeps beside the stack.
 
     Source: as for `modes_entered` and `leave_modes`.
     """
@@ -37,7 +37,7 @@ class ModesEntered(NamedTuple):
 
 
 def modes_entered() -> ModesEntered:
-    """What is active now.
+    """The current state.
 
     Source: `_len_torch_dispatch_stack` and `_len_torch_function_stack` (torch/csrc/autograd/init.cpp), the flags that
     `TorchDispatchMode.__enter__` sets (torch/utils/_python_dispatch.py).
@@ -52,9 +52,9 @@ def modes_entered() -> ModesEntered:
 
 
 def leave_modes(before: ModesEntered) -> None:
-    """Leave what is active beyond this.
+    """Leave the modes and hooks that were entered since.
 
-    A mode's own exit is not called: one into which an interrupt has come cannot be called again.
+    A mode's own exit is not called: an interrupted exit cannot be called again.
 
     Source: the exits of `TorchDispatchMode` (torch/utils/_python_dispatch.py), of `TorchFunctionMode`
     (torch/overrides.py) and of `saved_tensors_hooks` (torch/autograd/graph.py).

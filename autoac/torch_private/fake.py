@@ -1,4 +1,4 @@
-"""Fake tensors, their mode and what it raises: torch/_subclasses/fake_tensor.py."""
+"""Fake tensors, their mode and its errors: torch/_subclasses/fake_tensor.py."""
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 # (private names are what this file is for; torch's type stubs do not know them)

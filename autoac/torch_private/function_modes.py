@@ -21,7 +21,7 @@ def function_modes() -> list[Any]:
 
 
 def is_device_mode(mode: Any) -> bool:
-    """Whether a torch function mode is that of a default device, which leaves alone what makes no tensor.
+    """Whether a torch function mode is that of a default device, which affects only functions that make tensors.
 
     Source: `DeviceContext` in torch/utils/_device.py.
     """
@@ -36,7 +36,7 @@ Source: `torch._C._push_on_torch_function_stack` (torch/csrc/autograd/init.cpp).
 
 
 def take_function_mode_off(mode: Any) -> None:
-    """Take a torch function mode off the stack, wherever it is on it; nothing if somebody else has taken it off.
+    """Take a torch function mode off the stack, at any position; no-op if it is not on the stack any more.
 
     Source: `torch._C._pop_torch_function_stack` (torch/csrc/autograd/init.cpp).
     """
@@ -54,7 +54,7 @@ _CROSS_ENTROPY = torch.nn.functional.cross_entropy
 _PATCHED = inspect.getsourcefile(_CROSS_ENTROPY) != torch.nn.functional.__file__
 
 torchs_cross_entropy = None if _PATCHED else _CROSS_ENTROPY
-"""`torch.nn.functional.cross_entropy`; None if a library had put its own there when this was imported.
+"""`torch.nn.functional.cross_entropy`; None if a library had replaced it when this was imported.
 
 Source: `cross_entropy` in torch/nn/functional.py.
 """

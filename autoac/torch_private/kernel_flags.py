@@ -1,6 +1,6 @@
-"""The switches of torch that decide which kernel an op takes, or what that computes: read and set all together.
+"""Kernel flags: torch's settings that decide which kernel an op takes, or its result; read and set all together.
 
-Private getters, since an op that is recorded asks each time: all of them together take half a microsecond.
+Private getters, because every recorded op reads the flags: all of them together take half a microsecond.
 
 Source: torch/csrc/Module.cpp; torch/backends uses them.
 """
@@ -22,18 +22,18 @@ _Flag = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 def _named(*names: str) -> list[_Flag]:
-    """The switches with these names that this torch has."""
+    """The flags with these names that this torch has."""
     found = [(getattr(torch._C, f"_get_{n}", None), getattr(torch._C, f"_set_{n}", None)) for n in names]
     return [(read, _of_tuples(write)) for read, write in found if read is not None and write is not None]
 
 
 def _of_tuples(write: Callable[..., None]) -> Callable[[Any], None]:
-    """Some switches are read as a tuple, and set by its parts."""
+    """The setter for a flag that may be read as a tuple, and is then set by its parts."""
     return lambda value: write(*value) if isinstance(value, tuple) else write(value)
 
 
 def _precision(backend: str, op: str) -> list[_Flag]:
-    """How exact 32-bit products are; the older switches (`allow_tf32`) are other names of these."""
+    """The precision of float32 products; the older flags (`allow_tf32`) are other names of these."""
     read = getattr(torch._C, "_get_fp32_precision_getter", None)
     write = getattr(torch._C, "_set_fp32_precision_setter", None)
     if read is None or write is None:
@@ -67,7 +67,7 @@ _FLAGS_OF_CUDA: list[_Flag] = [
     *_precision("cuda", "matmul"),
     *_precision("cuda", "conv"),
 ]
-"""Any build has them; they are asked for where they matter."""
+"""Any build has them; they are read only where they matter."""
 
 if torch.backends.cudnn.is_available():  # a build for CUDA
     _FLAGS += _FLAGS_OF_CUDA
@@ -76,13 +76,13 @@ _READ = tuple(read for read, _ in _FLAGS)
 
 
 def kernel_flags() -> KernelFlags:
-    """All switches as they are now."""
+    """The current values of all flags."""
     return tuple([read() for read in _READ])
 
 
 @contextlib.contextmanager
 def with_kernel_flags(wanted: KernelFlags) -> Iterator[None]:
-    """Context in which the switches are as they were when `kernel_flags` returned this."""
+    """Context in which the flags have the values that `kernel_flags` returned."""
     found = kernel_flags()
     _set(found, wanted)
     try:

@@ -1,4 +1,4 @@
-"""The cache of parametrized parameters, which torch shows nobody."""
+"""The private cache of parametrized parameters."""
 
 # pyright: reportPrivateUsage=false
 

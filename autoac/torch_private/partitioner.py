@@ -1,7 +1,8 @@
-"""Which values a graph that inductor compiles keeps for its backward. Imported only where something is compiled.
+"""Chooses the values that an inductor graph keeps for its backward. Imported only where something is compiled.
 
-The hook is `torch._inductor.config.custom_partitioner_fn`. Around the choice of what is kept, torch's own partitioner
-does the rest: common subexpressions, collectives, the order of backward. See torch/_functorch/partitioners.py.
+The hook is `torch._inductor.config.custom_partitioner_fn`. Only the choice of values is replaced; torch's own
+partitioner does the rest: common subexpressions, collectives, the order of backward. See
+torch/_functorch/partitioners.py.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
@@ -50,17 +51,17 @@ _TORCHS_OWN = frozenset(
         "higher_order",
     )
 )
-"""Namespaces of ops that torch itself judges; an op of any other may compute as long as it likes."""
+"""Namespaces of ops whose cost torch itself judges; an op of any other may take arbitrarily long."""
 _SEEDS = frozenset(("inductor_seed", "inductor_seeds", "inductor_lookup_seed"))
 
 
 @dataclass(frozen=True)
 class HeavyOp:
-    """An op of forward that is never recomputed unless we say so: what computes long on what it reads.
+    """A forward op that is never recomputed unless we say so: one that computes long for the bytes it reads.
 
     Args:
-        name: the op's, without overload.
-        flops: by torch's formulas, 0 where it has none; in which order candidates are proposed, no more.
+        name: of the op, without overload.
+        flops: by torch's formulas, 0 where it has none; used only to order candidates.
         bytes: of its result.
     """
 
@@ -73,8 +74,8 @@ class JointGraph:
     """Forward and backward of a region in one graph, as inductor hands it to a partitioner.
 
     Args:
-        graph, info: what torch's partitioner has made of it.
-        torchs: torch's own choice of what is kept.
+        graph, info: as prepared by torch's partitioner.
+        torchs: torch's own function that chooses the kept values.
 
     Source: `choose_saved_values_set`, `solve_min_cut`, `MinCutOptions`, `NodeInfo`, `OpTypes`, `_size_of`
     (torch/_functorch/partitioners.py), `get_node_storage` (torch/_inductor/fx_utils.py).
@@ -142,10 +143,10 @@ class JointGraph:
 def partitioned(
     choose: Callable[[JointGraph], list[Any]], graph: Any, joint_inputs: Any, **options: Any
 ) -> tuple[Any, Any]:
-    """Forward and backward of a joint graph that keep the values that a function chooses.
+    """Split a joint graph into forward and backward that keep the values chosen by a function.
 
-    Source: `min_cut_rematerialization_partition` (torch/_functorch/partitioners.py); its choice is replaced while it
-    runs, for Dynamo's lock lets no other thread compile.
+    Source: `min_cut_rematerialization_partition` (torch/_functorch/partitioners.py). Its choice is replaced while it
+    runs, which is safe: Dynamo's lock lets no other thread compile.
     """
     torchs = partitioners.choose_saved_values_set
 
@@ -158,7 +159,7 @@ def partitioned(
 
 @contextlib.contextmanager
 def _no_sync() -> Iterator[None]:
-    """A choice is the plan's, on all ranks alike: torch need not agree on it once more."""
+    """Context: ranks do not vote on the choice, since the plan's is the same on all of them."""
     with torch._functorch.config.patch(_sync_decision_cross_ranks=False):
         yield
 
@@ -168,7 +169,7 @@ def _opname(node: Any) -> str:
 
 
 def _draws(node: Any) -> bool:
-    """Whether an op draws random numbers; attention kernels are marked so, and do if there is dropout in them."""
+    """Whether an op draws random numbers; attention kernels are tagged so, but draw only with dropout."""
     if _opname(node) in _SEEDS:
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

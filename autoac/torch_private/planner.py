@@ -1,4 +1,4 @@
-"""torch's own planner of selective checkpointing, which `autoac compare` holds ours against."""
+"""torch's own planner of selective checkpointing, with which `autoac compare` compares ours."""
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 # (private names are what this file is for; torch's type stubs do not know them)
@@ -42,7 +42,7 @@ def sac_tools() -> types.SimpleNamespace:
 def time_ops_with(
     estimator: Any, timed: Callable[[Any, Any, Any], tuple[Any, float]], device: torch.device
 ) -> None:
-    """Let a `SACEstimator` take ops' times in ms from a function where its own benchmark cannot: it knows CUDA only.
+    """Let a `SACEstimator` take op times in ms from a function, except on CUDA, the only device of its own benchmark.
 
     Source: `SACEstimator._estimate_runtime` in torch/distributed/_tools/sac_estimator.py.
     """
@@ -51,7 +51,7 @@ def time_ops_with(
 
 
 def time_nothing(estimator: Any) -> None:
-    """Let a `RuntimeEstimator` tell the order of modules only.
+    """Let a `RuntimeEstimator` record only the order of modules.
 
     Source: `RuntimeEstimator._estimate` in torch/distributed/_tools/runtime_estimator.py.
     """

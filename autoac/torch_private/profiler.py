@@ -1,4 +1,4 @@
-"""The profiler's raw events: what the CPU allocator did, which ops ran."""
+"""The profiler's raw events: allocations and frees on CPU, ops."""
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 # (private names are what this file is for; torch's type stubs do not know them)
@@ -27,8 +27,8 @@ def is_profiled() -> bool:
 def quiet_profiler() -> Iterator[None]:
     """Context in which torch's profiler is started without the lines "USDT:... profiler_start" on stderr.
 
-    Its library, Kineto, reads the level of its log once, when a process first profiles; a level that the user has set
-    stays. Lines of a process that has profiled before cannot be stopped.
+    Its library, Kineto, reads its log level once, when a process first profiles; a level that the user has set is
+    kept. If the process has profiled before, the lines cannot be suppressed.
 
     Source: `KINETO_LOG_LEVEL` (third_party/kineto/libkineto/src/ILoggerObserver.h and Logger.cpp).
     """
@@ -43,10 +43,10 @@ def quiet_profiler() -> Iterator[None]:
 
 
 class AllocationRanges:
-    """Context: which blocks the CPU allocator hands out and takes back within named ranges.
+    """Context that records the CPU allocator's allocations and frees within named ranges.
 
-    Reads the profiler's tree of raw events, as torch's own `_memory_profiler` does. `deltas` is there after the
-    context: for each range, the changes in bytes by time.
+    Reads the profiler's tree of raw events, as torch's own `_memory_profiler` does. `deltas` is filled when the
+    context ends: for each range, the changes in bytes by time.
 
     Source: `torch._C._profiler._RecordFunctionFast` (torch/csrc/profiler/python/init.cpp).
     """
@@ -87,7 +87,7 @@ def raw_events(profile: torch.profiler.profile) -> list[Any]:
 
 
 def cpu_allocations(events: list[Any]) -> list[tuple[int, int, int]]:
-    """(Unix time in ns, address, change in bytes) of what the CPU allocator did in these events, by time.
+    """(Unix time in ns, address, change in bytes) of each CPU allocation and free in these events, by time.
 
     Source: `torch._C._profiler._EventType` (torch/csrc/profiler/python/init.cpp).
     """
@@ -105,7 +105,7 @@ def cpu_allocations(events: list[Any]) -> list[tuple[int, int, int]]:
 def cpu_ops(events: list[Any]) -> list[tuple[int, str]]:
     """(Unix time in ns, name such as "aten::mm") of the start of every op in these events, by time.
 
-    An op that a dispatch mode passes on shows up once more inside of itself; that is one op.
+    An op that a dispatch mode redispatches appears once more inside itself; it counts once.
 
     Source: `torch._C._profiler._EventType` (torch/csrc/profiler/python/init.cpp).
     """

@@ -1,4 +1,4 @@
-"""Storages: which one, and who holds it."""
+"""Storages: their identity and their holders."""
 
 # pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 # (private names are what this file is for; torch's type stubs do not know them)
@@ -24,7 +24,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 key_of_storage: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
-"""The same of a storage at hand; faster.
+"""`storage_key` of a storage itself; faster.
 
 Source: `UntypedStorage._cdata` (torch/csrc/StorageMethods.cpp).
 """
@@ -41,7 +41,7 @@ def storage_ref(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
 
 
 def storage_users(key: int) -> int:
-    """How many tensors (TensorImpl) stand on the storage with this key, which must be alive.
+    """Number of tensors (TensorImpl) on the storage with this key, which must be alive.
 
     Source: `torch._C._storage_Use_Count` (torch/csrc/Module.cpp).
     """
@@ -49,11 +49,11 @@ def storage_users(key: int) -> int:
 
 
 def has_its_storage_alone(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor stands on this one's storage, nobody has the storage itself, and its memory is torch's.
+    """Whether this tensor is the only holder of its storage, and the storage's memory is torch's.
 
-    So that the memory would be given back once this tensor dies. All who share a storage hold it: views, what autograd
-    has saved, arrays of numpy that were made from it, tensors of other libraries. The counts are compared with those of
-    a tensor of our own. Memory that a tensor was made on (numpy's, a file's) cannot be resized.
+    The memory is then freed with this tensor. Other holders are views, saved tensors, numpy arrays made from it,
+    tensors of other libraries, and references to the storage itself. The counts are compared with those of a new
+    tensor. A storage on foreign memory (numpy's, a file's) cannot be resized.
 
     Source: `torch._C._storage_Use_Count` (torch/csrc/Module.cpp).
     """
@@ -70,11 +70,11 @@ def _storage_holders(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def held_once_as_argument(tensor: torch.Tensor) -> bool:
-    """Whether an argument of `__torch_dispatch__` has one owner only, which is not Python, and so has its storage.
+    """Whether an argument of `__torch_dispatch__`, and its storage, have only one owner, which is not Python.
 
-    The dispatch itself adds the wrapper, the boxed argument and the call's own reference to the owner's. All of Python
-    counts as the one wrapper, which has five references here: the dispatch's, the tuple of arguments, the caller's
-    variable, ours and that of `getrefcount`.
+    The dispatch adds three references to the owner's: the wrapper, the boxed argument and the call's own. All Python
+    references count as the one wrapper, which has five references here: the dispatch's, the tuple of arguments, the
+    caller's variable, ours and that of `getrefcount`.
 
     Source: `Tensor._use_count` (torch/csrc/autograd/python_variable.cpp), `torch._C._storage_Use_Count`.
     """
@@ -85,15 +85,15 @@ def held_once_as_argument(tensor: torch.Tensor) -> bool:
 
 
 def _references(argument: object) -> int:
-    """Of something that only a variable of the caller's holds: that, ours, that of `getrefcount`, and the call's."""
+    """References to an object that only a caller's variable holds: that, ours, `getrefcount`'s, and the call's."""
     return sys.getrefcount(argument)
 
 
 def let_go_by_gloo(tensor: torch.Tensor) -> None:
-    """Wait until gloo's thread has dropped its hold on what a collective wrote, which has been waited for.
+    """Wait until gloo's thread has released the tensor that a finished collective wrote.
 
-    It does so some moments after it has told that it is done. On a busy machine that is late enough for the tensors
-    to seem to live on.
+    It does so some moments after it has signalled the end. On a busy machine that is late enough for the tensors to
+    seem alive.
 
     Source: `Tensor._use_count` (torch/csrc/autograd/python_variable.cpp); `ProcessGroupGloo::runLoop`
     (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp) is the thread.
@@ -107,4 +107,4 @@ def let_go_by_gloo(tensor: torch.Tensor) -> None:
 
 _LONGEST_MS = 50
 _USES_IN_DISPATCH = 3
-"""The tensor's own object, the caller's stack and ours; gloo's work adds three."""
+"""References of the tensor's own object, the caller's stack and ours; gloo's work adds three."""

@@ -38,7 +38,7 @@ def is_zero_tensor(tensor: torch.Tensor) -> bool:
 
 
 def dense_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a jagged nested tensor, whose own sizes are symbols; any other tensor as it is.
+    """The values of a jagged nested tensor, whose own sizes are symbols; any other tensor itself.
 
     Source: `NestedTensor._values` in torch/nested/_internal/nested_tensor.py.
     """
@@ -68,14 +68,14 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
-"""The tensor that a view was made of, None for what is no view.
+"""The tensor that a view was made of, None if the tensor is no view.
 
 Source: `Tensor._base` (torch/csrc/autograd/python_variable.cpp).
 """
 
 
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's own parameters and buffers by name, None where a name has none.
+    """A module's own parameters and buffers by name; None for a name without one.
 
     Source: `Module._parameters`, `Module._buffers` (torch/nn/modules/module.py).
     """
@@ -118,11 +118,11 @@ def version_of(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def counted_writes(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Every tensor written in this context, inside `__torch_dispatch__`, gets a new in-place version.
+    """Context, inside `__torch_dispatch__`, that increments the in-place version of every tensor written in it.
 
-    An op that writes the tensors of a list (`_foreach_mul_`) leaves that to the ops it is made of, and below a dispatch
-    mode these do not count it on CPU. Autograd would then miss that a saved tensor was modified, and that the
-    gradient of a view has to go through the write.
+    An op that writes the tensors of a list (`_foreach_mul_`) leaves that to its inner ops, which below a dispatch mode
+    on CPU do not increment it. Autograd would then miss that a saved tensor was modified, and that the gradient of a
+    view has to go through the write.
 
     Source: `Tensor._version` (torch/csrc/autograd/python_variable.cpp).
     """
@@ -139,7 +139,7 @@ def detach_unseen(tensor: torch.Tensor) -> torch.Tensor:
     Source: `Tensor._make_subclass` (torch/csrc/autograd/python_variable.cpp).
     """
     if type(tensor) is torch.Tensor:
-        # What `nn.Parameter` is made with: it sets the modes aside in C++, in half the time.
+        # As in `nn.Parameter`: it sets the modes aside in C++, in half the time.
         return torch.Tensor._make_subclass(torch.Tensor, tensor)
     with disable_dispatch_modes():
         return tensor.detach()
@@ -158,7 +158,7 @@ def detach_sharing_version(tensor: torch.Tensor) -> torch.Tensor:
 def alias_unseen(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor on the same storage, with the same Python attributes, that no dispatch mode sees.
 
-    It has a version of its own: what is written through it does not count as a write to the tensor.
+    It has a version of its own: a write through it does not count as a write to the tensor.
 
     Source: `Tensor.data`, which is `variable_data` (torch/csrc/autograd/python_variable.cpp).
     """
@@ -177,7 +177,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Let a tensor, and all that share its storage by views, have this in-place version.
+    """Set the in-place version of a tensor and of all tensors that share its storage by views.
 
     Source: `_unsafe_set_version_counter` (torch/csrc/autograd/init.cpp).
     """

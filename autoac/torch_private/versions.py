@@ -18,7 +18,7 @@ def is_tried(version: str) -> bool:
 
 @functools.cache
 def note_untried() -> None:
-    """Log one warning in a process if its torch was not tried."""
+    """Log one warning per process if its torch was not tried."""
     if not is_tried(torch.__version__):
         logging.getLogger("autoac").warning(
             "autoac was not tried with torch %s, only with %s. It uses private interfaces of torch, which may have "

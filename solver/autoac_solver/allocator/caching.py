@@ -9,8 +9,8 @@ NOTE [ The allocator's rules ]
      [`get_free_block`, `BlockComparatorSize`].
   4. The remainder becomes a free block if it has at least 512 bytes in the small pool and in expandable segments, or
      more than 1 MiB in the large pool [`should_split`]. Otherwise the whole block counts as allocated.
-  5. `max_split_size_mb`: allocations below it never take a block of at least that size, and allocations above it take
-     no block that is larger by `max_non_split_rounding_mb` or more; the latter are not split [`get_free_block`].
+  5. `max_split_size_mb`: allocations below it never take a block of at least that size. Allocations of at least that
+     size take no block that is larger by `max_non_split_rounding_mb` or more, and do not split it [`get_free_block`].
   6. If no block fits, a segment is requested from the driver: 2 MiB for a small allocation, 20 MiB
      (`large_segment_size_mb`) below 10 MiB, else the size rounded up to 2 MiB [`get_allocation_size`].
   7. A freed block is merged with its free neighbours in the segment [`free_block`, `try_merge_blocks`].

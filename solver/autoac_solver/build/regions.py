@@ -1,4 +1,4 @@
-"""Which module calls become regions under an engine, and why the others do not."""
+"""Selection of module calls as regions under an engine, and the reasons for refusing others."""
 
 from __future__ import annotations
 

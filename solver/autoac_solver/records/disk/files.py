@@ -21,7 +21,7 @@ from autoac_solver.records.format import format_bytes
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # No backtracking: linear time.
 _PIECE_BYTES = 2**20
 _COMMANDS = ("plan", "profile", "tradeoff")
-"""The commands that write files of ours; what they print with `--json` is taken for such a file."""
+"""The commands that write autoac's files; users mistake their `--json` output for such a file."""
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
@@ -156,7 +156,7 @@ def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
 
 
 def _kind_of(data: Any) -> str:
-    """What is in a file that is not of the kind that was expected."""
+    """Description of a file's contents, for the error about an unexpected kind."""
     head = data if isinstance(data, dict) else {}
     if isinstance(head.get("schema"), str):
         return f"holds {head['schema']!r:.80}"

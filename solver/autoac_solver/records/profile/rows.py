@@ -1,4 +1,4 @@
-"""The rows of a profile: ops, storages, saved tensors, and calls of modules."""
+"""The rows of a profile: ops, storages, saved tensors, and module calls."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ const curveView = (() => {
   const most = Math.max(...shown.map((plan) => plan.budget));
   const { by_hand: byHand, greedy, knee_bytes: knee } = source;
   const capacity = source.device_bytes;
-  // So near that the picture makes room for its line.
+  // Close enough that the axis extends to show its line.
   const showsCapacity = capacity > 0.75 * least && capacity < 1.25 * most;
   let selected = chosenPlan;
   let pick = () => {};
@@ -29,7 +29,7 @@ const curveView = (() => {
     const theirs = [...byHand.map((other) => other.overhead), ...greedy.map(([, overhead]) => overhead)];
     const highest = Math.max(ours, ...theirs.filter((overhead) => overhead < 2 * ours)) * 1.08;
     const y = linear(0, highest, bottom, top);
-    // A budget far beyond what the step takes is drawn at the edge.
+    // A budget far above the step's peak is drawn at the edge.
     const at = (plan) => [Math.min(x(plan.budget), right), y(plan.overhead)];
 
     if (source.from_the_least) {
@@ -71,7 +71,7 @@ const curveView = (() => {
         draw("path", { class: "curve-hand", d: `M${px - 4.5} ${py - 4.5}h9v9h-9Z` },
           draw("title", {}, `by hand, ${name}: +${formatPercent(overhead)} at ${formatBytes(peak)}`)),
       );
-      if (width >= 560) { // on a phone the names are in the table
+      if (width >= 560) { // on narrow screens only the table has the names
         svg.append(draw("text", { class: "note", x: px + (over ? -2 : 9), y: py - (over ? 12 : 6), "text-anchor": over ? "middle" : "start" }, name));
       }
     }
@@ -110,7 +110,7 @@ const curveView = (() => {
     });
   }
 
-  /** A plan holds up to the next larger budget, a bound down to the next smaller one: steps, not slopes. */
+  /** A plan is valid up to the next larger budget, a bound down to the next smaller one: steps, not slopes. */
   const steps = (points) => points.map(([px, py], i) => (i ? `H${round(px)}V${round(py)}` : `M${round(px)} ${round(py)}`)).join("");
   const stepsBefore = (points) => points.map(([px, py], i) => (i ? `V${round(py)}H${round(px)}` : `M${round(px)} ${round(py)}`)).join("");
 

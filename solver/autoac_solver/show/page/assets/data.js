@@ -1,6 +1,6 @@
-// The page's data, decoded; content.py says what it holds.
+// The page's data, decoded; its format is in content.py.
 
-/** A column as encode() in columns.py wrote it. */
+/** Decodes a column written by encode() in columns.py. */
 function decode(text) {
   const values = [];
   let value = 0;
@@ -15,7 +15,7 @@ function decode(text) {
 }
 
 const source = JSON.parse(byId("data").textContent);
-byId("data").remove(); // megabytes that nobody needs twice
+byId("data").remove(); // frees megabytes that are decoded now
 
 const { kinds, modules, names } = source;
 const TEMP = kinds.indexOf("Temp");
@@ -35,7 +35,7 @@ const storages = {
   op: decode(source.storages.op),
 };
 
-/** What plans with the same regions share. */
+/** The data that plans with the same regions share. */
 function decodeAxis(data) {
   const axis = {
     op: decode(data.op),
@@ -54,7 +54,7 @@ function decodeAxis(data) {
   let next = 0;
   axis.life.bytes = axis.life.storage.map((storage) => (storage < 0 ? nameless[next++] : storages.bytes[storage]));
   axis.length = axis.op.length;
-  axis.forward = new Map(); // op -> where it runs the first time
+  axis.forward = new Map(); // op -> position of its first run
   axis.op.forEach((op, position) => {
     if (!axis.again[position]) axis.forward.set(op, position);
   });
@@ -73,7 +73,7 @@ function changed(before, { at, to }) {
   return after;
 }
 
-/** Plans are stored as changes to the plan before them on their axis. */
+/** Decodes the plans, which are stored as changes against the previous plan on their axis. */
 function decodePlans() {
   const latest = axes.map((axis) => ({
     lasts: new Int32Array(axis.life.start.length),
@@ -107,7 +107,7 @@ const chosenPlan = plans[source.chosen];
 
 const kindOfLife = (axis, life) => (axis.life.storage[life] < 0 ? TEMP : storages.kind[axis.life.storage[life]]);
 
-/** Live bytes at every position: by kind, and all together. */
+/** Live bytes at every position, by kind and in total. */
 function memoryOf(plan) {
   const { axis, lasts } = plan;
   const byKind = kinds.map(() => new Float64Array(axis.length + 1));
@@ -133,7 +133,7 @@ function memoryOf(plan) {
   return { byKind, total, peakAt };
 }
 
-/** What is alive at a position, by kind and module, largest first. */
+/** Live memory at a position, by kind and module, largest first. */
 function aliveAt(plan, position) {
   const { axis, lasts } = plan;
   const held = new Map();
@@ -155,7 +155,7 @@ function aliveAt(plan, position) {
   })).sort((a, b) => b.bytes - a.bytes || a.kind - b.kind || a.module - b.module);
 }
 
-/** Op, module and phase of a position. A replay of something that this plan keeps does not run. */
+/** Op, module and phase of a position. Replays of values that this plan saves do not run. */
 function describe(plan, memory, position) {
   const { axis } = plan;
   const op = axis.op[position];

@@ -1,6 +1,6 @@
-// Making and filling elements. Text always goes in as text, never as markup.
+// Creating and filling elements. Text is always inserted as text, never as markup.
 
-document.body.classList.remove("still"); // first, for what is not shown cannot be measured
+document.body.classList.remove("still"); // first, because hidden elements cannot be measured
 
 const byId = (id) => document.getElementById(id);
 
@@ -19,7 +19,7 @@ const make = (tag, attributes = {}, ...children) => fill(document.createElement(
 const draw = (tag, attributes = {}, ...children) =>
   fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
-/** Puts children in the place of those that an element has. */
+/** Replaces an element's children. */
 const show = (element, ...children) => element.replaceChildren(...children);
 
 /** Text that may break after the dots and underscores of a name. */
@@ -30,7 +30,7 @@ const swatch = (kind) =>
   draw("svg", { class: "swatch", viewBox: "0 0 12 12", "aria-hidden": "true" },
     draw("rect", { class: kind, width: 12, height: 12, rx: 3 }));
 
-/** Runs a function at the next frame, once however often it was asked for. */
+/** Runs a function once at the next frame, however often it was requested. */
 function atNextFrame(run) {
   let asked = false;
   return () => {
@@ -43,7 +43,7 @@ function atNextFrame(run) {
   };
 }
 
-/** Runs a function when nothing has asked for it for a while. */
+/** Runs a function after no request for it has come for a while. */
 function whenQuiet(run, milliseconds) {
   let timer = 0;
   return () => {

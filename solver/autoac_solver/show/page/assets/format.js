@@ -1,4 +1,4 @@
-// Numbers as people read them; the same digits as format.py gives.
+// Readable numbers, with the same digits as format.py.
 
 /** Significant digits without zeros at the end. */
 const digits = (value, n) => String(Number(value.toPrecision(n)));
@@ -23,7 +23,7 @@ function formatSeconds(seconds) {
   return seconds ? `${digits(seconds * 1e6, 3)} µs` : "0 s";
 }
 
-/** To the byte, for titles. */
+/** Exact bytes, for titles. */
 const exactBytes = (bytes) => `${bytes.toLocaleString("en")} bytes`;
 
 const formatPercent = (fraction, decimals = 1) => `${(100 * fraction).toFixed(decimals)}%`;

@@ -1,4 +1,4 @@
-// The slider, which everything follows.
+// The budget slider, which drives all other parts.
 
 const slider = byId("budget");
 let selectedPlan = null;

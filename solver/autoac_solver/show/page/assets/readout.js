@@ -1,4 +1,4 @@
-// What is alive: beside the timeline at the cursor, and in a table at the peak.
+// Live memory: at the cursor beside the timeline, and at the peak in a table.
 
 const readoutView = (() => {
   const inTable = 12;
@@ -26,7 +26,7 @@ const readoutView = (() => {
     show(byId("read-code"), ...breakable(what.code));
     byId("read-phase").textContent = `${what.words}; op ${formatCount(position + 1)} of ${formatCount(plan.axis.length)}`;
     const rows = kinds.map((_, kind) => row(kind, memory.byKind[kind][position])).filter((_, kind) => everThere[kind]);
-    show(byId("read-kinds"), ...rows.reverse()); // as they are stacked
+    show(byId("read-kinds"), ...rows.reverse()); // in stacking order
     byId("read-total").textContent = formatBytes(what.total);
     byId("read-total").title = exactBytes(what.total);
     const held = aliveAt(plan, position).slice(0, inList);

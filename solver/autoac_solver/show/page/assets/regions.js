@@ -5,7 +5,7 @@ const regionsView = (() => {
   const CLASSES = ["save", "recompute", "skip-value"];
   let plan = null;
 
-  /** Bytes, values and seconds by decision: of each region, and of all. */
+  /** Bytes, values and seconds by decision, per region and in total. */
   function sums() {
     const { axis, decided, recomputed } = plan;
     const regions = axis.regions.map((name) => ({ name, bytes: [0, 0, 0] }));
@@ -23,7 +23,7 @@ const regionsView = (() => {
     return { regions, all };
   }
 
-  /** The class of a region's module and where its code is; "" for several regions, and where that is not known. */
+  /** The class of a region's module and the place of its code; "" for several regions, or if unknown. */
   function codeOf(name) {
     const module = modules.indexOf(name.split("#")[0]);
     return module < 0 || !source.sources[module] ? "" : ` (${source.sources[module]})`;
@@ -40,7 +40,7 @@ const regionsView = (() => {
           word === "recompute" && all.again ? `, ${formatSeconds(all.again / 1e9)} to run again` : ""))));
   }
 
-  /** Neighbours are joined where there are more regions than room. */
+  /** Neighbouring regions are joined if there is not enough room. */
   function joined(regions, count) {
     if (regions.length <= count) return regions;
     return Array.from({ length: count }, (_, i) => {

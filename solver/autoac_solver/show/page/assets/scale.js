@@ -1,4 +1,4 @@
-// Axes of the pictures.
+// Axes of the plots.
 
 /** Round values over [0 or low, high], about n of them. */
 function ticks(low, high, n) {
@@ -19,7 +19,7 @@ const linear = (low, high, from, to) => {
 
 const round = (value) => Math.round(value * 10) / 10;
 
-/** An empty picture as wide as its place, with a title for those who do not see it. */
+/** An empty plot as wide as its container, with a title for screen readers. */
 function canvas(place, height, title) {
   const width = Math.max(240, place.clientWidth);
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": title });

@@ -1,10 +1,10 @@
-// The table of decisions: one row a value, sorted, filtered, searched, a page at a time.
+// The table of decisions: one row per value, with sorting, filters, search and paging.
 
 const tableView = (() => {
   const PAGE = 50;
   const natural = new Intl.Collator("en", { numeric: true });
 
-  /** The place of each string among all of them, so that rows are sorted by numbers. */
+  /** The rank of each string, so that rows are sorted by numbers. */
   function places(strings) {
     const order = strings.map((_, i) => i).sort((a, b) => natural.compare(strings[a], strings[b]));
     const place = new Int32Array(strings.length);
@@ -24,7 +24,7 @@ const tableView = (() => {
   ];
 
   let plan = null;
-  let rows = null; // columns of what can be sorted, one entry a value
+  let rows = null; // sortable columns, one entry per value
   let earlier = null; // storage -> decision in the chosen plan
   let order = [];
   let page = 0;

@@ -1,7 +1,7 @@
 // Memory over the step: layers by kind, a cursor, zoom.
 //
-// There are more ops than pixels. Each pixel shows the op among its own with the most live bytes, so a peak that lasts
-// for one op is there at any zoom.
+// There are more ops than pixels. Each pixel shows the op with the most live bytes in its range, so a peak of a single
+// op is visible at any zoom.
 
 const timelineView = (() => {
   const place = byId("timeline");
@@ -10,7 +10,7 @@ const timelineView = (() => {
   const highest = Math.max(...plans.map((plan) => plan.peak));
   const unplanned = plans.findLast((plan) => !plan.recomputed.includes(1));
   const unplannedTotal = unplanned && memoryOf(unplanned).total;
-  const near = (budget, bytes) => budget < bytes * 1.3; // so near that the picture makes room for its line
+  const near = (budget, bytes) => budget < bytes * 1.3; // close enough that the axis extends to show its line
   let plan = null;
   let memory = null;
   let from = 0; // first position shown
@@ -18,11 +18,11 @@ const timelineView = (() => {
   let cursor = 0;
   let resting = true;
   let columns = null;
-  let frame = null; // measures of the picture
+  let frame = null; // dimensions of the plot
   let moved = () => {};
   const tip = make("div", { class: "tip", hidden: "" });
 
-  /** For each column of the picture: where it begins, and the position it shows. */
+  /** Per pixel column of the plot: its start, and the position it shows. */
   function bucket(first, end, width) {
     const n = end - first;
     const count = Math.max(1, Math.min(n, Math.floor(width)));
@@ -56,7 +56,7 @@ const timelineView = (() => {
     const { svg, width } = canvas(place, height, "");
     svg.removeAttribute("role");
     svg.removeAttribute("aria-label");
-    svg.setAttribute("aria-hidden", "true"); // the place itself is the slider that says what is there
+    svg.setAttribute("aria-hidden", "true"); // the container is the slider, which describes the position
     const [left, right, top, bottom] = [64, width - 4, 22, height - 40];
     columns = bucket(from, to, right - left);
     const whole = to - from >= plan.axis.length;
@@ -118,14 +118,14 @@ const timelineView = (() => {
     placeCursor();
   }
 
-  /** Where the op at a position, or the last before it that no plan leaves out, runs in the step with nothing recomputed. */
+  /** The position, with nothing recomputed, of the op at a position, or of the last op before it that every plan runs. */
   function elsewhere(position) {
     let at = position;
     while (at > 0 && plan.axis.again[at]) at -= 1;
     return unplanned.axis.forward.get(plan.axis.op[at]) ?? 0;
   }
 
-  /** The strip under the picture: forward, backward, and what is really run again. */
+  /** The strip under the plot: forward, backward, and the ops that actually run again. */
   function phases(svg, xs, bottom) {
     const phase = Array.from(columns.shown, (position) => describe(plan, memory, position)).map((what) =>
       what.phase === "recompute" && !what.runs ? "backward" : what.phase,
@@ -151,7 +151,7 @@ const timelineView = (() => {
     }
   }
 
-  /** The whole step in small, with a window over what is shown above. */
+  /** The overview of the whole step, with a window over the part shown above. */
   function renderOverview() {
     const whole = to - from >= plan.axis.length;
     overview.hidden = whole;
@@ -198,7 +198,7 @@ const timelineView = (() => {
     tip.style.transform = `translate(${Math.max(0, Math.round(beside))}px, ${frame.top}px)`;
   }
 
-  /** With nobody at the picture, the cursor is at the peak and takes no line. */
+  /** Without pointer or focus on the plot, the cursor is at the peak and has no line. */
   function rest() {
     resting = true;
     cursor = memory.peakAt;
@@ -219,7 +219,7 @@ const timelineView = (() => {
     redraw();
   }
 
-  /** Zooms by a factor about a position, which stays where it is. */
+  /** Zooms by a factor around a position, which keeps its place. */
   const zoomAbout = (position, factor) => {
     const span = Math.max(NARROWEST, (to - from) * factor);
     const share = (position - from) / (to - from);
@@ -242,7 +242,7 @@ const timelineView = (() => {
     moveTo(memory.peakAt);
   }
 
-  /** The position that stands in the picture at a horizontal place. */
+  /** The position shown at an x coordinate. */
   function positionAt(event) {
     const box = place.getBoundingClientRect();
     const share = (event.clientX - box.left - frame.left) / (frame.right - frame.left);
@@ -250,7 +250,7 @@ const timelineView = (() => {
     return columns.shown[column];
   }
 
-  /** Along the drawn positions, so that one key press is one pixel where there are more ops than pixels. */
+  /** Moves along the drawn positions, so that a key press is one pixel if there are more ops than pixels. */
   function step(by) {
     const at = columns.shown.findIndex((position) => position >= cursor);
     const here = at < 0 ? columns.shown.length - 1 : at;
@@ -303,7 +303,7 @@ const timelineView = (() => {
     if (place.matches(":focus-visible")) moveSoon();
   });
   place.addEventListener("wheel", (event) => {
-    // The page scrolls unless the picture has the focus, or the fingers pinch.
+    // The page scrolls unless the plot has the focus, or for a pinch gesture.
     if (document.activeElement !== place && !event.ctrlKey) return;
     event.preventDefault();
     if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan(event.deltaX / 800);
@@ -358,7 +358,7 @@ const timelineView = (() => {
   for (const [id, run] of Object.entries(buttons)) byId(id).addEventListener("click", run);
   onWidth(place, redraw);
 
-  /** Where the op at a position of one axis runs on another. */
+  /** The position on one axis of the op at a position of another. */
   const sameOp = (old, axis, position) => axis.forward.get(old.op[Math.min(position, old.length - 1)]) ?? 0;
 
   return {
@@ -378,7 +378,7 @@ const timelineView = (() => {
       resting = true;
       redraw();
     },
-    /** Whether the picture of the whole step goes up to a budget. */
+    /** Whether the plot of the whole step reaches up to a budget. */
     reaches: (budget) => near(budget, highest),
     onMove(callback) {
       moved = callback;

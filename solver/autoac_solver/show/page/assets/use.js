@@ -1,4 +1,4 @@
-// What to write to train with the plan shown.
+// Code to train with the plan shown.
 
 const useView = (() => {
   const place = byId("use");

@@ -19,8 +19,9 @@ from torch import nn
 
 import autoac
 from autoac.automatic import Auto
+from autoac.automatic.peak import StepPeak
 from autoac.measure import measure_peak
-from autoac.torch_private import top_dispatch_mode
+from autoac.torch_private import is_profiled, top_dispatch_mode
 from tests.small_models import BATCH, WIDTH, Blocks, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -239,6 +240,8 @@ def test_what_the_loop_keeps_of_the_output_is_no_batch_of_a_loader():
 def test_bad_arguments_are_refused_at_once(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match="no folder"):
         autoac.auto(make(), ENOUGH, path=tmp_path / "nowhere" / "plan.json")
+    with pytest.raises(ValueError, match=r"plan\.txt.*has to end in \.json"):
+        autoac.auto(make(), ENOUGH, path=tmp_path / "plan.txt")
     with pytest.raises(autoac.ProfilingError, match="str"):
         autoac.auto("model", ENOUGH)  # type: ignore[arg-type]
 
@@ -337,12 +340,16 @@ def test_larger_batch_is_an_error_before_it_runs():
     assert torch.equal(run.model.seen, seen)
 
 
-def test_larger_batch_is_planned_for():
-    run = Run(bare, ENOUGH, steps=2, on_larger="replan")
+def test_larger_batch_is_planned_for_and_measured():
+    run = Run(bare, ENOUGH, steps=2, on_larger="replan", measure=True)
+    assert run.handle is not None
     optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    first = run.plan
     larger(run.model, optimizer)
     larger(run.model, optimizer)
     assert "[128,16]" in run.plan.record.profile.sample
+    assert run.handle.measured_plan is run.plan
+    assert run.handle.measured_peak_bytes == run.plan.predicted_peak_bytes > first.predicted_peak_bytes
 
 
 def test_saved_plan_is_taken_up(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -373,10 +380,11 @@ def test_saved_plan_is_for_the_arguments_that_it_was_made_with(
             Run(bare, budget, steps=2, path=path, **options)
             assert ("planning anew" in caplog.text) == bool(options)
             caplog.clear()
-            again = Run(bare, budget, steps=2, path=path, verify=True, **options)
+            Run(bare, budget, steps=1, path=path, **options)
         assert "took up" in caplog.text
-        assert again.handle is not None
-        assert again.handle.report.ok, again.handle.report
+    again = Run(bare, budget, steps=2, path=path, verify=True, **arguments[-1])
+    assert again.handle is not None
+    assert again.handle.report.ok, again.handle.report
 
 
 def test_verified_plan_and_measured_peak():
@@ -385,6 +393,25 @@ def test_verified_plan_and_measured_peak():
     assert run.handle.report.ok, run.handle.report
     assert run.handle.measured_peak_bytes == run.plan.predicted_peak_bytes
     run.assert_trained_as(Run(bare, None, steps=4))
+
+
+def test_peak_without_an_optimizer_is_that_of_one_step():
+    handle = autoac.auto(model := make().train(), ENOUGH, measure=True)
+    for x, y in batches(2):
+        by_hand(model, None, x, y)
+        assert handle.measured_peak_bytes is None
+    by_hand(model, None, *next(batches(1)))
+    assert not is_profiled()
+    assert handle.plan is not None
+    assert handle.measured_peak_bytes == handle.plan.predicted_peak_bytes
+
+
+def test_measuring_ends_with_the_handle():
+    peak = StepPeak(make(), wanted=True)
+    peak.begin()
+    assert is_profiled()
+    del peak
+    assert not is_profiled()
 
 
 def test_copy_of_the_model_trains_by_itself():
@@ -689,10 +716,9 @@ def test_more_micro_batches_than_recorded_keep_to_the_budget(engine: Any):
         handle.remove()
         return [plan.resident_bytes + peak for peak in found[2:]], plan
 
-    _, ample = peaks(ENOUGH, (2, 2, 2))
-    _, plan = peaks(budget_of(ample, 0.8), (2, 2, 2))
+    _, ample = peaks(ENOUGH, (2, 2))
+    found, plan = peaks(budget_of(ample, 0.8), (2, 2, 2, 4, 4))
     assert any(region.wrapped for region in plan.regions)
-    found, plan = peaks(plan.budget_bytes, (2, 2, 2, 4, 4))
     assert max(found) <= plan.budget_bytes
 
 

@@ -12,7 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autoac.automatic.ahead import Ahead
 from autoac.automatic.loop_plan import LoopPlan
 from autoac.automatic.optimizers import trained_in
-from autoac.automatic.peak import StepPeak
 from autoac.automatic.wanted import Wanted
 from autoac.execute.attach import restart_calls
 from autoac.execute.on_top import OnTop
@@ -26,8 +25,9 @@ class Auto(LoopPlan):
 
     Attributes:
         report: result of `Plan.verify`, None if it was not requested or has not run yet.
-        measured_peak_bytes: peak of the first planned step, with the optimizer's step and resident bytes; None until it
-            is over, or if it is not to be measured.
+        measured_peak_bytes: peak of the first step under the plan, with the optimizer's step and resident bytes; None
+            until it is over, or if it is not to be measured.
+        measured_plan: the plan of that step; None as long as nothing was measured.
     """
 
     def __init__(self, model: torch.nn.Module, wanted: Wanted, optimizer: Any):
@@ -106,6 +106,8 @@ class Auto(LoopPlan):
         Args:
             begins: whether a step begins with the call.
         """
+        if begins and self._peak.is_running:  # no optimizer has stepped since
+            self._tell_peak(self._peak.end())
         self._recording.end_if_over(begins and not (self._cycle.is_one and has_gradients(self._model)))
         if not self._cycle.is_told:
             self._cycle.has_stepped = False
@@ -186,7 +188,6 @@ class Auto(LoopPlan):
         """Begin a step; if its optimizer steps differ from the recorded ones, record again."""
         if self._cycle.begins():
             self._record_again(is_new=True)
-            self._peak = StepPeak(self._model, self._wanted.measure)
             LOGGER.info("the loop's steps end with several optimizers: recording them as one")
         if self._cycle.is_too_long:
             self._warn(

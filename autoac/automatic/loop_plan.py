@@ -33,13 +33,15 @@ class LoopPlan:
 
     Attributes:
         report: result of `Plan.verify`, None if it was not requested or has not run yet.
-        measured_peak_bytes: peak of the first planned step, with the optimizer's step and resident bytes; None until it
-            is over, or if it is not to be measured.
+        measured_peak_bytes: peak of the first step under the plan, with the optimizer's step and resident bytes; None
+            until it is over, or if it is not to be measured.
+        measured_plan: the plan of that step; None as long as nothing was measured.
     """
 
     def __init__(self, model: torch.nn.Module, wanted: Wanted, optimizer: Any, on_top: OnTop):
         self.report: Any = None
         self.measured_peak_bytes: int | None = None
+        self.measured_plan: Plan | None = None
         self._given = model
         self._model = unwrapped(model)
         self._wanted = wanted
@@ -127,7 +129,7 @@ class LoopPlan:
             self._verify(plan, args, kwargs)
         if save and self._wanted.path is not None:
             plan.save(self._wanted.path)
-        self._put_plan_on(plan, "planned")
+        self._put_new_plan_on(plan, "planned")
 
     def _take_up_saved(self, args: Any, kwargs: Any) -> None:
         """Put on the plan that an earlier run saved, if there is one for this model."""
@@ -139,7 +141,7 @@ class LoopPlan:
         if self._wanted.verify:
             self._verify(plan, args, kwargs)
         self._was_saved = True  # its profile counts the optimizers of that run
-        self._put_plan_on(plan, f"took up {self._wanted.path}:")
+        self._put_new_plan_on(plan, f"took up {self._wanted.path}:")
 
     def _meet(self, args: Any, kwargs: Any) -> None:
         """Settle with the other ranks on a plan; see NOTE [ One loop on several ranks ]."""
@@ -175,6 +177,11 @@ class LoopPlan:
             self._take_up(plan, args, kwargs)
         else:
             self._take(plan, args, kwargs, save=meeting.is_first)
+
+    def _put_new_plan_on(self, plan: Plan, verb: str) -> None:
+        self.measured_peak_bytes = self.measured_plan = None
+        self._peak = StepPeak(self._model, self._wanted.measure)
+        self._put_plan_on(plan, verb)
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:
         with self._on_top.aside():
@@ -214,5 +221,6 @@ class LoopPlan:
 
     def _tell_peak(self, above_start_bytes: int | None) -> None:
         if above_start_bytes is not None and self._plan is not None:
+            self.measured_plan = self._plan
             self.measured_peak_bytes = self._plan.resident_bytes + above_start_bytes
             LOGGER.info("%s", peak_in_a_line(self._plan, self.measured_peak_bytes))

@@ -1,8 +1,9 @@
-"""The measured peak of the first planned step."""
+"""The measured peak of the first step under a plan."""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 import torch
 
@@ -32,6 +33,7 @@ class StepPeak:
         if not wanted or is_profiled() or device_for(device).not_measurable():
             return
         stack = contextlib.ExitStack()
+        weakref.finalize(self, stack.close)  # torch's profiler must not run when the process ends
         self._running = stack, stack.enter_context(measuring(device))
 
     @property

@@ -16,9 +16,12 @@ from autoac.step.model import check_model, unwrapped
 from autoac.step.modules import RegionChoice
 from autoac.step.optimizer import real_optimizer
 from autoac.torch_private import compiled_attribute, is_compiled_wrapper
+from autoac_solver.plan.planning import resolve_engine
 from autoac_solver.records.disk.files import check_writable
+from autoac_solver.records.disk.limits import MOST_BYTES
 from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.units import parse_bytes
 
 ON_LARGER = ("warn", "replan", "error")
 
@@ -54,10 +57,10 @@ def auto(
         on_larger: reaction to a call of the model with more elements than planned for: "warn" once, "replan" (record
             that step, then plan for it), or raise an "error" before it runs.
         verify: run `Plan.verify` on the second step's batch before the plan is put on the model, and measure the peak
-            of the first planned step; see `Auto.report` and `Auto.measured_peak_bytes`.
-        path: the plan's file. The plan is saved there; an existing one is used without recording a step if it was made
-            for this model, kind of device, budget and engine.
-        measure: measure the peak of the first planned step.
+            of the first step under it; see `Auto.report` and `Auto.measured_peak_bytes`.
+        path: the plan's file, .json. The plan is saved there; an existing one is used without recording a step if it was
+            made for this model, kind of device, budget and engine.
+        measure: measure the peak of the first step under the plan, and under each plan that replaces it.
 
     Returns:
         The handle: `.plan`, None before the first step, and `.remove()`.
@@ -69,18 +72,12 @@ def auto(
 
         The loop's second step raises InfeasibleBudgetError if no plan fits; the model is without a plan then.
     """
-    if on_larger not in ON_LARGER:
-        raise ValueError(f"on_larger is {on_larger!r}; possible are {', '.join(map(repr, ON_LARGER))}.")
+    check_options(budget, engine, headroom, on_larger, path)
     policies = listed(policies)
     check_model(unwrapped(model))
     if has_owner(model):
         raise ProfilingError(
             "autoac.auto (or a plan for each bucket) is on this model already: call remove() on its handle first."
-        )
-    if compiles(engine):
-        raise ValueError(
-            "autoac.auto records the loop's own step, and compiles nothing by itself. Plan before the loop instead: "
-            "autoac.plan(model, sample, budget, engine='compile').apply(model)."
         )
     if not is_compiled_wrapper(model) and compiled_attribute(model) is not None:
         raise ProfilingError(
@@ -107,3 +104,29 @@ def auto(
         ),
         real,
     )
+
+
+def check_options(
+    budget: int | str, engine: EngineName, headroom: int | str, on_larger: str, path: str | Path | None
+) -> None:
+    """Refuse what makes no sense for any model.
+
+    Args: as for `auto`.
+
+    Raises:
+        ValueError: an argument makes no sense.
+    """
+    if on_larger not in ON_LARGER:
+        raise ValueError(f"on_larger is {on_larger!r}; possible are {', '.join(map(repr, ON_LARGER))}.")
+    resolve_engine(engine)
+    if compiles(engine):
+        raise ValueError(
+            "autoac.auto records the loop's own step, and compiles nothing by itself. Plan before the loop instead: "
+            "autoac.plan(model, sample, budget, engine='compile').apply(model)."
+        )
+    for amount in (budget,) if headroom == 0 else (budget, headroom):
+        parse_bytes(
+            amount, MOST_BYTES
+        )  # a percentage is of what the model's device has, which is known later
+    if path is not None and Path(path).suffix != ".json":
+        raise ValueError(f"path is {str(path)!r}: plans are JSON, so the file's name has to end in .json.")

@@ -14,7 +14,8 @@ class AutoACCallback(Callback):
     """Trains under a memory budget: `Trainer(..., callbacks=[AutoACCallback(budget="20GB")])`.
 
     The first steps are recorded as they run (the second is unlike the first: Lightning clears gradients after
-    forward), and the next ones run under the plan, which is off again when training ends.
+    forward), and the next ones run under the plan, which is off again when training ends. Predicted and measured peak
+    go to the trainer's loggers as `autoac/...`.
 
     Args:
         budget and the others: as for `autoac.auto`.
@@ -42,6 +43,15 @@ class AutoACCallback(Callback):
         """A forward comes: `training_step` need not call the module itself."""
         if self._planned.handle is not None:
             self._planned.handle.begins((batch,), {})
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Tell the loggers once there is something to tell."""
+        if news := self._planned.news():
+            # Not the module's `log`: that goes by the trainer's own intervals, and into its metrics.
+            for logger in trainer.loggers:
+                logger.log_metrics(news, trainer.global_step)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the module as it was."""

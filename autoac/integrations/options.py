@@ -7,7 +7,9 @@ from typing import Any, Literal
 import torch
 
 from autoac.automatic import Auto, auto
+from autoac.automatic.start import check_options
 from autoac.plans import Plan
+from autoac.policies import listed
 from autoac.progress import LOGGER
 from autoac.step.model import unwrapped
 from autoac_solver.records.engines import EngineName
@@ -17,7 +19,7 @@ class Planned:
     """Puts `autoac.auto` on a model for the time of a training run.
 
     Args:
-        budget, options: as for `autoac.auto`; an unknown one is refused here.
+        budget, options: as for `autoac.auto`; what makes no sense for any model is refused here.
     """
 
     def __init__(
@@ -33,11 +35,12 @@ class Planned:
         verify: bool = False,
         path: Any = None,
     ):
+        check_options(budget, engine, headroom, on_larger, path)
         self.budget = budget
         self.options = {
             "optimizer": optimizer,
             "regions": regions,
-            "policies": policies,
+            "policies": listed(policies),
             "engine": engine,
             "headroom": headroom,
             "on_larger": on_larger,
@@ -47,6 +50,7 @@ class Planned:
         self.handle: Auto | None = None
         self._last: Plan | None = None
         self._last_peak_bytes: int | None = None
+        self._told: Plan | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -55,12 +59,27 @@ class Planned:
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Of the run's first planned step, resident bytes included; None before; it is kept when training ends."""
+        """Of the first step under the plan, resident bytes included; None before; it is kept when training ends."""
         return self._last_peak_bytes if self.handle is None else self.handle.measured_peak_bytes
+
+    def news(self) -> dict[str, int]:
+        """What the trainer's loggers are to get, once for each plan of a run: when its first step was measured."""
+        if self.handle is None:
+            return {}
+        measured, plan = self.handle.measured_peak_bytes, self.handle.measured_plan
+        if measured is None or plan is None or plan is self._told:
+            return {}
+        self._told = plan
+        return {
+            "autoac/budget_bytes": plan.budget_bytes,
+            "autoac/predicted_peak_bytes": plan.predicted_peak_bytes,
+            "autoac/measured_peak_bytes": measured,
+        }
 
     def start(self, model: torch.nn.Module) -> None:
         """Begin anew with this model; a plan of a run before, which may have failed, is taken off."""
         self.stop()
+        self._told = None
         inner = unwrapped(model)
         if turned_off := turn_checkpointing_off(inner):
             LOGGER.info(

@@ -27,7 +27,6 @@ class AutoACCallback(TrainerCallback):
     def __init__(self, budget: int | str, **options: Any):
         self._planned = Planned(budget, **options)
         self._trainer: Any = None
-        self._told = False
 
     @property
     def plan(self) -> Plan | None:
@@ -36,7 +35,7 @@ class AutoACCallback(TrainerCallback):
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Of the first planned step, resident bytes included; None before."""
+        """Of the first step under the plan, resident bytes included; None before."""
         return self._planned.measured_peak_bytes
 
     def on_train_begin(
@@ -44,29 +43,19 @@ class AutoACCallback(TrainerCallback):
     ) -> None:
         """Checkpointing, mixed precision and wrappers have been set up: wait for the first step."""
         assert model is not None
-        self._trainer, self._told = _calling_trainer(), False
+        self._trainer = _calling_trainer()
         # The trainer calls the model by its wrapper; compiled code does not go by what is put on the model inside.
         wrapper = getattr(self._trainer, "model_wrapped", model)
         self._planned.start(wrapper if is_compiled_wrapper(wrapper) else model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Tell the loggers once there is something to tell."""
-        measured = self.measured_peak_bytes
-        if self._told or measured is None or self._trainer is None:
+        if self._trainer is None or not (news := self._planned.news()):
             return
-        self._told, plan = True, self._planned.plan
-        assert plan is not None
         # Logging clears this flag, and with it the trainer's own log of this step.
         should_log = control.should_log
         # Not the trainer's own `log`: TRL's also ends the window over which it averages its metrics.
-        Trainer.log(
-            self._trainer,
-            {
-                "autoac/budget_bytes": plan.budget_bytes,
-                "autoac/predicted_peak_bytes": plan.predicted_peak_bytes,
-                "autoac/measured_peak_bytes": measured,
-            },
-        )
+        Trainer.log(self._trainer, dict(news))
         control.should_log = should_log
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

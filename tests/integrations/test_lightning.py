@@ -83,7 +83,26 @@ class Adversarial(lightning.LightningModule):
         return [torch.optim.Adam(self.critic.parameters()), torch.optim.Adam(self.generator.parameters())]
 
 
-def trained(setting: str, callback: AutoACCallback | None, steps: int = 5) -> torch.nn.Module:
+class Told(lightning.pytorch.loggers.logger.Logger):
+    """A logger that keeps what it is told of the plan."""
+
+    name, version = "told", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans: list[dict[str, float]] = []
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if any(name.startswith("autoac/") for name in metrics):
+            self.plans.append(metrics)
+
+
+def trained(
+    setting: str, callback: AutoACCallback | None, steps: int = 5, logger: Told | None = None
+) -> torch.nn.Module:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     lightning.seed_everything(0, verbose=False)
     several = setting == "two optimizers"
@@ -95,7 +114,7 @@ def trained(setting: str, callback: AutoACCallback | None, steps: int = 5) -> to
         max_steps=2 * steps if several else steps,  # it counts those of optimizers
         accelerator="cpu",
         callbacks=[callback] if callback else [],
-        logger=False,
+        logger=logger or False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -114,7 +133,8 @@ def test_trains_as_without_within_the_budget(setting: str):
     assert ample.plan is not None
     full, least = ample.plan.record.unplanned_peak_bytes, ample.plan.resident_bytes
     callback = AutoACCallback(int(least + 0.85 * (full - least)))
-    task = trained(setting, callback)
+    logger = Told()
+    task = trained(setting, callback, logger=logger)
     for name, value in task.state_dict().items():
         assert torch.equal(value, without.state_dict()[name]), name
     plan = callback.plan
@@ -123,4 +143,10 @@ def test_trains_as_without_within_the_budget(setting: str):
     assert callback.measured_peak_bytes is not None
     assert callback.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
     assert callback.measured_peak_bytes <= plan.budget_bytes
+    told = {
+        "autoac/budget_bytes": plan.budget_bytes,
+        "autoac/predicted_peak_bytes": plan.predicted_peak_bytes,
+        "autoac/measured_peak_bytes": callback.measured_peak_bytes,
+    }
+    assert logger.plans == [told]
     assert "forward" not in task.__dict__

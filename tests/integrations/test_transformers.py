@@ -169,6 +169,18 @@ def test_smaller_batch_is_found_and_planned_for(tmp_path: Path, monkeypatch: pyt
     assert f"input_ids int64[2,{LENGTH}]" in callback.plan.record.profile.sample
 
 
-def test_unknown_options_are_refused():
-    with pytest.raises(TypeError):
-        AutoACCallback(ENOUGH, on_larger_batches="warn")
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"on_larger_batches": "warn"}, "on_larger_batches"),
+        ({"on_larger": "stop"}, "on_larger is 'stop'"),
+        ({"path": "plan.txt"}, "plan.txt"),
+        ({"budget": "20"}, "'20' is not an amount"),
+        ({"headroom": "1G"}, "'1G' is not an amount"),
+        ({"engine": "compile"}, "Plan before the loop"),
+        ({"policies": 3}, "policies= is a int"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_there_is_a_trainer(options: dict[str, Any], error: str):
+    with pytest.raises((TypeError, ValueError), match=error):
+        AutoACCallback(**{"budget": ENOUGH, **options})

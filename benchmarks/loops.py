@@ -105,7 +105,7 @@ def _plain(name: str) -> Loop:
 
 
 def _lengths(budget: int | None, steps: int) -> Trained:
-    run = test_lengths.trained(budget, steps)
+    run = test_lengths.trained(budget, test_lengths.random_lengths(steps))
     return Trained(run.model, run.plan, max((peak for _, peak in run.peaks), default=None))
 
 

@@ -58,8 +58,8 @@ def auto(
             that step, then plan for it), or raise an "error" before it runs.
         verify: run `Plan.verify` on the second step's batch before the plan is put on the model, and measure the peak
             of the first step under it; see `Auto.report` and `Auto.measured_peak_bytes`.
-        path: the plan's file, .json. The plan is saved there; an existing one is used without recording a step if it was
-            made for this model, kind of device, budget and engine.
+        path: the plan's file, .json. The plan is saved there; an existing one is used without recording a step if it
+            was made for this model, kind of device, budget and engine.
         measure: measure the peak of the first step under the plan, and under each plan that replaces it.
 
     Returns:

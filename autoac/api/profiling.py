@@ -119,7 +119,13 @@ def profile(
             else:
                 recorded = _recorded(step, mode, table, lean_losses, told)
                 if step.optimizer is not None:
-                    recorded = with_optimizer(recorded, model, step.optimizer, measure=table is None)
+                    recorded = with_optimizer(
+                        recorded,
+                        model,
+                        step.optimizer,
+                        measure=table is None,
+                        elsewhere=table.kind if table else "",
+                    )
                 recorded = wrapped.with_lifetimes(recorded, model)
         if is_compiled:
             called = called_among(recorded, names)

@@ -59,7 +59,11 @@ def record_sharded(
         if step.optimizer is not None:
             trained = torch.nn.ParameterList(shards.values())
             recorded = with_optimizer(
-                recorded, trained, optimizer_of(step.optimizer, step.model, shards), measure=table is None
+                recorded,
+                trained,
+                optimizer_of(step.optimizer, step.model, shards),
+                measure=table is None,
+                elsewhere=table.kind if table else "",
             )
     note = (
         f"of one rank of {spec.ranks} under {spec.in_words}, on fake tensors: collectives take the time of a copy, and "

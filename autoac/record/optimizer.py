@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autoac.device import device_for
 from autoac.measure import unique_storage_bytes
 from autoac.ops.info import tensors_in
 from autoac.ops.signatures import Signature, flops_of
@@ -24,6 +25,7 @@ from autoac.torch_private import (
     DataDependentOutputException,
     FakeTensorMode,
     TorchDispatchMode,
+    fakes_as_parameters,
     key_of_storage,
     local_part,
     storage_key,
@@ -46,7 +48,11 @@ def is_counted(profile: Profile) -> bool:
 
 
 def with_optimizer(
-    profile: Profile, model: torch.nn.Module, optimizer: torch.optim.Optimizer, measure: bool = True
+    profile: Profile,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    measure: bool = True,
+    elsewhere: str = "",
 ) -> Profile:
     """The profile of the step with this optimizer's `step()` at its end.
 
@@ -56,6 +62,8 @@ def with_optimizer(
 
     Args:
         measure: run its matrix products and mixed-dtype ops once in isolation, for their workspace.
+        elsewhere: the kind of device that the profile stands for, if it is another than the model's: "cuda". There
+            optimizers run other ops (`_foreach`, over all parameters at once) with larger temporaries.
 
     Raises:
         ProfilingError: the optimizer has no parameter of this model, or cannot be run on fake tensors.
@@ -63,7 +71,7 @@ def with_optimizer(
     optimizer = real_optimizer(optimizer, model)
     device = torch.device(profile.device)
     try:
-        state_bytes, live = _fake_steps(optimizer, device.type)
+        state_bytes, live = _fake_steps(optimizer, device.type, elsewhere or device.type)
     except Exception as error:
         raise ProfilingError(
             f"{type(optimizer).__name__} cannot be run on fake tensors, so its memory is not known ({error!r:.200}). "
@@ -89,13 +97,20 @@ def _survive(storage: Storage, end: int, new_end: int) -> Storage:
     return replace(storage, free=new_end) if storage.free == end else storage
 
 
-def _fake_steps(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, _LiveBytes]:
-    """Bytes of the state, and the live bytes of a step above everything that stays."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> tuple[int, _LiveBytes]:
+    """Bytes of the state, and the live bytes of a step above everything that stays.
+
+    Args:
+        here: the type of device that the parameters are on.
+        device: the type that they are to be on. Fake CUDA tensors need no CUDA: gradients are off.
+    """
+    allocated = device_for(torch.device(device)).allocated_bytes
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with fakes_as_parameters(parameters), FakeTensorMode(allow_non_fake_inputs=True):
         fake = copy.copy(optimizer)
         groups = [
             {
-                name: _fake_parameters(value, device, optimizer.state) if name == "params" else value
+                name: _fake_parameters(value, here, device, optimizer.state) if name == "params" else value
                 for name, value in group.items()
             }
             for group in optimizer.param_groups
@@ -104,7 +119,8 @@ def _fake_steps(optimizer: torch.optim.Optimizer, device: str) -> tuple[int, _Li
         vars(fake).update(state=defaultdict(dict), param_groups=groups)
         with _LiveBytes(device):
             fake.step()
-        state_bytes = unique_storage_bytes(state_tensors(fake, device))
+        storages = {storage_key(tensor): tensor for tensor in state_tensors(fake, device)}.values()
+        state_bytes = sum(allocated(unique_storage_bytes([tensor])) for tensor in storages)
         with _LiveBytes(device) as live:
             fake.step()
     return state_bytes, live
@@ -117,13 +133,14 @@ def _workspaces(live: _LiveBytes, device: torch.device) -> dict[Signature, int]:
 
 
 def _fake_parameters(
-    parameters: list[torch.Tensor], device: str, states: Mapping[torch.Tensor, Any]
+    parameters: list[torch.Tensor], here: str, device: str, states: Mapping[torch.Tensor, Any]
 ) -> list[torch.Tensor]:
     """Fake parameters, with gradients if trained; one with optimizer state counts as trained even if frozen now."""
     fakes = []
     for whole in parameters:
         real = local_part(whole)
-        place = torch.device(device) if real.is_meta else real.device
+        moves = real.is_meta or (real.device.type == here and here != device)
+        place = torch.device(device) if moves else real.device
         empty = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=place)
         is_trained = whole.requires_grad or bool(states.get(whole))
         fake = torch.nn.Parameter(empty, requires_grad=is_trained)
@@ -145,6 +162,7 @@ class _LiveBytes(TorchDispatchMode):
     def __init__(self, device: str):
         super().__init__()
         self.device = device
+        self._allocated = device_for(torch.device(device)).allocated_bytes
         self.live_bytes = self.peak_bytes = 0
         self.calls: dict[Signature, tuple[int, int, int]] = {}
         self.looked_at_values = False
@@ -170,8 +188,9 @@ class _LiveBytes(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 1
         for tensor in self._made(result):
             storage = tensor.untyped_storage()
-            self.live_bytes += storage.nbytes()
-            self._watch(storage, storage.nbytes())
+            size = self._allocated(storage.nbytes())
+            self.live_bytes += size
+            self._watch(storage, size)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         flops = flops_of(func, args, kwargs, result)
         if flops or len({tensor.dtype for tensor in given if tensor.dim()}) > 1:

@@ -108,6 +108,7 @@ from autoac.torch_private.kernel_flags import (
     kernel_flags,
     with_kernel_flags,
 )
+from autoac.torch_private.optimizers import fakes_as_parameters
 from autoac.torch_private.parametrizations import reads_cached_parametrizations
 from autoac.torch_private.planner import (
     sac_tools,
@@ -225,6 +226,7 @@ __all__ = [
     "detach_unseen",
     "disable_dispatch_modes",
     "disable_dynamo",
+    "fakes_as_parameters",
     "function_modes",
     "has_its_storage_alone",
     "held_once_as_argument",

@@ -155,3 +155,29 @@ def test_an_optimizer_that_cannot_be_looked_into_is_refused():
         match=r"NeedsAClosure cannot be run on fake tensors.* Set headroom=.* leave optimizer= out",
     ):
         autoac.profile(model, batch(), optimizer=NeedsAClosure(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("options", "on_cpu", "on_gpu", "state_on_gpu"),
+    [
+        # One parameter at a time: the square root of its second moment, and that divided, while the one before is still
+        # held. All at once on a GPU: the square roots of all.
+        ({}, 3, 4, 8),
+        ({"foreach": False}, 3, 3, 8),
+        ({"amsgrad": True}, 3, 4, 12),
+        ({"fused": True}, 0, 0, 8 + 4 * 512 / 2**20),  # its counters are on the device, a block each
+    ],
+)
+def test_a_gpus_optimizer_takes_all_parameters_at_once(
+    options: dict[str, Any], on_cpu: int, on_gpu: int, state_on_gpu: float
+):
+    """Of four parameters of a MiB each, in MiB; on fake CUDA tensors, for which no GPU is needed."""
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    profiles = [
+        autoac.profile(model, torch.randn(4, 512), optimizer=optimizer, device=d, mode="fake")
+        for d in (None, "h200")
+    ]
+    taken = [next(op for op in p.tape if op.name == "optimizer.step").workspace_bytes for p in profiles]
+    assert [taken_bytes / 2**20 for taken_bytes in taken] == [on_cpu, on_gpu]
+    assert profiles[1].storage_table[-1].bytes / 2**20 == state_on_gpu

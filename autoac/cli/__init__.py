@@ -5,13 +5,13 @@ Results go to stdout, progress and messages to stderr; with `--json` stdout hold
 Exit codes:
     0   done
     1   an error, or a check that failed (gradients differ, a peak exceeds its budget)
-    2   usage: the command line cannot be understood, or names what is not there
+    2   usage: the command line is invalid, or names something that does not exist
     3   the budget is infeasible: no plan meets it
     4   no plan was found in the time given
     130 interrupted (Ctrl-C)
 
-A command is a file of this folder with a function `main`, and a line below. Importing torch, pandas or the solver takes
-a second or more, so the commands import them themselves, and `--help` does without.
+A command is a file in `commands/` with a function `main`, and a line below. Importing torch, pandas or the solver takes
+a second or more, so commands import them inside functions, and `--help` does not need them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What went wrong, for the reader: one line, what else is known, a hint, and an exit code."""
+"""Errors as shown to users: one line, details, a hint, and an exit code."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Failure:
     Args:
         kind: for programs: "infeasible_budget", "no_plan_in_time", "usage" or "error".
         line: what went wrong.
-        hint: what to do, "" if nobody knows.
+        hint: what to do, "" if unknown.
         details: more lines.
-        is_unexpected: nobody raised it on purpose, so a traceback may help.
-        data: more for programs, under these names.
+        is_unexpected: it was not raised on purpose, so a traceback may help.
+        data: further fields for programs.
     """
 
     exit_code: int
@@ -57,7 +57,7 @@ class Failure:
 
 
 def understand(error: Exception) -> Failure:
-    """What an exception means to the user of a command."""
+    """Translate an exception for the user of a command."""
     if hasattr(error, "format_message"):
         return _usage(error)
     if isinstance(error, InfeasibleBudgetError):
@@ -81,7 +81,7 @@ def understand(error: Exception) -> Failure:
 
 
 def _own_note(error: Exception) -> str:
-    """What was noted on a model's own error while its step was recorded."""
+    """Our note on a model's own error, added while its step was recorded."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("autoac: ")]
     return notes[0].removeprefix("autoac: ") if notes else ""
 
@@ -143,7 +143,7 @@ def _hint_for(error: AutoacError) -> str:
 
 
 def _usage(error: Any) -> Failure:
-    """What typer says about the command line."""
+    """Typer's message about the command line."""
     line = " ".join(str(error.format_message()).split())
     command = error.ctx.command_path if getattr(error, "ctx", None) else "autoac"
     return Failure(error.exit_code, "usage", line, f"`{command} --help` says what is possible.")
@@ -161,5 +161,5 @@ def _missing(name: str) -> Failure:
 
 
 def _first_sentences(error: Exception) -> str:
-    """What happened; advice in terms of Python's arguments is left out."""
+    """The message without its advice, which is in terms of Python's arguments."""
     return str(error).partition(" Give more time")[0]

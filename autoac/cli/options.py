@@ -9,20 +9,20 @@ import typer
 
 
 def _remember(context: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
-    """Whoever shows results and errors has to know."""
+    """Store the option for the code that shows results and errors."""
     context.meta[parameter.name or ""] = value  # "as_json" or "verbose", as the commands call them
     return value
 
 
 def json_file(value: Path | None) -> Path | None:
-    """A file of ours: its name says what it is, and later commands tell files from models by that."""
+    """Check for the suffix .json, by which later commands tell files from models."""
     if value is not None and value.suffix != ".json":
         raise typer.BadParameter(f"{value} is no .json: plans and profiles are JSON.")
     return writable(value)
 
 
 def writable(value: Path | None) -> Path | None:
-    """A file that can be written, found out before any work is done."""
+    """Check that a file can be written, before any work is done."""
     if value is not None and value.is_dir():
         raise typer.BadParameter(f"{value} is a folder.")
     if value is not None and not value.parent.is_dir():
@@ -106,16 +106,16 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def picture(value: Path | None) -> Path | None:
-    """A file to draw in, checked before anything is measured."""
+    """Check a picture's path, and that matplotlib is there, before anything is measured."""
     if value is None:
         return None
     if value.suffix not in PICTURES:
         raise typer.BadParameter(f"{value} is none of {', '.join(PICTURES)}.")
-    import matplotlib.figure  # noqa: F401 - where it is missing, that is the error
+    import matplotlib.figure  # noqa: F401 - if it is missing, the command fails here
 
     return writable(value)
 
 
 def budget_value(text: str) -> int | str:
-    """Digits alone are bytes."""
+    """Digits alone as an int of bytes, other text unchanged."""
     return int(text) if text.strip().isdecimal() else text

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Tell = Callable[[str, float], None]
-"""Called with what is being done and the share that is done, 0 to 1."""
+"""Progress callback, called with a text and the share done, 0 to 1."""
 
 _WIDTH = 160
-"""Of tables that go to a file or a pipe, which would else be cut to 80 columns."""
+"""Width of tables that go to a file or a pipe, which would otherwise be cut to 80 columns."""
 
 
 class Output:
-    """Where one command's results, progress and messages go."""
+    """Output of one command: results, progress and messages."""
 
     def __init__(self, context: typer.Context) -> None:
         self.command = context.info_name
@@ -34,7 +34,7 @@ class Output:
         self._stdout = context.meta[RESULTS]
 
     def results(self, document: dict[str, Any], *shown: RenderableType) -> None:
-        """Print the JSON document if that is wanted, else what is to be shown."""
+        """Print the JSON document with --json, else what is `shown`."""
         if self.as_json:
             head = {"command": self.command, "autoac_version": __version__}
             typer.echo(json.dumps({**head, **document}, indent=2, allow_nan=False), file=self._stdout)
@@ -86,7 +86,7 @@ def table(title: str, *headings: str) -> Table:
 
 
 def facts(*pairs: tuple[str, str]) -> str:
-    """Names and what they stand for, side by side."""
+    """Names and their values, side by side."""
     width = max(len(name) for name, _ in pairs)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in pairs)
 
@@ -95,6 +95,6 @@ _GB_FROM = 1e10
 
 
 def in_one_unit(*amounts: float) -> Callable[[float], str]:
-    """How to show bytes in one column or text: all in MB, or in GB where the largest is 10 GB or more."""
+    """A formatter for bytes in one column or text: all in MB, or in GB if the largest is 10 GB or more."""
     size, unit = (1e9, "GB") if max(amounts, default=0) >= _GB_FROM else (1e6, "MB")
     return lambda n_bytes: f"{n_bytes / size:.1f} {unit}"

@@ -11,11 +11,11 @@ from autoac.cli.target import Target
 from autoac.cli.users_code import TargetError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")
-"""Of a model on the hub: "owner/name", or a name alone."""
+"""A model's name on the hub: "owner/name", or a name alone."""
 
 
 def load_pretrained(source: str, batch: int, seq: int, dtype: str | None, optimizer: str) -> Target:
-    """A causal language model without its weights, in train mode and without its cache of keys and values.
+    """A causal language model without its weights, in train mode and without a KV cache.
 
     Args:
         source: a configuration file (.json), a folder with config.json, or a model's name on the Hugging Face hub, of

@@ -1,4 +1,4 @@
-"""`--fsdp` and `--tp`: a step of one rank of many, none of which is here, and what more or fewer of them would hold."""
+"""`--fsdp` and `--tp`: the step of one of many absent ranks, and the bytes of a rank for other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Sharding:
     reduce_dtype: str | None
 
     def spec(self, target: Target) -> FSDP2 | TensorParallel:
-        """For a model, which is not changed.
+        """The spec for a model, which is not changed.
 
         Raises:
             typer.BadParameter: the units are no modules of it, or it has no plan of its own for tensor parallelism.
@@ -136,10 +136,10 @@ def sharding(
     source: str | None,
     engine: str,
 ) -> Sharding | None:
-    """What `--fsdp` and `--tp` ask for, None where neither is given; nothing is loaded for it.
+    """The options of `--fsdp` and `--tp`, None if neither is given; loads nothing.
 
     Raises:
-        typer.BadParameter: an option makes no sense, or not with this source or engine.
+        typer.BadParameter: an option is invalid, by itself or with this source or engine.
     """
     others: Mapping[str, Any] = {
         "--units": units,
@@ -201,9 +201,9 @@ def _wrong(message: str) -> typer.BadParameter:
 def sizes(
     spec: FSDP2 | TensorParallel, target: Target, profile: Profile, record: PlanRecord | None = None
 ) -> list[Held]:
-    """What each of half as many, as many and twice as many ranks holds; see `autoac.parallel.sizes.held`.
+    """Bytes of a rank for half as many, as many and twice as many ranks; see `autoac.parallel.sizes.held`.
 
-    Nothing for ranks that split layers: what these hold between them depends on their number.
+    Empty for ranks that split layers: the total that these hold depends on their number.
     """
     from autoac.parallel import FSDP2
     from autoac.parallel.sizes import held
@@ -231,7 +231,7 @@ def document(spec: FSDP2 | TensorParallel, found: Sequence[Held]) -> dict[str, A
 
 
 def parts_table(ranks: int, parts: Mapping[str, int]) -> Any:
-    """What is alive at the peak of a rank."""
+    """Table of the bytes alive at a rank's peak, by kind."""
     made = table(f"One of {ranks} ranks at its peak", *parts, "in all")
     total = sum(parts.values())
     size = in_one_unit(total)
@@ -241,7 +241,7 @@ def parts_table(ranks: int, parts: Mapping[str, int]) -> Any:
 
 
 def sizes_table(found: Sequence[Held]) -> Any:
-    """What a rank holds all the time, for several numbers of ranks."""
+    """Table of the bytes that a rank holds permanently, for several numbers of ranks."""
     with_peaks = all(one.peak_bytes is not None for one in found)
     made = table(
         "Other numbers of ranks, with the same plan" if with_peaks else "Other numbers of ranks",

@@ -1,4 +1,4 @@
-"""What surrounds every command: where its results go, and what becomes of its errors."""
+"""Wrapper of every command: redirects its output, and handles its errors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from autoac.cli.failures import Failure
 
 RESULTS = "autoac.results"
-"""Where a context keeps the stdout that results go to."""
+"""Key under which a context keeps the stdout for results."""
 
 
 class Command(TyperCommand):
-    """A command whose results alone go to stdout: what the user's model prints goes to stderr."""
+    """A command with only its results on stdout: prints of the user's model go to stderr."""
 
     def invoke(self, ctx: Any) -> Any:
         ctx.meta[RESULTS] = sys.stdout
@@ -44,7 +44,7 @@ class Commands(TyperGroup):
 
 @contextlib.contextmanager
 def _readable_errors(options: Mapping[str, Any]) -> Iterator[None]:
-    """Context that tells errors and exits with their code.
+    """Context that prints errors and exits with their code.
 
     Args:
         options: "as_json" and "verbose" as the command was given them; filled while it runs.
@@ -57,7 +57,7 @@ def _readable_errors(options: Mapping[str, Any]) -> Iterator[None]:
         typer.echo("Interrupted.", err=True)
         raise typer.Exit(130) from None
     except Exception as error:
-        # typer's own exits, its help, and a pipe that nobody reads are typer's business.
+        # Typer handles its own exits, its help, and a broken pipe.
         usage = hasattr(error, "format_message") and type(error).__name__ != "NoArgsIsHelpError"
         if isinstance(error, (typer.Exit, typer.Abort, BrokenPipeError)) or (
             hasattr(error, "exit_code") and not usage
@@ -65,7 +65,7 @@ def _readable_errors(options: Mapping[str, Any]) -> Iterator[None]:
             raise
         if options.get("verbose"):
             traceback.print_exc()
-        from autoac.cli.failures import understand  # it knows the solver, which takes a while to import
+        from autoac.cli.failures import understand  # it imports the solver, which takes a while
 
         failure = understand(error)
         _tell(failure, as_json=bool(options.get("as_json")), verbose=bool(options.get("verbose")))

@@ -1,4 +1,4 @@
-"""What a command is to work on: the user's model, or a recorded profile."""
+"""The input of a command: the user's model, or a recorded profile."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _KEYS = ("model", "sample", "loss", "optimizer")
 
 @dataclass(frozen=True)
 class Target:
-    """What the user's factory returned; the fields are as for `autoac.plan`.
+    """The result of the user's factory; the fields are as for `autoac.plan`.
 
     Args:
-        spec: what the user wrote.
+        spec: the factory as the user wrote it.
     """
 
     spec: str
@@ -50,14 +50,14 @@ def load_target(spec: str, arguments: Sequence[str] | None = None) -> Target:
         arguments: for the factory, as "name=value".
 
     Raises:
-        typer.BadParameter: the text is of another form, or names what is not there; or an argument is of another form.
+        typer.BadParameter: `spec` or an argument has another form, or `spec` names something that does not exist.
         TargetError: the user's file or factory failed, or returned something else.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
         raise _bad(f"{spec!r} names no factory. {_FORM}")
     keywords = _keywords(arguments or ())
-    import torch  # a model needs it: if it is missing, this is to be the error
+    import torch  # a model needs it: if it is missing, fail here
 
     module = _module_from_file(Path(place)) if place.endswith(".py") else _module(place)
     factory = getattr(module, name, None)
@@ -69,7 +69,7 @@ def load_target(spec: str, arguments: Sequence[str] | None = None) -> Target:
 
 
 def _keywords(arguments: Sequence[str]) -> dict[str, Any]:
-    """`["layers=8", "name=tiny"]` as {"layers": 8, "name": "tiny"}: a value that is JSON is that, all else is text."""
+    """`["layers=8", "name=tiny"]` as {"layers": 8, "name": "tiny"}: values are JSON if possible, else text."""
     found: dict[str, Any] = {}
     for text in arguments:
         name, equals, value = text.partition("=")
@@ -85,7 +85,7 @@ def _keywords(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def no_arguments(arguments: Sequence[str] | None) -> None:
-    """Refuse arguments for a factory where there is none."""
+    """Refuse arguments for a factory if there is no factory."""
     if arguments:
         raise typer.BadParameter("it is for a factory.", param_hint="'--arg'")
 
@@ -97,10 +97,10 @@ def is_recorded(source: str) -> bool:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a file holds to plan from.
+    """Contents of a file to plan from.
 
     Args:
-        profile: of its own, or the one that a plan carries.
+        profile: the file's own, or the one that its plan carries.
         engine, policies: the plan's, which hold for plans that are made from it.
     """
 
@@ -109,14 +109,14 @@ class Recorded:
     policies: tuple[Policy, ...] = ()
 
     def engine_for(self, asked: str) -> dict[str, str]:
-        """The engine that was asked for, or with "auto" the plan's, and why, as the solver takes them."""
+        """The requested engine, or with "auto" the plan's and the reason, as arguments of the solver."""
         if asked != "auto" or self.engine == "auto":
             return {"engine": asked}
         return {"engine": self.engine, "engine_reason": "as in the plan that this was made from"}
 
 
 def recorded(source: str) -> Recorded:
-    """What is in a file: a profile or a plan.
+    """Load a file: a profile or a plan.
 
     Raises:
         typer.BadParameter: there is no such file.
@@ -221,7 +221,7 @@ def _checked(spec: str, made: Any, module_class: type) -> Target:
 
 
 def _similar(module: Any) -> str:
-    """The functions that there are, for whoever mistyped."""
+    """The module's functions, as suggestions after a typo."""
     own = module.__name__
     functions = {name: value for name, value in vars(module).items() if isinstance(value, FunctionType)}
     names = [name for name, f in functions.items() if f.__module__ == own and not name.startswith("_")]

@@ -1,4 +1,4 @@
-"""Some steps of training with a plan on the model, measured."""
+"""Train some steps with a plan on the model, and measure them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from autoac_solver.records.profile import NEVER, Profile
 
 @dataclass(frozen=True)
 class Training:
-    """What a few steps came to.
+    """Results of a few training steps.
 
     Args:
-        optimizer: what trained the model, in words.
+        optimizer: description of the optimizer.
         losses: of every step; None where the user's step returns none.
         step_times_s: forward, loss and backward of the steps between the first and the last.
-        measured_peak_bytes: of the last step, what was there before it included; with the optimizer's step if the user
-            gave one or the plan counts one.
-        optimizer_state_bytes: the part of it that is the state of the optimizer that the user gave.
+        measured_peak_bytes: of the last step, resident bytes included; with the optimizer's step if the user gave one
+            or the plan counts one.
+        optimizer_state_bytes: the part of the peak that is the state of the user's optimizer.
     """
 
     optimizer: str
@@ -43,7 +43,7 @@ class Training:
 
     @property
     def step_time_s(self) -> float:
-        """The median."""
+        """Median of the step times."""
         return statistics.median(self.step_times_s)
 
 
@@ -54,10 +54,10 @@ def train(
 
     Args:
         steps: at least 3: the first warms up, the last is measured, those between are timed.
-        learning_rate: of plain SGD, where the user gave no optimizer and the sample is no step of its own.
+        learning_rate: of plain SGD, if the user gave no optimizer and the sample is not a callable step.
 
     Raises:
-        ProfilingError: the optimizer is none of this model.
+        ProfilingError: the optimizer is not this model's.
     """
     device = device_of(unwrapped(target.model))
     forward_and_backward = TrainingStep(target.model, target.sample, target.loss, target.optimizer).run
@@ -91,14 +91,14 @@ def train(
 
 
 def _state(target: Target, device: torch.device) -> list[torch.Tensor]:
-    """The state of the optimizer that the user gave."""
+    """The state of the user's optimizer."""
     return [] if target.optimizer is None else state_tensors(target.optimizer, device.type)
 
 
 def _resident_bytes(profile: Profile, target: Target, device: torch.device) -> int:
-    """What is there before a step, counted as a profile does, for model, sample and optimizer as they are now.
+    """Resident bytes before a step, counted as in a profile, for model, sample and optimizer as they are now.
 
-    The constants of a loss and the like only a recorded step finds on CPU: they count as in the profile.
+    On CPU, constants of a loss and the like are found only by recording a step: they count as in the profile.
     """
     if device_for(device).counts_memory:
         gc.collect()  # as `measure_peak` does before it starts to count
@@ -115,7 +115,7 @@ def _resident_bytes(profile: Profile, target: Target, device: torch.device) -> i
 
 
 def _update(target: Target, learning_rate: float) -> tuple[Callable[[], Any], str]:
-    """What changes the weights after a step, and what it is called."""
+    """The function that updates the weights after a step, and its description."""
     if target.optimizer is not None:
         return target.optimizer.step, type(target.optimizer).__name__
     if is_whole_step(target.sample):

@@ -1,4 +1,4 @@
-"""Errors in the code that the user hands over, and where in it they happened."""
+"""Errors in the user's code, and their location."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class TargetError(Exception):
-    """The model could not be had from what the user wrote; raised from what the user's code raised, if it did.
+    """The user's model could not be loaded; chained to the error of the user's code, if there is one.
 
     Args:
         line: what went wrong.

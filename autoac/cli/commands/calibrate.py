@@ -70,7 +70,7 @@ def main(
 
 
 def this_device(device: str):  # -> torch.device, which is not imported for --help
-    """The device by its kind.
+    """The current device of a kind.
 
     Raises:
         typer.BadParameter: there is no GPU here.

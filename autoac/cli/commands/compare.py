@@ -1,4 +1,4 @@
-"""`autoac compare`: what one uses now against our plans, on one's own model."""
+"""`autoac compare`: manual strategies and torch's planner against our plans, on the user's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autoac demo`: the main job on real input."""
+"""`autoac demo`: train a small GPT with and without a plan."""
 
 from __future__ import annotations
 

@@ -247,10 +247,10 @@ def planned_for_device(
     options: dict[str, Any],
     spec: FSDP2 | TensorParallel | None = None,
 ) -> PlanRecord:
-    """A plan from a model that is profiled for a device, or as one of ranks, that need not be here.
+    """A plan from a model that is profiled for a device or as one of ranks, which need not be here.
 
     Raises:
-        BudgetFormatError, ValueError: the budget makes no sense; before anything is profiled.
+        BudgetFormatError, ValueError: the budget is invalid; raised before anything is profiled.
     """
     import autoac
     from autoac.progress import part
@@ -277,7 +277,7 @@ def planned_for_device(
 
 
 def _memory_of(target: Target, device: str | None) -> tuple[str, int | None]:
-    """The kind of the device that is planned for, and its bytes if they are known."""
+    """The planned device's kind, and its memory in bytes if known."""
     from autoac.step.model import device_bytes, device_of
     from autoac_solver.records.devices import find_device
 
@@ -292,7 +292,7 @@ def _memory_of(target: Target, device: str | None) -> tuple[str, int | None]:
 
 
 def overhead_value(text: str) -> float | str:
-    """A share as a number, "5%" as it is.
+    """Parse a share ("0.05") or a percentage ("5%").
 
     Raises:
         typer.BadParameter: it is neither.
@@ -306,7 +306,7 @@ def overhead_value(text: str) -> float | str:
 
 
 def matching(profile: Profile, patterns: Sequence[str] | None) -> list[str] | None:
-    """Names of the modules of a recorded step that names or globs match.
+    """Names of a recorded step's modules that match the given names or globs.
 
     Raises:
         typer.BadParameter: one of them matches none, or only modules inside of others.

@@ -1,4 +1,4 @@
-"""`autoac run`: train some steps with a plan, and hold what it promised against what is measured."""
+"""`autoac run`: train some steps with a plan, and compare its predictions with measurements."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _amounts(plan: Plan, training: Training, report: Report | None) -> Callable[
 
 
 def _unplanned_optimizer(plan: Plan, training: Training, mb: Callable[[float], str]) -> list[tuple[str, str]]:
-    """Why the peak is larger than planned, if the plan knows nothing of the optimizer's state."""
+    """A note on the larger peak, if the plan does not count the optimizer's state."""
     if not training.optimizer_state_bytes or _is_optimizer_planned(plan):
         return []
     state = f"{training.optimizer}'s state, {mb(training.optimizer_state_bytes)}"
@@ -180,6 +180,6 @@ def _unplanned_optimizer(plan: Plan, training: Training, mb: Callable[[float], s
 
 
 def _losses(losses: list[float | None]) -> str:
-    """The losses of all steps, of many the first and the last few."""
+    """The losses of all steps; of many steps, the first and the last few."""
     texts = ["?" if loss is None else f"{loss:.6g}" for loss in losses]
     return ", ".join(texts if len(texts) <= 8 else [*texts[:3], "...", *texts[-3:]])

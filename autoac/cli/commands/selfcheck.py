@@ -1,4 +1,4 @@
-"""`autoac selfcheck`: does it hold on this device?"""
+"""`autoac selfcheck`: check predictions and gradients on this device."""
 
 from __future__ import annotations
 

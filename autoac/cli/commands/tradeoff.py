@@ -137,7 +137,7 @@ class CtrlC:
 
 @contextlib.contextmanager
 def noticing_ctrl_c() -> Iterator[CtrlC]:
-    """Context in which Ctrl-C raises KeyboardInterrupt as ever, and is remembered for when somebody has caught it."""
+    """Context in which Ctrl-C raises KeyboardInterrupt as usual, and is remembered in case it is caught."""
     seen = CtrlC()
 
     def interrupt(number: int, frame: Any) -> None:
@@ -173,7 +173,7 @@ def document(curve: Tradeoff, interrupted: bool = False) -> dict[str, Any]:
 
 
 def save(curve: Tradeoff, path: Path) -> None:
-    """Write a curve in the format that the file's name tells."""
+    """Write a curve in the format of the file's suffix."""
     from autoac_solver.records.disk.files import write_bytes, write_text
 
     if path.suffix == ".json":
@@ -222,7 +222,7 @@ def _amounts(curve: Tradeoff) -> Callable[[float], str]:
 
 
 def by_hand(curve: Tradeoff) -> Any:
-    """What people do by hand as a table."""
+    """Table of common manual checkpointing strategies."""
     made = table("Predicted for checkpointing by hand", "strategy", "predicted peak", "extra time")
     mb = _amounts(curve)
     for row in curve.baselines.to_dict("records"):

@@ -1,1 +1,1 @@
-"""`autoac demo`: the main job on real input, compared with the same training without a plan."""
+"""`autoac demo`: train a small GPT with a plan, compared with the same training without one."""

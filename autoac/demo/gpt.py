@@ -1,4 +1,4 @@
-"""What the demo trains: a small GPT, and real text for it that every machine has.
+"""The demo's model and data: a small GPT, and real text that every Python installation has.
 
 The text is Python's own language reference as `pydoc_data` carries it, under the PSF licence.
 """
@@ -70,7 +70,7 @@ class Text:
         self._generator = torch.Generator().manual_seed(seed)
 
     def batch(self) -> Batch:
-        """Inputs and, one character on, targets: int64 of shape (BATCH, CONTEXT) each."""
+        """Inputs, and targets that are one character ahead: int64 of shape (BATCH, CONTEXT) each."""
         starts = torch.randint(len(self.ids) - CONTEXT, (BATCH, 1), generator=self._generator)
         windows = self.ids[starts + torch.arange(CONTEXT + 1)]
         return windows[:, :-1].clone(), windows[:, 1:].clone()

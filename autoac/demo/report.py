@@ -1,4 +1,4 @@
-"""What the demo found out, as a record and as a table."""
+"""Results of the demo, as a record and as a table."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one of the two runs came to.
+    """Results of one of the two runs.
 
     Args:
-        measured_peak_bytes: the highest peak of the measured steps, what was there before them included.
+        measured_peak_bytes: the highest peak of the measured steps, resident bytes included.
         step_time_s: median over the timed steps.
         losses: of every step.
     """
@@ -26,12 +26,12 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
-    """Everything the demo found out.
+    """All results of the demo.
 
     Args:
         half_is_feasible: whether some plan reaches half of the peak; if not, the budget is the least feasible.
         planning_time_s: profiling included.
-        gradients_compared: tensors, over all steps.
+        gradients_compared: number of tensors, over all steps.
         gradients_different: "step 3: blocks.0.up.weight" for each that was not equal to the bit.
     """
 
@@ -67,7 +67,7 @@ class DemoReport:
         return self.with_plan.measured_peak_bytes <= self.budget_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data: the fields, and what follows from them."""
+        """Plain data: the fields, and values derived from them."""
         return asdict(self) | {
             "measured_overhead": self.measured_overhead,
             "is_exact": self.is_exact,
@@ -76,7 +76,7 @@ class DemoReport:
 
 
 def render(report: DemoReport) -> Group:
-    """Both runs side by side, beside what was predicted, and then the verdict."""
+    """Both runs and the predictions side by side, then the verdict."""
     table = Table(title=f"GPT with {report.parameters / 1e6:.1f} M parameters, {report.steps} steps")
     table.add_column()
     for heading in ("without a plan", "with the plan", "predicted"):

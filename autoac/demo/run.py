@@ -1,13 +1,12 @@
-"""The main job on real input: train a small GPT with and without a plan, side by side, and compare.
+"""Train a small GPT with and without a plan, side by side, and compare.
 
-Two copies of one model start from the same weights. Each step they see the same batch and the same random
-numbers, one trains as it is and the other under a plan for half of the first one's peak. Steps alternate, so
-that whatever else the machine does meets both; every gradient of every step is compared.
+Two copies of one model start from the same weights. In each step they see the same batch and the same random numbers;
+one trains as it is, the other under a plan for half of the first one's peak. Steps alternate, so that noise of the
+machine affects both; every gradient of every step is compared.
 
-What is measured as a step is forward, loss and backward from the zero_grad(set_to_none=True) state. The
-optimizer is plain SGD, which holds no memory of its own and works in place, outside of the measured part. A peak
-is what the allocator counts above the start of the step plus what was there before: parameters, buffers and the
-batch.
+A measured step is forward, loss and backward from the zero_grad(set_to_none=True) state. The optimizer is plain SGD,
+which holds no memory of its own and works in place, outside the measured part. A peak is the allocator's peak above the
+start of the step plus the resident bytes: parameters, buffers and the batch.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Run:
         self.measured_peak_bytes = 0
 
     def step(self, batch: Batch, *, measure: bool) -> None:
-        """Forward, loss and backward: with the ruler held against it, or timed, for the ruler costs time."""
+        """Forward, loss and backward: with the peak measured, or timed without, because measuring takes time."""
         self.optimizer.zero_grad(set_to_none=True)
         torch.set_rng_state(self.rng_state)
 
@@ -80,7 +79,7 @@ def run(steps: int, progress: Progress) -> DemoReport:
 
     Args:
         steps: training steps, at least 3: the first and the last are measured, those between are timed.
-        progress: told in a line what happens next.
+        progress: called with a line about the next stage.
     """
     started = time.perf_counter()
     torch.manual_seed(SEED)
@@ -128,7 +127,7 @@ def run(steps: int, progress: Progress) -> DemoReport:
 
 
 def _peak_of_one_step(model: nn.Module, batch: Batch) -> int:
-    """The peak of a step after a warm-up; gradients are gone afterwards and the weights as before."""
+    """The peak of a step after a warm-up; leaves no gradients and does not change the weights."""
     rehearsal = Run(model, torch.get_rng_state())
     rehearsal.step(batch, measure=False)
     rehearsal.step(batch, measure=True)
@@ -153,7 +152,7 @@ def _train(plain: Run, planned: Run, text: Text, steps: int, progress: Progress)
     compared, different = 0, []
     for i in range(steps):
         batch = text.batch()
-        # Who goes first changes, for the second finds warmer caches.
+        # The order alternates, because the second finds warmer caches.
         for side in (plain, planned) if i % 2 else (planned, plain):
             side.step(batch, measure=i in (0, steps - 1))
         pairs = zip(plain.model.named_parameters(), planned.model.named_parameters(), strict=True)

@@ -1,1 +1,1 @@
-"""Callbacks for trainers; each is a thin file on `autoac.auto`, and needs its trainer's library."""
+"""Callbacks for trainers; each is a thin layer over `autoac.auto`, and needs its trainer's library."""

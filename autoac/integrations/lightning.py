@@ -13,8 +13,8 @@ from autoac.plans import Plan
 class AutoACCallback(Callback):
     """Trains under a memory budget: `Trainer(..., callbacks=[AutoACCallback(budget="20GB")])`.
 
-    The first steps are recorded as they run (the second is unlike the first: Lightning clears gradients after
-    forward), and the next ones run under the plan, which is off again when training ends. Predicted and measured peak
+    The first steps are recorded as they run (the second differs from the first: Lightning clears gradients after
+    forward), and the next ones run under the plan, which is taken off when training ends. Predicted and measured peak
     go to the trainer's loggers as `autoac/...`.
 
     Args:
@@ -32,24 +32,24 @@ class AutoACCallback(Callback):
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Of the first planned step, resident bytes included; None before."""
+        """Measured peak of the first planned step, resident bytes included; None before."""
         return self._planned.measured_peak_bytes
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Strategy and precision have been set up: wait for the first step."""
+        """Start `autoac.auto` after strategy and precision are set up; it waits for the first step."""
         self._planned.start(pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """A forward comes: `training_step` need not call the module itself."""
+        """Announce the forward: `training_step` need not call the module itself."""
         if self._planned.handle is not None:
             self._planned.handle.begins((batch,), {})
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tell the loggers once there is something to tell."""
+        """Log the peaks once for each plan, after its first step."""
         if news := self._planned.news():
-            # Not the module's `log`: that goes by the trainer's own intervals, and into its metrics.
+            # Not the module's `log`: it follows the trainer's intervals, and adds to its metrics.
             for logger in trainer.loggers:
                 logger.log_metrics(news, trainer.global_step)
 

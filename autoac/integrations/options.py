@@ -1,4 +1,4 @@
-"""What the callbacks have in common: the arguments of `autoac.auto`, and the plan."""
+"""Common part of the callbacks: the arguments of `autoac.auto`, and the plan."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from autoac_solver.records.engines import EngineName
 
 
 class Planned:
-    """Puts `autoac.auto` on a model for the time of a training run.
+    """Puts `autoac.auto` on a model for the duration of a training run.
 
     Args:
-        budget, options: as for `autoac.auto`; what makes no sense for any model is refused here.
+        budget, options: as for `autoac.auto`; options that are invalid for any model are refused here.
     """
 
     def __init__(
@@ -54,16 +54,18 @@ class Planned:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the run, None before its first step is over; it is kept when training ends."""
+        """The plan of the run, None before its first step is over. Kept when training ends."""
         return self._last if self.handle is None else self.handle.plan
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Of the first step under the plan, resident bytes included; None before; it is kept when training ends."""
+        """Measured peak of the first step under the plan, resident bytes included; None before. Kept when training
+        ends."""
         return self._last_peak_bytes if self.handle is None else self.handle.measured_peak_bytes
 
     def news(self) -> dict[str, int]:
-        """What the trainer's loggers are to get, once for each plan of a run: when its first step was measured."""
+        """Metrics for the trainer's loggers, once for each plan of a run, after its first step was measured; else
+        empty."""
         if self.handle is None:
             return {}
         measured, plan = self.handle.measured_peak_bytes, self.handle.measured_plan
@@ -77,7 +79,7 @@ class Planned:
         }
 
     def start(self, model: torch.nn.Module) -> None:
-        """Begin anew with this model; a plan of a run before, which may have failed, is taken off."""
+        """Start with this model; takes off the plan of an earlier run, which may have failed."""
         self.stop()
         self._told = None
         inner = unwrapped(model)
@@ -88,7 +90,7 @@ class Planned:
         self.handle = auto(model, self.budget, **self.options, measure=True)
 
     def stop(self) -> None:
-        """Take the plan off; `plan` and `measured_peak_bytes` still tell of the run."""
+        """Take the plan off; `plan` and `measured_peak_bytes` stay available."""
         handle, self.handle = self.handle, None
         if handle is not None:
             self._last, self._last_peak_bytes = handle.known_plan, handle.measured_peak_bytes
@@ -96,8 +98,8 @@ class Planned:
 
 
 def turn_checkpointing_off(model: torch.nn.Module) -> str:
-    """Turn the model's own checkpointing off, by whichever name it has, and tell the name; "" if it was not on."""
-    # Before transformers 5.23 there is the second name only; later, asking by it warns.
+    """Turn the model's own checkpointing off, under either name, and return that name; "" if it was not on."""
+    # Before transformers 5.23 there is only the second name; later versions warn about it.
     new = hasattr(type(model), "is_activation_checkpointing") or hasattr(
         model, "activation_checkpointing_disable"
     )

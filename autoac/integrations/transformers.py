@@ -18,7 +18,7 @@ class AutoACCallback(TrainerCallback):
 
     The trainer's own first step is recorded as it runs, with its loss, autocast, accumulation and clipping, and the
     next ones run under the plan. The trainer's gradient or activation checkpointing is turned off, and that is logged.
-    Predicted and measured peak go to the trainer's loggers as `autoac/...`. The plan is off again when training ends.
+    Predicted and measured peak go to the trainer's loggers as `autoac/...`. The plan is taken off when training ends.
 
     Args:
         budget and the others: as for `autoac.auto`.
@@ -35,21 +35,21 @@ class AutoACCallback(TrainerCallback):
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Of the first step under the plan, resident bytes included; None before."""
+        """Measured peak of the first step under the plan, resident bytes included; None before."""
         return self._planned.measured_peak_bytes
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: torch.nn.Module | None = None, **_: Any
     ) -> None:
-        """Checkpointing, mixed precision and wrappers have been set up: wait for the first step."""
+        """Start `autoac.auto`, once checkpointing, mixed precision and wrappers are set up."""
         assert model is not None
         self._trainer = _calling_trainer()
-        # The trainer calls the model by its wrapper; compiled code does not go by what is put on the model inside.
+        # The trainer calls the model's wrapper; compiled code ignores a forward put on the model inside.
         wrapper = getattr(self._trainer, "model_wrapped", model)
         self._planned.start(wrapper if is_compiled_wrapper(wrapper) else model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Tell the loggers once there is something to tell."""
+        """Log the peaks once for each plan, after its first step."""
         if self._trainer is None or not (news := self._planned.news()):
             return
         # Logging clears this flag, and with it the trainer's own log of this step.
@@ -65,7 +65,7 @@ class AutoACCallback(TrainerCallback):
 
 
 def _calling_trainer() -> Any:
-    """The trainer in whose `train` this runs, None if there is none: callbacks are not told."""
+    """The trainer whose `train` is running, None if there is none; callbacks do not get it."""
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")

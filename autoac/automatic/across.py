@@ -102,7 +102,7 @@ class Across:
         return self._meetings is not None and self._meetings.step_begins()
 
     def ask(self) -> None:
-        """Let all ranks meet when the next step begins."""
+        """Make all ranks meet when the next step begins."""
         if self._meetings is not None:
             self._meetings.ask()
 

@@ -40,7 +40,7 @@ def auto(
     path: str | Path | None = None,
     measure: bool = False,
 ) -> Auto:
-    """Let a training loop run under a budget: its first step is recorded as it trains, then a plan is put on the model.
+    """Run a training loop under a budget: its first step is recorded as it trains, then a plan is put on the model.
 
     Nothing runs before the loop's first training step, and nothing runs twice: gradients, weights and random states are
     to the bit those of a loop without this line. The first step runs with everything recomputed, which takes the least
@@ -109,12 +109,12 @@ def auto(
 def check_options(
     budget: int | str, engine: EngineName, headroom: int | str, on_larger: str, path: str | Path | None
 ) -> None:
-    """Refuse what makes no sense for any model.
+    """Refuse arguments that are invalid for any model.
 
     Args: as for `auto`.
 
     Raises:
-        ValueError: an argument makes no sense.
+        ValueError: an argument is invalid.
     """
     if on_larger not in ON_LARGER:
         raise ValueError(f"on_larger is {on_larger!r}; possible are {', '.join(map(repr, ON_LARGER))}.")
@@ -125,8 +125,7 @@ def check_options(
             "autoac.plan(model, sample, budget, engine='compile').apply(model)."
         )
     for amount in (budget,) if headroom == 0 else (budget, headroom):
-        parse_bytes(
-            amount, MOST_BYTES
-        )  # a percentage is of what the model's device has, which is known later
+        # A percentage is of the memory of the model's device, which is known later.
+        parse_bytes(amount, MOST_BYTES)
     if path is not None and Path(path).suffix != ".json":
         raise ValueError(f"path is {str(path)!r}: plans are JSON, so the file's name has to end in .json.")

@@ -155,7 +155,7 @@ class ModelResult:
         return min(row.seconds) / base - 1
 
     def ours_at(self, budget_bytes: int) -> Row | None:
-        """Our row for a budget, None if no plan was asked for it."""
+        """Our row for a budget, None if there is no plan for it."""
         return next((row for row in self.ours if row.budget_bytes == budget_bytes), None)
 
     def best_other(self, budget_bytes: int) -> Row | None:

@@ -93,7 +93,7 @@ class Following:
     not called.
 
     Args:
-        sample: what was planned for, as in `Profile.sample`.
+        sample: the planned inputs, as in `Profile.sample`.
         varies: whether the profiled step is known to vary.
         peaks: maps region names to the peak if these regions recompute nothing, and the planned peak.
     """

@@ -22,7 +22,7 @@ class LargerInputs:
     """Forward pre-hook of a planned model that warns of calls the plan was not made for.
 
     Args:
-        sample: what was planned for, as in `Profile.sample`; "" if that is not known: then nothing is too large.
+        sample: the planned inputs, as in `Profile.sample`; "" if not known: then nothing is too large.
         budget_bytes: of the plan.
         following: kept from warning of other ops as well, once this hook has warned of another autocast.
         one_call: the step that was planned for calls the model once, and begins without gradients.

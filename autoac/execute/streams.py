@@ -1,30 +1,30 @@
-"""The stream of a GPU that a region's call runs on, and what an engine owes to it. On CPU nothing here is used.
+"""The GPU streams of a region's call, and the rules for engines that follow from them. Not used on CPU.
 
 NOTE [ Streams ]
-  1. Autograd runs a node of backward on the stream that its forward ran on, lets it wait for the streams that its
-     gradients come from, and tells the allocator of these gradients (`Engine::evaluate_function` in
-     torch/csrc/autograd/engine.cpp, `InputBuffer::add` in input_buffer.cpp). It does nothing of the kind for what hooks
-     unpack. So a replay runs on the stream of the region's forward, whichever node asks first, and who asks on another
-     stream waits for it (`Streams.hand_over`).
-  2. A region whose own ops run on a second stream is refused: what is recomputed is let go of as soon as forward is
-     through with it, and the allocator gives its memory to new work on the stream that it was made on, while the other
-     stream may still read it. Without a plan autograd holds it until backward. A profile of a real step tells
-     (`ModuleCall.once`), and no such module becomes a region; where none told, the call is an error. While that step is
-     recorded the device is waited for instead.
-  3. While a CUDA graph is captured, kernels are noted and not run. Replay and second run are captured as they come;
-     but nothing may be read by the host, and no generator's state may be read or set (`assertNotCapturing` in
+  1. Autograd runs a backward node on the stream of its forward, lets it wait for the streams of its incoming gradients,
+     and records these gradients with the allocator (`Engine::evaluate_function` in torch/csrc/autograd/engine.cpp,
+     `InputBuffer::add` in input_buffer.cpp). It does none of this for tensors that hooks unpack. So a replay runs on
+     the stream of the region's forward, whichever node unpacks first, and a node on another stream waits for it
+     (`Streams.hand_over`).
+  2. A region whose own ops run on a second stream is refused. A value to be recomputed is freed as soon as forward no
+     longer needs it, and the allocator gives its memory to new work on the stream that allocated it, while the other
+     stream may still read it. Without a plan autograd holds it until backward. A profile of a real step shows such
+     modules (`ModuleCall.once`), and they do not become regions; if no profile has shown it, the call is an error.
+     While the real step is recorded, the device is synchronized instead.
+  3. While a CUDA graph is captured, kernels are recorded and not run. Replay and second run are captured like any other
+     ops; but the host may not read values, and no generator's state may be read or set (`assertNotCapturing` in
      aten/src/ATen/cuda/CUDAGeneratorImpl.cpp). `graphsafe_set_state` exchanges whole states between generators that
-     were registered before (`CUDAGraph.register_generator_state`), and cannot take one back to where it was some ops
-     ago. So recomputing an op that draws is refused, and so is the first step of a plan that was made on fake tensors,
-     whose values are compared.
-  4. A device has a thread of its own in which its part of backward runs. Grad mode, autocast, dispatch modes and hooks
-     are those of the thread that called backward (`ThreadLocalState` in torch/csrc/autograd/engine.cpp's graph task);
-     `threading.local` is not, so nothing that backward reads is kept there. The thread is not Python's, and
-     `threading.active_count` does not see it until it has asked for `threading.current_thread`, as logging does: see
-     NOTE [ Random numbers ], for which a thread too many is only slower. Two GPUs' threads may unpack in one region at
-     the same time: a call's lock lets one of them replay.
-  5. A copy from the GPU that does not block is over when forward has waited for it, and who replays waits for nothing:
-     it is replayed as one that blocks (`as_blocking`).
+     were registered before (`CUDAGraph.register_generator_state`), and cannot rewind one by some ops. So recomputing a
+     random op is refused, and so is the first step of a plan that was made on fake tensors, in which values are
+     compared.
+  4. Each device has its own autograd thread, which runs its part of backward. Grad mode, autocast, dispatch modes and
+     hooks are those of the thread that called backward (`ThreadLocalState` in torch/csrc/autograd/engine.cpp's graph
+     task); `threading.local` is not, so nothing that backward reads is kept there. The thread is not a Python thread:
+     `threading.active_count` does not count it until it has called `threading.current_thread`, as logging does. See
+     NOTE [ Random numbers ], where one thread too many only costs time. The threads of two GPUs may unpack in one
+     region at the same time: a call's lock lets one of them replay.
+  5. A non-blocking copy from the GPU is complete once forward has waited for it, but a replay waits for nothing: the
+     copy is replayed as a blocking one (`as_blocking`).
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class CallStreams:
 
     Args:
         region: its name, for errors.
-        by: tells streams.
+        by: access to the process's streams.
 
     Attributes:
-        refuses: a second stream; else the device is waited for from then on.
+        refuses: whether a second stream is an error; if not, the device is synchronized after each op from then on.
     """
 
     __slots__ = ("by", "capturing", "known", "refuses", "region", "several")
@@ -75,10 +75,10 @@ class CallStreams:
         self.known: dict[int, tuple[int, Any]] = {}
 
     def ran(self, result: Any) -> None:
-        """An op of the region has run.
+        """Note the stream of an op of the region, after it has run.
 
         Raises:
-            RuntimeError: on another stream than those before it, if that is refused.
+            RuntimeError: the op ran on another stream than the ops before it, and `refuses` is set.
         """
         for tensor in (result,) if isinstance(result, torch.Tensor) else tensors_in(result):
             key = self.by.key(tensor)
@@ -96,7 +96,7 @@ class CallStreams:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Context in which work is given to the streams of forward."""
+        """Context in which work is submitted to forward's streams."""
         if self.several:
             self.by.settle()
         with contextlib.ExitStack() as stack:
@@ -105,7 +105,7 @@ class CallStreams:
             yield
 
     def hand_over(self, tensor: torch.Tensor) -> None:
-        """A node of backward is about to read what was replayed."""
+        """Make the current stream wait for a replayed tensor, before a backward node reads it."""
         key = self.by.key(tensor)
         if key is None or (known := self.known.get(key[0])) is None or known[0] == key[1]:
             return
@@ -113,32 +113,32 @@ class CallStreams:
             self.by.hand_over(tensor, known[1])
 
     def refuse_drawing(self, op: Any, generators: Iterable[torch.Generator]) -> None:
-        """An op whose results are to be recomputed draws from these.
+        """Refuse to recompute an op that draws from these generators, if that is impossible.
 
         Raises:
-            RuntimeError: it is captured.
+            RuntimeError: a CUDA graph is being captured, and one of the generators is a GPU's.
         """
         if self.capturing and any(map(self.by.has, generators)):
             raise RuntimeError(_DRAWS.format(op=str(op), region=self.region))
 
     def refuse_comparing(self) -> None:
-        """What is recomputed is to be compared with forward.
+        """Refuse to compare recomputed values with forward's, if that is impossible.
 
         Raises:
-            RuntimeError: it is captured.
+            RuntimeError: a CUDA graph is being captured.
         """
         if self.capturing:
             raise RuntimeError(_FIRST.format(region=self.region))
 
 
 def streams_of_call(region: str) -> CallStreams | None:
-    """For a region's call that begins; None where no GPU is in use."""
+    """The streams of a region's call that begins; None if no GPU is in use."""
     by = streams()
     return None if by is None else CallStreams(region, by)
 
 
 def as_blocking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The arguments with which a copy blocks."""
+    """The arguments of a copy, made blocking."""
     names = [argument.name for argument in schema_of(func).arguments]
     if "non_blocking" not in names:
         return args, kwargs

@@ -59,13 +59,11 @@ class Planned:
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """Measured peak of the first step under the plan, resident bytes included; None before. Kept when training
-        ends."""
+        """Peak of the first step under the plan, resident bytes included; None before. Kept when training ends."""
         return self._last_peak_bytes if self.handle is None else self.handle.measured_peak_bytes
 
     def news(self) -> dict[str, int]:
-        """Metrics for the trainer's loggers, once for each plan of a run, after its first step was measured; else
-        empty."""
+        """Metrics for the trainer's loggers, once for each plan of a run, after its first step; else empty."""
         if self.handle is None:
             return {}
         measured, plan = self.handle.measured_peak_bytes, self.handle.measured_plan

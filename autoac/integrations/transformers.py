@@ -1,4 +1,4 @@
-"""`AutoACCallback` for transformers' `Trainer` and what derives from it, such as TRL's `SFTTrainer`."""
+"""`AutoACCallback` for transformers' `Trainer` and its subclasses, such as TRL's `SFTTrainer`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorParallel(Sharded):
-    """`torch.distributed.tensor.parallel.parallelize_module`, and `fully_shard` on what it makes.
+    """`torch.distributed.tensor.parallel.parallelize_module`, and `fully_shard` on its result.
 
     Args:
         world_size: number of ranks that split layers, to plan for one of them; None for the running ranks.

@@ -69,7 +69,7 @@ class PlanView:
 
     @property
     def status(self) -> str:
-        """ "optimal" if no plan within the budget is faster by more than the asked gap, else "feasible"."""
+        """ "optimal" if no plan within the budget is faster by more than the requested gap, else "feasible"."""
         return self.record.status
 
     @property

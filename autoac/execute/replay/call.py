@@ -10,7 +10,7 @@ NOTE [ Replay ]
      replayed without its running statistics. Grad mode is restored, because some kernels read it: oneDNN's LSTM makes
      its workspace only in grad mode. So are the switches of `kernel_flags`, which forward may have set around an op;
      pointwise ops do not depend on them.
-  5. On a GPU it runs on the stream of the region's forward, see NOTE [ Streams ] in `autoac.execute.streams`.
+  5. On a GPU, the replay runs on the stream of the region's forward, see NOTE [ Streams ] in `autoac.execute.streams`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ReplayCall:
         self.pending = False  # recorded and not yet replayed
         self.lock = threading.Lock()
         self.flags: KernelFlags = ()  # the current ones during the replay
-        self.streams = streams_of_call(program.region)  # None where no GPU is in use
+        self.streams = streams_of_call(program.region)  # None if no GPU is in use
 
     def holds(self, key: int) -> bool:
         """Whether records hold the storage with this key; the address of a dead storage may be reused."""

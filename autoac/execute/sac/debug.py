@@ -1,8 +1,7 @@
 """Find the op in which a region's second run differs from its first, for `set_checkpoint_debug_enabled(True)`.
 
 Torch's own checkpoint debugging cannot be combined with a policy (it refuses). So engine sac keeps a log of its own:
-the ops of both runs, with shapes, modules and lines of the user's code. It takes time, so it is kept only when asked
-for.
+the ops of both runs, with shapes, modules and lines of the user's code. It takes time, so it is kept only on request.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ NOTE [ The second run ]
      since data-dependent control flow may bring ops in another order than the profile's.
   4. The second run must start from the same state as the first: kernel flags, autocast's cached casts, the state of its
      modules, and its argument objects. `_SecondRun` restores what it can, and raises an error for the rest.
-  5. On a GPU it runs on the stream of the node that unpacks first, which is forward's, see NOTE [ Streams ] in
-     `autoac.execute.streams`. During the capture of a CUDA graph torch could not stash the GPU's random state. It need
+  5. On a GPU, the second run uses the stream of the node that unpacks first, which is forward's, see NOTE [ Streams ]
+     in `autoac.execute.streams`. While a CUDA graph is captured, torch cannot stash the GPU's random state. It need
      not: recomputing a random op is refused there.
 """
 
@@ -278,7 +278,7 @@ class _AdditionalCasts(TorchDispatchMode):
 
 
 class _CastsOfShards(TorchDispatchMode):
-    """Tells the policy, which sees local tensors only, which sharded weights the first run casts itself."""
+    """Adds the sharded weights that the first run casts itself to the policy, which sees local tensors only."""
 
     supports_higher_order_operators = True
 
@@ -360,7 +360,7 @@ class SacPolicy:
         self.aliases: dict[tuple[int, int], torch.Tensor] = {}  # by storage and version
         self.state: ModuleState | None = None  # of the region's module, if that is known
         self.writes_lists = False  # whether the region has written the tensors of a list
-        self.streams: CallStreams | None = None  # where a GPU is in use
+        self.streams: CallStreams | None = None  # None if no GPU is in use
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)

@@ -28,7 +28,7 @@ class Training:
 
     Args:
         optimizer: description of the optimizer.
-        losses: of every step; None where the user's step returns none.
+        losses: losses of all steps; None if the user's step returns none.
         step_times_s: forward, loss and backward of the steps between the first and the last.
         measured_peak_bytes: of the last step, resident bytes included; with the optimizer's step if the user gave one
             or the plan counts one.

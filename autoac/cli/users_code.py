@@ -37,6 +37,6 @@ def where_in(error: BaseException) -> str:
 
 
 def shown(path: str | Path) -> str:
-    """A path as the user would write it: relative where it lies below the working directory."""
+    """A path as the user would write it: relative if it is below the working directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -23,7 +23,7 @@ def budgets_between(least_bytes: int, most_bytes: int, count: int) -> list[int]:
 def planned(
     profile: Profile, budgets: Mapping[str, int], engine: str, step: TrainingStep | None = None
 ) -> list[Strategy]:
-    """Our plan for each budget; one with an error where there is none.
+    """Our plan for each budget, as a strategy; a strategy with an error if there is no plan.
 
     Args:
         budgets: bytes, by the name of the strategy.

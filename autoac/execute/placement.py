@@ -338,7 +338,7 @@ class Placement:
 
     @property
     def is_not_followed(self) -> NotFollowed:
-        """Which regions have run ops that the profiled step did not run, since the plan was last put on a model."""
+        """Regions that have run ops that the profiled step did not run, since the plan was last put on a model."""
         return self._following.report()
 
 

@@ -181,7 +181,7 @@ def together(
         with ranks.alive(), collectives_within(patience_s):
             try:
                 yield ranks
-                ranks.all(None)  # nobody goes on before all are through
+                ranks.all(None)  # no rank continues before all are done
             except BaseException as error:
                 raise ranks.fail(error) from error
     except RuntimeError as error:  # torch's DistError: the rank that keeps the store is gone

@@ -93,7 +93,7 @@ class Buckets:
         return model
 
     def remove(self, model: Model) -> Model:
-        """Take the plans off the model, which is then exactly as it was before, and return it.
+        """Take the plans off the model, which restores it exactly, and return it.
 
         Raises:
             PlanMismatchError: they are not on the model, or other code has replaced a planned module's forward since.
@@ -187,7 +187,7 @@ class _Applied:
                 self._plan = plan
 
     def remove(self) -> None:
-        """Leave the model as it was.
+        """Restore the model.
 
         Raises:
             PlanMismatchError: other code has replaced a planned module's forward; nothing is changed.

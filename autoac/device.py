@@ -293,7 +293,7 @@ class CudaDevice:
         return event
 
     def _record(self, event: torch.cuda.Event) -> None:
-        """On this device, which need not be the current one: an event is recorded on that otherwise."""
+        """Record an event on this device; by default it would be recorded on the current one, which may be another."""
         event.record(torch.cuda.current_stream(self.device))
 
     def total_bytes(self) -> int:
@@ -341,37 +341,37 @@ def _event() -> torch.cuda.Event:
 
 
 class Streams:
-    """The streams of this process's GPUs: which one work is given to in this thread, and how another waits for it.
+    """CUDA streams of this process: the current stream of this thread, and synchronisation between streams.
 
-    A key of a stream is the index of its GPU and its address.
+    A stream's key is the index of its GPU and its address.
     """
 
     def key(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """The stream to which work on this tensor is given now, None where it is on no GPU."""
+        """Key of the current stream of the tensor's GPU, None if the tensor is on no GPU."""
         if not tensor.is_cuda:
             return None
         index = tensor.get_device()
         return index, current_raw_stream(index)
 
     def current(self, index: int) -> Any:
-        """The stream to which work on a GPU is given now, for the other methods."""
+        """The current stream of a GPU, for the other methods."""
         return torch.cuda.current_stream(index)
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Context in which work is given to a stream."""
+        """Context in which this stream is the current one."""
         return torch.cuda.stream(stream)
 
     def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Let what is given to the current stream from now on find in a tensor what another stream has written there.
+        """Make later work on the current stream see the values that another stream has written to a tensor.
 
-        The memory is not given to others before it has been read.
+        The allocator does not reuse the memory before that work is done.
         """
         current = torch.cuda.current_stream(tensor.get_device())
         current.wait_stream(stream)
         tensor.record_stream(current)
 
     def settle(self) -> None:
-        """Wait until all streams have done what they were given."""
+        """Wait for all work on all streams of the current GPU."""
         torch.cuda.synchronize()
 
     def has(self, generator: torch.Generator) -> bool:
@@ -379,7 +379,7 @@ class Streams:
         return generator.device.type == "cuda"
 
     def capturing(self) -> bool:
-        """Whether what is given to the current stream goes into a CUDA graph."""
+        """Whether the current stream is captured into a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -387,7 +387,7 @@ _STREAMS = Streams()
 
 
 def streams() -> Streams | None:
-    """The streams of GPUs; None where no GPU is in use, and all work is done as it is given."""
+    """The streams of GPUs; None if CUDA is not in use, and ops run synchronously."""
     return _STREAMS if torch.cuda.is_initialized() else None
 
 

@@ -42,7 +42,7 @@ class Report:
         profiled_peak_bytes: predicted without the plan, for the step that was profiled.
         budget_bytes: the plan's budget.
         time_ratio: median step time with the plan / without, from interleaved steps.
-        predicted_overhead: what the plan predicts for `time_ratio - 1`.
+        predicted_overhead: the plan's prediction of `time_ratio - 1`.
         peaks_bytes: the measured peak of each planned step, of which `measured_peak_bytes` is the largest.
         tolerance: 0, or for engine compile the relative difference up to which floating-point values count as equal (in
             float32; proportionally more in dtypes with a larger epsilon). Its step is compared with the same regions

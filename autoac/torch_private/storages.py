@@ -35,7 +35,7 @@ def storage_ref(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
 
     torch keeps a storage's Python object alive as long as the storage (PyObject preservation).
 
-    Source: `StorageImpl::pyobj_slot` (torch/csrc/Storage.cpp), what keeps the Python object.
+    Source: `StorageImpl::pyobj_slot` (torch/csrc/Storage.cpp), which keeps the Python object.
     """
     return weakref.ref(tensor.untyped_storage())
 

@@ -9,9 +9,9 @@ import torch
 
 
 def current_raw_stream(index: int) -> int:
-    """The address of the stream that this thread gives work to on a GPU, 0 for the default stream.
+    """The address of a GPU's current stream in this thread, 0 for the default stream.
 
-    In a tenth of the time that `torch.cuda.current_stream` takes. Source: `THCPModule_getCurrentRawStream`
-    (torch/csrc/cuda/Module.cpp), which torch's compiled code asks for as well.
+    Ten times as fast as `torch.cuda.current_stream`. Source: `THCPModule_getCurrentRawStream`
+    (torch/csrc/cuda/Module.cpp), which torch's compiled code uses as well.
     """
     return torch._C._cuda_getCurrentRawStream(index)

@@ -48,7 +48,7 @@ class LeanRecording(Recording):
         self.saved = tape.saved
         tape.replays.add(self.call)
         if self.call.streams is not None:
-            self.call.streams.refuses = False  # the profile tells, and the plan leaves the region alone
+            self.call.streams.refuses = False  # the profile has it, and the plan does not wrap the region
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         info = op_info(func)

@@ -185,7 +185,7 @@ def _changes_only_buffers(profile: Profile) -> bool:
     before = {index: s.kind for index, s in enumerate(profile.storage_table) if s.alloc == NEVER}
     if "Gradient" in before.values():
         return False  # the step adds to them, and may read them
-    # In the tape, ops that update statistics list these as read, like the weights.
+    # Ops with side effects read weights. Statistics that they update are in neither list of the tape.
     kinds = {before[s] for op in profile.tape for s in op.writes if s in before}
     beside = {before[s] for op in profile.tape if op.side_effect for s in op.reads if s in before}
     own_generator = any(op.random_bytes and op.side_effect for op in profile.tape)

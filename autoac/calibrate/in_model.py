@@ -91,7 +91,7 @@ def fitted(
     most = _all_that_can_be(groups, stack.built.loss)
     nothing, everything = (simulate(stack.built.problem, d) for d in ([SAVE] * len(groups), most))
     fits = 2 * (nothing.peak_bytes - profile.resident_bytes) < free_bytes
-    if not (fits and _changes_only_buffers(profile) and _can_be_put_back(step.model)):
+    if not (fits and _changes_only_buffers(profile, step.model) and _can_be_put_back(step.model)):
         return profile
     again_s = sum(
         profile.tape[op].again_s
@@ -178,16 +178,22 @@ def _all_that_can_be(groups: Sequence[DecisionGroup], loss: int = -1) -> tuple[i
     return tuple(SAVE if any(saved[other] for other in brought) else RECOMPUTE for brought in brings)
 
 
-def _changes_only_buffers(profile: Profile) -> bool:
+def _changes_only_buffers(profile: Profile, model: torch.nn.Module) -> bool:
     """Whether the step's ops write no earlier tensor except buffers."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False  # all processes would have to run equally many steps
     before = {index: s.kind for index, s in enumerate(profile.storage_table) if s.alloc == NEVER}
     if "Gradient" in before.values():
         return False  # the step adds to them, and may read them
-    # Ops with side effects read weights. Statistics that they update are in neither list of the tape.
+    # Ops with side effects read weights. Statistics that they update are in neither list of the tape, and may be
+    # tensors that are no buffers.
+    with_side_effects = [op for op in profile.tape if op.side_effect]
+    if with_side_effects and any(
+        isinstance(value, torch.Tensor) for m in model.modules() for value in vars(m).values()
+    ):
+        return False
     kinds = {before[s] for op in profile.tape for s in op.writes if s in before}
-    beside = {before[s] for op in profile.tape if op.side_effect for s in op.reads if s in before}
+    beside = {before[s] for op in with_side_effects for s in op.reads if s in before}
     own_generator = any(op.random_bytes and op.side_effect for op in profile.tape)
     return kinds <= {"Buffer"} and beside <= {"Buffer", "Parameter"} and not own_generator
 

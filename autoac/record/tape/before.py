@@ -65,7 +65,7 @@ class BeforeStep:
                 ]
             )
         finally:
-            for table in (self._copies, self._seen, self._leaves):
+            for table in (self._copies, self._seen, self._leaves, self._generators):
                 table.clear()
 
 

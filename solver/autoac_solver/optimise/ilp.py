@@ -350,7 +350,7 @@ class _LeastPeak(Search):
         """Bisect between the best peak and a floor, and prove that one byte below the best peak is infeasible.
 
         Minimising the peak would take a single program, but solvers handle a peak in the objective much worse than a
-        budget: they often refute a budget of one byte less in presolve, without any search.
+        budget: they often refute a budget of one byte less without any search.
 
         Args:
             positions: where memory rows are added first.

@@ -18,7 +18,7 @@ from autoac_solver.records.profile import ModuleCall
 
 
 class Checkpoint(Sac):
-    """See `EngineModel`. Like selective checkpointing, but without a policy and its dispatch mode for each op."""
+    """See `EngineModel`. Like engine sac, but without a policy, so without a lookup per op."""
 
     name = CHECKPOINT
     selects = False

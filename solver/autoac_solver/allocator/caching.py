@@ -200,7 +200,8 @@ class CachingAllocator:
         """A new block from the driver, after releasing free memory if necessary: rule 10."""
         wanted = self.segment_size(size)
         for give_back in (_nothing, lambda: self._give_back_oversized(pool, stream, size), self.empty_cache):
-            give_back()
+            if give_back() is False:
+                continue
             if self._limit is None or self.reserved_bytes + wanted <= self._limit:
                 break
         else:
@@ -221,22 +222,27 @@ class CachingAllocator:
         block.pool.remove(block)
         self.reserved_bytes -= block.size
 
-    def _give_back_oversized(self, pool: Pool, stream: int, size: int) -> None:
-        """Release the smallest oversized free block that is large enough, else the largest ones until it suffices."""
+    def _give_back_oversized(self, pool: Pool, stream: int, size: int) -> bool:
+        """Release the smallest oversized free block that is large enough, else the largest ones until it suffices.
+
+        Returns:
+            Whether it suffices. If not, torch does not ask the driver before it has released everything.
+        """
         if self.options.max_split_bytes is None:
-            return
+            return False
         wanted = max(size, self.options.max_split_bytes)
         fitting = pool.smallest(stream, wanted)
         if fitting is not None:
             if not fitting.expandable:
                 self._give_back(fitting)
-            return
+            return True
         given = 0
         for block in reversed(pool.from_size(stream, self.options.max_split_bytes)):
             if given >= wanted or block.expandable:
                 break
             given += block.size
             self._give_back(block)
+        return given >= wanted
 
     def _collect_garbage(self) -> None:
         """Rule 9."""
@@ -319,7 +325,7 @@ class CachingAllocator:
         block.pool.add_unmapped(block)
 
 
-_nothing: Callable[[], None] = lambda: None  # noqa: E731
+_nothing: Callable[[], bool | None] = lambda: None  # noqa: E731
 
 
 def _least_expandable(blocks: list[Block]) -> Block:

@@ -270,13 +270,29 @@ def test_a_segment_in_use_is_not_given_back():
         some.malloc(40 * MIB)
 
 
-def test_oversized_blocks_are_given_back_first():
+def test_an_oversized_block_that_is_large_enough_is_given_back_first():
     some = allocator("max_split_size_mb:20,per_process_memory_fraction:0.5", device_mib=200)
-    small, large = some.malloc(12 * MIB), some.malloc(60 * MIB)
-    some.free(small)
-    some.free(large)
-    some.malloc(80 * MIB)
-    assert mib(some.reserved_bytes) == 12 + 80  # that of 12 MiB may stay
+    for block in [some.malloc(size * MIB) for size in (12, 80)]:
+        some.free(block)
+    some.malloc(56 * MIB)  # for which that of 80 MiB is too large by more than 20
+    assert mib(some.reserved_bytes) == 12 + 56  # that of 12 MiB may stay
+
+
+def test_oversized_blocks_that_are_not_enough_bring_all_others_with_them():
+    """Without the two of 24 MiB there is room for 60, but they are less than that: then everything is given back."""
+    some = allocator("max_split_size_mb:20,per_process_memory_fraction:0.8", device_mib=100)
+    for block in [some.malloc(size * MIB) for size in (12, 24, 24)]:
+        some.free(block)
+    some.malloc(60 * MIB)
+    assert mib(some.reserved_bytes) == 60
+
+
+def test_of_oversized_blocks_the_largest_go_first_and_no_more_than_needed():
+    some = allocator("max_split_size_mb:20,per_process_memory_fraction:0.9", device_mib=150)
+    for block in [some.malloc(size * MIB) for size in (24, 30, 40, 12)]:
+        some.free(block)
+    some.malloc(60 * MIB)
+    assert mib(some.reserved_bytes) == 24 + 12 + 60  # 40 and 30 suffice
 
 
 # -- rule 11: expandable segments ------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ BLOCKS = (1, 3)
 
 def profile_with(host_s: float, device: float = 1.0, costs: float = 0.0, wait: bool = False) -> Profile:
     """Every launch takes `host_s`; the device's times are multiplied; every part of the bookkeeping takes `costs`."""
-    replay, sac = asdict(ReplayCosts(*[costs] * 5)), asdict(SacCosts(*[costs] * 3))
+    replay, sac = (dict.fromkeys(asdict(kind()), costs) for kind in (ReplayCosts, SacCosts))
     profile = two_blocks({"replay": replay, "sac": sac})
     tape = [dataclasses.replace(op, host_s=host_s, time_s=device * op.time_s) for op in profile.tape]
     if wait:
@@ -78,7 +78,7 @@ def permitted(problem: Problem) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("engine", ["replay", "sac"])
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize("first", range(0, 100, 50))
 def test_random_profiles(engine: str, first: int):
     """The simulator is the recursion, prices never promise more, and the solver's bound holds of all plans."""
     for seed in range(first, first + 50):
@@ -98,7 +98,7 @@ def test_random_profiles(engine: str, first: int):
             assert solution.peak_bytes <= budget
             assert solution.extra_s == pytest.approx(found[solution.decisions].extra_s)
             assert solution.bound_s - 1e-6 <= best_s <= solution.extra_s + 1e-9
-            # With prices of the first path only, one in 25 is not the fastest, and by up to 42 % of the step.
+            # With prices of the first path only, about one in 25 is not the fastest.
             assert solution.extra_s == pytest.approx(best_s, abs=1e-6)
 
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -370,9 +370,10 @@ class Streams:
         current.wait_stream(stream)
         tensor.record_stream(current)
 
-    def settle(self) -> None:
-        """Wait for all work on all streams of the current GPU."""
-        torch.cuda.synchronize()
+    def settle(self, indices: Iterable[int]) -> None:
+        """Wait for all work on all streams of these GPUs."""
+        for index in indices:
+            torch.cuda.synchronize(index)
 
     def has(self, generator: torch.Generator) -> bool:
         """Whether a generator is a GPU's."""

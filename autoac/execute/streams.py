@@ -92,13 +92,13 @@ class CallStreams:
                     raise RuntimeError(_SECOND.format(region=self.region))
                 self.several = True
         if self.several:
-            self.by.settle()
+            self.by.settle(self.known)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Context in which work is submitted to forward's streams."""
         if self.several:
-            self.by.settle()
+            self.by.settle(self.known)
         with contextlib.ExitStack() as stack:
             for _, stream in self.known.values():
                 stack.enter_context(self.by.on(stream))

@@ -48,8 +48,8 @@ class StandIn(Streams):
     def hand_over(self, tensor: torch.Tensor, stream: Any) -> None:
         self.handed.append((stream, self.now))
 
-    def settle(self) -> None:
-        self.settled += 1
+    def settle(self, indices: Any) -> None:
+        self.settled += len(list(indices))
 
     def has(self, generator: torch.Generator) -> bool:
         return True

@@ -10,7 +10,7 @@ NOTE [ Streams ]
      longer needs it, and the allocator gives its memory to new work on the stream that allocated it, while the other
      stream may still read it. Without a plan autograd holds it until backward. A profile of a real step shows such
      modules (`ModuleCall.once`), and they do not become regions; if no profile has shown it, the call is an error.
-     While the real step is recorded, the device is synchronized instead.
+     While the real step is recorded, its GPUs are synchronized instead.
   3. While a CUDA graph is captured, kernels are recorded and not run. Replay and second run are captured like any other
      ops; but the host may not read values, and no generator's state may be read or set (`assertNotCapturing` in
      aten/src/ATen/cuda/CUDAGeneratorImpl.cpp). `graphsafe_set_state` exchanges whole states between generators that
@@ -63,7 +63,7 @@ class CallStreams:
         by: access to the process's streams.
 
     Attributes:
-        refuses: whether a second stream is an error; if not, the device is synchronized after each op from then on.
+        refuses: whether a second stream is an error; if not, its GPUs are synchronized after each op from then on.
     """
 
     __slots__ = ("by", "capturing", "known", "refuses", "region", "several")

@@ -83,8 +83,8 @@ def plan(
             selective checkpointing, or several of these; see `autoac.policies`.
         engine: "replay" (runs single ops again), "sac" (a policy for torch's selective checkpointing), "compile"
             (torch.compile compiles the regions, and the plan chooses what each saves), or "auto": replay; for a
-            compiled model compile, or sac if compile does not support what is asked for. The plan's explanation says
-            why.
+            compiled model compile on CPU, and sac on other devices or if compile does not support what is asked for.
+            The plan's explanation says why.
         granularity: for engine compile without named regions: compile each of the model's "blocks" separately, equal
             ones once, or the model as a "whole".
         headroom: part of the budget to leave free, for memory that no plan can see (fragmentation, other libraries).

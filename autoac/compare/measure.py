@@ -30,6 +30,8 @@ from autoac.step.restore import tensors_of, untouched
 
 SEED = 1
 _ATTEMPTS = 4
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+"""How the names of a module's attributes end that hold its hooks."""
 
 Tell = Callable[[str, float], None]
 """Progress callback, called with a text and the share done, 0 to 1."""
@@ -70,6 +72,11 @@ class Costume:
     def __init__(self, model: nn.Module, install: Callable[[nn.Module], object]) -> None:
         plain = [(module, dict(module.__dict__)) for module in model.modules()]
         try:
+            for (
+                module,
+                before,
+            ) in plain:  # hooks are put into dictionaries, which are to be the strategy's own
+                module.__dict__.update({k: v.copy() for k, v in before.items() if k.endswith(_HOOKS)})
             install(model)
             self._changes = [(module, *_changed(module, before)) for module, before in plain]
         finally:
@@ -86,9 +93,9 @@ class Costume:
             yield
         finally:
             for module, changed, plain in self._changes:
-                for name in changed:
+                for name in changed.keys() - plain.keys():
                     module.__dict__.pop(name, None)
-                module.__dict__.update(plain)
+                module.__dict__.update(plain)  # in its place: the order stays
 
 
 def _changed(module: nn.Module, before: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -19,16 +19,20 @@ from autoac.compare.ours import budgets_between
 from autoac.compare.selfcheck import selfcheck
 from autoac.compare.strategies import Strategy, by_hand, policies_for
 from autoac.device import device_for
+from autoac.measure import measure_peak
 from autoac.plans import Plan
 from autoac.price.engine_costs import MOST_BETWEEN_BYTES, engine_costs
+from autoac.step.step import TrainingStep
 from autoac_solver.allocator.options import options_in_environment
 from autoac_solver.plan.planning import plan_profile
+from autoac_solver.records.engines import EngineName
 from benchmarks.cuda.bandwidth import copies
-from benchmarks.cuda.training import Size, Training
+from benchmarks.cuda.training import Size, Training, flash_attention
 
 Job = tuple[str, Callable[[], Any]]
 
 MODELS = ("gpt", "llama")
+COMPILING: EngineName = "compile"
 _SOLVE_S, _GAP = 8.0, 5e-3
 _LARGEST_S, _LARGEST_GAP = 4.0, 0.05
 
@@ -76,6 +80,8 @@ def jobs(device: torch.device, size: Size, folder: Path, with_table: bool) -> It
                 f"{name}/compiled blocks, budget {budget}",
                 functools.partial(compiled, functools.partial(training, name), budget),
             )
+    for name in size.compiled:
+        yield f"{name}/ours compiled", functools.partial(ours_compiled, functools.partial(training, name))
     if with_table:
         path = folder / "device.json"
         yield "device table", functools.partial(device_table, device, size, path)
@@ -162,6 +168,39 @@ def ours(make: Callable[[], Training], number: int) -> dict[str, Any]:
     }
 
 
+def middle(training: Training) -> int:
+    """The budget half-way between the least and what a step takes with nothing recomputed."""
+    most = plan_profile(training.profile, 2**60, time_limit_s=_SOLVE_S).predicted_peak_bytes
+    return (training.least_bytes + most) // 2
+
+
+def ours_compiled(make: Callable[[], Training]) -> dict[str, Any]:
+    """Our plan of engine compile at the middle of the range of budgets."""
+    training = make()
+    budget = middle(training)
+    start = time.perf_counter()
+    with flash_attention():
+        plan = autoac.plan(
+            training.model,
+            training.sample,
+            budget,
+            optimizer=training.optimizer,
+            engine=COMPILING,
+            time_limit_s=_SOLVE_S,
+            gap=_GAP,
+            progress=False,
+        )
+    seconds = time.perf_counter() - start
+    strategy = Strategy("ours compiled", "ours", plan.apply, budget, compiled=True)
+    return {
+        "budget_bytes": budget,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "predicted_overhead": plan.predicted_overhead,
+        "plan_s": seconds,
+        **training.measure(strategy),
+    }
+
+
 def compiled(make: Callable[[], Training], budget: float) -> dict[str, Any]:
     """The blocks compiled one by one, with torch's own budget for activations."""
     import torch._functorch.config as config
@@ -177,14 +216,13 @@ def compiled(make: Callable[[], Training], budget: float) -> dict[str, Any]:
 
     torch.compiler.reset()
     with config.patch(activation_memory_budget=budget):
-        return training.measure(Strategy(f"compiled, {budget}", "other", install))
+        return training.measure(Strategy(f"compiled, {budget}", "other", install, compiled=True))
 
 
 def sac_milp(make: Callable[[], Training]) -> dict[str, Any]:
     """torch's planner at the middle of the range of budgets, carried out."""
     training = make()
-    most = plan_profile(training.profile, 2**60, time_limit_s=_SOLVE_S).predicted_peak_bytes
-    budget = (training.least_bytes + most) // 2
+    budget = middle(training)
     found = torch_milp.advised(training.workload, training.device, {f"{budget / 1e6:.1f}MB": budget})
     return {"budget_bytes": budget, **training.measure(found[0])}
 
@@ -221,4 +259,37 @@ def largest_batch(make: Callable[[], Training], table: Path) -> dict[str, Any]:
         peaks = zip(curve.baselines["name"].tolist(), curve.baselines["peak_bytes"].tolist(), strict=True)
         for name in [name for name, peak in peaks if peak <= budget]:
             found[name] = max(found.get(name, 0), batch)
-    return found
+    return found | {"ours, measured": _measured_at(training, found["ours"], budget)}
+
+
+def _measured_at(training: Training, batch: int, budget: int) -> dict[str, Any]:
+    """A plan made on this device for so large a batch, carried out."""
+    sample = training.batch(batch)
+    step = TrainingStep(training.model, sample, None)
+
+    def whole() -> None:
+        step.run()
+        training.optimizer.step()
+        training.optimizer.zero_grad(set_to_none=True)
+
+    try:
+        with flash_attention():
+            plan = autoac.plan(
+                training.model,
+                sample,
+                budget,
+                optimizer=training.optimizer,
+                time_limit_s=_SOLVE_S,
+                gap=_GAP,
+                progress=False,
+            )
+            with plan.applied(training.model):
+                whole()
+                training.known.release_cache()
+                peak = measure_peak(whole, training.device)
+    except autoac.InfeasibleBudgetError as error:
+        return {"batch": batch, "error": f"does not fit: {error.minimum_bytes} bytes are the least"}
+    except torch.OutOfMemoryError:
+        return {"batch": batch, "error": "out of memory"}
+    measured = plan.resident_bytes + peak.peak_above_start_bytes
+    return {"batch": batch, "peak_bytes": measured, "within": measured <= budget}

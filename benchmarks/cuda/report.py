@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.cuda.jobs import MODELS
 
+_COMPILED = "ours compiled"
 _TITLES = {"gpt": "GPT-2 medium's shape", "llama": "a Llama"}
 
 
@@ -17,14 +18,15 @@ def render(results: Mapping[str, Any], missing: list[str]) -> str:
         "# Predicted and measured",
         _facts("Environment", results.get("environment")),
         "MB is 10^6 bytes. Peaks are those of a whole step with AdamW, parameters and optimizer state included. "
-        "Reserved is what CUDA's caching allocator takes from the device over three steps. Times are medians by the "
-        "wall clock. Gradients are compared by sums of their bits.",
+        "Reserved is what CUDA's caching allocator takes from the device over three steps, and allocated the most that "
+        "it hands out in them, with what no plan counts (workspaces that cuBLAS keeps). Times are medians by the wall "
+        "clock. Gradients are compared by sums of their bits, under deterministic algorithms.",
         *(part for name in MODELS for part in _model(name, results)),
         _facts("Copies, GB/s", _scaled(results.get("bandwidth"), 1e-9)),
         _selfcheck(results.get("selfcheck")),
-        _facts("Largest batch (predicted)", results.get("gpt/largest batch")),
+        _largest(results.get("gpt/largest batch")),
         _costs(results.get("engine costs")),
-        _facts("Device table", results.get("device table")),
+        _table(results.get("device table")),
     ]
     if missing:
         parts += ["## Not measured", "Run the command again to go on with: " + ", ".join(missing) + "."]
@@ -51,6 +53,7 @@ def draw(results: Mapping[str, Any], path: Path) -> bool:
             if "step_s" in row:
                 extra = 100 * (row["step_s"] / none["step_s"] - 1)
                 axes.plot([row["peak_bytes"] / 1e6], [extra], "s", label=label)
+        axes.locator_params(axis="x", nbins=6)
         axes.legend(fontsize="x-small")
     figure.savefig(path, dpi=120)
     return True
@@ -66,21 +69,72 @@ def _model(name: str, results: Mapping[str, Any]) -> list[str]:
     if about["host_s"] is not None:
         clocks = f" Host {1e3 * about['host_s']:.1f} ms, device {1e3 * about['device_s']:.1f} ms."
     head = (
-        f"{about['model']}, {about['parameters'] / 1e6:.0f} million parameters, {about['dtype']}, {about['sample']}; "
+        f"{about['model']}, {about['parameters'] / 1e6:.3g} million parameters, {about['dtype']}, {about['sample']}; "
         f"{about['ops']} ops. Predicted step {1e3 * about['predicted_step_s']:.2f} ms, measured "
         f"{_ms(none)}.{clocks} Profiled and prepared in {about['seconds']:.1f} s."
     )
-    return [f"## {_TITLES[name]}", head, _ours_table(name, results), _others_table(name, results)]
+    return [
+        f"## {_TITLES[name]}",
+        head,
+        _goals(name, results),
+        _ours_table(name, results),
+        _others_table(name, results),
+    ]
+
+
+_PEAK, _POINTS = 0.005, 0.02
+_MISSED = "NOT met"
+
+
+def _goals(name: str, results: Mapping[str, Any]) -> str:
+    """What is expected of the plans, and whether it holds."""
+    none = results.get(f"{name}/none", {})
+    rows = [row for row in _ours(name, results) if "error" not in row]
+    if not rows or "step_s" not in none:
+        return ""
+    off = [row["peak_bytes"] / row["predicted_peak_bytes"] - 1 for row in rows]
+    over = sum(row["peak_bytes"] > row["budget_bytes"] for row in rows)
+    points = [row["step_s"] / none["step_s"] - 1 - row["predicted_overhead"] for row in rows]
+    worst, times = max(off, key=abs), max(points, key=abs)
+    again = results.get(f"{name}/none again", {}).get("step_s", none["step_s"])
+    noise = abs(again / none["step_s"] - 1)
+    rivals = [row for label, row in _others(name, results).items() if _is_eager(label) and "step_s" in row]
+    slower, contested = 0, 0
+    for row in rows:
+        fitting = [rival["step_s"] for rival in rivals if rival["peak_bytes"] <= row["budget_bytes"]]
+        contested += bool(fitting)
+        slower += bool(fitting) and row["step_s"] > min(fitting) * (1 + noise)
+    equal = sum(row.get("bits") == none.get("bits") for row in rows)
+    goals = [
+        ("gradients equal to the bit", equal == len(rows), f"{equal} of {len(rows)} plans"),
+        ("peak within 0.5 % of the predicted one", abs(worst) <= _PEAK, f"at most {worst:+.2%}"),
+        ("never over the budget", not over, f"{over} of {len(rows)} plans over it"),
+        ("extra time within two points", abs(times) <= _POINTS, f"at most {100 * times:+.1f} points"),
+        (
+            "at least as fast as every eager rival that fits",
+            not slower,
+            f"slower at {slower} of {contested} budgets, beyond noise of {noise:.1%}",
+        ),
+    ]
+    lines = [_line(goal, "met" if met else _MISSED, numbers) for goal, met, numbers in goals]
+    return "\n".join([*_header("goal", "", "measured"), *lines])
+
+
+def _is_eager(label: str) -> bool:
+    return not label.startswith("compiled") and label != _COMPILED
 
 
 def _ours(name: str, results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [row for key, row in results.items() if key.startswith(f"{name}/ours ")]
+    left_out = f"{name}/{_COMPILED}"
+    return [row for key, row in results.items() if key.startswith(f"{name}/ours ") and key != left_out]
 
 
 def _others(name: str, results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     left_out = ("profile", "largest batch")
     found = {key.partition("/")[2]: row for key, row in results.items() if key.startswith(f"{name}/")}
-    return {k: row for k, row in found.items() if not k.startswith("ours") and k not in left_out}
+    return {k: row for k, row in found.items() if not k.startswith("ours ") and k not in left_out} | {
+        k: row for k, row in found.items() if k == _COMPILED
+    }
 
 
 def _ours_table(name: str, results: Mapping[str, Any]) -> str:
@@ -90,6 +144,7 @@ def _ours_table(name: str, results: Mapping[str, Any]) -> str:
         "peak MB: predicted",
         "measured",
         "off",
+        "allocated MB",
         "reserved MB: predicted",
         "measured",
         "time: predicted",
@@ -98,7 +153,7 @@ def _ours_table(name: str, results: Mapping[str, Any]) -> str:
     )
     for row in _ours(name, results):
         if "error" in row:
-            lines.append(_line(_mb(row, "budget_bytes"), row["error"].replace("|", "/"), *[""] * 7))
+            lines.append(_line(_mb(row, "budget_bytes"), row["error"].replace("|", "/"), *[""] * 8))
             continue
         off = row["peak_bytes"] / row["predicted_peak_bytes"] - 1
         lines.append(
@@ -107,6 +162,7 @@ def _ours_table(name: str, results: Mapping[str, Any]) -> str:
                 _mb(row, "predicted_peak_bytes"),
                 _mb(row, "peak_bytes"),
                 f"{off:+.2%}",
+                _mb(row, "allocated_bytes"),
                 _mb(row, "predicted_reserved_bytes"),
                 _mb(row, "reserved_bytes"),
                 f"{row['predicted_overhead']:+.1%}",
@@ -145,22 +201,58 @@ def _selfcheck(found: dict[str, Any] | None) -> str:
         return f"## Selfcheck\n\n{found['error']}"
     verdict = "Every plan kept its promises." if found["ok"] else "NOT every plan kept its promises."
     lines = _header(
-        "plan", "budget MB", "predicted MB", "measured MB", "time: predicted", "measured", "gradients"
+        *(
+            "plan",
+            "budget MB",
+            "predicted MB",
+            "measured MB",
+            "time: predicted",
+            "measured",
+            "gradients, buffers",
+        )
     )
     for model in found["models"]:
         for row in model["rows"]:
+            planned = bool(row["budget_bytes"])  # the others promise nothing
             lines.append(
                 _line(
                     f"{model['title'].partition(',')[0]}: {row['name']}",
-                    _mb(row, "budget_bytes"),
-                    _mb(row, "predicted_peak_bytes"),
+                    _mb(row, "budget_bytes") if planned else "",
+                    _mb(row, "predicted_peak_bytes") if planned else "",
                     _mb(row, "measured_peak_bytes"),
-                    f"{row['predicted_overhead']:+.1%}",
+                    f"{row['predicted_overhead']:+.1%}" if planned else "",
                     f"{row['overhead']:+.1%}",
                     "equal" if row["equal"] else "differ",
                 )
             )
     return "\n\n".join(["## Selfcheck", verdict, "\n".join(lines)])
+
+
+def _largest(found: Mapping[str, Any] | None) -> str:
+    if found is None or "error" in found:
+        return _facts("Largest batch", found)
+    rows: dict[str, Any] = {"budget": f"{_mb(found, 'budget_bytes')} MB"}
+    measured = found.get("ours, measured", {})
+    rows |= {
+        f"{name}, predicted": n for name, n in found.items() if isinstance(n, int) and name != "budget_bytes"
+    }
+    if measured:
+        fits = "fits" if measured.get("within") else _MISSED
+        text = measured.get("error") or f"{_mb(measured, 'peak_bytes')} MB measured, {fits}"
+        rows[f"ours, {measured['batch']} rows carried out"] = text
+    return _facts("Largest batch", rows)
+
+
+def _table(found: Mapping[str, Any] | None) -> str:
+    if found is None or "error" in found:
+        return _facts("Device table", found)
+    rows: dict[str, Any] = {"entries": found["entries"]}
+    for name, rate in found["matrix_flops"].items():
+        if name:
+            rows[f"matrix products, {name}"] = f"{rate / 1e12:.3g} TFLOP/s"
+    rows["bandwidth"] = f"{found['bandwidth'] / 1e9:.3g} GB/s"
+    rows["launch"] = f"{1e6 * found['launch_s']:.2f} us"
+    return _facts("Device table", rows)
 
 
 def _costs(found: dict[str, Any] | None) -> str:
@@ -196,7 +288,9 @@ def _ms(row: Mapping[str, Any]) -> str:
 
 
 def _mb(row: Mapping[str, Any], name: str) -> str:
-    return f"{row[name] / 1e6:.1f}" if row.get(name) is not None else ""
+    if row.get(name) is None:
+        return ""
+    return f"{row[name] / 1e6:.1f}" if row[name] >= 1e8 else f"{row[name] / 1e6:.4g}"
 
 
 def _header(*cells: str) -> list[str]:

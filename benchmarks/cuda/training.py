@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +46,7 @@ class Size:
     llama: LlamaShape
     budgets: int
     compile_budgets: tuple[float, ...]
+    compiled: tuple[str, ...]
     size: str
     rounds: int
     copied_bytes: int
@@ -57,16 +60,23 @@ SIZES = {
         LlamaShape(16, 2048, 5632, 16, 8, 32000, 2048, 4),
         8,
         (0.25, 0.5, 0.75, 1.0),
+        ("gpt", "llama"),
         "small",
         7,
         2**28,
     ),
-    "tiny": Size((2, 32, 2, 16, 64), 2, LlamaShape(2, 32, 64, 2, 1, 64, 16, 2), 2, (0.5,), "tiny", 1, 2**20),
+    "tiny": Size(
+        (2, 32, 2, 16, 64), 2, LlamaShape(2, 32, 64, 2, 1, 64, 16, 2), 2, (0.5,), ("gpt",), "tiny", 1, 2**20
+    ),
 }
 
 
 class Training:
     """A model, a batch and AdamW. The learning rate is zero, so that all steps have the same gradients.
+
+    Attention runs in flash kernels: cuDNN's, which comes first on an H100, has no form whose bits are the same in
+    each run, and is switched off (`flash_attention`). Bits are compared under deterministic algorithms, peaks and
+    times are taken without.
 
     Args:
         name: "gpt" or "llama".
@@ -84,11 +94,13 @@ class Training:
         blocks = find_blocks(self.model)
         self.workload = Workload(name, name, self.model, self.sample, blocks, None, self.optimizer)
         self._plain = self.workload.step()
-        self.step()  # makes the optimizer's state, and what torch sets up once
+        with flash_attention():
+            self.step()  # makes the optimizer's state, and what torch sets up once
 
     @functools.cached_property
     def profile(self) -> Profile:
-        return autoac.profile(self.model, self.sample, optimizer=self.optimizer)
+        with flash_attention():
+            return autoac.profile(self.model, self.sample, optimizer=self.optimizer)
 
     @functools.cached_property
     def least_bytes(self) -> int:
@@ -111,13 +123,14 @@ class Training:
             return {"error": strategy.error}
         resident = self.profile.resident_bytes  # recorded before the strategy is on the model
         costume = Costume(self.model, strategy.install)
-        with costume.worn():
+        with costume.worn(), flash_attention():
             self.step()
             self.known.release_cache()
             peak = measure_peak(self.step, self.device)
             found: dict[str, Any] = {"peak_bytes": resident + peak.peak_above_start_bytes}
             found |= reserved(self.device, self.step)
-            found["bits"] = self._bits()
+            if not strategy.compiled:  # which has bits of its own
+                found["bits"] = self._bits()
             seconds = [self.known.step_seconds(self.step)[1] for _ in range(self.size.rounds)]
         found["step_s"] = statistics.median(seconds)
         return found | {"spread_s": max(seconds) - min(seconds)}
@@ -125,7 +138,8 @@ class Training:
     def _bits(self) -> str:
         """Checksums of the gradients: equal for equal gradients, and almost never for others."""
         torch.manual_seed(SEED)
-        self._plain()
+        with deterministic():
+            self._plain()
         total, squares = 0, 0
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -154,6 +168,31 @@ class Training:
 
 
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@contextlib.contextmanager
+def flash_attention() -> Iterator[None]:
+    """Context without cuDNN's attention; the rest of torch's order stands."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Context in which kernels give the same bits in each run, as far as they have such a form."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*deterministic.*")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warned_only)
 
 
 def reserved(device: torch.device, step: Callable[[], object]) -> dict[str, int]:

@@ -151,6 +151,16 @@ def test_wrong_statistics_are_seen() -> None:
     assert model.get_buffer("1.1.num_batches_tracked") == 0
 
 
+def test_a_plans_hooks_are_taken_off_with_it():
+    model = workload().model
+    profile = profile_of_small()
+    costume = Costume(model, autoac.solve(profile, least(profile)).apply)
+    assert not model._forward_pre_hooks
+    with costume.worn():
+        assert model._forward_pre_hooks
+    assert not model._forward_pre_hooks
+
+
 def test_a_costume_is_worn_and_taken_off() -> None:
     model = make(blocks=4)
     before = attributes(model)

@@ -1,12 +1,17 @@
 """`python -m benchmarks.cuda` runs on CPU with tiny models, so that it does not break where there is a GPU."""
 
 import json
+import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.cuda.__main__ import main
+import benchmarks.cuda.__main__
+import benchmarks.cuda.jobs
+from benchmarks.cuda.__main__ import INTERRUPTED, main
 from benchmarks.cuda.jobs import jobs
 from benchmarks.cuda.report import render
 from benchmarks.cuda.training import SIZES
@@ -24,8 +29,9 @@ def results(folder: Path) -> dict:
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # by torch.compile itself
-def test_every_job_and_the_report(tmp_path: Path):
-    """All but selfcheck and the device's table, which have tests of their own and take long."""
+def test_every_job_and_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All but selfcheck and the device's table, which have tests of their own and take long; as compiling does."""
+    monkeypatch.setattr(benchmarks.cuda.jobs, "COMPILING", "replay")
     folder = tmp_path / "results"
     names = [name for name, _ in jobs(torch.device("cpu"), SIZES["tiny"], folder, with_table=True)]
     assert main([*TINY, str(folder), "--without", *LEFT_OUT]) == 0
@@ -42,6 +48,8 @@ def test_every_job_and_the_report(tmp_path: Path):
             assert row["bits"] == found[f"{model}/none"]["bits"]
             assert row["predicted_reserved_bytes"] is None  # nothing is reserved on CPU
     assert found["gpt/largest batch"]["ours"] >= found["gpt/largest batch"]["none"] >= 1
+    assert found["gpt/largest batch"]["ours, measured"]["within"]
+    assert found["gpt/ours compiled"]["peak_bytes"] <= found["gpt/ours compiled"]["budget_bytes"]
     text = (folder / "report.md").read_text()
     for part in (
         "## Environment",
@@ -49,10 +57,16 @@ def test_every_job_and_the_report(tmp_path: Path):
         "## a Llama",
         "## Engine costs",
         "compiled blocks",
+        "| gradients equal to the bit | met |",
+        "| never over the budget | met |",
+        "| ours compiled |",
+        "MB measured, fits",
     ):
         assert part in text
     assert "Not measured" not in text
     assert (folder / "report.png").exists()
+
+    assert len(re.findall("^[|] gradients equal", text, re.MULTILINE)) == 2
 
     before = (folder / "results.json").read_bytes()
     assert main([*TINY, str(folder), "--without", *LEFT_OUT]) == 0
@@ -78,6 +92,25 @@ def test_a_failure_is_a_row(tmp_path: Path):
     text = render({"gpt/profile": about, "engine costs": row}, ["llama/none"])
     assert "It could not be profiled: OutOfMemoryError" in text
     assert "no / yes" in text
+
+
+def test_a_job_that_is_broken_off_is_left_and_the_report_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """By Ctrl-C, and by the command's own clock: eight minutes are eight minutes."""
+    done = [("environment", lambda: {"device": "CPU"})]
+    slow = ("slow", lambda: time.sleep(30))
+    interrupted = ("interrupted", lambda: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(benchmarks.cuda.__main__, "jobs", lambda *_, **__: [*done, slow])
+    start = time.monotonic()
+    assert main([*TINY, str(tmp_path), "--minutes", "0.005"]) == 0
+    assert time.monotonic() - start < 20
+    assert list(results(tmp_path)) == ["environment"]
+    assert "go on with: slow." in (tmp_path / "report.md").read_text()
+    monkeypatch.setattr(benchmarks.cuda.__main__, "jobs", lambda *_, **__: [*done, interrupted])
+    assert main([*TINY, str(tmp_path)]) == INTERRUPTED
+    assert "1 jobs are left: run the command again" in capsys.readouterr().out
+    assert "go on with: interrupted." in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")

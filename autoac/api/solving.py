@@ -132,7 +132,7 @@ def tradeoff(
 
     Args:
         budgets: one or more to plan for; those that no plan meets are left out. None spreads `points` of them evenly.
-        points: how many budgets, at least 2.
+        points: how many budgets, 2 to 10,000.
         time_limit_s: for each budget; the search starts from the plan of the next smaller budget.
         profile, engine, regions, policies, gap, progress: as for `solve`. Ctrl-C keeps what is done so far.
 

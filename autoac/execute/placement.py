@@ -320,8 +320,8 @@ class Placement:
 
     @property
     def _unchecked(self) -> bool:
-        """Whether profiling has recomputed and compared no values."""
-        return self.record.profile.mode == "fake"
+        """Whether the engine recomputes in a way that profiling has not run and compared."""
+        return self.record.profile.mode == "fake" or ENGINES[self.record.engine].runs_code_twice
 
     @functools.cached_property
     def _following(self) -> Following:

@@ -56,6 +56,7 @@ class Program:
         self.following = following or Following()
         self.point = point
         self.unchecked = unchecked
+        self.found_right = False  # by the last comparison
         self.warned = False
         self.unnamed = _unnamed(self.names) if region else self
         self._steps: tuple[Step, ...] | None = None

@@ -163,8 +163,8 @@ def _likely(op: str, reads_tensors: bool) -> str:
             "likely its result is then written by code that torch does not see, such as numpy or an extension"
         )
     return (
-        "likely its result is then written by code that torch does not see, a flag was set around it, or its kernel "
-        "differs from run to run"
+        "likely its result is then written by code that torch does not see, a flag was set around it, another thread "
+        "has drawn its random numbers, or its kernel differs from run to run"
     )
 
 

@@ -97,6 +97,9 @@ class _NothingKept(BeforeStep):
     def keep_values(self, index: int, tensor: torch.Tensor) -> None:
         pass
 
+    def keep_graph(self, tensor: torch.Tensor) -> None:
+        pass
+
     def keep_shapes(self, seen: Iterable[Seen]) -> None:
         pass
 

@@ -117,8 +117,11 @@ def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> tup
         ]
         # Not by setting attributes: a wrapper class may forward that to the original optimizer.
         vars(fake).update(state=defaultdict(dict), param_groups=groups)
-        with _LiveBytes(device):
+        with _LiveBytes(device) as first:
             fake.step()
+        stand_ins = {storage_key(p) for group in groups for p in group["params"] if p.requires_grad}
+        if first.given.isdisjoint(stand_ins):
+            raise TypeError("its step uses none of its own parameters: does it wrap another optimizer?")
         storages = {storage_key(tensor): tensor for tensor in state_tensors(fake, device)}.values()
         state_bytes = sum(allocated(unique_storage_bytes([tensor])) for tensor in storages)
         with _LiveBytes(device) as live:
@@ -166,6 +169,7 @@ class _LiveBytes(TorchDispatchMode):
         self.live_bytes = self.peak_bytes = 0
         self.calls: dict[Signature, tuple[int, int, int]] = {}
         self.looked_at_values = False
+        self.given: set[int] = set()  # storages that ops were given
         self._known: dict[int, Any] = {}
 
     def peak_with(self, workspace_bytes: dict[Signature, int]) -> int:
@@ -176,6 +180,7 @@ class _LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         for tensor in given:
+            self.given.add(storage_key(tensor))
             if storage_key(tensor) not in self._known:
                 self._watch(tensor.untyped_storage(), 0)
         before = self.live_bytes

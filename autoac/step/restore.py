@@ -7,6 +7,7 @@ import functools
 import operator
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -122,9 +123,12 @@ def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Autograd's state of a tensor: whether it requires a gradient, whether it is a leaf, its version."""
+    """Autograd's state of a tensor: whether it requires a gradient, whether it is a leaf, its version.
 
-    tensor: torch.Tensor
+    The tensor is not held, so a view that the step makes of it lives no longer than without this.
+    """
+
+    known: weakref.ref[torch.Tensor]
     requires_grad: bool
     is_leaf: bool
     version: int
@@ -132,11 +136,13 @@ class Graph:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Graph:
         """The current state."""
-        return cls(tensor, tensor.requires_grad, tensor.is_leaf, version_of(tensor))
+        return cls(weakref.ref(tensor), tensor.requires_grad, tensor.is_leaf, version_of(tensor))
 
     def put_back(self) -> None:
         """Restore the state. The tensor keeps its graph if it had one, or is a view of a tensor that has one."""
-        tensor = self.tensor
+        tensor = self.known()
+        if tensor is None:
+            return
         if self.is_leaf and not tensor.is_leaf and not is_view(tensor):
             tensor.detach_()
         if tensor.is_leaf and tensor.requires_grad != self.requires_grad:

@@ -127,14 +127,17 @@ def test_unknown_wrappers_are_refused(wrap: Callable[[torch.optim.Optimizer], An
     assert not inner.state
 
 
-def test_a_copy_is_never_written_through_a_property(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("wrap", [WithProperties, accelerates])
+def test_a_copy_is_never_written_through_a_property(
+    wrap: Callable[[torch.optim.Optimizer], Any], monkeypatch: pytest.MonkeyPatch
+):
     """Were a proxy let through, its optimizer would still not be given fake parameters."""
     model = make()
     profile = autoac.profile(model, batch())
     inner = torch.optim.SGD(model.parameters())
-    groups = inner.param_groups
+    wrapped, groups = wrap(inner), inner.param_groups
     monkeypatch.setattr("autoac.record.optimizer.real_optimizer", lambda optimizer, _: optimizer)
     with pytest.raises(autoac.ProfilingError):
-        with_optimizer(profile, model, WithProperties(inner))  # type: ignore[arg-type]
+        with_optimizer(profile, model, wrapped)
     assert inner.param_groups is groups
     assert not inner.state

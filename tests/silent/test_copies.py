@@ -59,6 +59,27 @@ def test_a_shallow_copy_runs_its_own_weights(engine):
     assert torch.equal(model[0](X), CASE.model()[0](X))
 
 
+class Averaged(nn.Module):
+    """Calls a copy of its first block that has weights of its own, as a teacher's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x) + with_other_weights(self.blocks[0])(x)
+
+
+@ENGINES
+def test_verify_finds_copies_that_run_the_originals_weights(engine, monkeypatch):
+    """The values are recomputed as forward had them, and forward is wrong: only a step without the plan shows it."""
+    case = Case(Averaged, lambda model: model(X).square().mean(), ("blocks.0", "blocks.1"))
+    model, plan = case.model(), plan_with(case, engine, lambda region, op, nth: True)
+    assert plan.verify(model, X).equal
+    monkeypatch.setattr("autoac.execute.attach.called_module", lambda module: module)
+    assert not plan.verify(model, X).equal
+
+
 @ENGINES
 def test_with_hooks_on_it(engine):
     model = planned(engine)

@@ -127,6 +127,29 @@ def test_draws_between_the_stash_and_the_op_are_refused(kind, other_thread, monk
         gradient(kind, planned=True)
 
 
+def test_the_guard_finds_draws_of_other_threads_by_itself(other_thread, monkeypatch):
+    """Without what the tests above are about: the masks of the profiled steps would not be those of forward."""
+    stash = randoms.Stash.__init__
+
+    def drawing_afterwards(self: Any, generator: torch.Generator) -> None:
+        stash(self, generator)
+        other_thread(draw)
+
+    case = Case(
+        build=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(2))),
+        forward=lambda model: model(X).square().mean(),
+        regions=("0", "1"),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(randoms, "_check", lambda *_: None)
+        patch.setattr(randoms.Stash, "__init__", drawing_afterwards)
+        profile = case.profile()
+    (note,) = [note for note in profile.notes if "other bits" in note]
+    assert note.startswith("aten.empty_like.default in '0.1', '1.1'")  # which bernoulli_ fills
+    assert "another thread" in note
+    assert not any(op.replayable for op in profile.tape if op.name == "aten.empty_like.default")
+
+
 def test_a_planned_model_beside_a_thread_that_draws_all_the_time():
     case = Case(
         build=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(3))),

@@ -15,7 +15,7 @@ from torch import nn
 import autoac
 from autoac.price.engine_costs import engine_costs
 from autoac.step.interrupts import held_back, interruptible
-from autoac.step.restore import Restorer, untouched
+from autoac.step.restore import Graph, Restorer, untouched
 from autoac.torch_private import TorchDispatchMode, modes_entered
 from tests.small_models import batch, least_bytes, make
 
@@ -61,7 +61,7 @@ def gradient(model: InPlace, x: torch.Tensor) -> torch.Tensor:
     return model.weight.grad.clone()
 
 
-@pytest.mark.parametrize("call", ["profile", "fake", "plan", "verify", "measure_memory"])
+@pytest.mark.parametrize("call", ["profile", "fake", "verify", "measure_memory"])
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize("op", ["mul_", "add_"])
 def test_a_sample_that_the_model_writes_is_as_it_was(op: str, kind: str, call: str):
@@ -81,6 +81,30 @@ def test_a_sample_that_the_model_writes_is_as_it_was(op: str, kind: str, call: s
             plan.measure_memory(model, x)
     assert known(x) == before
     assert torch.equal(gradient(model, x), expected)
+
+
+@pytest.mark.parametrize("op", ["mul_", "add_"])
+def test_what_a_step_of_the_users_own_writes_is_as_it_was(op: str):
+    model, x = InPlace(op), torch.ones(8, 4)
+    before, expected = known(x), gradient(model, torch.ones(8, 4))
+    autoac.profile(model, lambda: model(x).sum().backward())
+    assert known(x) == before
+    assert torch.equal(gradient(model, x), expected)
+
+
+@pytest.mark.parametrize("op", ["mul_", "add_"])
+def test_without_that_it_is_found_out(op: str, monkeypatch: pytest.MonkeyPatch):
+    """The graph of a profiled step stays on the sample, so the next one goes through it, too."""
+    monkeypatch.setattr(Graph, "put_back", lambda graph: None)
+    monkeypatch.setattr("autoac.step.step._fresh", lambda value: value)
+    model, x = InPlace(op), torch.ones(8, 4)
+    if op == "mul_":
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            autoac.profile(model, x)
+    else:
+        profile = autoac.profile(model, x)
+        assert [note for note in profile.notes if note.startswith("the step varies with its data")]
+        assert not autoac.solve(profile, least_bytes(profile, "replay")).verify(model, x).equal
 
 
 class State(nn.Module):

@@ -45,7 +45,7 @@ def main(
     context: typer.Context,
     source: Source,
     points: Annotated[
-        int, typer.Option(min=2, help="How many budgets, from the least to no recomputation.")
+        int, typer.Option(min=2, max=10_000, help="How many budgets, from the least to no recomputation.")
     ] = 20,
     budget: Annotated[
         list[str] | None,

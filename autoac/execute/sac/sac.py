@@ -34,6 +34,7 @@ from autoac.device import streams
 from autoac.execute.program import Program
 from autoac.execute.running import first_run, second_run
 from autoac.execute.sac.debug import OpLog, compared, debugging, hidden_from_torch
+from autoac.execute.sac.first_step import Comparing, FirstStep
 from autoac.execute.sac.state import ModuleState
 from autoac.execute.streams import CallStreams, streams_of_call
 from autoac.ops.arguments import held_in
@@ -80,34 +81,41 @@ def run(
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
     objects = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
     by = streams()
+    program.unchecked &= not program.found_right
+    # Comparing reads values on the host, which a captured CUDA graph cannot do.
+    compares = FirstStep(program) if program.unchecked and (by is None or not by.capturing()) else None
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": by is None or not by.capturing()}
     if not debugging():
-        context_fn = functools.partial(contexts, program, objects, module)
+        context_fn = functools.partial(contexts, program, objects, module, compares)
         return checkpoint(function, *args, **options, context_fn=context_fn)
     with hidden_from_torch() as off:
 
         def context_fn() -> tuple[Any, Any]:
             off.close()  # checkpoints inside the region stay in debug mode
-            return contexts(program, objects, module)
+            return contexts(program, objects, module, compares)
 
         return checkpoint(function, *args, **options, context_fn=context_fn)
 
 
 def contexts(
-    program: Program, objects: Sequence[Any] = (), module: torch.nn.Module | None = None
+    program: Program,
+    objects: Sequence[Any] = (),
+    module: torch.nn.Module | None = None,
+    compares: FirstStep | None = None,
 ) -> tuple[Any, Any]:
     """The pair of contexts for `checkpoint(context_fn=...)`.
 
     Args:
         objects: arguments of the region whose contents must not change until the second run.
         module: as for `run`.
+        compares: compares the two runs; None if they are not compared.
     """
     if not POLICIES_SEE_RESULTS:
         raise RuntimeError(
             f"engine sac needs a torch whose checkpoint policies see the results of ops; {torch.__version__} does not "
             'show them. Plan with engine="replay", or take the torch that is tested (2.13).'
         )
-    policy = SacPolicy(program)
+    policy = SacPolicy(program, compares)
     first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     if torch.compiler.is_compiling() or being_traced():
         return first, second
@@ -119,6 +127,8 @@ def contexts(
     state = None if module is None else ModuleState(module)
     policy.state = state
     firsts = [first_run(), first, *([] if log is None else [log])]
+    if compares is not None:
+        firsts.append(compares.hooks())
     if casts is not None:
         firsts.append(_CastsOfShards(policy))
     return _Together(firsts), _SecondRun(second, policy, casts, log, objects, state)
@@ -184,6 +194,8 @@ class _SecondRun:
                 )
             )
         parts = [self.selective]
+        if self.policy.compares is not None:
+            parts.append(Comparing(self.policy.compares))
         if changed := self.policy.changed():
             parts.append(_Refusing(changed, self.policy))
         if self.policy.writes_lists:
@@ -346,10 +358,14 @@ class SacPolicy:
     """`policy_fn(ctx, op, *args, **kwargs)` for one call of a region; make a new one for each call.
 
     It answers by (overload, n-th call), which is also how torch matches the saved entries.
+
+    Args:
+        compares: is told of each op, None if the runs are not compared.
     """
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, compares: FirstStep | None = None):
         self.program = program
+        self.compares = compares
         self.counts: Counter[Any] = Counter()
         self.recomputed = _Storages()
         self.cast: set[int] = set()  # storages of weights that this region casts itself
@@ -366,6 +382,8 @@ class SacPolicy:
         info = op_info(func)
         if self.streams is not None and not info.ignored:
             self.streams.ran(ctx.op_output)
+        if self.compares is not None:
+            self.compares.has_run(func, args, kwargs, ctx.op_output)
         if self.state is not None and self.state.unread:
             # Whatever the decision: autograd may save an argument of a saved op, too.
             for tensor in tensors_in([*args, *kwargs.values()]):

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from autoac.step.restore import Seen, put_back
+from autoac.step.restore import Graph, Seen, put_back
+from autoac.torch_private import base_of
 
 
 class BeforeStep:
@@ -16,6 +17,7 @@ class BeforeStep:
 
     def __init__(self) -> None:
         self._copies: dict[int, torch.Tensor] = {}  # copies of storages, by index
+        self._graphs: dict[int, Graph] = {}  # autograd's state of written tensors, by identity
         self._seen: list[Seen] = []  # tensors before an op reshaped or resized them
         self._leaves: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # with their gradients
         self._generators: dict[torch.Generator, torch.Tensor] = {}  # with their states
@@ -33,6 +35,15 @@ class BeforeStep:
         """Keep the values of this tensor's storage, which is about to be written, for `restore`."""
         if index not in self._copies:
             self._copies[index] = _whole(tensor.untyped_storage()).clone()
+
+    def keep_graph(self, tensor: torch.Tensor) -> None:
+        """Keep autograd's state of this tensor for `restore`; the tensor is about to be written."""
+        for written in (tensor, base_of(tensor)):
+            if written is None:
+                continue
+            kept = self._graphs.get(id(written))
+            if kept is None or kept.known() is not written:
+                self._graphs[id(written)] = Graph.of(written)
 
     def keep_shapes(self, seen: Iterable[Seen]) -> None:
         """Keep these tensors' shapes for `restore`."""
@@ -61,11 +72,12 @@ class BeforeStep:
                     *(seen.put_back for seen in reversed(self._seen)),
                     *(functools.partial(write, index, copy) for index, copy in self._copies.items()),
                     *(functools.partial(setattr, leaf, "grad", gradient) for leaf, gradient in self._leaves),
+                    *(graph.put_back for graph in reversed(self._graphs.values())),
                     *(functools.partial(g.set_state, state) for g, state in self._generators.items()),
                 ]
             )
         finally:
-            for table in (self._copies, self._seen, self._leaves, self._generators):
+            for table in (self._copies, self._graphs, self._seen, self._leaves, self._generators):
                 table.clear()
 
 

@@ -268,6 +268,7 @@ class Tape(TorchDispatchMode):
                     call.preserve(key)
             if self.storages.was_before(index) and not is_fake(tensor):
                 self.before.keep_values(index, tensor)
+                self.before.keep_graph(tensor)
 
     # -- modules -----------------------------------------------------------------------------------------------
 

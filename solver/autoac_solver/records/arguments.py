@@ -13,6 +13,8 @@ from autoac_solver.records.disk.limits import MOST_NUMBER
 from autoac_solver.records.errors import ProfilingError
 
 _NAMES = 'names or globs of modules ("layers.*"), or several of these'
+MOST_POINTS = 10_000
+"""Of a curve: each is a problem to solve."""
 _FEW_BYTES = 1000
 """No step needs so few bytes: a smaller number passed as budgets was meant as something else."""
 
@@ -31,18 +33,25 @@ def check_effort(time_limit_s: Any, gap: Any) -> None:
         value: Any = value  # numbers.Real declares no comparisons.
         # An int can be too large for a float; infinity is allowed.
         if not is_real or not value >= 0 or MOST_NUMBER < value < math.inf:
-            shown = "a number of many digits" if is_real and value > MOST_NUMBER else f"{value!r:.80}"
-            raise ValueError(f"{name} is {shown}; it takes a number of at least 0: {meaning}.")
+            raise ValueError(f"{name} is {_shown(value)}; it takes a number of at least 0: {meaning}.")
+
+
+def _shown(value: Any) -> str:
+    """For a message. Python does not write out an int of thousands of digits."""
+    too_long = isinstance(value, int) and not -MOST_NUMBER <= value <= MOST_NUMBER
+    return "a number of many digits" if too_long else f"{value!r:.80}"
 
 
 def check_points(points: Any, budgets: Any) -> None:
     """Check the number of points, and that `budgets` is not a number of points by mistake.
 
     Raises:
-        ValueError: `points` is no int of at least 2, or `budgets` is an int too small for bytes.
+        ValueError: `points` is no int from 2 to `MOST_POINTS`, or `budgets` is an int too small for bytes.
     """
     if not hasattr(points, "__index__") or points < 2:
-        raise ValueError(f"points is {points!r:.80}; a curve takes at least 2, an int.")
+        raise ValueError(f"points is {_shown(points)}; a curve takes at least 2, an int.")
+    if points > MOST_POINTS:
+        raise ValueError(f"points is {_shown(points)}; a curve takes at most {MOST_POINTS}.")
     if hasattr(budgets, "__index__") and 0 < budgets < _FEW_BYTES:
         raise ValueError(
             f"budgets is {budgets!r}, one budget of so many bytes, and no step takes so few. For a curve over so many "

@@ -67,6 +67,8 @@ def test_one_budget_is_a_curve_of_one_point() -> None:
         ({"points": 2.5}, "points is 2.5; a curve takes"),
         ({"points": True}, "points is True; a curve takes"),
         ({"points": None}, "points is None; a curve takes"),
+        ({"points": 10_001}, "points is 10001; a curve takes at most 10000"),
+        ({"points": 10**5000}, "points is a number of many digits; a curve takes at most 10000"),
     ],
 )
 def test_budgets_and_points_that_are_none(arguments: dict[str, Any], text: str) -> None:

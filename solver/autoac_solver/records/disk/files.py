@@ -167,11 +167,12 @@ def _kind_of(data: Any) -> str:
 
 def _content(path: str | Path) -> bytes:
     """The file's bytes, after checks of size and nesting depth, which bound the cost of parsing."""
-    with Path(path).open("rb") as file:  # In pieces, because pipes and devices have no known size.
-        content = b"".join(
-            islice(iter(lambda: file.read(_PIECE_BYTES), b""), MOST_FILE_BYTES // _PIECE_BYTES + 1)
-        )
-    if len(content) > MOST_FILE_BYTES:
+    with Path(path).open("rb") as file:
+        content, size = b"", os.fstat(file.fileno()).st_size
+        if size <= MOST_FILE_BYTES:  # In pieces, because pipes and devices have no known size.
+            pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
+            content = b"".join(islice(pieces, MOST_FILE_BYTES // _PIECE_BYTES + 1))
+    if max(size, len(content)) > MOST_FILE_BYTES:
         raise ProfileError(f"{path} is larger than {format_bytes(MOST_FILE_BYTES)}, the most that is read.")
     brackets = _STRING.sub(b"", content).translate(None, _NO_BRACKETS)
     if max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > MOST_DEPTH:

@@ -10,8 +10,8 @@ import torch
 from tests.corpus.configs import LENGTH, SIDE, WORDS
 
 
-def words(*shape: int) -> torch.Tensor:
-    return torch.randint(6, WORDS, shape)
+def words(*shape: int, known: int = WORDS) -> torch.Tensor:
+    return torch.randint(6, known, shape)
 
 
 def sample_for(model: Any, task: str, batch: int) -> dict[str, Any]:
@@ -46,7 +46,8 @@ def sample_for(model: Any, task: str, batch: int) -> dict[str, Any]:
 def _main_input(model: Any, name: str, task: str, batch: int) -> dict[str, Any]:
     config = model.config.get_text_config() if name == "input_ids" else model.config
     if name == "input_ids":
-        return {"input_ids": words(batch, LENGTH)}
+        known = min(WORDS, getattr(config, "vocab_size", None) or WORDS)  # a speech model's may be letters
+        return {"input_ids": words(batch, LENGTH, known=known)}
     if name in ("pixel_values", "pixel_values_videos"):
         channels = getattr(config, "num_channels", 3)
         size = getattr(config, "image_size", SIDE)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import autoac
 from autoac.parallel import DDP, FSDP2
@@ -209,3 +212,36 @@ def test_refusals():
     with pytest.raises(ValueError, match="must divide"):
         FSDP2(world_size=8, replicas=3)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("engine", "words"), [("sac", "so this step's gradients would be wrong"), ("replay", "storage of size 0")]
+)
+def test_a_region_around_units_is_an_error_though_it_were_let_through(
+    engine: str, words: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Without the refusal: parameters are not there when values are computed again, which the first step finds."""
+    monkeypatch.setattr("autoac_solver.build.regions.refuses_units", lambda *_: iter(()))
+    monkeypatch.setattr("autoac.execute.attach.check_no_units", lambda *_: None)
+    monkeypatch.setattr("autoac.execute.placement.check_no_units", lambda *_: None, raising=False)
+    torch.manual_seed(0)
+    units = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(nn.Sequential(*units[:2]), nn.Sequential(*units[2:]))
+    for module in (*units, model):
+        fully_shard(module)
+    x, regions = torch.randn(256, 64), ["0", "1"]
+    profile = autoac.profile(model, x)
+    with pytest.raises(autoac.InfeasibleBudgetError) as least:
+        autoac.solve(profile, 1000, engine=engine, regions=regions)
+    plan = autoac.solve(profile, least.value.minimum_bytes, engine=engine, regions=regions)
+    plan.apply(model)
+    with pytest.raises(RuntimeError, match=words):
+        model(x).square().mean().backward()

@@ -31,7 +31,7 @@ import autoac
 from autoac.measure import measure_peak
 from autoac.plans import Plan
 from autoac_solver.plan.planning import least_budget_bytes
-from tests import real_models, test_auto
+from tests import real_models, test_auto, test_auto_cycles
 from tests.integrations import (
     test_accelerate,
     test_lengths,
@@ -107,6 +107,16 @@ def _plain(name: str) -> Loop:
 def _lengths(budget: int | None, steps: int) -> Trained:
     run = test_lengths.trained(budget, test_lengths.random_lengths(steps))
     return Trained(run.model, run.plan, max((peak for _, peak in run.peaks), default=None))
+
+
+def _adversarial(**settings: Any) -> Loop:
+    """A step is one of the critic's optimizer, or more, and one of the generator's."""
+
+    def train(budget: int | None, steps: int) -> Trained:
+        model, handle = test_auto_cycles.trained(budget, **settings, steps=steps)
+        return Trained(model, handle and handle.plan, handle and handle.measured_peak_bytes)
+
+    return train
 
 
 def _accelerate(**settings: Any) -> Loop:
@@ -207,10 +217,12 @@ LOOPS: dict[str, tuple[Loop, int]] = {
     "bare, 2 micro-batches and clipping": (_plain("accumulating"), STEPS),
     "bare, autocast to bfloat16": (_plain("under autocast"), STEPS),
     "bare, autocast to float16 and `GradScaler`": (_plain("scaled"), STEPS),
+    "GAN, two optimizers by turns": (_adversarial(), STEPS),
+    "GAN, two steps of the critic for one of the generator": (_adversarial(critics=2), STEPS),
     "accelerate": (_accelerate(), STEPS),
     "accelerate, bf16": (_accelerate(mixed_precision="bf16"), STEPS),
     "accelerate, 2 micro-batches": (_accelerate(gradient_accumulation_steps=2), STEPS),
-    "Trainer": (_trainer(), STEPS),
+    "Trainer, fp32": (_trainer(), STEPS),
     "Trainer, bf16": (_trainer(bf16=True), STEPS),
     "Trainer, 4 micro-batches": (_trainer(gradient_accumulation_steps=4), STEPS),
     "Trainer, its own checkpointing asked for, evaluation every 5 steps": (
@@ -225,6 +237,7 @@ LOOPS: dict[str, tuple[Loop, int]] = {
     "Lightning, bf16-mixed": (_lightning("bf16"), STEPS),
     "Lightning, 2 micro-batches and clipping": (_lightning("accumulation"), STEPS),
     "Lightning, manual optimization": (_lightning("manual"), STEPS),
+    "Lightning, GAN with two optimizers": (_lightning("two optimizers"), STEPS),
     "diffusers UNet": (_diffusers, STEPS),
     "30 random lengths, planned anew for the longest": (_lengths, 30),
     "WavLM, layer drop 0.2": (_varying(test_varying.speech), 30),

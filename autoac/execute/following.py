@@ -80,7 +80,7 @@ class NotFollowed:
                 f"{format_bytes(self.planned_peak_bytes)} were planned"
             )
         return (
-            f"the plan is not followed: {several} {names} runs ops that the profiled step did not run ({places}). "
+            f"the plan is not followed: {several} {names} ran ops that the profiled step did not run ({places}). "
             f"Likely cause: {self.likely_cause}. Gradients are right; what the plan does not know is not recomputed"
             f"{peak}. Plan the step as it is trained; plan.is_not_followed tells all regions."
         )

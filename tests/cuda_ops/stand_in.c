@@ -8,12 +8,15 @@ What belongs to cuDNN: a handle, without which torch does not get as far as choo
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #undef cudaGetDeviceProperties
 
 #define MEMORY_BYTES (80UL << 30)
+#define ADDRESSES (1UL << 42)
+#define PAGE (2UL << 20)
 #define VERSION CUDART_VERSION
 #define OK(name, ...) \
     cudaError_t name(__VA_ARGS__) { return cudaSuccess; }
@@ -77,19 +80,40 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     return cudaSuccess;
 }
 
+/* Addresses ascend, and none comes twice. Only what is written takes memory. */
+static char *place(size_t bytes) {
+    static char *next, *end;
+    if (!next) {
+        next = mmap(NULL, ADDRESSES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (next == MAP_FAILED) {
+            fprintf(stderr, "no addresses\n");
+            abort();
+        }
+        next = (char *)(((size_t)next + PAGE - 1) & ~(PAGE - 1));
+        end = next + ADDRESSES - PAGE;
+    }
+    char *found = next;
+    next += (bytes + PAGE - 1) & ~(PAGE - 1);
+    return next < end ? found : NULL;
+}
+
 cudaError_t cudaMalloc(void **made, size_t bytes) {
-    *made = aligned_alloc(4096, (bytes + 4095) & ~4095UL);
+    *made = place(bytes);
     return *made ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 
-cudaError_t cudaFree(void *memory) { free(memory); return cudaSuccess; }
+OK(cudaFree, void *memory)
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
     memcpy(to, from, bytes);
     return cudaSuccess;
 }
 
-/* Streams and events: all is done at once. */
+/* Streams and events: all is done at once. With STAND_IN_CAPTURES in the environment a CUDA graph is being captured. */
+
+static enum cudaStreamCaptureStatus capturing(void) {
+    return getenv("STAND_IN_CAPTURES") ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+}
 
 static void *handle(void) {
     static long last = 4096;
@@ -106,14 +130,14 @@ OK(cudaStreamQuery, cudaStream_t stream)
 OK(cudaStreamWaitEvent, cudaStream_t stream, cudaEvent_t event, unsigned flags)
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-    *status = cudaStreamCaptureStatusNone;
+    *status = capturing();
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
                                      cudaGraph_t *graph, const cudaGraphNode_t **from, const cudaGraphEdgeData **edges,
                                      size_t *count) {
-    *status = cudaStreamCaptureStatusNone;
+    *status = capturing();
     return cudaSuccess;
 }
 
@@ -145,9 +169,16 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *activ
 
 static CUresult nothing(void) { return CUDA_SUCCESS; }
 
+static CUresult reserve(CUdeviceptr *made, size_t bytes, size_t alignment, CUdeviceptr wanted, unsigned long long flags) {
+    *made = (CUdeviceptr)place(bytes);
+    return *made ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigned version,
                                              unsigned long long flags, enum cudaDriverEntryPointQueryResult *result) {
-    *found = strcmp(name, "cuDevicePrimaryCtxGetState") ? (void *)nothing : (void *)cuDevicePrimaryCtxGetState;
+    *found = !strcmp(name, "cuDevicePrimaryCtxGetState") ? (void *)cuDevicePrimaryCtxGetState
+             : !strcmp(name, "cuMemAddressReserve")      ? (void *)reserve
+                                                         : (void *)nothing;
     if (result) *result = cudaDriverEntryPointSuccess;
     return cudaSuccess;
 }

@@ -114,12 +114,13 @@ class CachingAllocator:
 
     def stream_done(self, stream: int) -> None:
         """Record that the work queued on a stream is done: its event has completed."""
-        for block in self._waiting:
+        waiting, self._waiting = self._waiting, []
+        for block in waiting:  # one after the other: a neighbour whose turn is still to come is not free yet
             block.waits_for.discard(stream)
-        done = [block for block in self._waiting if not block.waits_for]
-        self._waiting = [block for block in self._waiting if block.waits_for]
-        for block in done:
-            self._release(block)
+            if block.waits_for:
+                self._waiting.append(block)
+            else:
+                self._release(block)
 
     def empty_cache(self) -> None:
         """Release all free memory: whole segments, and whole pages of expandable segments."""

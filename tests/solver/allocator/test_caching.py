@@ -219,6 +219,17 @@ def test_a_block_that_another_stream_uses_waits_for_it():
     assert mib(some.reserved_bytes) == 24
 
 
+def test_neighbours_that_wait_for_the_same_stream_are_joined():
+    some = allocator()
+    parts = [given_block(some.malloc(5 * MIB)) for _ in range(4)]
+    for part in parts:
+        some.record_stream(part, 1)
+        some.free(part)
+    some.stream_done(1)
+    some.malloc(20 * MIB)
+    assert mib(some.reserved_bytes) == 20
+
+
 def test_use_on_the_blocks_own_stream_needs_no_waiting():
     some = allocator()
     block = given_block(some.malloc(12 * MIB))

@@ -11,7 +11,7 @@ NOTE [ Unseen writes ]
      `autoac.torch_private.kernel_flags`). Not found here are nondeterministic kernels.
   4. Engine sac runs such code a second time, on the saved storage. That is right if the code overwrites all bytes, and
      wrong if it adds to them. The two cannot be told apart unless the storage was uninitialised before
-     (`torch.empty`). So in all other cases the modules around are no regions for sac.
+     (`torch.empty`) and no op writes it afterwards. So in all other cases the modules around are no regions for sac.
 """
 
 from __future__ import annotations
@@ -107,8 +107,9 @@ def ops_of_step(ops: Sequence[dict[str, Any]], calls: ModuleCalls) -> list[OpOfS
 def mark(ops: Sequence[dict[str, Any]], calls: ModuleCalls, found: set[OpOfStep]) -> tuple[str, ...]:
     """Mark the ops that another recording has found, unless marked already; returns notes for the profile."""
     by_op: dict[str, list[str]] = {}
+    written = {storage for op in ops for storage in op["writes"]}
     for op, name in zip(ops, ops_of_step(ops, calls), strict=True):
-        if name in found and not op["uninitialised"]:
+        if name in found and (not op["uninitialised"] or not written.isdisjoint(op["creates"])):
             _cannot_run_twice(calls, op["module"])
         if name in found and op["replayable"]:
             op["replayable"] = False

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 KNOWN: Mapping[str, tuple[str, str]] = {
-    "vits": (
-        "encountered during backward but not found in storage",
-        "its text encoder skips layers by numpy's random numbers, which engine sac's second run draws anew: an error",
-    ),
     "ernie4_5_moe": (
         "the prediction is off",
         "under engine sac 1,024 of 825,608 bytes less were measured than predicted, with one of three plans; "

@@ -188,6 +188,24 @@ def test_a_kernel_that_adds_to_what_is_there(engine):
         assert_exact(case, engine, (0.0, 0.5))
 
 
+def test_an_op_writes_what_a_kernel_has_filled(monkeypatch):
+    """To fill it again would undo that in what the module has returned, which the loop may still look at."""
+    monkeypatch.setattr(Kernel, "make", staticmethod(torch.empty_like))
+
+    class Negated(Large):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Kernel.apply(torch.sin(self.inner(torch.tanh(self.first(x))))).neg_()
+
+    def forward(model: Any) -> Any:
+        out = model(X)
+        return out.square().mean(), out
+
+    case = Case(
+        lambda: nn.Sequential(Negated(), Negated()), forward, ("0", "1"), lambda result: result[0].backward()
+    )
+    left_alone_by_sac(case, case.profile())
+
+
 def test_a_write_into_what_a_recomputed_module_returns(monkeypatch):
     """The layer's product is halved by numpy before anything reads it."""
 

@@ -122,6 +122,7 @@ def _state_bytes(
         torch.nn.ParameterList(shards.values()),
         optimizer_of(real_optimizer(optimizer, model), model, shards),
         measure=False,
+        elsewhere=profile.device.split(":")[0],
     )
     return recorded.storage_table[-1].bytes
 

@@ -140,14 +140,14 @@ class Training:
         torch.manual_seed(SEED)
         with deterministic():
             self._plain()
-        total, squares = 0, 0
+        total, every_second = 0, 0
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 bits = parameter.grad.contiguous().view(_WHOLE[parameter.grad.element_size()])
                 total += int(bits.sum(dtype=torch.int64))
-                squares += int((bits.flatten()[::2]).sum(dtype=torch.int64))
+                every_second += int(bits.flatten()[::2].sum(dtype=torch.int64))
         self.optimizer.zero_grad(set_to_none=True)
-        return f"{total:x} {squares:x}"
+        return f"{total:x} {every_second:x}"
 
     def _made(self, batch: int) -> tuple[torch.nn.Module, Any]:
         dtype = self.known.training_dtype

@@ -1,15 +1,15 @@
-"""A region's first step under engine sac: what its second run makes is compared with what autograd saved in forward.
+"""First step of a region under engine sac: the second run's tensors are compared with those saved in forward.
 
 NOTE [ The first step ]
-  1. Gradients are made of what autograd saves. So each tensor that a region saves gets a checksum, and is compared
-     where backward unpacks it: by then the second run has made it again. A difference is an error, for forward's value
-     is gone.
-  2. What the region has not made is not compared, if it is the same memory in both runs: it was not recomputed, and the
-     step may have written it in between (batch norm's statistics). That nothing else writes it is watched by
-     `SacPolicy`. What was saved may have been written a second time, by code that torch does not see; it is compared.
-  3. To name the op at fault, checksums of what ops read are compared, too: the first difference is at the op that made
-     it. That is no error by itself, for backward may not need the value.
-  4. Once a backward has found all right, the next step is not looked at.
+  1. Gradients depend on saved tensors. So each tensor that a region saves gets a checksum in forward, and is compared
+     where backward unpacks it, after the second run has recomputed it. A difference is an error: forward's value is no
+     longer available.
+  2. A storage from outside the region that is the same in both runs is not compared: it was not recomputed, and the
+     step may have written it in between (batch norm's statistics). `SacPolicy` checks for other writes. A tensor kept
+     in the policy's cache is compared: code that torch does not see may have written it a second time.
+  3. Checksums of the tensors that ops read are compared as well, to name the op at fault: the maker of the first tensor
+     that differs. Such a difference alone is no error, for backward may not need the tensor.
+  4. After a backward without a difference, later steps are not checked.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ OUTSIDE = (
 KEEP = '; keep the result: policies=[autoac.Policy("MUST_SAVE", op={op!r}, module={region!r})]'
 
 Read = tuple[int | None, str]
-"""Of a tensor that an op reads: its checksum, None if it has none, and the op that made it, "" if none did."""
+"""Checksum of a tensor that an op reads, None if it has none, and the op that made it, "" if none did."""
 
 
 class FirstStep:
     """One call of a region, in both of its runs.
 
     Args:
-        program: of the region; is told what was found.
+        program: the region's; `found_right` is set on it.
     """
 
     def __init__(self, program: Program):
         self.program = program
-        self._reads: dict[tuple[Any, int], list[Read]] = {}  # of ops, by overload and the how manieth call
+        self._reads: dict[tuple[Any, int], list[Read]] = {}  # by overload and number of the call
         self._counts: Counter[Any] = Counter()
         self._made: dict[int, _Made] = {}  # by storage
         self._at_fault: str | None = None
@@ -74,7 +74,7 @@ class FirstStep:
     # -- the first run -------------------------------------------------------------------------------------------------
 
     def has_run(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An op of the first run has run."""
+        """Note an op of the first run, after it has run."""
         info = op_info(func)
         self._reads[func, self._counts[func]] = [
             (checksum_in_little_memory(tensor), made.op if (made := self._maker(tensor)) else "")
@@ -97,7 +97,7 @@ class FirstStep:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Context of the first run, right inside of torch's checkpoint, whose hooks are on top."""
+        """Context of the first run, directly inside torch's checkpoint, whose hooks are on top."""
         hooks = top_saved_tensors_hooks()
         assert hooks is not None
         pack, unpack = hooks
@@ -118,7 +118,7 @@ class FirstStep:
         if packed.checksum is None or _is_on(packed.outside, tensor):
             return tensor
         if made is not None and made.writes != packed.writes:
-            return tensor  # an op that has it for its noise, say, has written it later
+            return tensor  # an op has written it later, such as noise that an op fills in
         self.program.found_right = checksum_in_little_memory(tensor) in (packed.checksum, None)
         if not self.program.found_right:
             maker = "" if made is None else made.op
@@ -133,7 +133,7 @@ class FirstStep:
     # -- the second run ------------------------------------------------------------------------------------------------
 
     def runs_again(self, call: tuple[Any, int], args: Any, kwargs: Any) -> None:
-        """An op is about to run in the second run."""
+        """Compare the tensors that an op of the second run is about to read."""
         reads = self._reads.get(call, [])
         for tensor, (checksum, maker) in zip(only_read(op_info(call[0]), args, kwargs), reads, strict=False):
             if self._at_fault is None and checksum_in_little_memory(tensor) not in (checksum, None):
@@ -145,9 +145,9 @@ class _Made:
     """A storage that the first run has made.
 
     Args:
-        op: what made it.
-        private: it is a kernel's workspace, of which it may leave parts unwritten.
-        writes: how often an op has written it since.
+        op: the op that made it.
+        private: whether it is a kernel's workspace, parts of which may stay unwritten.
+        writes: number of ops that have written it since.
     """
 
     op: str
@@ -158,14 +158,14 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """What autograd holds of a tensor.
+    """A saved tensor, as autograd holds it.
 
     Args:
-        handle: of torch's checkpoint.
-        checksum: None if it is not to be compared.
+        handle: torch's checkpoint's own.
+        checksum: None if the tensor is not compared.
         made: its storage, None if no op of the region has made it.
-        writes: how often ops had written that by then.
-        outside: its storage otherwise.
+        writes: `made.writes` when it was saved.
+        outside: its storage if `made` is None.
     """
 
     handle: Any
@@ -186,13 +186,13 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def _is_on(known: weakref.ref[torch.UntypedStorage] | None, tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands on this storage."""
+    """Whether a tensor uses this storage."""
     storage = None if known is None else known()
     return storage is not None and key_of_storage(storage) == storage_key(local_part(tensor))
 
 
 class Comparing(TorchDispatchMode):
-    """Mode of the second run."""
+    """Dispatch mode of the second run."""
 
     supports_higher_order_operators = True
 

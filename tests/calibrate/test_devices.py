@@ -193,7 +193,8 @@ class Event:
     def __init__(self, enable_timing: bool = False) -> None:
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
+        assert stream == "stream of cuda"
         self.at_ms = Event.clock_ms
 
     def synchronize(self) -> None:
@@ -207,6 +208,7 @@ def test_on_cuda_ops_are_timed_by_events_around_several_launches(monkeypatch: py
     """What a host's clock, or events around one launch, would measure is the host."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: setattr(Event, "idle", True))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     launches = 0
 
     class Launched(TorchDispatchMode):

@@ -20,13 +20,11 @@ class Engine(Protocol):
         eager_only: whether its regions, and with them all compiled modules, run eagerly even if the model is compiled,
             so that memory is as recorded.
         is_policy: whether its programs can be expressed as policies of torch's selective checkpointing.
-        runs_code_twice: whether a region's Python code runs again for its backward, including code between ops.
     """
 
     model: EngineModel
     eager_only: bool
     is_policy: bool
-    runs_code_twice: bool
 
     def run(
         self,

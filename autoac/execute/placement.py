@@ -321,7 +321,7 @@ class Placement:
     @property
     def _unchecked(self) -> bool:
         """Whether the engine recomputes in a way that profiling has not run and compared."""
-        return self.record.profile.mode == "fake" or ENGINES[self.record.engine].runs_code_twice
+        return self.record.profile.mode == "fake" or ENGINES[self.record.engine].model.runs_code_twice
 
     @functools.cached_property
     def _following(self) -> Following:

@@ -48,7 +48,6 @@ class Toy:
     model: models.EngineModel = ToyModel()
     eager_only = False
     is_policy = False
-    runs_code_twice = False
 
     def __init__(self) -> None:
         self.ran: list[str] = []

@@ -41,11 +41,20 @@ def _curve_file(value: Path) -> Path | None:
     return picture(value) if value.suffix in PICTURES else writable(value)
 
 
+def _points(value: int) -> int:
+    from autoac_solver.records.arguments import MOST_CURVE_POINTS  # here, as --help waits for no import
+
+    if value > MOST_CURVE_POINTS:
+        raise typer.BadParameter(f"{value} points are too many: a curve takes at most {MOST_CURVE_POINTS}.")
+    return value
+
+
 def main(
     context: typer.Context,
     source: Source,
     points: Annotated[
-        int, typer.Option(min=2, max=10_000, help="How many budgets, from the least to no recomputation.")
+        int,
+        typer.Option(min=2, callback=_points, help="How many budgets, from the least to no recomputation."),
     ] = 20,
     budget: Annotated[
         list[str] | None,

@@ -28,7 +28,6 @@ class CompileEngine:
     model = engine_model(COMPILE)
     eager_only = True
     is_policy = False
-    runs_code_twice = False
 
     def __init__(self) -> None:
         self._replay = ReplayEngine()

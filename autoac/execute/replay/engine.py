@@ -34,7 +34,6 @@ class ReplayEngine:
     model = engine_model(REPLAY)
     eager_only = True
     is_policy = False
-    runs_code_twice = False
 
     def run(
         self,

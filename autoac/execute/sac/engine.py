@@ -16,7 +16,6 @@ class SacEngine:
     model = engine_model(SAC)
     eager_only = False
     is_policy = True
-    runs_code_twice = True
 
     run = staticmethod(run)
 

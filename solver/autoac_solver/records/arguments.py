@@ -13,8 +13,8 @@ from autoac_solver.records.disk.limits import MOST_NUMBER
 from autoac_solver.records.errors import ProfilingError
 
 _NAMES = 'names or globs of modules ("layers.*"), or several of these'
-MOST_POINTS = 10_000
-"""Of a curve: each is a problem to solve."""
+MOST_CURVE_POINTS = 10_000
+"""Each is a problem to solve."""
 _FEW_BYTES = 1000
 """No step needs so few bytes: a smaller number passed as budgets was meant as something else."""
 
@@ -46,12 +46,12 @@ def check_points(points: Any, budgets: Any) -> None:
     """Check the number of points, and that `budgets` is not a number of points by mistake.
 
     Raises:
-        ValueError: `points` is no int from 2 to `MOST_POINTS`, or `budgets` is an int too small for bytes.
+        ValueError: `points` is no int from 2 to `MOST_CURVE_POINTS`, or `budgets` is an int too small for bytes.
     """
     if not hasattr(points, "__index__") or points < 2:
         raise ValueError(f"points is {_shown(points)}; a curve takes at least 2, an int.")
-    if points > MOST_POINTS:
-        raise ValueError(f"points is {_shown(points)}; a curve takes at most {MOST_POINTS}.")
+    if points > MOST_CURVE_POINTS:
+        raise ValueError(f"points is {_shown(points)}; a curve takes at most {MOST_CURVE_POINTS}.")
     if hasattr(budgets, "__index__") and 0 < budgets < _FEW_BYTES:
         raise ValueError(
             f"budgets is {budgets!r}, one budget of so many bytes, and no step takes so few. For a curve over so many "

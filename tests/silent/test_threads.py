@@ -193,14 +193,10 @@ def _step_is_right(model: Any) -> bool | None:
 
 
 def test_alone_nothing_is_remembered_of_the_generator(monkeypatch: pytest.MonkeyPatch):
-    call: list[ReplayCall] = []
-
-    def seen(x: torch.Tensor) -> torch.Tensor:
-        assert replay.running.recording is not None
-        call.append(replay.running.recording.call)
-        return region(x, "dropout")
-
+    planned = program("dropout")
+    call = ReplayCall(planned)
     monkeypatch.setattr(threading, "active_count", lambda: 1)  # other tests may have left some
-    replay.run(program("dropout"), seen, (X.clone().requires_grad_(),), {})
-    (stash,) = [record.rng for record in call[0].records if record is not None and record.rng]
+    x = X.clone().requires_grad_()
+    replay.run(planned, lambda x: region(x, "dropout"), (x,), {}, replay.Recording(call))
+    (stash,) = [record.rng for record in call.records if record is not None and record.rng]
     assert stash[0].end is None

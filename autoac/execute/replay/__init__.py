@@ -6,7 +6,7 @@ decisions ] in `recording`.
 """
 
 from autoac.execute.replay.call import ReplayCall, unpack
-from autoac.execute.replay.recording import Recording, run, running
+from autoac.execute.replay.recording import Recording, run
 from autoac.execute.replay.records import Handle, Record, Slot
 
-__all__ = ["Handle", "Record", "Recording", "ReplayCall", "Slot", "run", "running", "unpack"]
+__all__ = ["Handle", "Record", "Recording", "ReplayCall", "Slot", "run", "unpack"]

@@ -12,7 +12,6 @@ NOTE [ Never wrong, whatever the decisions ]
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -40,15 +39,6 @@ from autoac.torch_private import (
     version_of,
 )
 from autoac.torch_private.kernel_flags import KernelFlags, kernel_flags
-
-
-class _Running(threading.local):
-    """The recording of the region whose forward runs in this thread, None outside all regions."""
-
-    recording: Recording | None = None
-
-
-running = _Running()
 
 
 class Recording(UnwrappedDispatchMode):
@@ -305,11 +295,7 @@ def run(
         recording: the recording to run under; None for a plain one.
     """
     recording = recording or Recording(ReplayCall(program))
-    outer, running.recording = running.recording, recording
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(recording.pack, unpack), recording:
-            result = forward(*args, **kwargs)
-    finally:
-        running.recording = outer
+    with torch.autograd.graph.saved_tensors_hooks(recording.pack, unpack), recording:
+        result = forward(*args, **kwargs)
     recording.finish()
     return result

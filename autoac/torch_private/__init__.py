@@ -29,6 +29,7 @@ from autoac.torch_private.called import (
 )
 from autoac.torch_private.checkpoint import (
     POLICIES_SEE_RESULTS,
+    bypassing_hooks,
     checkpoint_debug_enabled,
     on_local_parts,
 )
@@ -204,6 +205,7 @@ __all__ = [
     "being_jit_traced",
     "being_traced",
     "call_below_autograd",
+    "bypassing_hooks",
     "checkpoint_debug_enabled",
     "compiled_attribute",
     "hooked_inside",

@@ -31,6 +31,18 @@ def checkpoint_debug_enabled() -> bool | None:
     return torch.utils.checkpoint._checkpoint_debug_enabled
 
 
+def bypassing_hooks(mode: Any) -> Any:
+    """Let selective checkpointing's first mode keep tensors without passing them to saved-tensor hooks.
+
+    Before torch 2.14 it has no other behavior. Newer versions do the same by default, with a warning.
+
+    Source: `respect_saved_tensors_hooks` of `_CachingTorchDispatchMode` in torch/utils/checkpoint.py, which
+    `_checkpoint_without_reentrant_generator` sets on a mode that is not wrapped.
+    """
+    mode.respect_saved_tensors_hooks = False
+    return mode
+
+
 def on_local_parts(mode: Any) -> Any:
     """Let one of selective checkpointing's modes see the local ops and collectives of an op on sharded tensors.
 

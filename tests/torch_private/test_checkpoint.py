@@ -30,3 +30,15 @@ def test_a_policy_is_asked_once_and_sees_the_result():
     checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False, context_fn=contexts).sum().backward()
     assert torch_private.POLICIES_SEE_RESULTS
     assert seen == [(False, True)]
+
+
+def test_tensors_that_a_policy_keeps_bypass_hooks():
+    """On every version, without torch's warning (warnings are errors here)."""
+    first, _ = create_selective_checkpoint_contexts(lambda context, op, *_, **__: CheckpointPolicy.MUST_SAVE)
+    packed: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: packed.append(tensor), lambda packed: packed
+    )
+    with hooks, torch_private.bypassing_hooks(first):
+        torch.ones(3).sin()
+    assert not packed

@@ -45,6 +45,7 @@ from autoac.torch_private import (
     TorchDispatchMode,
     any_autocast,
     being_traced,
+    bypassing_hooks,
     counted_writes,
     detach_sharing_version,
     disable_dispatch_modes,
@@ -119,7 +120,7 @@ def contexts(
     first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     if torch.compiler.is_compiling() or being_traced():
         return first, second
-    first, second = on_local_parts(first), on_local_parts(second)
+    first, second = on_local_parts(bypassing_hooks(first)), on_local_parts(second)
     policy.watches = True
     policy.streams = streams_of_call(program.region)
     log = OpLog(program.region) if debugging() else None

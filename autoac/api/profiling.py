@@ -21,6 +21,7 @@ from autoac.parallel.elsewhere import record_sharded
 from autoac.parallel.protocol import Plain, Sharded, check_parallel
 from autoac.parallel.wrapped import found_on
 from autoac.progress import Progress, Tell, part, progress_shown
+from autoac.record.cublas import with_workspaces
 from autoac.record.cuda_ops import capability_elsewhere
 from autoac.record.on_fake import record_fake
 from autoac.record.optimizer import with_optimizer
@@ -136,7 +137,7 @@ def profile(
         )
     if any_autocast() and not step.is_whole:
         recorded = _noted(recorded, OFF_IN_BACKWARD)
-    return recorded if table is None else on_device(recorded, table)
+    return with_workspaces(recorded if table is None else on_device(recorded, table), table)
 
 
 def profile_each(

@@ -10,6 +10,7 @@ import torch
 
 from autoac.automatic.once import Once
 from autoac.execute.on_top import OnTop
+from autoac.record.cublas import with_workspaces
 from autoac.record.live import LiveStep, with_leftovers
 from autoac.step.model import has_gradients, unwrapped
 from autoac.torch_private import compiled_attribute
@@ -121,7 +122,8 @@ class Recording:
             profile = live.finish()
         if not self._model.training:
             profile = replace(profile, notes=(*profile.notes, "the model was put in eval mode in the step"))
-        self.profile, self._survivors, self._workspaces = profile, live.survivors, live.workspaces
+        self.profile = with_workspaces(profile, None)
+        self._survivors, self._workspaces = live.survivors, live.workspaces
 
     def pause(self, paused: bool) -> None:
         """Pause recording (during an optimizer step in the middle of a longer step), or resume it."""

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from autoac.execute.cross_entropy.lean import LeavesLosses
 from autoac.record.cuda_attention import Capability, attention
-from autoac.torch_private import TorchDispatchMode, any_autocast, call_below_autograd
+from autoac.record.cuda_autocast import CASTS, casting, in_float32, in_half
+from autoac.torch_private import CAN_REPLACE_CASTS, TorchDispatchMode, any_autocast, call_below_autograd
 from autoac_solver.records.devices import DeviceTable
 
 _ATEN = torch.ops.aten
@@ -57,14 +58,14 @@ class CudaOps(LeavesLosses):
     """Mode in which functions run the ops that they would run on a GPU of this capability.
 
     Attributes:
-        saw_autocast: whether autocast was on in any call. Its casts are then the CPU's, which apply to other ops.
+        saw_cpus_casts: whether autocast was on in any call, with the CPU's casts. CUDA's apply to other ops.
     """
 
     def __init__(self, capability: Capability):
         super().__init__()
-        self.saw_autocast = False
+        self.saw_cpus_casts = False
         self.replacements: dict[Any, Any] = {
-            F.scaled_dot_product_attention: functools.partial(attention, capability),
+            F.scaled_dot_product_attention: functools.partial(_attention, capability),
             F.dropout: _dropout,
             torch.dropout: _dropout,
             F.batch_norm: _batch_norm,
@@ -72,9 +73,22 @@ class CudaOps(LeavesLosses):
             torch.rms_norm: _rms_norm,
         }
 
+    def __enter__(self) -> Any:
+        self._recording = CASTS.recording()
+        self._recording.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._recording.__exit__(*raised)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.saw_autocast = self.saw_autocast or any_autocast()
+        if any_autocast():
+            if CAN_REPLACE_CASTS:
+                CASTS.as_cudas()
+            else:
+                self.saw_cpus_casts = True
         if func is F.multi_head_attention_forward:
             with self._inside():
                 return func(*args, **kwargs)
@@ -92,6 +106,10 @@ class CudaOps(LeavesLosses):
             yield
         finally:
             F.scaled_dot_product_attention, F.dropout = before
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    return in_half(attention, *args, **kwargs) if casting() else attention(*args, **kwargs)
 
 
 def _or_own(replacement: Any, own: Any) -> Any:
@@ -113,10 +131,15 @@ class CudaResults(TorchDispatchMode):
         if func not in _WITH_STATISTICS or result[0].dtype not in _HALF:
             return result
         output, *statistics = result
-        return (output, *(torch.empty_like(kept, dtype=torch.float32) for kept in statistics))
+        return (output, *(_in_float32(kept) if kept.dtype in _HALF else kept for kept in statistics))
+
+
+def _in_float32(statistic: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(statistic, dtype=torch.float32)
 
 
 _WITH_STATISTICS = {
+    _ATEN.cudnn_batch_norm.default,
     _ATEN.native_layer_norm.default,
     _ATEN.native_batch_norm.default,
     _ATEN._fused_rms_norm.default,
@@ -151,6 +174,8 @@ def _batch_norm(
 def _rms_norm(
     input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> Any:
+    if casting():
+        return in_float32(_rms_norm, input, normalized_shape, weight, eps)
     if weight is not None and weight.dtype != input.dtype:
         return NotImplemented
     return _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)

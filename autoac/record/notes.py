@@ -106,10 +106,10 @@ def notes_on_fake(
             "recorded without a GPU, with the ops that CUDA takes for attention, dropout, batch norm and rms_norm; "
             "profile there before training, for other ops may differ"
         )
-    if cuda_ops is not None and cuda_ops.saw_autocast:
+    if cuda_ops is not None and cuda_ops.saw_cpus_casts:
         notes.append(
             "autocast was on, with the casts of the CPU: CUDA's autocast runs other ops in float32 (norms, softmax, "
-            "losses), so the peak there is another one. Profile on the GPU, or a model in half precision"
+            "losses), so the peak there is another one. Profile on the GPU, with a newer torch, or in half precision"
         )
     if unknown:
         on_cuda = ", and on a GPU recurrent layers run other ops" if cuda_ops is not None else ""

@@ -6,6 +6,13 @@ is checked here and nowhere else. With a release that was not tried autoac works
 once per process, see `note_untried`.
 """
 
+from autoac.torch_private.autocast import (
+    CAN_REPLACE_CASTS,
+    aten_overload,
+    cast_by_cpu_autocast,
+    cpu_autocast_kernels,
+    without_cpu_autocast,
+)
 from autoac.torch_private.autograd import (
     any_autocast,
     backward_keeps_graph,
@@ -164,6 +171,11 @@ from autoac.torch_private.versions import (
 )
 
 __all__ = [
+    "CAN_REPLACE_CASTS",
+    "aten_overload",
+    "cast_by_cpu_autocast",
+    "cpu_autocast_kernels",
+    "without_cpu_autocast",
     "AllocationRanges",
     "COMPILED_NODE",
     "COMPILE_OPTION",

@@ -7,7 +7,8 @@ is computed and nothing measured. Each family's step is run on fake CUDA tensors
 tensors, and the ops of forward and backward and the saved tensors are compared: names, types, shapes, strides.
 
 Torch's caching allocator and streams are host code as well. `allocator` compares our simulation with that allocator,
-call by call, and `streams` checks what the engines rely on. Both run after the families; `host-code` runs them alone.
+call by call, `streams` checks what the engines rely on, and `workspaces` the sizes of cuBLAS's workspaces. They run
+after the families; `host-code` runs them alone.
 
 `--write` puts what CUDA does into recorded.json, against which `tests/record/test_cuda_ops.py` holds every CPU build.
 """
@@ -15,12 +16,15 @@ call by call, and `streams` checks what the engines rely on. Both run after the 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from tests.cuda_ops import workspaces
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).with_name("recorded.json")
@@ -71,9 +75,14 @@ def main() -> int:
             command = [python, "-m", "tests.cuda_ops.on_stand_in", to, *given.families]
             codes.append(subprocess.run(command, cwd=ROOT, env=variables).returncode)
             found[capability] = json.loads(to.read_text())
-        for name in ("allocator", "streams") if alone or not given.families else ():
-            command = [python, "-W", "ignore", "-m", f"tests.cuda_ops.{name}"]
-            codes.append(subprocess.run(command, cwd=ROOT, env=variables).returncode)
+        if alone or not given.families:
+            for name in ("allocator", "streams"):
+                command = [python, "-W", "ignore", "-m", f"tests.cuda_ops.{name}"]
+                codes.append(subprocess.run(command, cwd=ROOT, env=variables).returncode)
+            command = [python, "-W", "ignore", "-m", "tests.cuda_ops.workspaces"]
+            for capability, config in itertools.product(workspaces.CAPABILITIES, workspaces.CONFIGS):
+                variables |= {"STAND_IN_CAPABILITY": capability, "CUBLAS_WORKSPACE_CONFIG": config}
+                codes.append(subprocess.run(command, cwd=ROOT, env=variables).returncode)
     if given.write:
         RECORDED.write_text(json.dumps(found, indent=1) + "\n")
     return max(codes)

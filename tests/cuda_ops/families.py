@@ -112,11 +112,90 @@ def plain_decoder() -> RealModel:
     return RealModel(model, (torch.randn(2, 16, 64),), lambda output: output.square().mean())
 
 
+class _ManyCasts(nn.Module):
+    """Ops of each list of autocast's, in and out of order: those that models of today rarely take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.vector = nn.Parameter(torch.randn(8))
+        self.table = nn.Parameter(torch.randn(3, 8))
+        self.linear, self.slope = nn.Linear(8, 8), nn.PReLU()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding="same"), nn.GroupNorm(2, 8)
+        self.pair = nn.Bilinear(8, 8, 8)
+
+    def forward(self, x: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
+        y = self.slope(self.linear(x))  # in half precision under autocast
+        rows = torch.cat([y, x], dim=0)
+        z = torch.einsum("bi,ij->bj", rows, self.weight) + torch.outer(
+            torch.mv(rows, self.vector), self.vector
+        )
+        z = (
+            torch.addcmul(z, y.repeat(2, 1), x.repeat(2, 1))
+            + torch.cross(z[:, :3], x[:1, :3].expand(8, 3), dim=1).sum()
+        )
+        z = (
+            z
+            + self.pair(z, rows)
+            + torch.atan2(y.repeat(2, 1), rows)
+            + torch.tensordot(y, self.weight, 1).repeat(2, 1)
+        )
+        grown = F.interpolate(self.norm(self.conv(picture)), scale_factor=2, mode="bilinear")
+        grown = F.grid_sample(self.conv(grown), torch.zeros(2, 4, 4, 2, device=x.device), align_corners=False)
+        filled = torch.zeros_like(z).index_put((torch.tensor([0, 1]),), y[:2].to(z.dtype))
+        filled = filled.scatter_add(
+            0, torch.zeros(2, 8, dtype=torch.long, device=x.device), y[:2].to(z.dtype)
+        )
+        values = (
+            torch.cdist(y, self.table),
+            F.cosine_similarity(y, x),
+            y.norm(),
+            y.norm(2, dim=1),
+            torch.linalg.norm(y),
+            F.normalize(y),
+            y.softmax(-1),
+            y.log_softmax(-1),
+            F.softmax(y, -1, dtype=y.dtype),
+            y.logsumexp(-1),
+            y.cumsum(0),
+            y.prod(),
+            y.sum(0),
+            y.mean(0),
+            y.std(),
+            y.pow(2),
+            2**y,
+            y.exp(),
+            F.softplus(y),
+            y.abs().add(1).rsqrt(),
+            y.abs().add(1).log(),
+            F.layer_norm(y, (8,)),
+            F.kl_div(y.log_softmax(-1), x.softmax(-1), reduction="batchmean"),
+            F.smooth_l1_loss(y, x),
+            F.l1_loss(y, x),
+            F.huber_loss(y, x),
+            F.binary_cross_entropy_with_logits(y, x.sigmoid()),
+            F.mse_loss(y, x),
+            torch.dist(y, x),
+            torch.dot(y[0], self.vector.to(y.dtype)),
+            F.avg_pool2d(self.conv(picture), 2),
+            torch.stack([y, y]),
+            grown,
+            filled,
+            z,
+        )
+        return torch.stack([value.float().sum() for value in values])
+
+
+def many_casts() -> RealModel:
+    sample = torch.randn(4, 8), torch.randn(2, 8, 4, 4)
+    return RealModel(_ManyCasts(), sample, lambda output: output.square().mean())
+
+
 _NOT_ON_FAKES = ("wav2vec2", "lstm")  # shapes that depend on values; cuDNN's recurrent layers want a driver
 ALL: dict[str, Callable[[], RealModel]] = {
     **{name: build for name, build in real_models.ALL.items() if name not in _NOT_ON_FAKES},
     **{
         build.__name__: build
-        for build in (wav2vec2_encoder, gpt_neox, qwen3, swin, autoencoder, plain_decoder)
+        for build in (wav2vec2_encoder, gpt_neox, qwen3, swin, autoencoder, plain_decoder, many_casts)
     },
 }

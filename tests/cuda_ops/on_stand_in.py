@@ -13,7 +13,7 @@ import torch
 from autoac.record.cuda_attention import choice
 from tests.cuda_ops import attention
 from tests.cuda_ops.families import ALL
-from tests.cuda_ops.steps import DECIDED_BY_MODEL, run
+from tests.cuda_ops.steps import DECIDED_BY_MODEL, kinds, run
 
 warnings.simplefilter("ignore")
 
@@ -32,17 +32,16 @@ def main(to: Path, families: list[str]) -> int:
     print(f"attention: {len(kernels)} cases, {different} differ", flush=True)
     steps: dict[str, dict[str, Any]] = {}
     for family in families or ALL:
-        for dtype in (torch.float32, torch.bfloat16):
-            cuda = run(family, dtype, torch.device("cuda"))
-            ours = run(family, dtype, torch.device("cpu"), capability)
+        for kind in kinds():
+            cuda = run(family, kind, torch.device("cuda"))
+            ours = run(family, kind, torch.device("cpu"), capability)
             found = cuda.differences(ours)
             expected = DECIDED_BY_MODEL.get(family, set())
             unexpected = {op: count for op, count in found.items() if op not in expected}
             different += bool(unexpected)
-            name = str(dtype).removeprefix("torch.")
             counts = f"{len(cuda.forward)} + {len(cuda.backward)} ops, {len(cuda.saved)} tensors saved"
-            print(f"{family} {name}: {counts}, different: {unexpected or 'none'}", flush=True)
-            steps.setdefault(family, {})[name] = cuda.summary(family)
+            print(f"{family} {kind}: {counts}, different: {unexpected or 'none'}", flush=True)
+            steps.setdefault(family, {})[kind] = cuda.summary(family)
     to.write_text(json.dumps({"torch": torch.__version__, "attention": kernels, "families": steps}))
     return 1 if different else 0
 

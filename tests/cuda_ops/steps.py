@@ -74,14 +74,25 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{kind}{list(tensor.shape)}{list(tensor.stride())}".replace(" ", "")
 
 
-def run(family: str, dtype: torch.dtype, device: torch.device, as_cuda: Capability | None = None) -> Ran:
+def kinds() -> dict[str, tuple[torch.dtype, torch.dtype | None]]:
+    """How steps are run: the type of parameters and sample, and that of autocast around forward and loss."""
+    return {
+        "float32": (torch.float32, None),
+        "bfloat16": (torch.bfloat16, None),
+        "autocast bfloat16": (torch.float32, torch.bfloat16),
+        "autocast float16": (torch.float32, torch.float16),
+    }
+
+
+def run(family: str, kind: str, device: torch.device, as_cuda: Capability | None = None) -> Ran:
     """A step of a family, whose tensors are all fake.
 
     Args:
-        dtype: of parameters and sample.
+        kind: one of `kinds`.
         device: where the fake tensors claim to be.
         as_cuda: with the ops that CUDA takes on such a GPU, as `autoac.record.on_fake` records them.
     """
+    dtype, half = kinds()[kind]
     made = real_models.make(family, families.ALL)
     made.model.to(dtype)
     sample = tree_map_only(
@@ -103,7 +114,9 @@ def run(family: str, dtype: torch.dtype, device: torch.device, as_cuda: Capabili
         # Whole numbers, too: on CUDA they cannot be real.
         sample = tree_map_only(torch.Tensor, lambda tensor: _faked(tensor, device), fake.step.sample)
         step = fake.step.of(fake.step.model, sample)
-        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), _Log(ran.forward):
+        # As a loop on a GPU writes it; where fake CPU tensors stand for CUDA's, it is to have the same effect.
+        cast = contextlib.nullcontext() if half is None else torch.autocast("cuda", dtype=half)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), _Log(ran.forward), cast:
             value = loss(step.forward())
         with _Log(ran.backward):
             value.backward()

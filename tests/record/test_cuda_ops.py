@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,12 +17,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoac
+from autoac.record import cuda_ops
 from autoac.record.cuda_attention import EFFICIENT_SHARES_HEADS, choice
 from autoac.record.cuda_ops import CudaOps, capability_elsewhere, capability_of
 from tests.cuda_ops import attention
 from tests.cuda_ops.__main__ import RECORDED
 from tests.cuda_ops.families import ALL
-from tests.cuda_ops.steps import run
+from tests.cuda_ops.steps import kinds, run
 
 CAPABILITIES = {"8.0": (8, 0), "9.0": (9, 0)}
 
@@ -46,11 +49,11 @@ def test_the_record_is_of_all_families():
         assert found["torch"].startswith("2.15.0+cu")
         assert set(found["families"]) == set(ALL)
         assert len(ALL) >= 20
-        assert all(set(of_family) == {"float32", "bfloat16"} for of_family in found["families"].values())
+        assert all(set(of_family) == set(kinds()) for of_family in found["families"].values())
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "capability"),
+    ("family", "kind", "capability"),
     [
         ("gpt2", "bfloat16", "9.0"),
         ("llama", "bfloat16", "9.0"),
@@ -59,25 +62,43 @@ def test_the_record_is_of_all_families():
         ("cnn_with_skips", "bfloat16", "9.0"),
         ("plain_decoder", "bfloat16", "9.0"),
         ("plain_decoder", "bfloat16", "8.0"),
+        ("plain_decoder", "autocast bfloat16", "9.0"),
+        ("cnn_with_skips", "autocast float16", "8.0"),
+        ("gpt2", "autocast float16", "9.0"),
     ],
 )
-def test_ops_and_what_is_saved_are_those_of_cuda(family: str, dtype: str, capability: str):
+def test_ops_and_what_is_saved_are_those_of_cuda(family: str, kind: str, capability: str):
     """To the shape, stride and type of each result."""
-    ours = run(family, getattr(torch, dtype), torch.device("cpu"), CAPABILITIES[capability])
-    assert ours.summary(family) == recorded()[capability]["families"][family][dtype]
+    ours = run(family, kind, torch.device("cpu"), CAPABILITIES[capability])
+    assert ours.summary(family) == recorded()[capability]["families"][family][kind]
 
 
-OF_A_RELEASE = {"view", "_unsafe_view", "lift_fresh", "fill_.Scalar", "fill_.Tensor"}
-"""Ops of a linear layer and of a number that is written into a slice, in which releases of torch differ."""
+OF_A_RELEASE = {
+    "view",
+    "_unsafe_view",
+    "lift_fresh",
+    "fill_.Scalar",
+    "fill_.Tensor",
+    "ge.Scalar",
+    "gt.Scalar",
+}
+"""Ops in which releases of torch differ: of a linear layer, of a number that is written into a slice, and the
+comparison in a derivative."""
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "capability"),
-    [("whisper", "float32", "8.0"), ("torch_transformer", "bfloat16", "8.0"), ("clip", "bfloat16", "9.0")],
+    ("family", "kind", "capability"),
+    [
+        ("whisper", "float32", "8.0"),
+        ("torch_transformer", "bfloat16", "8.0"),
+        ("clip", "bfloat16", "9.0"),
+        ("many_casts", "autocast bfloat16", "9.0"),
+        ("many_casts", "autocast float16", "9.0"),
+    ],
 )
-def test_ops_and_saved_bytes_are_those_of_cuda(family: str, dtype: str, capability: str):
-    on_cuda = recorded()[capability]["families"][family][dtype]
-    ours = run(family, getattr(torch, dtype), torch.device("cpu"), CAPABILITIES[capability]).summary(family)
+def test_ops_and_saved_bytes_are_those_of_cuda(family: str, kind: str, capability: str):
+    on_cuda = recorded()[capability]["families"][family][kind]
+    ours = run(family, kind, torch.device("cpu"), CAPABILITIES[capability]).summary(family)
     assert ours["saved_bytes"] == on_cuda["saved_bytes"]
     counts = [{op: n for op, n in of["ops"].items() if op not in OF_A_RELEASE} for of in (ours, on_cuda)]
     assert counts[0] == counts[1]
@@ -115,12 +136,71 @@ def test_capability_by_name(title: str, capability: tuple[int, int]):
     assert capability_elsewhere(None, torch.device("cpu")) is None
 
 
-def test_casts_of_the_cpus_autocast_are_told():
+class Norms(nn.Module):
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self.device_type, dtype=torch.bfloat16):
+            return self.norm(self.linear(x))
+
+
+def casts(model: nn.Module, x: torch.Tensor) -> tuple[list[str], tuple[str, ...]]:
+    """The types of what linear and norm make, recorded for an H200, and the notes."""
+    profile = autoac.profile(model, x, device="h200")
+    names = {"aten.addmm.default", "aten.native_layer_norm.default"}
+    return [op.dtype for op in profile.tape if op.name in names], profile.notes
+
+
+def test_norms_run_in_float32_as_on_cuda_whichever_autocast_the_model_enters():
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        around = casts(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), x)
+    for dtypes, notes in (around, casts(Norms("cuda"), x), casts(Norms("cpu"), x)):
+        assert dtypes == ["bfloat16", "float32"]
+        assert not any("casts of the CPU" in note for note in notes)
+
+
+def test_the_cpus_casts_are_back_afterwards_and_kept_for_other_threads():
+    linear, norm, x = nn.Linear(8, 8), nn.LayerNorm(8), torch.randn(4, 8)
+
+    def of_cpu() -> list[torch.dtype]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = linear(x)
+            return [norm(y).dtype, F.mse_loss(y, y).dtype, torch.cat([y, x]).dtype, y.pow(2).dtype]
+
+    before, clear = of_cpu(), torch.clear_autocast_cache
+    assert before == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    with CudaOps((9, 0)), ThreadPoolExecutor(1) as pool:
+        assert of_cpu() == [torch.float32] * 4
+        assert pool.submit(of_cpu).result() == before
+    assert of_cpu() == before
+    assert torch.clear_autocast_cache is clear
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.autocast("cuda", dtype=torch.bfloat16)
+    assert bool(caught) is not torch.cuda.is_available()
+
+
+def test_casts_of_the_cpus_autocast_are_told_where_torch_cannot_replace_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cuda_ops, "CAN_REPLACE_CASTS", False)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = autoac.profile(model, x, device="h200")
-    plain = autoac.profile(model, x, device="h200")
-    assert [["casts of the CPU" in note for note in of.notes].count(True) for of in (cast, plain)] == [1, 0]
+        cast = casts(model, x)
+    plain = casts(model, x)
+    assert [["casts of the CPU" in note for note in of].count(True) for _, of in (cast, plain)] == [1, 0]
+
+
+def test_cuda_refuses_binary_cross_entropy_under_autocast():
+    x = torch.rand(4)
+    with (
+        CudaOps((9, 0)),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(RuntimeError, match="unsafe"),
+    ):
+        F.binary_cross_entropy(x, x)
 
 
 def test_attention_inside_of_torchs_own_layer_is_put_back():

@@ -101,6 +101,9 @@ def _cross_entropy(
     if not lean:
         return _TORCHS(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     if torch.is_autocast_enabled(input.device.type):
+        if input.dtype is torch.float16:
+            # CUDA's softmax reads float16 and writes float32 in one kernel there; see `_FROM_HALF` in cuda_autocast.
+            return _TORCHS(input, target, weight, ignore_index=ignore_index, reduction=reduction)
         # As autocast casts the arguments of torch's function.
         input, weight = _in_float32(input), None if weight is None else _in_float32(weight)
     if chunked and can_be_chunked(input, weight):

@@ -103,8 +103,8 @@ def notes_on_fake(
     ]
     if cuda_ops is not None:
         notes.append(
-            "recorded without a GPU, with the ops that CUDA takes for attention, dropout, batch norm and rms_norm; "
-            "profile there before training, for other ops may differ"
+            "recorded without a GPU, with the ops that CUDA takes for attention, dropout, batch norm, rms_norm and "
+            "autocast; profile there before training, for other ops may differ"
         )
     if cuda_ops is not None and cuda_ops.saw_cpus_casts:
         notes.append(

@@ -210,3 +210,16 @@ def test_attention_inside_of_torchs_own_layer_is_put_back():
     with CudaOps((8, 0)), pytest.raises((NotImplementedError, RuntimeError)):  # the CPU has no such kernel
         layer(x, x, x, need_weights=False)
     assert (F.scaled_dot_product_attention, F.dropout) == before
+
+
+def test_cross_entropy_of_float16_is_torchs_under_autocast():
+    """CUDA's softmax reads float16 and writes float32 there, for which the lean loss has no form."""
+    target = torch.tensor([0, 2, 1])
+    for dtype, lean in ((torch.float16, False), (torch.bfloat16, True)):
+        logits = torch.randn(3, 5, dtype=dtype, requires_grad=True)
+        with torch.autocast("cpu", dtype=dtype):
+            loss, expected = autoac.cross_entropy(logits, target), F.cross_entropy(logits, target)
+        assert torch.equal(loss, expected)
+        assert (type(loss.grad_fn) is not type(expected.grad_fn)) is lean
+        with CudaOps((9, 0)), torch.autocast("cpu", dtype=dtype):
+            assert F.cross_entropy(logits.detach(), target).dtype is torch.float32

@@ -27,6 +27,10 @@ NOTE [ The allocator's rules ]
 
   Two assumptions: the driver returns ascending addresses, which only matters for the choice between blocks of equal
   size (rule 3); and an expandable segment never runs out of addresses (torch: 1 1/8 of the device).
+
+  No library does this. Torch's memory_viz draws snapshots of a real allocator, and the two simulators that were looked
+  at are parts of other projects: one in Python (Amazon's `TorchCachingAllocatorSimulator`) with one pool, and neither
+  garbage collection nor uses on other streams; one in C++ (`allocatorSim`) of 2022, before expandable segments.
 """
 
 from __future__ import annotations

@@ -97,6 +97,9 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
         )
     elif error.proven:
         said = f"No plan fits a budget of {asked}: the least possible peak is {least}."
+    elif error.bound_bytes > error.budget_bytes:
+        bound = format_bytes(error.bound_bytes - error.headroom_bytes)
+        said = f"No plan fits a budget of {asked}: every plan's peak is {bound} or more. The least found is {least}."
     else:
         said = (
             f"No plan for a budget of {asked} was found in the time given; the least peak found is {least}."
@@ -120,6 +123,7 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
             "minimum_bytes": error.minimum_bytes,
             "headroom_bytes": error.headroom_bytes,
             "proven": error.proven,
+            "bound_bytes": error.bound_bytes,
             "where": error.where,
             "holders": [dict(zip(("kind", "module", "bytes"), row, strict=True)) for row in error.holders],
             "suggestions": list(error.suggestions),

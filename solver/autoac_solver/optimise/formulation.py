@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -35,6 +36,7 @@ class Formulation:
 
     Attributes:
         minimise_time: whether the objective is the time.
+        minimise_peak: whether it is the peak.
         program: input of the solver.
         positions: positions that have a memory row.
         is_split: only a subset of the plans is allowed, see `split`.
@@ -56,6 +58,7 @@ class Formulation:
         self._problem, self._algebra, self._memory = problem, algebra, memory
         self._budget_bytes = budget_bytes
         self.minimise_time = budget_bytes is not None and minimise_time
+        self.minimise_peak = budget_bytes is None
         self.program = Program(pulp.LpProblem("autoac", pulp.LpMinimize), [])
         self.positions: set[int] = set()
         self.impossible = False
@@ -106,6 +109,10 @@ class Formulation:
         if self._budget_bytes is not None:
             return self._budget_bytes
         return self._problem.resident_bytes + (values[self._column[_PEAK]] + _TOLERANCE) * self.unit_bytes
+
+    def least_peak_bytes(self, bound: float) -> int:
+        """A bound of the objective as bytes, if the peak is minimised: no plan has a lower peak."""
+        return self._problem.resident_bytes + math.floor((bound - _TOLERANCE) * self.unit_bytes)
 
     def add_rows(self, positions: Iterable[int]) -> bool:
         """Add memory rows at positions that have none yet; return whether there were any."""

@@ -22,6 +22,8 @@ from autoac_solver.records.format import format_bytes, format_seconds
 _GREEDY_S = 5.0
 """A greedy plan starts only if this many seconds are left, because it cannot be interrupted."""
 
+_LEAST_BUDGET_SHARE = 1 / 6
+"""Largest share of the time limit for finding the least budget, once the requested one is ruled out."""
 _MOST_PATHS = 4
 """Most searches with prices of another path."""
 _LEAST_SHARE = 0.5
@@ -141,7 +143,9 @@ class _LeastTime(Search):
     def solve(self, rough: bool) -> Solution:
         """See the function `solve`."""
         plans = [self.consider(decisions) for decisions in self.task.simple_plans()]
-        if not self._closed() and self.task.in_time():
+        if self.task.memory.floor_bytes > self._budget_bytes:
+            self._rule_out()
+        elif not self._closed() and self.task.in_time():
             formulation = self.task.formulate(self._budget_bytes)
             formulation.add_rows(self.task.prepared.positions)
             for plan in plans:
@@ -164,9 +168,7 @@ class _LeastTime(Search):
         if result != "infeasible" and not self._closed() and not (rough and self.best is not None):
             result = self.find(formulation, "plan", self._gap_s * formulation.cost_per_s)
         if result == "infeasible" and self.best is None:
-            if not self._is_minimum_asked:
-                raise RuledOut
-            self._find_minimum()
+            self._rule_out()
 
     def _reach(self, formulation: Formulation) -> str:
         """Find any plan within the budget, however slow, then save more values in it.
@@ -273,15 +275,20 @@ class _LeastTime(Search):
         plan = self.consider(decisions)
         return plan if plan is not None and plan.timeline.peak_bytes <= self._budget_bytes else None
 
-    def _find_minimum(self) -> None:
-        """Find the least budget after the solver found the budget infeasible.
+    def _rule_out(self) -> None:
+        """Find the least budget after the budget was found infeasible.
 
         Raises:
+            RuledOut: it is not asked for.
             InfeasibleBudgetError: unless the plan of the least peak is within the budget.
         """
+        if not self._is_minimum_asked:
+            raise RuledOut
         search = _LeastPeak(self.task)
+        search.bound_bytes = max(search.bound_bytes, self._budget_bytes + 1)
         if self.lowest is not None:
             search.consider(self.lowest.decisions)
+        self.task.shorten(_LEAST_BUDGET_SHARE)
         least = search.solve()
         assert search.lowest is not None
         # A plan within the budget exists only if the solver made a rounding error; then it is the result.
@@ -292,6 +299,7 @@ class _LeastTime(Search):
                 proven=least.status == "optimal",
                 decisions=least.decisions,
                 peak_position=search.lowest.timeline.peak_position,
+                bound_bytes=search.bound_bytes,
             )
 
     def _closed(self) -> bool:
@@ -321,15 +329,28 @@ class _LeastPeak(Search):
 
     Args:
         task: the problem, solver and clock.
+
+    Attributes:
+        bound_bytes: no plan has a lower peak.
     """
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self.bound_bytes = task.memory.floor_bytes
 
     def is_better(self, plan: Plan) -> bool:
         return self.best is None or plan.timeline.peak_bytes < self.best.timeline.peak_bytes
+
+    def learn(self, formulation: Formulation, outcome: Outcome) -> None:
+        if formulation.minimise_peak and np.isfinite(outcome.bound):
+            self.bound_bytes = max(self.bound_bytes, formulation.least_peak_bytes(outcome.bound))
 
     def solve(self) -> Solution:
         """See the function `minimum_peak`."""
         for decisions in self.task.simple_plans():
             self.consider(decisions)
+        if self.best is not None and self.best.timeline.peak_bytes == self.bound_bytes:
+            return self.task.solution(self.best, proven=True, bound_s=0.0)
         if not self.task.in_time():
             return self.task.solution(self._plan(), proven=False, bound_s=0.0)
         formulation = self.task.formulate(None)
@@ -365,6 +386,8 @@ class _LeastPeak(Search):
             below.add_rows(positions | {self._plan().timeline.peak_position})
             result = self.find(below, "least peak")
             one_less = self._plan().timeline.peak_bytes - 1
+            if result == "infeasible":
+                self.bound_bytes = max(self.bound_bytes, aim_bytes + 1)
             if result == "stopped" or (result == "infeasible" and aim_bytes == one_less):
                 return result == "infeasible"
             if result == "infeasible":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -70,6 +71,28 @@ class MemoryModel:
         return MemoryRow(
             constant_bytes, (variables * np.sign(difference))[counts], np.abs(difference)[counts]
         )
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """A lower bound of every plan's peak: the most bytes that are alive at one position under all decisions.
+
+        It equals the largest `constant_bytes` of all rows: of two copies of a value, one of which is alive whatever is
+        decided, the smaller one counts.
+        """
+        decided = self._literal != _ALWAYS_ALIVE
+        literal, n_bytes = self._literal[decided], self._bytes[decided]
+        variable = np.tile(np.abs(literal), 2)
+        position = np.concatenate([self._start[decided], self._end[decided]])
+        change = np.concatenate([n_bytes, -n_bytes])
+        order = np.lexsort((position, variable))
+        # What a variable adds has ended before the next variable begins, so one running sum serves all.
+        is_positive = np.tile(literal > 0, 2)[order]
+        if_true = np.cumsum(np.where(is_positive, change[order], 0))
+        if_false = np.cumsum(np.where(is_positive, 0, change[order]))
+        certain = np.diff(np.minimum(if_true, if_false), prepend=0)
+        steps = np.zeros(self._n_positions + 1, dtype=np.int64)
+        np.add.at(steps, position[order], certain)
+        return int((self._constant + np.cumsum(steps[:-1])).max(initial=0))
 
     def evaluate(self, decisions: np.ndarray) -> np.ndarray:
         """The least values of all variables, auxiliary ones included, at decisions that may be fractions.

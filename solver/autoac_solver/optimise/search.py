@@ -27,6 +27,11 @@ from autoac_solver.problem.validate import validate
 
 _ROWS_A_ROUND = 128
 """Approximate number of memory rows added per round, spread over the positions."""
+_ROUNDS_OF_TOPS = 4
+"""After this many relaxations rows are added on slopes, too: where each op of a long loop holds a little less than the
+one before it, every round would only move the highest position on by one."""
+_ROWS_ON_SLOPES = 16
+"""Number of memory rows then added per round, spread over all positions above the limit."""
 _ROUNDINGS = 12
 """Number of thresholds at which a fractional solution is rounded."""
 _NEAR_PEAK = 0.95
@@ -124,6 +129,10 @@ class Task:
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
 
+    def shorten(self, share: float) -> None:
+        """Leave at most a share of the whole time limit from now on."""
+        self.deadline = min(self.deadline, time.monotonic() + share * (self.deadline - self.began))
+
     def in_time(self) -> bool:
         return time.monotonic() < self.deadline
 
@@ -206,6 +215,7 @@ class Search:
     def relax(self, formulation: Formulation) -> Outcome:
         """Add rows until the relaxation is within the budget everywhere; consider its roundings on the way."""
         memory = self.task.memory
+        rounds = 0
         while True:
             outcome = self._run(formulation, "relaxation")
             if outcome.values is None:
@@ -214,8 +224,12 @@ class Search:
             for rounded in self._roundings(values):
                 self.consider(rounded)
             live_bytes = memory.live_bytes(memory.evaluate(values))
-            if not formulation.add_rows(worst_positions(live_bytes, formulation.limit_bytes(outcome.values))):
+            limit_bytes = formulation.limit_bytes(outcome.values)
+            if not formulation.add_rows(worst_positions(live_bytes, limit_bytes)):
                 return outcome
+            rounds += 1
+            if rounds >= _ROUNDS_OF_TOPS:
+                formulation.add_rows(spread_positions(live_bytes, limit_bytes))
 
     def find(
         self, formulation: Formulation, phase: Phase, gap: float = 0.0
@@ -225,6 +239,7 @@ class Search:
         Args:
             gap: absolute, in units of the objective.
         """
+        rounds = 0
         while True:
             outcome = self._run(formulation, phase, gap)
             if outcome.values is None:
@@ -234,11 +249,15 @@ class Search:
             plan = self.consider(variables.rounded(values, variables.not_saved(values) > 0.5))
             if plan is None:
                 return "stopped"
-            broken = worst_positions(plan.timeline.live_bytes, formulation.limit_bytes(outcome.values))
+            limit_bytes = formulation.limit_bytes(outcome.values)
+            broken = worst_positions(plan.timeline.live_bytes, limit_bytes)
             if not broken:
                 return "found"
             if not formulation.add_rows(broken):
                 formulation.add_covers(broken, self.task.variables.of(plan.decisions))
+            rounds += 1
+            if rounds >= _ROUNDS_OF_TOPS:
+                formulation.add_rows(spread_positions(plan.timeline.live_bytes, limit_bytes))
 
     def _run(self, formulation: Formulation, phase: Phase, gap: float = 0.0) -> Outcome:
         """Solve a program and report progress."""
@@ -287,6 +306,12 @@ class Search:
         for threshold in thresholds[chosen]:
             # Half a rounding step below, because the threshold may have been rounded up.
             yield variables.rounded(values, not_saved >= threshold - 5e-4)
+
+
+def spread_positions(live_bytes: np.ndarray, limit_bytes: float) -> list[int]:
+    """Positions above a limit, evenly chosen from all of them."""
+    above = np.flatnonzero(live_bytes > limit_bytes)
+    return above[np.linspace(0, len(above) - 1, _ROWS_ON_SLOPES).astype(int)].tolist() if len(above) else []
 
 
 def worst_positions(live_bytes: np.ndarray, limit_bytes: float) -> list[int]:

@@ -171,6 +171,7 @@ class Choices:
         rough: list[tuple[Choice, Solution]] = []
         infeasible: tuple[Choice, InfeasibleBudgetError] | None = None
         proven = True
+        least_bytes: list[int] = []  # of each choice that was ruled out: no plan of it has a lower peak
         late: NoPlanInTimeError | None = None
         while index < len(self):
             if index and is_late(self._building_s(index) * (2 if rough else 1)):
@@ -181,6 +182,10 @@ class Choices:
                 continue
             choice = self._made[index]
             index += 1
+            floor_bytes = choice.prepared.memory.floor_bytes
+            if infeasible is not None and floor_bytes >= max(infeasible[1].minimum_bytes, limit + 1):
+                least_bytes.append(floor_bytes)
+                continue
             try:
                 seconds = left_s() / 2 if rough else left_s()
                 solution = choice.solve(limit, gap, seconds, rough=True, find_minimum=not rough)
@@ -188,6 +193,7 @@ class Choices:
                 continue
             except InfeasibleBudgetError as error:
                 proven &= error.proven
+                least_bytes.append(error.bound_bytes)
                 if infeasible is None or error.minimum_bytes < infeasible[1].minimum_bytes:
                     infeasible = choice, error
                 continue
@@ -222,6 +228,7 @@ class Choices:
             )
         error = self._described(infeasible[0], copy.copy(infeasible[1]), left_s())
         error.proven = proven and index == len(self)
+        error.bound_bytes = min(least_bytes) if index == len(self) else 0
         raise error
 
     def _building_s(self, index: int) -> float:

@@ -61,8 +61,10 @@ def sweep(
                 choice, solution = choices.best(limit, time_limit_s, gap)
             except (InfeasibleBudgetError, NoPlanInTimeError) as error:
                 missing = error
-                proven = isinstance(error, InfeasibleBudgetError) and error.proven
-                why = "infeasible" if proven else "no plan found in time"
+                ruled_out = isinstance(error, InfeasibleBudgetError) and (
+                    error.proven or error.bound_bytes > limit
+                )
+                why = "infeasible" if ruled_out else "no plan found in time"
                 notes.append(f"{format_bytes(limit)}: {why}")
                 continue
             if last is not None and last[1].objective_s < solution.objective_s:

@@ -56,7 +56,7 @@ class NoPlanInTimeError(AutoacError):
 
 
 class InfeasibleBudgetError(AutoacError):
-    """No plan is within the budget; if not `proven`, none was found in time.
+    """No plan is within the budget; if neither `proven` nor ruled out by `bound_bytes`, none was found in time.
 
     Code that knows the model fills in `where`, `holders` and `suggestions`; the message is composed on access.
 
@@ -65,6 +65,7 @@ class InfeasibleBudgetError(AutoacError):
         minimum_bytes: the least budget that succeeds: the least peak of any plan plus the headroom; if not `proven`,
             the least found.
         proven: nothing below `minimum_bytes` is possible.
+        bound_bytes: nothing below this is possible, headroom included; 0 if nothing is known.
         decisions: the plan that reaches `minimum_bytes`, the option of each group.
         peak_position: the position of its peak.
         where: op, module and phase of the peak.
@@ -84,13 +85,15 @@ class InfeasibleBudgetError(AutoacError):
         proven: bool = True,
         decisions: tuple[int, ...] = (),
         peak_position: int = -1,
+        bound_bytes: int = 0,
     ) -> None:
-        super().__init__(budget_bytes, minimum_bytes, proven, decisions, peak_position)
+        super().__init__(budget_bytes, minimum_bytes, proven, decisions, peak_position, bound_bytes)
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.proven = proven
         self.decisions = decisions
         self.peak_position = peak_position
+        self.bound_bytes = minimum_bytes if proven else bound_bytes
         self.where = ""
         self.holders: Sequence[tuple[str, str, int]] = ()
         self.suggestions: tuple[str, ...] = ()
@@ -104,6 +107,7 @@ class InfeasibleBudgetError(AutoacError):
         self.headroom_bytes += headroom_bytes
         self.budget_bytes += headroom_bytes
         self.minimum_bytes += headroom_bytes
+        self.bound_bytes += headroom_bytes if self.bound_bytes else 0
         if self.minimum_without_policies_bytes:
             self.minimum_without_policies_bytes += headroom_bytes
 
@@ -126,6 +130,13 @@ class InfeasibleBudgetError(AutoacError):
             return (
                 f"No plan fits a budget of {asked}: the least possible peak is {least}. "
                 f"Ask for budget={self.minimum_bytes} or more."
+            )
+        if self.bound_bytes > self.budget_bytes:
+            bound = _exactly(self.bound_bytes - self.headroom_bytes)
+            return (
+                f"No plan fits a budget of {asked}: every plan's peak is {bound} or more. The least peak found is "
+                f"{least}. Ask for budget={self.minimum_bytes} or more, or give more time (time_limit_s) to look for "
+                "less."
             )
         return (
             f"No plan for a budget of {asked} was found in the time given; the least peak found is {least}, and a "

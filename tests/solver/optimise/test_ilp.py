@@ -10,6 +10,7 @@ from autoac_solver import (
     Extension,
     InfeasibleBudgetError,
     Lifetime,
+    NoPlanInTimeError,
     Problem,
     RegionCost,
     minimum_peak,
@@ -74,8 +75,47 @@ def test_one_byte_less_than_possible(solver):
         solve(two_values(), 149, solver=solver)
     error = caught.value
     assert (error.budget_bytes, error.minimum_bytes, error.proven) == (149, 150, True)
+    assert error.bound_bytes == 150
     assert error.decisions == (True, True)
     assert error.peak_position == 2
+
+
+def test_a_budget_below_what_is_always_alive_needs_no_time():
+    with pytest.raises(InfeasibleBudgetError, match="the least possible peak is 150 bytes"):
+        solve(two_values(), 149, time_limit_s=0)
+    kept, again = Lifetime(10, 1, 2, when_saved(0)), Lifetime(20, 2, 3, when_recomputed(0))
+    problem = dataclasses.replace(two_values(), lifetimes=(Lifetime(5, 0, 1), kept, again))
+    with pytest.raises(
+        InfeasibleBudgetError,
+        match=r"fits a budget of 104 bytes .* every plan's peak is 105 bytes .* found is 110 bytes .* budget=110 or",
+    ) as caught:
+        solve(problem, 104, time_limit_s=0)
+    assert (caught.value.proven, caught.value.bound_bytes) == (False, 105)
+    with pytest.raises(NoPlanInTimeError):
+        solve(problem, 105, time_limit_s=0)
+    with pytest.raises(InfeasibleBudgetError, match="the least possible peak is 110 bytes"):
+        solve(problem, 105)
+
+
+def test_the_least_peak_of_a_long_loop_takes_few_programs():
+    """Each of 300 ops holds a byte less than the one before it, so there is one local peak at a time."""
+    count = 300
+    rounds = []
+    problem = Problem(
+        n_positions=count + 1,
+        resident_bytes=0,
+        step_s=10.0,
+        groups=tuple(save_or_recompute(0, 1.0) for _ in range(2 * count)),
+        regions=(RegionCost(),),
+        lifetimes=(
+            Lifetime(1000, 0, count + 1),
+            *(Lifetime(count - op, op, op + 1, when_saved(op)) for op in range(count)),
+            *(Lifetime(5, count, count + 1, when_recomputed(count + op)) for op in range(count)),
+        ),
+    )
+    least = minimum_peak(problem, progress=rounds.append)
+    assert (least.status, least.peak_bytes) == ("optimal", 1000)
+    assert len(rounds) < count / 4
 
 
 def test_minimum_peak_by_hand():

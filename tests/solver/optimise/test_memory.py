@@ -39,6 +39,7 @@ def test_both_copies_of_one_storage_are_a_constant():
         Lifetime(7, 0, 1, ALWAYS, (Extension(5, when_saved(0)),)), Lifetime(9, 3, 5, when_recomputed(0))
     )
     assert row(problem, 4) == (107, {1: 2})
+    assert model(problem).floor_bytes == 107
 
 
 def test_one_auxiliary_variable_for_all_positions_and_storages_of_a_condition():
@@ -85,6 +86,10 @@ def test_equals_the_definition_at_whole_numbers(seed, most_options):
         values = memory.evaluate(algebra.variables.of(np.array(decisions)))
         expected = reference.live_bytes(problem, decisions)
         assert memory.live_bytes(values) == pytest.approx(expected, rel=1e-12)
+        assert memory.floor_bytes <= max(expected)
+        assert memory.floor_bytes == max(
+            memory.row(position).constant_bytes for position in range(problem.n_positions)
+        )
         for position in range(problem.n_positions):
             found = memory.row(position)
             true = (values[np.abs(found.literals) - 1] > 0.5) == (found.literals > 0)

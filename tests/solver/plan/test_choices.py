@@ -134,10 +134,22 @@ def test_no_choice_is_begun_after_the_time_limit(solved: list[tuple[int, float, 
 
 def test_out_of_time_the_least_budget_is_not_called_proven(solved: list[tuple[int, float, bool]]) -> None:
     calls = partitions(profile("gpt-8-blocks"))
-    for time_limit_s, proven in ((60, False), (1e9, True)):
+    for time_limit_s, proven in ((30, False), (1e9, True)):
         with pytest.raises(InfeasibleBudgetError) as caught:
             Choices(profile("gpt-8-blocks"), calls, "replay").best(1, time_limit_s, GAP)
         assert caught.value.proven is proven
+        assert caught.value.bound_bytes == (caught.value.minimum_bytes if proven else 0)
+
+
+def test_a_choice_that_cannot_need_less_is_not_solved(solved: list[tuple[int, float, bool]]) -> None:
+    calls = partitions(profile("gpt-8-blocks"))
+    choices = Choices(profile("gpt-8-blocks"), calls, "replay")
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        choices.best(1, 1e9, GAP)
+    least = caught.value.minimum_bytes
+    floors = [choice.prepared.memory.floor_bytes for choice in choices.built]
+    assert len(floors) == len(calls)
+    assert len(solved) == 1 + sum(floor < least for floor in floors[1:]) < len(calls)
 
 
 @pytest.fixture
@@ -258,14 +270,17 @@ def test_bound_and_status_are_of_all_choices(monkeypatch, clock, time_limit_s, a
 @pytest.mark.parametrize("second", [True, False])
 def test_the_least_budget_is_proven_if_it_is_for_each_choice(monkeypatch, clock, second: bool) -> None:
     """One that is not proven may be below that of all others."""
-    errors = [InfeasibleBudgetError(10, *least, (), 0) for least in ((100, True), (120, second), (110, True))]
+    gb = 10**9  # far above what is alive whatever is decided
+    found = ((100 * gb, True), (120 * gb, second), (110 * gb, True))
+    errors = [InfeasibleBudgetError(10, *least, (), 0) for least in found]
     choices = scripted(monkeypatch, {index: [error] for index, error in enumerate(errors)}, clock)
     monkeypatch.setattr(choices, "_described", lambda choice, error, time_limit_s: error)
     with pytest.raises(InfeasibleBudgetError) as caught:
         choices.best(10, 60, GAP)
-    assert (caught.value.minimum_bytes, caught.value.proven) == (100, second)
+    assert (caught.value.minimum_bytes, caught.value.proven) == (100 * gb, second)
+    assert caught.value.bound_bytes == (100 * gb if second else 0)
     caught.value.leave(7)
-    assert errors[0].minimum_bytes == 100  # it is kept for further budgets
+    assert errors[0].minimum_bytes == 100 * gb  # it is kept for further budgets
 
 
 def test_a_plan_taken_over_from_a_smaller_budget_claims_no_more(monkeypatch, clock) -> None:

@@ -539,6 +539,8 @@ def test_saved_to_a_folder(plan: Plan, tmp_path: Path):
         IsADirectoryError, match=re.escape(f"{tmp_path} cannot be written: it is a folder. Name a")
     ):
         plan.save(tmp_path)
+    with pytest.raises(ValueError, match=r"plan\.txt cannot be written: .* has to end in \.json"):
+        plan.save(tmp_path / "plan.txt")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         plan.save(tmp_path / "nowhere" / "plan.json")
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ def _remember(context: typer.Context, parameter: typer.CallbackParam, value: boo
 def json_file(value: Path | None) -> Path | None:
     """Check for the suffix .json, by which later commands tell files from models."""
     if value is not None and value.suffix != ".json":
-        raise typer.BadParameter(f"{value} is no .json: plans and profiles are JSON.")
+        raise typer.BadParameter(f"{value} is no .json: what is written there is JSON.")
     return writable(value)
 
 

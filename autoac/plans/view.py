@@ -182,6 +182,7 @@ class PlanView:
         Raises:
             FileNotFoundError: there is no folder to write it in.
             IsADirectoryError: there is a folder of that name.
+            ValueError: the name does not end in .json.
         """
         self.record.save(path)
 

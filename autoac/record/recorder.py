@@ -30,6 +30,7 @@ from autoac.record.varying import Runs
 from autoac.step.model import check_backwards_may_run, check_model, device_bytes, device_of, model_fingerprint
 from autoac.step.modules import lean_modules
 from autoac.step.restore import other_random_numbers, untouched
+from autoac.step.samples import shapes_of
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import compiled_modules, is_inside, uncompiled
 from autoac.step.units import here, own_name
@@ -212,7 +213,7 @@ def recording(
             Instrumented(step.model, tape, lean_modules(step.model), losses),
             torch.autograd.graph.saved_tensors_hooks(tape.saved.pack, tape.saved.unpack),
             tape,
-            _failures_located(tape),
+            _failures_located(tape, step),
             tape.single.of_python(),
         ):
             step.run(held)
@@ -223,8 +224,8 @@ def recording(
 
 
 @contextlib.contextmanager
-def _failures_located(tape: Tape) -> Iterator[None]:
-    """Context: add the place of failure to the model's own errors, as a note."""
+def _failures_located(tape: Tape, step: TrainingStep) -> Iterator[None]:
+    """Context: add the sample and the place of failure to the model's own errors, as a note."""
     try:
         yield
     except ProfilingError:
@@ -238,9 +239,11 @@ def _failures_located(tape: Tape) -> Iterator[None]:
             ) from error
         op, module = tape.failed_at or ("", "")
         where = f" at {op}, in {module}," if op else ""
+        shapes = "" if step.is_whole else shapes_of(step.sample)
+        given = f" with the sample {shapes}" if shapes else ""
         error.add_note(
-            f"autoac: the step failed{where} while it was recorded; model and sample are as they were. Does the step "
-            "run by itself, with this sample?"
+            f"autoac: the step failed{where} while it was recorded{given}; model and sample are as they were. Does the "
+            "step run by itself, with this sample?"
         )
         raise
 

@@ -188,9 +188,9 @@ def test_killed_while_saving(tmp_path: Path):
     profile = Profile.load(ROOT / "profiles" / "gpt-8-blocks-cpu.json")
     plans = [autoac.solve(profile, budget) for budget in (300_000_000, 500_000_000)]
     for plan, name in zip(plans, "ab", strict=True):
-        plan.save(tmp_path / name)
+        plan.save(tmp_path / f"{name}.json")
     target = tmp_path / "plan.json"
-    process = start_python(SAVING, tmp_path / "a", tmp_path / "b", target)
+    process = start_python(SAVING, tmp_path / "a.json", tmp_path / "b.json", target)
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"

@@ -491,6 +491,8 @@ def test_a_sample_that_does_not_match(mode: Mode):
     said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "aten.addmm.default" in said
     assert "module '0' (Linear)" in said
+    if mode == "real":
+        assert "with the sample float32[2,10]; model and sample are as they were" in said
 
 
 def test_a_step_of_another_model():

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from autoac.cli.options import Json, Verbose, writable
+from autoac.cli.options import Json, Verbose, json_file
 from autoac.cli.output import Output, facts
 
 Device = Annotated[
@@ -24,7 +24,7 @@ def main(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", callback=writable, show_default=False, help="The table to write, .json."
+            "--output", "-o", callback=json_file, show_default=False, help="The table to write, .json."
         ),
     ],
     device: Device = "cpu",

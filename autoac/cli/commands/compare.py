@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from autoac.cli.options import Arguments, Json, Model, Threads, Verbose, budget_value, picture, writable
+from autoac.cli.options import Arguments, Json, Model, Threads, Verbose, budget_value, json_file, picture
 from autoac.cli.output import Output
 from autoac.cli.target import load_target
 
@@ -40,7 +40,7 @@ def main(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", callback=writable, show_default=False, help="Write all samples here, .json."
+            "--output", "-o", callback=json_file, show_default=False, help="Write all samples here, .json."
         ),
     ] = None,
     as_json: Json = False,

@@ -35,8 +35,12 @@ def write_json(path: str | Path, schema: str, version: int, data: dict[str, Any]
         form: the schema that reading checks, see `disk.schema`.
 
     Raises:
+        ValueError: the name does not end in .json, by which the command line tells files from models.
         ProfileError: `data` does not match the schema.
     """
+    check_writable(path)
+    if Path(path).suffix != ".json":
+        raise ValueError(f"{path} cannot be written: it is JSON, so the file's name has to end in .json.")
     try:
         checked(data, form)
     except ValueError as error:

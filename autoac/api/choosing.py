@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autoac.execute.engines import default_engine
-from autoac.step.model import device_of, unwrapped
+from autoac.step.model import device_of, runs_compiled, unwrapped
 from autoac.step.samples import Samples
 from autoac.step.uncompiled import compiled_modules
 from autoac.torch_private import compiled_attribute, is_compiled_by_inductor
@@ -19,9 +19,9 @@ def engine_for(model: torch.nn.Module, engine: str) -> tuple[str, str]:
     """The engine for a step that was recorded without compiling anything, and the reason for it."""
     if engine != "auto":
         return engine, "asked for"
-    if compiled_attribute(model) is None:
-        return default_engine(compiled=False), "auto: eager mode"
-    return default_engine(compiled=True), "auto: the model is compiled"
+    if runs_compiled(model):
+        return default_engine(compiled=True), "auto: the model is compiled"
+    return default_engine(compiled=False), "auto: eager mode"
 
 
 def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tuple[str, str]:

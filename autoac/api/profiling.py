@@ -27,13 +27,13 @@ from autoac.record.on_fake import record_fake
 from autoac.record.optimizer import with_optimizer
 from autoac.record.recorder import recorded_step
 from autoac.step.autocast import OFF_IN_BACKWARD
-from autoac.step.model import check_model, device_of, free_bytes, unwrapped
+from autoac.step.model import check_model, device_of, free_bytes, runs_compiled, unwrapped
 from autoac.step.modules import RegionChoice, select_modules
 from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.samples import Samples
 from autoac.step.step import Loss, TrainingStep
 from autoac.step.units import here
-from autoac.torch_private import any_autocast, compiled_attribute, note_untried
+from autoac.torch_private import any_autocast, note_untried
 from autoac_solver.records.devices import DeviceTable, find_device, on_device
 from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.errors import ProfilingError
@@ -102,7 +102,7 @@ def profile(
     check_parallel(parallel)
     wrapped = parallel or found_on(model)
     table = None if device is None else find_device(device)
-    lean_losses = compiled_attribute(model) is None  # the compiler has its own loss
+    lean_losses = not runs_compiled(model)  # the compiler has its own loss
     model = unwrapped(model)
     check_model(model)
     names = select_modules(model, regions)

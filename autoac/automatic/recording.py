@@ -12,8 +12,7 @@ from autoac.automatic.once import Once
 from autoac.execute.on_top import OnTop
 from autoac.record.cublas import with_workspaces
 from autoac.record.live import LiveStep, with_leftovers
-from autoac.step.model import has_gradients, unwrapped
-from autoac.torch_private import compiled_attribute
+from autoac.step.model import has_gradients, runs_compiled, unwrapped
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import Profile
 
@@ -79,7 +78,7 @@ class Recording:
             args, kwargs: arguments of the model's call.
             states: tensors of the optimizers' states.
         """
-        lean_losses = compiled_attribute(self._given) is None
+        lean_losses = not runs_compiled(self._given)
         live = LiveStep(self._model, lean_losses=lean_losses, known=self._workspaces)
         with self._on_top.aside():
             try:

@@ -12,6 +12,7 @@ from autoac.device import device_for
 from autoac.step.carried import planned
 from autoac.step.units import own_name
 from autoac.torch_private import (
+    compiled_attribute,
     counts_backwards,
     ddp_around,
     is_compiled_wrapper,
@@ -64,6 +65,15 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             model = cast("torch.nn.Module", model.module)
         else:
             return model
+
+
+def runs_compiled(model: torch.nn.Module) -> bool:
+    """Whether the model is compiled as a whole, inside or outside of `DistributedDataParallel`."""
+    while compiled_attribute(model) is None:
+        if not is_ddp(model):
+            return False
+        model = cast("torch.nn.Module", model.module)
+    return True
 
 
 def check_backwards_may_run(model: torch.nn.Module) -> None:

@@ -198,6 +198,42 @@ def ddp_with_a_static_graph(rank: int) -> Any:
 
 
 @case
+def compiled(rank: int) -> Any:
+    """torch.compile around the wrapper and inside of it, the plan applied before and after both."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    def whole(model: Any) -> Any:
+        return torch.compile(model, backend="aot_eager")  # torch's own kernels: equal to the bit
+
+    def blocks(model: Any) -> Any:
+        for block in (*model.layers, *model.pair):
+            block.compile(backend="aot_eager")
+        return model
+
+    x, found, ddp = batch(rank), {}, DistributedDataParallel
+    plans = {engine: autoac.plan(make(1), x, "1GB", engine=engine, regions=["layers.*", "pair.*"],
+                                 policies=[AGAIN]) for engine in ("replay", "sac")}  # fmt: skip
+    for name, engine, wrapper, model in (
+        ("compile(DDP(planned))", "sac", ddp, lambda put: whole(ddp(put(make(1))))),
+        ("planned(DDP(compile))", "replay", ddp, lambda put: put(ddp(whole(make(1))))),
+        ("planned(fully_shard(compile))", "sac", sharded, lambda put: put(sharded(blocks(make(1))))),
+        ("compile(fully_shard(planned))", "replay", sharded, lambda put: whole(sharded(put(make(1))))),
+    ):
+        torch._dynamo.reset()
+        plan, plain = plans[engine], wrapper(make(1))
+        planned = model(plan.apply)
+        found[name] = {
+            "equal": same(trained(plain, x), trained(planned, x)),
+            "saved": peak_bytes(plain, x, plan) - peak_bytes(planned, x, plan),
+            "names": sorted(get_model_state_dict(planned)) == sorted(make(1).state_dict()),
+        }
+    inside = ddp(whole(make(1)))
+    made = autoac.plan(inside, x, "1GB", policies=[AGAIN], regions=["layers.*"])
+    refused = error_of(lambda: autoac.plan(inside, x, "1GB", engine="compile"))
+    return found, made.record.engine, [region.name for region in made.regions if region.wrapped], refused
+
+
+@case
 def one_plan(rank: int) -> Any:
     """Ranks with batches of different sizes get one plan, for the larger one."""
     model = DistributedDataParallel(make())

@@ -16,6 +16,7 @@ from autoac_solver.records.arguments import is_meant, known_as, some
 from autoac_solver.records.errors import PolicyError
 from autoac_solver.records.policies import (
     DEFAULT_WEIGHT,
+    REPEAT_COLLECTIVES,
     SAVE_ATTENTION,
     SAVE_COLLECTIVES,
     SAVE_TOP_K,
@@ -27,6 +28,7 @@ from autoac_solver.records.profile import Profile
 __all__ = [
     "Policies",
     "Policy",
+    "REPEAT_COLLECTIVES",
     "SAVE_ATTENTION",
     "SAVE_COLLECTIVES",
     "SAVE_TOP_K",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autoac.torch_private import HigherOrderOperator, OpOverload, schema_of
+from autoac_solver.records.collectives import may_repeat
 
 aten = torch.ops.aten
 
@@ -73,6 +74,7 @@ class OpInfo:
         generator_at: position or keyword of its generator argument, None if there is none.
         uninitialised: its output holds no values yet.
         replayable: it may be run a second time on the same inputs, in principle.
+        repeatable: it is not replayable, but a collective that may run a second time if a plan lets all ranks do so.
         statistics: positions of (running mean, running variance, training flag) of a batch norm, else None.
         dropout_p: position of an attention's dropout probability, -1 if there is none.
     """
@@ -92,6 +94,7 @@ class OpInfo:
     generator_at: int | str | None = None
     uninitialised: bool = False
     replayable: bool = True
+    repeatable: bool = False
     statistics: tuple[int, int, int] | None = None
     dropout_p: int = -1
 
@@ -181,6 +184,7 @@ def _read(func: Any) -> OpInfo:
         generator_at=generator_at,
         uninitialised=schema.name in _UNINITIALISED,
         replayable=func.namespace not in _COLLECTIVE_NAMESPACES and schema.name not in _NOT_REPLAYABLE,
+        repeatable=may_repeat(str(func)),
         statistics=_BATCH_NORM_STATISTICS.get(schema.name),
         dropout_p=dropout_p,
     )

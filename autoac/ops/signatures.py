@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from autoac.torch_private import dense_values
+from autoac.torch_private import dense_values, ranks_of_group
+from autoac_solver.records.collectives import may_repeat, over
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,10 @@ class Signature:
 
     def __str__(self) -> str:
         named = [f"{name}={_text(value)}" for name, value in self.kwargs if value is not None]
-        return f"{self.func}({', '.join([*map(_text, self.args), *named])})"
+        given = [*map(_text, self.args), *named]
+        if may_repeat(str(self.func)):  # its last argument is the name of a group of ranks
+            given[-1] = over(ranks_of_group(str(self.args[-1])))
+        return f"{self.func}({', '.join(given)})"
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -66,8 +66,8 @@ def record_sharded(
                 elsewhere=table.kind if table else "",
             )
     note = (
-        f"of one rank of {spec.ranks} under {spec.in_words}, on fake tensors: collectives take the time of a copy, and "
-        "the buffers that a backend has of its own (gloo, NCCL) are not counted"
+        f"of one rank of {spec.ranks} under {spec.in_words}, on fake tensors: collectives take the time of a copy, "
+        "or that on a link of the device's table; buffers that a backend has of its own (gloo, NCCL) are not counted"
     )
     # FSDP2's first step has one more op per tensor that parameters are gathered into, to make it: no variation.
     notes = [said for said in recorded.notes if not said.startswith(f"{VARIES} with its data")]

@@ -45,6 +45,7 @@ def shared(ranks: Ranks, owner: int, plan: Plan | None, model: torch.nn.Module) 
         raise ParallelError(
             f"the plan did not arrive as it was sent: its programs are {ids}.", ranks.members[owner]
         )
+    taken.is_shared = True
     return taken
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,8 +23,10 @@ from autoac.execute.sac import sac
 from autoac.plans.view import PlanView
 from autoac.step.model import unwrapped
 from autoac.step.step import TrainingStep
+from autoac.torch_private import is_one_of_several_ranks
 from autoac_solver.plan.recorded.made import predicted_anew
 from autoac_solver.plan.recorded.programs import with_regions
+from autoac_solver.records.collectives import may_repeat
 from autoac_solver.records.compiled import EAGER, TORCHS
 from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.plan import PlanRecord, RegionPlan
@@ -41,6 +44,7 @@ class Plan(PlanView):
     def __init__(self, record: PlanRecord):
         super().__init__(record)
         self.placement = Placement(record)
+        self.is_shared = False  # whether all ranks that hold the model have this plan
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -59,10 +63,23 @@ class Plan(PlanView):
         `uncompiled.to_uncompile`.
 
         Raises:
-            PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
+            PlanMismatchError: the model is not the one that was profiled, or it has a plan already; or the plan runs
+                collectives again, and the ranks have not agreed on it. Nothing is changed.
         """
+        if not self.is_shared and self._repeats_collectives and is_one_of_several_ranks():
+            raise PlanMismatchError(
+                "this plan runs collectives again, and waits for ever if another rank's plan does not: let all ranks "
+                "take one plan, plan = autoac.parallel.agree(plan, model), or make it with autoac.plan on all of them."
+            )
         self.placement.put_on(model)
         return model
+
+    @property
+    def _repeats_collectives(self) -> bool:
+        steps = itertools.chain.from_iterable(
+            region.steps for region in self.record.regions if region.wrapped
+        )
+        return any(again and may_repeat(op) for op, again in steps)
 
     def remove(self, model: Model) -> Model:
         """Take the plan off the model, restoring it exactly, and return the model.

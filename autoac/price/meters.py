@@ -21,7 +21,7 @@ import torch
 from autoac.device import device_for
 from autoac.ops.info import OpInfo, is_collective, written_tensors
 from autoac.ops.signatures import Signature
-from autoac.torch_private import AllocationRanges, default_generator
+from autoac.torch_private import AllocationRanges, default_generator, is_wait
 from autoac_solver.records.profile import UNSTEADY
 
 _BATCHES, _LAUNCHES = 3, 4
@@ -114,7 +114,9 @@ class SignatureMeter:
 
     def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
         """Run the op; returns its result and signature."""
-        return func(*args, **kwargs), Signature.of(func, args, kwargs)
+        # To wait for a tensor returns it; on fake tensors it would make another one.
+        result = args[0] if is_wait(func) else func(*args, **kwargs)
+        return result, Signature.of(func, args, kwargs)
 
 
 class OpTimer:

@@ -115,7 +115,7 @@ def record_fake(
         or OpTime.estimated(rates.roofline_s(*_work(row)), launch_s)
         for row in signatures.values()
     }
-    tables["tape"] = tape_tables.timed(tape.ops, times, found.workspace_bytes)
+    tables["tape"] = tape_tables.timed(tape.ops, times, found.workspace_bytes, with_others=False)
     tables["storage_table"] = tape_tables.resized(
         tape.ops, tables["storage_table"], found.result_bytes, device
     )

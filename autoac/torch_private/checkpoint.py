@@ -12,7 +12,7 @@ from typing import Any
 import torch.utils.checkpoint
 
 from autoac.torch_private.dispatch import on_fake_tensors
-from autoac.torch_private.distributed import is_sharded_type, is_wait
+from autoac.torch_private.distributed import is_sharded_type, is_wait, is_wrap
 
 POLICIES_SEE_RESULTS = (
     "op_output" in inspect.signature(torch.utils.checkpoint.SelectiveCheckpointContext).parameters
@@ -66,8 +66,9 @@ def _on_local_parts(kind: Any) -> Any:
                 return NotImplemented
             if self.meets_shards and on_fake_tensors():
                 return func(*args, **(kwargs or {}))  # shape inference, done once
-            if is_wait(func):
-                return func(*args, **(kwargs or {}))  # not matched: a second run may have others
+            if is_wait(func) or is_wrap(func):
+                # Not matched: a second run may have others, and it has its own results of collectives that run again.
+                return func(*args, **(kwargs or {}))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     for said in ("__name__", "__qualname__", "__module__"):  # torch's errors name their mode

@@ -55,6 +55,40 @@ def is_wait(func: Any) -> bool:
     return str(func) == "_c10d_functional.wait_tensor.default"
 
 
+@functools.cache
+def is_wrap(func: Any) -> bool:
+    """Whether this op returns its argument, the result of a collective, as a tensor of another node of autograd.
+
+    Source: `_wrap_tensor_autograd` (torch/distributed/_functional_collectives.py).
+    """
+    return str(func) == "_c10d_functional._wrap_tensor_autograd.default"
+
+
+@functools.cache
+def waited_for(func: Any) -> Callable[..., torch.Tensor]:
+    """A form of a functional collective that returns once its result is there.
+
+    Source: `wait_tensor`, as `AsyncCollectiveTensor.trigger_wait` calls it
+    (torch/distributed/_functional_collectives.py).
+    """
+
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        waits: Any = importlib.import_module("torch.distributed._functional_collectives")
+        return waits.wait_tensor(func(*args, **kwargs))
+
+    run.__name__ = run.__qualname__ = str(func)
+    return run
+
+
+def ranks_of_group(name: str) -> int:
+    """The number of ranks in the process group of this name, as collectives are given it.
+
+    Source: `_resolve_process_group` (torch/distributed/distributed_c10d.py).
+    """
+    group: Any = torch.distributed.distributed_c10d._resolve_process_group(cast("Any", name))
+    return group.size()
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, or the tensor that a collective writes; any other tensor itself.
 
@@ -190,6 +224,15 @@ def ranks_of(model: torch.nn.Module) -> tuple[int, ...] | None:
 
 
 # -- processes -----------------------------------------------------------------------------------------------------
+
+
+def is_one_of_several_ranks() -> bool:
+    """Whether this process is one of several that train together.
+
+    Source: public; here because importing torch's distributed packages is left to other code.
+    """
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def default_store() -> Any:

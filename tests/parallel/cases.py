@@ -23,3 +23,11 @@ def run_cases(cases: Mapping[str, Callable[[], Any]]) -> None:
             found[name] = {"raised": f"{type(error).__name__}: {error}"}
         print(name, f"{time.monotonic() - started:.1f} s", found[name], flush=True)
     Path(sys.argv[1]).write_text(json.dumps(found))
+
+
+def error_of(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

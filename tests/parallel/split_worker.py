@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import split
 import torch
 import torch.distributed as dist
-from cases import run_cases
+import torch.distributed._functional_collectives as collectives
+from cases import error_of, run_cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoac
 from autoac.measure import measure_peak
+from autoac_solver.records.collectives import may_repeat
 
 CASES: dict[str, Callable[[], Any]] = {}
 BUDGETS = (0.9, 0.8, 0.72)
@@ -46,6 +51,23 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
+@contextlib.contextmanager
+def unhurried() -> Iterator[None]:
+    """Context in which gloo's threads get time to let go of the tensors that were waited for, which they hold on."""
+    wait = collectives.wait_tensor
+
+    def wait_and_sleep(tensor: torch.Tensor) -> torch.Tensor:
+        found = wait(tensor)
+        time.sleep(5e-3)
+        return found
+
+    collectives.wait_tensor = wait_and_sleep
+    try:
+        yield
+    finally:
+        collectives.wait_tensor = wait
+
+
 def least_peak(model: Any, step: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> int:
     """Above the start; the least of some steps, for gloo's threads hold buffers on in some.
 
@@ -56,7 +78,8 @@ def least_peak(model: Any, step: Callable[[], Any], before: Callable[[], Any] = 
     for _ in range(3):
         model.zero_grad(set_to_none=True)
         before()
-        found.append(measure_peak(step).peak_above_start_bytes)
+        with unhurried():
+            found.append(measure_peak(step).peak_above_start_bytes)
     model.zero_grad(set_to_none=True)
     return min(found)
 
@@ -133,6 +156,65 @@ def loss_in_parts() -> Any:
 def autocast() -> Any:
     """Its casts of sharded weights are kept, and made once more by a second run."""
     return held_to(pair(split.by_layer, split.make_autocast), {"replay": BUDGETS[1:2], "sac": BUDGETS[1:2]})
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the collectives of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "_local_tensor") for kind in types):
+            return NotImplemented
+        self.count += may_repeat(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@case
+def collectives_again() -> Any:
+    """Where a policy lets them, and cheaper than it is without; all ranks run the same ones."""
+    x, made, found = split.ids(), pair(split.by_sequence), {}
+    profile = autoac.profile(made(), x, loss=split.loss_of)
+    may = autoac.policies.REPEAT_COLLECTIVES
+
+    def step_of(model: Any) -> Callable[[], None]:
+        def step() -> None:
+            output = model(x)
+            split.loss_of(output).backward()
+
+        return step
+
+    wanted = trained(plain := made(), step_of(plain))
+    for engine in ("replay", "sac"):
+        least = []
+        for policies in ((), (may,)):
+            try:
+                autoac.solve(profile, 1, engine=engine, policies=policies)
+            except autoac.InfeasibleBudgetError as error:
+                least.append(error.minimum_bytes)
+        own = autoac.solve(profile, max(least[1:]), engine=engine, policies=may)
+        alone = error_of(lambda own=own: own.apply(made()))
+        plan = autoac.parallel.agree(own, made())  # the first of them
+        model = plan.apply(made())
+        step, counts = step_of(model), []
+        for counted in (step_of(plain), step):
+            with Gathers() as gathers:
+                counted()
+            counts.append(gathers.count)
+        model.zero_grad()
+        steps = [op for region in plan.record.regions if region.wrapped for op in region.steps]
+        found[engine] = {
+            "least": least,
+            "alone": alone,
+            "again": sum(again and may_repeat(name) for name, again in steps),
+            "counts": counts,
+            "id": plan.program_id,
+            "equal": same(wanted, trained(model, step)),
+            "peaks": [plan.predicted_peak_bytes, plan.resident_bytes + least_peak(model, step)],
+        }
+    return found
 
 
 @case
@@ -240,7 +322,67 @@ def interleaved() -> Any:
     return pipeline("ScheduleInterleaved1F1B", "replay")
 
 
-FOR_ALL = {"split_and_sharded"}
+def stage_of_many(spread: Callable[[Any], Any], kind: str) -> dict[str, Any]:
+    """A pipeline of two stages, each of them on two ranks."""
+    from torch.distributed import pipelining
+
+    index = dist.get_rank() // 2
+    group = MESH["shard"].get_group()
+    x, target = split.ids(), split.ids(1)
+
+    def made() -> tuple[torch.nn.Module, Callable[[], None], Callable[[], None]]:
+        whole = spread(split.make())
+        parts = [
+            torch.nn.Sequential(whole.words, whole.layers[0]),
+            torch.nn.Sequential(whole.layers[1], whole.norm, whole.head),
+        ]
+        mine = parts[index]
+        stage = pipelining.PipelineStage(mine, index, 2, torch.device("cpu"), group=group)
+
+        def loss(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+        runs = getattr(pipelining, kind)(stage, n_microbatches=4, loss_fn=loss)
+
+        def step() -> None:
+            if index == 0:
+                runs.step(x)
+            else:
+                runs.step(target=target)
+
+        step()
+        mine.zero_grad()
+        return mine, step, stage.clear_runtime_states
+
+    plain, step, _ = made()
+    wanted = trained(plain, step)
+    model, step, _ = made()
+    plan = autoac.plan(model, step, "1GB", policies=[autoac.Policy("MUST_RECOMPUTE", op="aten.gelu")])
+    model, step, forget = made()
+    return {
+        "equal": same(wanted, trained(plan.apply(model), step)),
+        "id": plan.program_id,
+        "wrapped": [f"{r.name} {r.call}" for r in plan.regions if r.wrapped],
+        "peaks": [plan.predicted_peak_bytes, plan.resident_bytes + least_peak(model, step, forget)],
+    }
+
+
+@case
+def stages_sharded() -> Any:
+    def spread(whole: Any) -> Any:
+        for layer in whole.layers:
+            fully_shard(layer, mesh=MESH["split"])
+        return whole
+
+    return stage_of_many(spread, "ScheduleGPipe")
+
+
+@case
+def stages_in_parts() -> Any:
+    return stage_of_many(lambda whole: split.split(whole, MESH["split"], split.by_layer), "Schedule1F1B")
+
+
+FOR_ALL = {"split_and_sharded", "stages_sharded", "stages_in_parts"}
 
 
 def main() -> None:

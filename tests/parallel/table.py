@@ -1,5 +1,5 @@
-"""Print what was trained on several ranks: `python -m tests.parallel.table`; `--write` puts the table in the docs,
-and with `--only` keeps the other rows.
+"""Print what was trained on several ranks: `python -m tests.parallel.table`; `--write` puts rows into the table in the
+docs, a few at a time. `--only` runs some of them; `--missing` those that are not there yet, after a run that was ended.
 
 Every row is run: real processes on CPU (gloo), with a plan and without. A cell is "yes" if on all ranks the weights
 after five steps are to the bit those without a plan, and the measured peak is within 1 % of the prediction, and within
@@ -35,33 +35,49 @@ Key = tuple[str, str, str]
 """Way, model and number of ranks."""
 Case = tuple[str, str, Sequence[str], Sequence[float]]
 THREE = (0.9, 0.8, 0.7)
-FULL = ("DDP", "FSDP2 by block", "FSDP2, `reshard_after_forward=False`", "FSDP2, `mp_policy` bfloat16")
+FULL = (
+    "DDP",
+    "FSDP2 by block",
+    "FSDP2, `reshard_after_forward=False`",
+    "FSDP2, `mp_policy` bfloat16",
+    "tensor parallelism",
+    "tensor parallelism and FSDP2",
+)
+IN_STAGES = ("two stages, `ScheduleGPipe`", "two stages, `Schedule1F1B`")
+AT_ONCE = 4
+"""Rows of one job: starting takes long, and the rows of a job that was ended are lost."""
 
 
 def cases(size: int) -> list[Case]:
     """Model, way, engines and budgets (shares of the peak without a plan) of the rows for so many ranks."""
-    every: list[Case] = [("Net", way.name, ENGINES, (0.8,)) for way in WAYS if way.ranks == size]
-    if size == 2:
-        return every
-    return [*every, *((model, way, ENGINES, THREE) for model in ("Llama", "ViT") for way in FULL)]
+    every: list[Case] = [
+        ("Net", way.name, ENGINES, THREE if way.name in (*FULL, *IN_STAGES) else (0.8,))
+        for way in WAYS
+        if way.ranks == size
+    ]
+    # Four ranks for all that takes any number of them.
+    real = [way for way in FULL if ranks_for(way) == size]
+    return [*every, *((model, way, ENGINES, THREE) for model in ("Llama", "ViT") for way in real)]
 
 
-def run(size: int, only: str = "") -> dict[Key, str]:
-    """The rows of so many ranks, which are run for it.
+def ranks_for(way: str) -> int:
+    """The ranks on which a transformers model is spread so."""
+    return 2 if way == "tensor parallelism" else 4
 
-    Args:
-        only: a part of the names of models and ways that are wanted.
-    """
-    wanted = [case for case in cases(size) if only in f"{case[0]}, {case[1]}"]
-    if not wanted:
-        return {}
+
+def key_of(case: Case, size: int) -> Key:
+    return case[1], case[0], str(size)
+
+
+def run(size: int, wanted: Sequence[Case]) -> dict[Key, str]:
+    """These rows of so many ranks, which are run for it in one job."""
     with tempfile.TemporaryDirectory() as folder:
         told = run_ranks("trying_worker.py", Path(folder), size, 3600, json.dumps(wanted))
     return {
-        (way, model, str(size)): row(
-            way, model, size, len(shares), [Outcome(**one) for rank in told for one in rank[index]]
+        key_of(case, size): row(
+            case[1], case[0], size, len(case[3]), [Outcome(**one) for rank in told for one in rank[index]]
         )
-        for index, (model, way, _, shares) in enumerate(wanted)
+        for index, case in enumerate(wanted)
     }
 
 
@@ -95,12 +111,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", default="", help="a part of a model's and a way's name, as in 'Llama, DDP'")
+    parser.add_argument("--missing", action="store_true", help="only rows that the docs do not have")
     asked = parser.parse_args()
+    known = written() if asked.missing else {}
     for size in (2, 4):
-        found = run(size, asked.only)
-        print(*found.values(), sep="\n", flush=True)
-        if asked.write and found:
-            write(found)
+        wanted = [
+            case
+            for case in cases(size)
+            if asked.only in f"{case[0]}, {case[1]}" and key_of(case, size) not in known
+        ]
+        for start in range(0, len(wanted), AT_ONCE):
+            found = run(size, wanted[start : start + AT_ONCE])
+            print(*found.values(), sep="\n", flush=True)
+            if asked.write:
+                write(found)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import autoac
+from tests.parallel.models import batch, make
 from tests.parallel.ranks import HERE, run_ranks
 
 CASES = [
@@ -15,6 +17,7 @@ CASES = [
     ("Net", "FSDP2, groups of ranks (HSDP)", ["sac"], [0.8]),
     ("Llama", "FSDP2, `mp_policy` bfloat16", ["sac"], [0.8]),
     ("ViT", "DDP", ["replay"], [0.7]),
+    ("Net", "tensor parallelism and FSDP2", ["replay"], [0.8]),
 ]
 
 
@@ -33,6 +36,14 @@ def test_weights_are_equal_and_peaks_as_predicted(told: list[Any], index: int):
         assert found["recomputing"]
         assert found["measured"] <= found["budget"]
         assert abs(found["measured"] / found["predicted"] - 1) < 0.01
+
+
+def test_one_process_predicts_what_four_ranks_record(told: list[Any]):
+    spec = autoac.parallel.FSDP2(world_size=4, units=["layers.*", "pair.*"])
+    profile = autoac.profile(make(), batch(), mode="fake", parallel=spec)
+    loose = autoac.solve(profile, "1GB")
+    for rank in told:
+        assert abs(rank[0][0]["unplanned"] / loose.predicted_peak_bytes - 1) < 0.01
 
 
 def test_the_table_in_the_docs_is_of_ways_that_are_tried(monkeypatch: pytest.MonkeyPatch):

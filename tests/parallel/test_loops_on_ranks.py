@@ -83,4 +83,4 @@ def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path: Any):
         assert dead[case] is None
         assert survivor[case]["error"].startswith(words), survivor
         assert survivor[case]["clean"]
-        assert survivor[case]["seconds"] < 60  # a step's own time counted; it hears of the death at once
+        assert 0 <= survivor[case]["seconds"] < 30  # after the death

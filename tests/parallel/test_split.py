@@ -48,6 +48,24 @@ def test_plans_hold_and_change_nothing(told: Any, case: str):
         assert case == "split_and_sharded" or rank["notes"] == []  # FSDP2 sets itself up in its first step
 
 
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+def test_all_ranks_run_the_collectives_again_that_a_policy_lets_them(told: Any, engine: str):
+    first, second = (rank[engine] for rank in of(told, "collectives_again"))
+    assert first["id"] == second["id"]
+    assert first["counts"] == second["counts"]
+    for rank in (first, second):
+        saved, repeated = rank["least"]
+        assert repeated < saved  # what is saved otherwise
+        assert rank["alone"].startswith("PlanMismatchError: this plan runs collectives again")
+        assert "autoac.parallel.agree(plan, model)" in rank["alone"]
+        assert rank["equal"]
+        plain, planned = rank["counts"]
+        assert 0 < planned - plain <= rank["again"]  # sac's second run stops early
+        assert engine == "sac" or planned - plain == rank["again"]
+        predicted, measured = rank["peaks"]
+        assert abs(measured / predicted - 1) < 0.01
+
+
 def test_either_order_and_names_of_the_whole_model(told: Any):
     first, second = of(told, "orders")
     assert first["equal"] == second["equal"] == [True, True]
@@ -75,6 +93,29 @@ def test_one_process_predicts_what_ranks_record(told: Any, case: str, spec: Tens
     assert abs(autoac.solve(found, "1GB").predicted_peak_bytes / recorded["unplanned"] - 1) < 0.01
 
 
+def test_a_repeated_collective_takes_the_time_of_the_ranks_link():
+    """NVLink in the table of an H200; that of an L4 has no link, and says what to give."""
+    profiles = {
+        device: autoac.profile(
+            *(split.make(), split.ids()),
+            loss=split.loss_of,
+            mode="fake",
+            parallel=TensorParallel(2, split.by_sequence()),
+            device=device,
+        )
+        for device in ("h200", "l4")
+    }
+    tape = profiles["h200"].tape
+    [gather, *_] = [op for op in tape if op.name == "_c10d_functional.all_gather_into_tensor.default"]
+    half_bytes = 4 * split.BATCH * split.LENGTH * split.WIDTH // 2
+    assert gather.again_s == gather.time_s == pytest.approx(half_bytes / (0.8 * 450e9))
+    may = autoac.policies.REPEAT_COLLECTIVES
+    plan = autoac.solve(profiles["h200"], int(0.75 * profiles["h200"].peak_bytes), policies=may)
+    assert plan.record.policies[0].followed > 0
+    with pytest.raises(autoac.PolicyError, match="between 2 ranks is not known"):
+        autoac.solve(profiles["l4"], "1GB", policies=may)
+
+
 def test_refusals():
     with pytest.raises(autoac.ProfilingError, match="has no plan of its own for tensor parallelism"):
         autoac.profile(split.make(), split.ids(), loss=split.loss_of, parallel=TensorParallel(2))
@@ -84,6 +125,19 @@ def test_refusals():
         TensorParallel(0)
     with pytest.raises(ValueError, match="give both a world_size"):
         TensorParallel(2, fsdp=FSDP2())
+
+
+@pytest.mark.parametrize("case", ["stages_sharded", "stages_in_parts"])
+def test_stages_on_several_ranks_each(told: Any, case: str):
+    """FSDP2, and tensor parallelism, inside of a pipeline: the ranks of a stage have one plan."""
+    ranks = of(told, case, ranks=4)
+    for rank in ranks:
+        predicted, measured = rank["peaks"]
+        assert rank["equal"]
+        assert len(rank["wrapped"]) == 4  # micro-batches
+        assert abs(measured / predicted - 1) < 0.01
+    ids = [rank["id"] for rank in ranks]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
 
 
 @pytest.mark.parametrize("case", ["gpipe", "one_forward_one_backward", "interleaved"])

@@ -49,7 +49,7 @@ def outcomes(
     subject: Subject, way: Way, rank: int, engines: Iterable[str], fractions: Iterable[float]
 ) -> Iterator[dict[str, Any]]:
     """Each engine at each budget, given as a fraction of the peak without a plan."""
-    batch = subject.batch(rank)
+    batch = subject.batch(rank // way.copies)
     plain, _ = trained(way, way.spread(subject.make()), batch)
     model = way.spread(subject.make())
     trained(way, model, batch, steps=2)  # DDP builds its buckets anew after the first
@@ -57,9 +57,9 @@ def outcomes(
     for engine in engines:
         loose = autoac.solve(profile, "1GB", engine=engine)
         for fraction in fractions:
-            # Times differ between ranks, and so do plans: that of rank 0 is taken.
-            own = autoac.solve(profile, int(fraction * loose.predicted_peak_bytes), engine=engine)
-            plan = autoac.parallel.agree(own if rank == 0 else None, model)
+            plan = autoac.solve(profile, int(fraction * loose.predicted_peak_bytes), engine=engine)
+            if not way.alone:  # times differ between ranks, and so do plans: that of the first is taken
+                plan = autoac.parallel.agree(plan, model)
             weights, above_start = trained(way, plan.apply(way.spread(subject.make())), batch)
             yield asdict(
                 Outcome(

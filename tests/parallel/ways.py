@@ -29,12 +29,16 @@ class Way:
         spread: wraps or shards a model.
         step: None for one call and one backward.
         ranks: how many it takes.
+        copies: so many neighbouring ranks get the same batch: they hold parts of one model.
+        alone: each rank has a part of its own, and a plan of its own.
     """
 
     name: str
     spread: Spread
     step: Step | None = None
     ranks: int = 2
+    copies: int = 1
+    alone: bool = False
 
     def run(self, model: Any, batch: Any) -> None:
         """Forward and backward of a step."""
@@ -199,6 +203,78 @@ def with_small_first_bucket(model: nn.Module) -> Any:
         dist._DEFAULT_FIRST_BUCKET_BYTES = before
 
 
+# -- tensor parallelism --------------------------------------------------------------------------------------------
+
+
+def mesh_of(ranks: int, split: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (ranks // split, split), mesh_dim_names=("shard", "split"))
+
+
+def styles_of(model: nn.Module) -> dict[str, Any]:
+    """A transformers model's own plan; else the two linear layers that follow each other in each block, in parts."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    from autoac.parallel.tensor import own_plan
+
+    if getattr(getattr(model, "config", None), "base_model_tp_plan", None):
+        return own_plan(model)
+    ups = [
+        name for name, _ in model.named_modules() if name.endswith((".up", ".intermediate.dense", ".mlp.fc1"))
+    ]
+    downs = [
+        name for name, _ in model.named_modules() if name.endswith((".down", ".output.dense", ".mlp.fc2"))
+    ]
+    downs = [name for name in downs if "attention" not in name]
+    assert len(ups) == len(downs) > 0, [name for name, _ in model.named_modules()]
+    return {**{name: ColwiseParallel() for name in ups}, **{name: RowwiseParallel() for name in downs}}
+
+
+def split_in_two(model: nn.Module) -> Any:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    return parallelize_module(model, mesh_of(2, 2)["split"], styles_of(model))
+
+
+def split_and_sharded(model: nn.Module) -> Any:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = mesh_of(4, 2)
+    parallelize_module(model, mesh["split"], styles_of(model))
+    return fsdp(mesh=mesh["shard"])(model)
+
+
+# -- pipelines -----------------------------------------------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    """One of two stages of the small model, and its schedule, which is no module."""
+
+    def __init__(self, model: Any, schedule: str) -> None:
+        from torch.distributed import pipelining
+
+        super().__init__()
+        self.is_first = dist.get_rank() == 0
+        parts = (nn.Sequential(model.stem, *model.layers), nn.Sequential(model.pair, model.head))
+        self.part = parts[dist.get_rank()]
+        stage = pipelining.PipelineStage(self.part, dist.get_rank(), 2, torch.device("cpu"))
+        made = getattr(pipelining, schedule)(stage, 4, loss_fn=lambda found, _: found.square().mean())
+        object.__setattr__(self, "run", (stage, made))
+
+
+def in_stages(schedule: str) -> Spread:
+    return lambda model: Stage(model, schedule)
+
+
+def micro_batches(stage: Any, batch: Any) -> None:
+    """One step of the schedule, after which the stage holds nothing of it."""
+    (x,), _ = batch
+    held, schedule = stage.run
+    schedule.step(x) if stage.is_first else schedule.step(target=x)
+    held.clear_runtime_states()
+
+
 OFFLOADED = CPUOffloadPolicy(pin_memory=False)
 BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -229,4 +305,8 @@ WAYS: tuple[Way, ...] = (
     Way("FSDP2, LoRA", with_adapters(fsdp())),
     Way("FSDP2, a shared parameter", with_shared(fsdp())),
     Way("FSDP2, groups of ranks (HSDP)", in_groups, ranks=4),
+    Way("tensor parallelism", split_in_two, copies=2),
+    Way("tensor parallelism and FSDP2", split_and_sharded, ranks=4, copies=2),
+    Way("two stages, `ScheduleGPipe`", in_stages("ScheduleGPipe"), micro_batches, alone=True),
+    Way("two stages, `Schedule1F1B`", in_stages("Schedule1F1B"), micro_batches, alone=True),
 )

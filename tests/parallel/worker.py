@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import run_cases
+from cases import error_of, run_cases
 from models import batch, make, same, sharded, trained
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -243,14 +243,6 @@ def one_plan(rank: int) -> Any:
     return {"id": plan.program_id, "sample": plan.record.profile.sample, "given": taken.program_id}
 
 
-def error_of(act: Callable[[], Any]) -> str:
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def failing(rank: int, act: Callable[[], Any]) -> dict[str, Any]:
     started = time.monotonic()
     return {"error": error_of(act), "seconds": time.monotonic() - started}
@@ -276,6 +268,14 @@ def a_batch_refused(rank: int) -> Any:
 @case
 def no_plan_fits(rank: int) -> Any:
     return failing(rank, lambda: autoac.plan(DistributedDataParallel(make()), batch(rank), 1000))
+
+
+@case
+def a_batch_too_large_on_one(rank: int) -> Any:
+    """The budget is enough for rank 0."""
+    model = DistributedDataParallel(make())
+    assert autoac.plan(make(), batch(), "1MB").budget_bytes == 10**6
+    return failing(rank, lambda: autoac.plan(model, batch(rank, rows=128 + 4096 * rank), "1MB"))
 
 
 @case

@@ -144,6 +144,15 @@ def test_sharded_tensors_and_the_parts_of_them_that_are_here():
         assert torch_private.sharded_like(awaited) is None
         assert torch_private.is_wait(torch.ops._c10d_functional.wait_tensor.default)
         assert not torch_private.is_wait(torch.ops.aten.mm.default)
+        assert torch_private.is_wrap(torch.ops._c10d_functional._wrap_tensor_autograd.default)
+        assert not torch_private.is_wrap(torch.ops._c10d_functional.wait_tensor.default)
+        name = mesh.get_group().group_name
+        assert torch_private.ranks_of_group(name) == 2
+        gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+        assert torch_private.waited_for(gather) is torch_private.waited_for(gather)
+        assert torch_private.waited_for(gather)(torch.ones(3), 2, name).shape == (6,)
+        assert torch_private.is_one_of_several_ranks()
+    assert not torch_private.is_one_of_several_ranks()
 
 
 def test_selective_checkpointing_sees_the_local_parts():

@@ -37,6 +37,7 @@ from autoac.torch_private import (
     on_fake_tensors,
     sharded_like,
     version_of,
+    waited_for,
 )
 from autoac.torch_private.kernel_flags import KernelFlags, kernel_flags
 
@@ -110,7 +111,7 @@ class Recording(UnwrappedDispatchMode):
     # -- recording ---------------------------------------------------------------------------------------------
 
     def _run(self, func, info: OpInfo, types, args, kwargs, recompute: bool) -> Any:
-        recompute = recompute and info.replayable and not any(map(is_foreign, types))
+        recompute = recompute and (info.replayable or info.repeatable) and not any(map(is_foreign, types))
         written: tuple[Slot, ...] = ()
         if info.writes:
             targets = written_tensors(info, args, kwargs)
@@ -187,7 +188,9 @@ class Recording(UnwrappedDispatchMode):
             self.call.streams.ran(result)
             if comes_to_host(args, result):
                 again, kwargs = as_blocking(func, again, kwargs)
-        record = Record(func, again, kwargs, refs, kept, rng, written, flags)
+        record = Record(
+            waited_for(func) if info.repeatable else func, again, kwargs, refs, kept, rng, written, flags
+        )
         outputs = []
         for index, tensor in enumerate((result,) if isinstance(result, torch.Tensor) else tensors_in(result)):
             slot = self._new_slot(tensor, info)

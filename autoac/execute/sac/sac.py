@@ -402,7 +402,7 @@ class SacPolicy:
         if planned is None and self.watches:
             self.program.following.deviates(self.program.region, None, func, func)
         decision = RECOMPUTE if planned else SAVE
-        if not info.replayable or info.updates_statistics(args):
+        if not (info.replayable or info.repeatable) or info.updates_statistics(args):
             decision = SAVE
         if info.writes:
             decision = self._written(info, args, kwargs)

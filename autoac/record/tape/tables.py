@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from autoac.ops.signatures import Signature
 from autoac.price.meters import OpTime
 from autoac.record.tape.storages import allocated_bytes
 from autoac.record.tape.tape import Tape
+from autoac_solver.records.collectives import WAIT, may_repeat
 from autoac_solver.records.profile import GATHERED, NEVER, ModuleCall, Op, Saved, Storage
 
 Rows = list[dict[str, Any]]
@@ -70,10 +71,33 @@ def _close(tape: Tape) -> int:
     return end
 
 
-def timed(ops: Rows, times: Mapping[Signature, OpTime], workspace: Mapping[Signature, int]) -> tuple[Op, ...]:
-    """The ops with their times and workspace."""
+def timed(
+    ops: Rows,
+    times: Mapping[Signature, OpTime],
+    workspace: Mapping[Signature, int],
+    with_others: bool = True,
+) -> tuple[Op, ...]:
+    """The ops with their times and workspace.
+
+    Args:
+        with_others: whether collectives ran with other ranks: then the time to repeat one is known.
+    """
     signatures = _signatures(ops)
-    return tuple(_op(row, times, workspace, signatures) for row in ops)
+    return _repeats_timed([_op(row, times, workspace, signatures) for row in ops], with_others)
+
+
+def _repeats_timed(ops: Sequence[Op], with_others: bool) -> tuple[Op, ...]:
+    """The ops; to repeat a collective takes its own time and that of the wait for its result, 0 if not known."""
+    waits: dict[int, float] = {}
+    found = list(ops)
+    for index in range(len(found) - 1, -1, -1):
+        op = found[index]
+        if op.name == WAIT:
+            waits |= dict.fromkeys(op.reads, op.time_s)
+        elif may_repeat(op.name):
+            again_s = op.time_s + max((waits.get(storage, 0.0) for storage in op.creates), default=0.0)
+            found[index] = dataclasses.replace(op, rerun_s=again_s if with_others else 0.0)
+    return tuple(found)
 
 
 def resized(

@@ -36,7 +36,11 @@ from autoac_solver.records.profile import NEVER, Profile
 
 
 def build(
-    profile: Profile, regions: Sequence[int], engine: str, pinned: AbstractSet[int] = frozenset()
+    profile: Profile,
+    regions: Sequence[int],
+    engine: str,
+    pinned: AbstractSet[int] = frozenset(),
+    repeated: AbstractSet[int] = frozenset(),
 ) -> Built:
     """Build the problem for these regions under this engine.
 
@@ -44,6 +48,7 @@ def build(
         regions: module calls, none inside another; calls that cannot be regions are left out.
         engine: "replay", "sac", "compile", or "checkpoint" for `torch.utils.checkpoint` without a policy.
         pinned: ops that must not run again because of a policy.
+        repeated: collectives that may run again because of a policy.
 
     Raises:
         ProfileError: the engine compiles, and the profile has no measured regions.
@@ -55,7 +60,7 @@ def build(
     found, refused = choose_regions(step, regions, model)
     losses = decided_losses(step, found, model)
     only_losses = {region.index for region in found if ops_of(losses).issuperset(region.ops)}
-    groups = Groups(step, found, model, pinned, only_losses)
+    groups = Groups(step, found, model, pinned, repeated, only_losses)
     draft = Draft(step, found, groups, Axis(step, found, groups, model), losses)
     loss = len(groups.all) if losses else -1
     storages: list[list[int]] = [[] for _ in groups.all]

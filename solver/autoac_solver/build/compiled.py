@@ -109,7 +109,7 @@ def _draft(step: Step, compiled: Sequence[Region], failed: Sequence[int]) -> Dra
     if any(not of_losses.isdisjoint(region.ops) for region in compiled):
         losses, of_losses = (), set()
     only_losses = {region.index for region in replayed if of_losses.issuperset(region.ops)}
-    groups = Groups(step, replayed, _REPLAY, frozenset(), only_losses)
+    groups = Groups(step, replayed, _REPLAY, frozenset(), frozenset(), only_losses)
     return Draft(step, replayed, groups, Axis(step, replayed, groups, _REPLAY), losses)
 
 

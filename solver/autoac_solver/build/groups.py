@@ -10,10 +10,14 @@ from autoac_solver.build.engine_model import EngineModel
 from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import RECOMPUTE, DecisionGroup, save_or_recompute
+from autoac_solver.records.collectives import may_repeat
 from autoac_solver.records.profile import NEVER
 
 PINNED = "a policy says so"
 """Reason for a group that could be recomputed but is pinned by a policy."""
+
+COLLECTIVE = "a collective runs once, unless a policy (REPEAT_COLLECTIVES) lets it run again"
+"""Reason for a collective that could run again."""
 
 TIED = "the region has one random state, and another draw of it must be saved"
 """Reason for a random group that could be recomputed, but is tied to another that cannot."""
@@ -25,6 +29,7 @@ class Groups:
     Args:
         step, regions, engine: the recorded step, its regions, and the engine that runs them.
         pinned: ops that must not run again because of a policy.
+        repeated: collectives that may run again because of a policy.
         undecided: regions without groups: all of their ops belong to a loss, which is one group.
 
     Attributes:
@@ -40,9 +45,10 @@ class Groups:
         regions: Sequence[Region],
         engine: EngineModel,
         pinned: AbstractSet[int],
+        repeated: AbstractSet[int],
         undecided: AbstractSet[int],
     ) -> None:
-        self._step, self._engine, self._pinned = step, engine, pinned
+        self._step, self._engine, self._pinned, self._repeated = step, engine, pinned, repeated
         tape = step.profile.tape
         self.region_of = {s: region for region in regions for op in region.ops for s in tape[op].creates}
         self.of_op: dict[int, int] = {}
@@ -109,8 +115,8 @@ class Groups:
         """
         record = self._step.profile.tape[op]
         own = set(self._own(region, op))
-        if not record.replayable:
-            yield "it cannot be run a second time"
+        if not record.replayable and op not in self._repeated:
+            yield COLLECTIVE if may_repeat(record.name) else "it cannot be run a second time"
         if own & kept:
             yield "it is written where no op is seen, or needed while its region still runs"
         if set(record.writes) - own:

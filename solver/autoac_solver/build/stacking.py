@@ -17,9 +17,10 @@ from autoac_solver.build.engines import engine_model
 from autoac_solver.build.groups import TIED
 from autoac_solver.optimise.algebra import brought_along
 from autoac_solver.problem.problem import RECOMPUTE, SAVE, DecisionGroup, Literal
+from autoac_solver.records.collectives import may_repeat, ranks_in
 from autoac_solver.records.errors import PolicyConflictError, PolicyError
 from autoac_solver.records.policies import AppliedPolicy, Matcher, Policy
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.profile import Op, Profile
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def stacked(
     Raises:
         PolicyConflictError: two policies cannot both be followed; it names both.
         PolicyError: a policy matches no value of the profiled step, or must recompute a value in no region; or the
-            engine does not support policies.
+            engine does not support policies; or a collective may run again, and its time is not known.
     """
     policies = tuple(policies)
     if not policies:
@@ -79,7 +80,9 @@ def stacked(
                 else frozenset()
             )
             pinned |= dict.fromkeys((ops | also) - pinned.keys(), policy)
-    built = build(profile, calls, engine, pinned.keys())
+    built = build(
+        profile, calls, engine, pinned.keys(), _repeated(profile, policies, matches) - pinned.keys()
+    )
     group_of = {
         op: group for tape in built.regions for op, group in zip(tape.ops, tape.group_of, strict=True)
     }
@@ -109,6 +112,43 @@ def _matches(
             raise PolicyError(_nothing(profile, calls, policy))
         found.append(ops)
     return found
+
+
+def _repeated(
+    profile: Profile, policies: Sequence[Policy], matches: Sequence[frozenset[int]]
+) -> frozenset[int]:
+    """The collectives that may run again.
+
+    Raises:
+        PolicyError: a policy permits nothing, or the time of a collective is not known.
+    """
+    found: set[int] = set()
+    for policy, ops in zip(policies, matches, strict=True):
+        if not policy.permits:
+            continue
+        own = {op for op in ops if may_repeat(profile.tape[op].name)}
+        if ops and not own and not policy.optional:
+            raise PolicyError(
+                f"{policy} permits nothing: {profile.tape[min(ops)].name} is no functional collective, which alone is "
+                "saved unless it is permitted to run again."
+            )
+        for op in own:
+            if not profile.tape[op].rerun_s:
+                raise PolicyError(_no_price(profile, policy, profile.tape[op]))
+        found |= own
+    return frozenset(found)
+
+
+def _no_price(profile: Profile, policy: Policy, op: Op) -> str:
+    """Error message for a collective whose time is not known."""
+    signature = profile.signatures[op.signature] if op.signature >= 0 else op.name
+    ranks = ranks_in(signature)
+    return (
+        f"{policy} lets {op.name} run again, and how long that takes between {ranks or 'these'} ranks is not known: it "
+        "was recorded on fake tensors, without a link's bandwidth. Record the step on the ranks, or give device= a "
+        f"table (a name, or a file) with a link that joins {ranks or 'so many'} ranks: in its file "
+        f'"links": [{{"name": "...", "ranks": {ranks or 8}, "bandwidth": <bytes/s of one device>}}].'
+    )
 
 
 def _region_of(profile: Profile, calls: Sequence[int]) -> list[int]:
@@ -153,7 +193,7 @@ def _constrained(
         for group in found:
             if policy.decision == "MUST_RECOMPUTE":
                 recompute.setdefault(group, policy)
-            elif policy.is_must:
+            elif policy.is_must or policy.permits:
                 continue
             elif policy.saves or group in needed:
                 share = policy.weight if policy.saves else -policy.weight

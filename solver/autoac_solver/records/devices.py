@@ -4,6 +4,8 @@
          = between entries of the same op and dtype with less and with more work     "interpolated"
          = max(flops / matrix rate, moved bytes / bandwidth) + launch                "estimated" (roofline)
 
+    of a collective: bytes on the link / bandwidth of the link + launch                 "estimated"
+
 Work is FLOPs if there is a formula for the op, else moved bytes. Interpolation is linear in log time over log work. A
 table states when, on which hardware and with which torch it was recorded (`autoac calibrate`). Datasheet rates are
 peak rates: they are multiplied by an assumed efficiency, and never called measured.
@@ -21,13 +23,14 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from autoac_solver.records.collectives import WAIT, link_bytes, may_repeat, ranks_in
 from autoac_solver.records.disk.files import read_json, write_json
 from autoac_solver.records.disk.limits import MOST_NUMBER, Seconds, Size, one_of
 from autoac_solver.records.disk.schema import checked, document, fields_of, row
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.profile import UNSTEADY, EngineCosts, Op, Profile
 
-SCHEMA, SCHEMA_VERSION = "autoac.device", 2  # 2: costs by the engines' names
+SCHEMA, SCHEMA_VERSION = "autoac.device", 3  # 2: costs by the engines' names; 3: links
 
 SOURCES = ("measured", "datasheet")
 
@@ -57,6 +60,21 @@ class Entry:
         return self.flops or self.moved_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection between devices.
+
+    Args:
+        name: readable name, such as "NVLink 4".
+        ranks: the most ranks that it joins, one device each; a larger group takes another link.
+        bandwidth: bytes/s of one device in one direction.
+    """
+
+    name: str
+    ranks: Annotated[int, Meta(ge=2, le=MOST_NUMBER)]
+    bandwidth: float
+
+
 @dataclass(frozen=True)
 class DeviceTable:
     """The times of ops on a device.
@@ -73,6 +91,7 @@ class DeviceTable:
         efficiency: assumed reachable shares of (matrix rate, bandwidth); 1 if they are measured.
         source: "measured" or "datasheet": the origin of the rates.
         made: hardware, date and torch version, or the datasheet.
+        links: connections to other devices; a group of ranks takes the first one that joins so many.
         costs: the costs of the engines' bookkeeping on the device.
         entries: measured ops.
     """
@@ -88,6 +107,7 @@ class DeviceTable:
     efficiency: tuple[float, float]
     source: Annotated[str, one_of(*SOURCES)]
     made: dict[str, str]
+    links: tuple[Link, ...] = ()
     costs: EngineCosts = field(default_factory=dict, repr=False)
     entries: tuple[Entry, ...] = field(default=(), repr=False)
 
@@ -106,6 +126,22 @@ class DeviceTable:
         matrix, memory = self.efficiency
         rate = self.matrix_flops.get(dtype, self.matrix_flops[""])
         return max(flops / (rate * matrix), moved_bytes / (self.bandwidth * memory)) + self.launch_s
+
+    def link_for(self, ranks: int) -> Link | None:
+        """The link that a group of so many ranks takes, None if the table has none."""
+        return next((link for link in self.links if link.ranks >= ranks), None)
+
+    def collective_s(self, op: Op, signature: str) -> float:
+        """Seconds of a collective that may run a second time; 0 if the table has no link for its ranks.
+
+        The shares of bandwidth that are reached on links are assumed to be that of the memory.
+        """
+        ranks = ranks_in(signature)
+        link = self.link_for(ranks) if ranks else None
+        if link is None:
+            return 0.0
+        sent = link_bytes(op.name, op.moved_bytes, ranks)
+        return sent / (link.bandwidth * self.efficiency[1]) + self.launch_s
 
     @cached_property
     def _by_signature(self) -> dict[str, Entry]:
@@ -144,6 +180,7 @@ class DeviceTable:
         """
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["entries"] = [dataclasses.astuple(entry) for entry in self.entries]
+        data["links"] = [dataclasses.asdict(link) for link in self.links]
         write_json(path, SCHEMA, SCHEMA_VERSION, data, _TABLE)
 
     @classmethod
@@ -157,6 +194,7 @@ class DeviceTable:
         try:
             values = fields_of(checked(data, _TABLE))
             values["entries"] = tuple(Entry(*row) for row in values["entries"])
+            values["links"] = tuple(Link(**fields_of(link)) for link in values["links"])
             table = cls(**values)
             _check(table)
         except ValueError as error:
@@ -166,7 +204,7 @@ class DeviceTable:
         return table
 
 
-_TABLE = document(DeviceTable, entries=list[row(Entry)])
+_TABLE = document(DeviceTable, entries=list[row(Entry)], links=list[document(Link)])
 
 
 def find_device(device: str | Path) -> DeviceTable:
@@ -217,7 +255,13 @@ def on_device(profile: Profile, table: DeviceTable) -> Profile:
 def _op_on(op: Op, profile: Profile, table: DeviceTable, same_kind: bool) -> Op:
     if op.signature < 0:
         return op  # The optimizer's step, which is no single op.
-    time_s, spread_s, time_from = table.time_of(op, profile.signatures[op.signature])
+    signature = profile.signatures[op.signature]
+    time_s, spread_s, time_from = table.time_of(op, signature)
+    on_link_s = table.collective_s(op, signature) if may_repeat(op.name) else 0.0
+    if on_link_s:
+        time_s, spread_s, time_from = on_link_s, 0.0, "estimated"
+    elif op.name == WAIT and table.links:  # the collective's time is up to its end
+        time_s, spread_s, time_from = table.launch_s, 0.0, "estimated"
     launches = table.kind == "cuda"  # The host launches while the device computes.
     if launches and time_from == "estimated":
         time_s -= table.launch_s
@@ -226,7 +270,7 @@ def _op_on(op: Op, profile: Profile, table: DeviceTable, same_kind: bool) -> Op:
         host_s=table.launch_s if launches else 0.0,
         time_s=time_s,
         spread_s=spread_s,
-        rerun_s=0.0,
+        rerun_s=time_s if on_link_s else 0.0,
         time_from=time_from,
         workspace_bytes=op.workspace_bytes if same_kind else 0,
     )
@@ -255,6 +299,10 @@ def _check_units(table: DeviceTable) -> None:
         ("launch_s", "seconds", table.launch_s, 0.0, 1e-2),
         *((name, "operations a second", rate, 1e8, 1e18) for name, rate in rates.items()),
         *(("efficiency", "shares of a rate", share, 1e-3, 1.0) for share in table.efficiency),
+        *(
+            (f"the bandwidth of {link.name}", "bytes a second", link.bandwidth, 1e6, 1e15)
+            for link in table.links
+        ),
     ):
         if not least <= value <= most:
             raise ValueError(f"{name} is {value:g}, which cannot be {unit}: is it in another unit?")

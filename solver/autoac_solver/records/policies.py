@@ -6,6 +6,7 @@ The decisions are named as torch's `CheckpointPolicy`:
     MUST_RECOMPUTE    constraint: not saved in forward, recomputed if backward needs it
     PREFER_SAVE       hint: recomputing costs `weight` times its own time in addition to its time
     PREFER_RECOMPUTE  hint: saving costs `weight` times the time of recomputing
+    MAY_RECOMPUTE     permission, not torch's: collectives, which are saved otherwise, may run again, on all ranks alike
 
 Policies stack in any order: a MUST overrides all hints, hints add up, and two conflicting MUSTs are an error. With a
 weight of at most 1, hints only choose between values: nothing is recomputed that the budget does not require.
@@ -25,7 +26,8 @@ from autoac_solver.records.disk.schema import checked, document, fields_of
 from autoac_solver.records.errors import PolicyError
 from autoac_solver.records.profile import Op, Profile
 
-DECISIONS = ("MUST_SAVE", "MUST_RECOMPUTE", "PREFER_SAVE", "PREFER_RECOMPUTE")
+PERMITS = "MAY_RECOMPUTE"
+DECISIONS = ("MUST_SAVE", "MUST_RECOMPUTE", "PREFER_SAVE", "PREFER_RECOMPUTE", PERMITS)
 
 DEFAULT_WEIGHT = 0.5
 
@@ -95,6 +97,11 @@ class Policy:
         return self.decision.startswith("MUST")
 
     @property
+    def permits(self) -> bool:
+        """Whether it is MAY_RECOMPUTE."""
+        return self.decision == PERMITS
+
+    @property
     def saves(self) -> bool:
         """Whether it is MUST_SAVE or PREFER_SAVE."""
         return self.decision.endswith("SAVE")
@@ -105,7 +112,7 @@ class Policy:
             if patterns:
                 shown = [f'"{p}"' for p in patterns[:4]] + (["..."] if len(patterns) > 4 else [])
                 parts.append(f"{label}={shown[0] if len(shown) == 1 else '(' + ', '.join(shown) + ')'}")
-        if not self.is_must and self.weight != DEFAULT_WEIGHT:
+        if not self.is_must and not self.permits and self.weight != DEFAULT_WEIGHT:
             parts.append(f"weight={self.weight!r}")
         return f"Policy({', '.join(parts)}{', code=True' if self.code else ''})"
 
@@ -204,6 +211,11 @@ SAVE_COLLECTIVES = Policy(
     name="SAVE_COLLECTIVES",
 )
 """Save collectives, as torchtitan does: recomputing communication costs more than the memory is worth."""
+
+REPEAT_COLLECTIVES = Policy(
+    "MAY_RECOMPUTE", op="_c10d_functional.*", optional=True, name="REPEAT_COLLECTIVES"
+)
+"""Let a plan run functional collectives (those of tensor parallelism) again, at their time over the ranks' link."""
 
 SAVE_TOP_K = Policy("MUST_SAVE", op="aten.topk", optional=True, name="SAVE_TOP_K")
 """Save the choice of experts, as torchtitan does: it is small, and everything after it depends on it."""

@@ -210,7 +210,7 @@ def _policies(record: PlanRecord) -> list[str]:
             label = f", {applied.followed} {'kept' if policy.saves else 'recomputed'}"
         name = f"{policy.name}: {policy.decision}" if policy.name else str(policy)
         lines.append(_row("policy", f"{name}: {applied.values} values{label}"))
-    if any(not applied.policy.is_must for applied in record.policies):
+    if any(not (applied.policy.is_must or applied.policy.permits) for applied in record.policies):
         lines.append(
             _row(
                 "hints",

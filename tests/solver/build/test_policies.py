@@ -19,6 +19,7 @@ from autoac_solver.build.stacking import stacked
 from autoac_solver.problem.problem import RECOMPUTE, SAVE, DecisionGroup, Literal, save_or_recompute
 from autoac_solver.records.errors import PolicyConflictError, PolicyError
 from autoac_solver.records.policies import (
+    REPEAT_COLLECTIVES,
     SAVE_COLLECTIVES,
     SAVE_TOP_K,
     AppliedPolicy,
@@ -299,6 +300,43 @@ def clash(profile: Profile, regions: tuple[int, ...], engine: str, *policies: Po
     return str(caught.value)
 
 
+GATHER = "_c10d_functional.all_gather_into_tensor.default"
+
+
+def gathering(rerun_s: float) -> Profile:
+    profile = profile_of(
+        [("aten.mm.default", 1), (GATHER, 1), ("aten.add.Tensor", 1)], [("", -1), ("layer", 0)]
+    )
+    tape = list(profile.tape)
+    tape[1] = dataclasses.replace(tape[1], replayable=False, rerun_s=rerun_s, signature=0)
+    return dataclasses.replace(profile, tape=tuple(tape), signatures=(f"{GATHER}(float32[25], 4, 4 ranks)",))
+
+
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+def test_a_collective_runs_again_only_where_it_may(engine: str):
+    profile = gathering(rerun_s=7.0)
+    for policies in ((), (SAVE_COLLECTIVES, REPEAT_COLLECTIVES)):
+        group = stacked(profile, [1], engine, policies).built.problem.groups[1]
+        assert group.must_save
+    assert (
+        "unless a policy (REPEAT_COLLECTIVES)"
+        in stacked(profile, [1], engine, ()).built.problem.groups[1].reason
+    )
+    stack = stacked(profile, [1], engine, [REPEAT_COLLECTIVES])
+    group = stack.built.problem.groups[1]
+    assert not group.must_save
+    assert group.options[RECOMPUTE].time_s == pytest.approx(7.0, abs=1e-3)
+    assert [one.followed for one in stack.applied([SAVE, RECOMPUTE, SAVE])] == [1]
+    assert hint_of(group) == 0
+
+
+def test_a_collective_without_a_price_may_not_run_again():
+    with pytest.raises(PolicyError, match=r"between 4 ranks is not known: .*\"ranks\": 4, \"bandwidth\""):
+        stacked(gathering(rerun_s=0.0), [1], "replay", [REPEAT_COLLECTIVES])
+    with pytest.raises(PolicyError, match=r"permits nothing: aten.mm.default is no functional collective"):
+        stacked(gathering(rerun_s=7.0), [1], "replay", [Policy("MAY_RECOMPUTE", op="aten.mm")])
+
+
 def test_two_musts_on_one_value():
     save, again = Policy("MUST_SAVE", op="aten.mm"), Policy("MUST_RECOMPUTE", module="blocks.0")
     for policies in ((save, again), (again, save)):
@@ -334,7 +372,8 @@ def test_a_must_against_a_values_nature():
     profile = dataclasses.replace(profile, tape=tuple(tape))
     message = clash(profile, (1,), "replay", Policy("MUST_RECOMPUTE", op="_c10d_functional.*"))
     assert (
-        "the value's nature (_c10d_functional.all_reduce.default: it cannot be run a second time)" in message
+        "the value's nature (_c10d_functional.all_reduce.default: a collective runs once, unless a policy"
+        in message
     )
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from autoac_solver.plan.planning import plan_profile
-from autoac_solver.records.devices import DeviceTable, Entry, find_device, on_device
+from autoac_solver.records.collectives import over
+from autoac_solver.records.devices import DeviceTable, Entry, Link, find_device, on_device
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.profile import UNSTEADY, Op, Profile
 
@@ -29,6 +30,7 @@ def table(**changes: object) -> DeviceTable:
         efficiency=(0.5, 1.0),
         source="datasheet",
         made={"from": "nowhere"},
+        links=(Link("wire", 8, 100e6), Link("net", 64, 10e6)),
         costs={"replay": {"op": 1e-6}},
         entries=(
             Entry("mm(a)", "aten.mm.default", "float32", 1_000, 10, 1e-3, 1e-5),
@@ -76,6 +78,32 @@ def test_anything_else_is_estimated_by_roofline(asked: Op, seconds: float):
     found, _, how = table().time_of(asked, "?")
     assert how == "estimated"
     assert found == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "moved_bytes", "ranks", "sent_bytes", "bandwidth"),
+    [
+        ("all_gather_into_tensor", 5000, 4, 3000, 100e6),  # 1000 bytes of each of four ranks
+        ("reduce_scatter_tensor", 5000, 4, 3000, 100e6),
+        ("all_reduce", 8000, 4, 6000, 100e6),  # 4000 bytes, there and back
+        ("all_to_all_single", 8000, 4, 3000, 100e6),
+        ("broadcast", 8000, 4, 4000, 100e6),
+        ("all_reduce", 3200, 16, 3000, 10e6),  # the first link does not join so many
+    ],
+)
+def test_a_collective_takes_the_time_of_its_bytes_on_the_link(
+    name: str, moved_bytes: int, ranks: int, sent_bytes: int, bandwidth: float
+):
+    name = f"_c10d_functional.{name}.default"
+    recorded_op = op(name, moved_bytes=moved_bytes)
+    recorded_one = dataclasses.replace(
+        recorded(), tape=(recorded_op,), signatures=(f"{name}(float32[250], {over(ranks)})",)
+    )
+    [moved] = on_device(recorded_one, table(kind="cpu", efficiency=(0.5, 0.5))).tape
+    expected = sent_bytes / (bandwidth * 0.5) + 1e-6
+    assert (moved.time_s, moved.again_s) == (pytest.approx(expected), pytest.approx(expected))
+    [apart] = on_device(recorded_one, table(links=(Link("wire", 2, 1e9),))).tape
+    assert apart.rerun_s == 0  # nothing joins them
 
 
 def recorded() -> Profile:
@@ -130,6 +158,7 @@ def test_known_devices(name: str):
         assert not device.entries
         assert max(device.efficiency) < 1
         assert "datasheet" in device.made["from"]
+    assert [link.ranks for link in device.links] == ([] if name == "l4" else [8, 10**6])
 
 
 def test_an_unknown_device_is_an_error_that_lists_the_known_ones():

@@ -52,7 +52,7 @@ from autoac.torch_private import (
     top_saved_tensors_hooks,
 )
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.profile import NEVER, ModuleCall, Profile, Storage
+from autoac_solver.records.profile import IN_A_LOOP, NEVER, ModuleCall, Profile, Storage
 
 _PROFILED = (
     "torch's profiler ran in the recorded step, so memory that ops take inside of them may not be counted: let autoac "
@@ -233,7 +233,7 @@ class LiveStep:
             costs=engine_costs(self.device, recorder.bytes_per_op(tables["tape"])),
             measured_step_s=elapsed,
             notes=(
-                "recorded while the model was trained: a step of your own loop, up to the optimizer's",
+                f"{IN_A_LOOP}: a step of your own loop, up to the optimizer's",
                 *([_PROFILED] if self.profiled else []),
                 *([_ONE_DRAW] if self.tape.single.count else []),
                 *notes_if_compiled(self.model, self.tape),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoac_solver.build.engines import engine_model
-from autoac_solver.plan.recorded.report import about_caches, about_torchs_loss
+from autoac_solver.plan.recorded.report import about_caches, about_torchs_loss, left_bytes
 from autoac_solver.plan.recorded.step import PlannedStep, step_of
 from autoac_solver.plan.reserved import about_unknown, is_cuda
 from autoac_solver.records.format import format_bytes, format_seconds
@@ -54,6 +54,7 @@ def notes(record: PlanRecord) -> tuple[str, ...]:
     about = [
         about_torchs_loss(profile, step_of(record).peak_where),
         about_caches(profile, record.engine) if engine_model(record.engine).runs_code_twice else "",
+        about_held_results(record),
     ]
     return (*needless(record), *filter(None, about), *profile.notes)
 
@@ -66,6 +67,19 @@ def needless(record: PlanRecord) -> tuple[str, ...]:
     return (
         f"no checkpointing is needed: with nothing recomputed the step takes "
         f"{format_bytes(record.unplanned_peak_bytes)}, which the budget leaves room for",
+    )
+
+
+def about_held_results(record: PlanRecord) -> str:
+    """A note if a loop that holds the model's output in the next forward would exceed the budget, else ""."""
+    left = left_bytes(record.profile)
+    peak = step_of(record).peak_in_forward(left) if left else 0
+    if peak <= record.budget_bytes or record.budget_of == "reserved":
+        return ""
+    return (
+        f"a loop that still holds the model's output while the next forward runs (output = model(...), without "
+        f"del output after backward) takes {format_bytes(peak)}, above the budget: drop it, plan with a headroom of "
+        f"{format_bytes(left)}, or use autoac.auto, which sees what the loop holds"
     )
 
 

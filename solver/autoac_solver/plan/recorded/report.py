@@ -15,7 +15,7 @@ from autoac_solver.problem.problem import ALWAYS, Lifetime
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.records.compiled import in_words
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.profile import KINDS, NEVER, Profile
+from autoac_solver.records.profile import IN_A_LOOP, KINDS, NEVER, Profile
 
 _COLUMNS = ["region", "module", "op", "bytes", "decision", "time_s", "must_save", "unit", "storage"]
 
@@ -174,6 +174,20 @@ def about_torchs_loss(profile: Profile, where: str) -> str:
         "the peak is the backward of a loss that is computed outside of the model's forward: if it is torch's "
         f"cross_entropy, autoac.cross_entropy in its place takes {format_bytes(less)} less there, with the same bits"
     )
+
+
+def left_bytes(profile: Profile) -> int:
+    """Bytes that a loop which holds the step's results, such as the model's output, has at the start of the next step.
+
+    0 if the loop's own step was recorded: the profile has what it held. A tensor that the model itself holds from
+    step to step is there before the step, too.
+    """
+    if any(note.startswith(IN_A_LOOP) for note in profile.notes):
+        return 0
+    within = [s for s in profile.storage_table if s.kind in ("Activation", "Temp", "Input")]
+    survive = sum(s.bytes for s in within if s.alloc > 0 and s.free >= profile.end)
+    replaced = sum(s.bytes for s in within if s.alloc <= 0 and s.free < profile.end)
+    return max(0, survive - replaced)
 
 
 def suggestions(holders: Sequence[tuple[str, str, int]], finer_regions: bool) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from autoac_solver.problem.simulator import Simulator
 from autoac_solver.records.clocks import Lanes
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.profile import NEVER
 
 
 class PlannedStep:
@@ -88,6 +89,14 @@ class PlannedStep:
             for group, option in zip(self.built.problem.groups, self.options, strict=True)
         ]
         return self._simulator.simulate(options).peak_bytes
+
+    def peak_in_forward(self, left_bytes: int) -> int:
+        """The peak up to the end of the model's last call, in a step that begins with additional live bytes."""
+        end = max((call.end for call in self._profile.calls if call.fqn == ""), default=NEVER)
+        problem = self.built.problem
+        ticks = np.array([self._profile.tape[op].tick for op in problem.position_op])
+        forward = (ticks <= end) & ~np.asarray(problem.position_replayed)
+        return left_bytes + int(self._simulator.live_bytes(self.options)[forward].max(initial=0))
 
     @property
     def peak_where(self) -> str:

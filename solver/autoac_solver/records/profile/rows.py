@@ -23,6 +23,9 @@ UNSTEADY = "times are unsteady"
 VARIES = "the step varies"
 """Beginning of a profile's note that the step does not run the same ops every time."""
 
+IN_A_LOOP = "recorded while the model was trained"
+"""Beginning of a profile's note that the loop's own step was recorded, with the tensors that the loop still held."""
+
 INFERENCE = "inference mode"
 CACHED = "cached parametrizations"
 SHARDED = "sharded units"

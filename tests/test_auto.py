@@ -216,6 +216,25 @@ def test_output_that_the_loop_still_holds_is_counted():
     assert run.measured_peak_bytes == run.plan.predicted_peak_bytes
 
 
+def test_results_that_are_replaced_after_the_whole_step_are_counted():
+    """As by `loss, output = train_step(batch)`: the earlier output is alive in backward, too."""
+    results: dict[str, Any] = {}
+
+    def train_step(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        output = model(x)
+        loss = F.cross_entropy(output, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, output
+
+    def returning(*args: Any) -> None:
+        results["last"] = train_step(*args)
+
+    run = Run(returning, ENOUGH)
+    assert run.measured_peak_bytes == run.plan.predicted_peak_bytes
+
+
 def test_what_the_loop_keeps_of_the_output_is_no_batch_of_a_loader():
     """As large as the batch, which dies in the step; a loader that is one batch ahead leaves such a storage, too."""
     held: list[torch.Tensor] = []

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import inspect
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +17,19 @@ from autoac.execute.on_top import OnTop
 from autoac.record.cublas import with_workspaces
 from autoac.record.live import LiveStep, with_leftovers
 from autoac.step.model import has_gradients, runs_compiled, unwrapped
+from autoac.torch_private import local_part, storage_key
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import Profile
 
 MOST_RECORDINGS = 3
 """At most this many steps are recorded for a loop whose later steps differ from the recorded one."""
 
+
+_BETWEEN = ("autoac", "torch", "accelerate", "contextlib", "functools")
+"""Packages whose code stands between a loop and its model's forward."""
+
+_MOST_NESTED, _MOST_ITEMS = 3, 1000
+"""Limits for results that are searched for tensors."""
 
 _MOST_UNPLANNED = 3
 """After this many steps without a plan we warn; gradient scaling may have skipped the first ones."""
@@ -138,9 +149,12 @@ class Recording:
                 live.give_up()
 
     def taken(self) -> Profile:
-        """The profile, with the tensors of its step that the loop still holds; drops it here."""
+        """The profile, with the tensors of its step that the loop still holds; drops it here.
+
+        To be called within the model's call that begins the next step.
+        """
         assert self.profile is not None
-        profile = with_leftovers(self.profile, self._survivors)
+        profile = with_leftovers(self.profile, self._survivors, storages_of_caller())
         self.forget()
         return profile
 
@@ -166,3 +180,43 @@ class Recording:
             "nothing planned",
             f"autoac.auto has no plan for {type(self._model).__name__}, which is trained: {why}.",
         )
+
+
+def storages_of_caller() -> frozenset[int]:
+    """Keys of the storages in local variables of the code that calls the model; not those of attributes."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame = frame.f_back
+    values = [] if frame is None else _locals_of(frame)
+    parts = [local_part(tensor) for value in values for tensor in _tensors_in(value, _MOST_NESTED)]
+    return frozenset(storage_key(part) for part in parts if part.layout is torch.strided)
+
+
+def _locals_of(frame: types.FrameType) -> list[Any]:
+    """The values of a frame's local variables."""
+    found = frame.f_locals
+    values = list(found.values())
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(found, dict):
+        # Before Python 3.13 it is a copy of a function's variables. The frame keeps it, and so the tensors in it.
+        found.clear()
+    return values
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """The tensors in a variable: itself, or in results such as lists, mappings and records of moderate size."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, (list, tuple)):
+        inside = value
+    elif isinstance(value, types.SimpleNamespace) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    ):
+        inside = getattr(value, "__dict__", {}).values()
+    else:
+        return
+    if depth and len(inside) <= _MOST_ITEMS:
+        for item in list(inside):
+            yield from _tensors_in(item, depth - 1)

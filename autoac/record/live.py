@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +46,7 @@ from autoac.step.units import here, own_name
 from autoac.torch_private import (
     in_backward,
     is_profiled,
+    key_of_storage,
     local_part,
     storage_key,
     top_dispatch_mode,
@@ -250,31 +251,43 @@ class LiveStep:
         return self.meter.workspace.workspace_bytes
 
 
-def with_leftovers(profile: Profile, survivors: dict[int, weakref.ref[torch.UntypedStorage]]) -> Profile:
+def with_leftovers(
+    profile: Profile,
+    survivors: dict[int, weakref.ref[torch.UntypedStorage]],
+    rebound: Collection[int],
+) -> Profile:
     """The profile of a step that begins while the loop still holds tensors of the previous step, such as its output.
 
-    The loop frees them when it rebinds their names: when the model call that makes their successors has returned.
+    The loop frees them when it rebinds their names. For local variables of the code that calls the model, this is when
+    the call that makes their successors has returned. Anything else, such as the results of a function that runs a
+    whole step, is taken to be rebound after backward.
 
     Args:
         survivors: storages that were alive at the step's end.
+        rebound: keys of the storages in local variables of the code that calls the model.
     """
     last = max((op.tick for op in profile.tape if op.backward), default=profile.end)
     released = [
         storage for storage in profile.storage_table if storage.kind == "Input" and storage.free < profile.end
     ]
-    left = [profile.storage_table[index] for index, ref in survivors.items() if ref() is not None]
-    left = [storage for storage in left if storage.kind != "Gradient" and storage.alloc <= last]
+    alive = [
+        (profile.storage_table[index], kept)
+        for index, ref in survivors.items()
+        if (kept := ref()) is not None
+    ]
+    left = [(one, kept) for one, kept in alive if one.kind != "Gradient" and one.alloc <= last]
     roots = [call for call in profile.calls if call.fqn == ""]
     batches = _for_later(profile, roots)
     again = []
-    for storage in left:
+    for storage, kept in left:
         ends = [call.end for call in roots if call.start <= storage.alloc <= call.end]
         # The data loader is one batch ahead: the recorded step began with such a batch too, which is counted already.
         same = [one for one in released if one.bytes == storage.bytes and one.free > storage.alloc]
         if same and storage in batches:
             released.remove(same[0])
             continue
-        free = min(max([storage.alloc, *ends]) + 1, profile.end)
+        until = max([storage.alloc, *ends]) if key_of_storage(kept) in rebound else last
+        free = min(until + 1, profile.end)
         again.append(Storage(storage.bytes, 0, free, "Input", "left by the step before"))
     return replace(profile, storage_table=(*profile.storage_table, *again)) if again else profile
 

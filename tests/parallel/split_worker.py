@@ -75,7 +75,7 @@ def least_peak(model: Any, step: Callable[[], Any], before: Callable[[], Any] = 
         before: called before each of them.
     """
     found = []
-    for _ in range(3):
+    for _ in range(6):
         model.zero_grad(set_to_none=True)
         before()
         with unhurried():

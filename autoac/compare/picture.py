@@ -31,7 +31,8 @@ def draw(result: ModelResult, path: Path) -> None:
     for (name, rows), marker in zip(sorted(families.items()), itertools.cycle("sDv^PX*hd<>p"), strict=False):
         axes.plot(*_points(result, rows), marker=marker, linestyle="-", linewidth=0.5, label=name)
     axes.axhline(0, color="grey", linewidth=0.5)
-    axes.set(xlabel="measured peak, MB", ylabel="extra step time, %", title=result.title)
+    axes.set(xlabel="measured peak, MB", ylabel="extra step time, %")
+    axes.set_title(result.title, parse_math=False)  # it has a class's name and a file's
     axes.legend(fontsize="small")
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix[1:] or "png", dpi=150)

@@ -70,7 +70,11 @@ def record_sharded(
         "or that on a link of the device's table; buffers that a backend has of its own (gloo, NCCL) are not counted"
     )
     # FSDP2's first step has one more op per tensor that parameters are gathered into, to make it: no variation.
-    notes = [said for said in recorded.notes if not said.startswith(f"{VARIES} with its data")]
+    notes = [
+        said
+        for said in recorded.notes
+        if not said.startswith((f"{VARIES} with its data", f"{VARIES} in the sizes"))
+    ]
     return replace(recorded, model_fingerprint=fingerprint, notes=(*notes, note))
 
 

@@ -29,6 +29,7 @@ class Run:
         outcome: of its single draws.
         calls: names of modules, with the number of the call.
         op_fingerprint: identifies the sequence of ops.
+        sizes: identifies the bytes of the tensors that forward makes.
         ops: their number.
         peak_bytes: with everything recomputed.
     """
@@ -36,6 +37,7 @@ class Run:
     outcome: str
     calls: frozenset[tuple[str, int]]
     op_fingerprint: str
+    sizes: int
     ops: int
     peak_bytes: int
 
@@ -72,7 +74,12 @@ class Runs:
         """Add a finished run."""
         calls = frozenset((call.fqn, call.call) for call in tables["calls"] if call.grad)
         found = Run(
-            tape.single.outcome, calls, tables["op_fingerprint"], len(tables["tape"]), _peak_bytes(tables)
+            tape.single.outcome,
+            calls,
+            tables["op_fingerprint"],
+            _sizes(tables),
+            len(tables["tape"]),
+            _peak_bytes(tables),
         )
         self.all.append(found)
         self.draws = self.draws or tape.single.count > 0
@@ -105,7 +112,7 @@ class Runs:
 
     def _on_variation(self) -> tuple[str, ...]:
         if len({run.op_fingerprint for run in self.all}) < 2:
-            return ()
+            return self._on_sizes()
         recorded = self.all[-1]
         missing = frozenset().union(*(run.calls for run in self.all)) - recorded.calls
         ops, peaks = [run.ops for run in self.all], [run.peak_bytes for run in self.all]
@@ -129,6 +136,17 @@ class Runs:
             f"a step {largest}",
         )
 
+    def _on_sizes(self) -> tuple[str, ...]:
+        if len({run.sizes for run in self.all}) < 2:
+            return ()
+        peaks = [run.peak_bytes for run in self.all]
+        return (
+            f"{VARIES} in the sizes of its tensors, as where a length is drawn at random or depends on values (with "
+            f"everything recomputed a peak of {format_bytes(min(peaks))} to {format_bytes(max(peaks))} in "
+            f"{len(self.all)} runs): planned for one of {format_bytes(self.all[-1].peak_bytes)}. The largest possible "
+            "is not known: leave headroom, and measure with plan.verify(model, sample, steps=10)",
+        )
+
 
 def _some(calls: frozenset[tuple[str, int]]) -> str:
     names = outermost({name for name, _ in calls})
@@ -143,3 +161,9 @@ def _peak_bytes(tables: Mapping[str, Any]) -> int:
         events[storage.alloc] = events.get(storage.alloc, 0) + storage.bytes
         events[storage.free] = events.get(storage.free, 0) - storage.bytes
     return max(accumulate(events[tick] for tick in sorted(events)), default=0)
+
+
+def _sizes(tables: Mapping[str, Any]) -> int:
+    storages = tables["storage_table"]
+    made = (index for op in tables["tape"] if not op.backward for index in op.creates)
+    return hash(tuple(storages[index].bytes for index in made))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autoac.cli.output import _console, table
-from tests.cli.conftest import FACTORIES, invoke
+from tests.cli.conftest import FACTORIES, done, invoke
 
 
 @pytest.mark.parametrize(
@@ -180,3 +180,73 @@ def test_names_are_no_markup(capsys: pytest.CaptureFixture[str]):
     said = "".join(capsys.readouterr().out.split())  # titles are broken to the table's width
     for text in ("[link=http://a.b]x[/link][/x]:smile:", "[bold]name", "[red]row[/red]"):
         assert text in said
+
+
+HOSTILE = "[/x][link=http://a]b$x^$"
+"""A name that is a tag without a beginning, a hyperlink and a formula that does not end, to those who read it so."""
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose name is half a tag, with a factory whose classes, module and file have such names."""
+    folder = tmp_path_factory.mktemp("hostile") / "["
+    folder.mkdir()
+    (folder / "x] [link=a]b.py").write_text(
+        f"""
+import torch
+from torch import nn
+
+NAME = {HOSTILE!r}
+
+def forward(self, x):
+    return x + torch.tanh(self.get_submodule(NAME)(x))
+
+Block = type(NAME, (nn.Module,), {{"forward": forward}})
+
+def factory(fails=False):
+    if fails:
+        raise ValueError(NAME)
+    model = type(NAME, (nn.Sequential,), {{}})()
+    for index in range(2):
+        block = Block()
+        block.add_module(NAME, nn.Linear(16, 16))
+        model.add_module(NAME + str(index), block)
+    return model, torch.ones(64, 16)
+"""
+    )
+    model = f"{folder / 'x] [link=a]b.py'}:factory"
+    done("profile", model, "-o", folder / "x].json")
+    done("plan", folder / "x].json", "--budget", "1GB", "-o", folder / "p].json")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        ("profile {0}/x] [link=a]b.py:factory -o {0}/again].json -v", 0, "written     {0}/again].json"),
+        ("plan {0}/x].json --budget 1GB --details -o {0}/q].json", 0, "Plan for {name} on cpu"),
+        ("plan {0}/x].json --budget 1", 3, "module '{name}0' alone holds"),
+        ("tradeoff {0}/x].json --points 2 -o {0}/c].png -v", 0, "{name}, engine"),
+        ("report {0}/p].json -o {0}/r].html --points 0", 0, "Written: {0}/r].html"),
+        ("run {0}/x] [link=a]b.py:factory --plan {0}/p].json --steps 3 -v", 0, "{name}, engine"),
+        ("run {0}/x] [link=a]b.py:factory --plan {0}/p].json --arg fails=1", 1, "b.py, line 14): {name}"),
+        ("compare {0}/x] [link=a]b.py:factory --arg fails=1", 1, "{0}/x] [link=a]b.py:factory failed"),
+        ("calibrate -o {0}/x]/table.json", 2, "{0}/x]"),
+        ("selfcheck --report {0}/x]/report.json", 2, "{0}/x]"),
+        ("plan {0}/none].json --budget 1GB", 2, "there is no file '{0}/none].json'"),
+        ("report {0}/none].json -o {0}/r].html", 2, "'{0}/none].json' does not exist"),
+        ("[/x]", 2, "No such command '[/x]'"),
+    ],
+)
+def test_hostile_names_are_shown_as_they_are(
+    arguments: str, code: int, expected: str, hostile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoac.compare.quiet.restart_if_needed", lambda: None)  # of this process
+    result = invoke(*(part.format(hostile) for part in _parts(arguments)))
+    assert result.exit_code == code, result.output
+    assert expected.format(hostile, name=HOSTILE) in result.output
+
+
+def _parts(arguments: str) -> list[str]:
+    """Words of a command line; the space in the file's name is none between words."""
+    return [part.replace("\0", " ") for part in arguments.replace("] [", "]\0[").split(" ")]

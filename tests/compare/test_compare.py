@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from autoac.api import profiling as planner
 from autoac.compare import quiet
+from autoac.compare.picture import draw
 from autoac.compare.results import Results
 from autoac.measure import unique_storage_bytes
 from autoac.plans import Plan
@@ -125,6 +127,13 @@ def test_stored_results_are_still_readable() -> None:
             assert model.ours
             assert all(row.counts for row in model.ours)
             assert model.overhead(model.of_kind("none")[0]) == pytest.approx(0, abs=0.1)
+
+
+def test_a_picture_of_a_class_with_a_hostile_name(tmp_path: Path) -> None:
+    """A title is no formula, and this would be one that does not end."""
+    (model, *_) = Results.load(ROOT / "benchmarks" / "results" / "compare.json").models
+    draw(replace(model, title="[/x]$x^$ of [/x].py:factory"), tmp_path / "[x].svg")
+    assert "<!-- [/x]$x^$ of [/x].py:factory -->" in (tmp_path / "[x].svg").read_text()
 
 
 def test_the_process_restarts_once_with_quiet_settings() -> None:

@@ -209,6 +209,25 @@ def test_a_step_that_varies_with_data_says_how_much():
     assert f"planned for one of {len(profile.tape)} ops" in note
 
 
+class ByLength(nn.Linear):
+    """Runs on a segment; its length is drawn for each sample, and the largest counts."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        length = BATCH if not self.training else 1 + int(torch.rand(2).max() * (BATCH - 1))
+        return super().forward(input[:length])
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_step_whose_sizes_are_drawn_says_so(drawn: bool):
+    seed(1)
+    profile = autoac.profile(ByLength(WIDTH, WIDTH).train(drawn), torch.randn(BATCH, WIDTH))
+    notes = [note for note in profile.notes if note.startswith(VARIES)]
+    assert len(notes) == drawn
+    for note in notes:
+        assert re.search(r"in the sizes of its tensors, .* a peak of .* to .* in 4 runs", note)
+        assert "plan.verify(model, sample, steps=10)" in note
+
+
 @pytest.mark.parametrize("outcome", [HIGH, LOW])
 def test_code_that_draws_until_it_likes_a_number_ends(outcome: str):
     likes = {HIGH: lambda u: u < 0.9, LOW: lambda u: u > 0.1}[outcome]

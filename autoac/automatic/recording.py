@@ -25,7 +25,7 @@ MOST_RECORDINGS = 3
 """At most this many steps are recorded for a loop whose later steps differ from the recorded one."""
 
 
-_BETWEEN = ("autoac", "torch", "accelerate", "contextlib", "functools")
+_BETWEEN = ("autoac", "torch", "accelerate", "contextlib")
 """Packages whose code stands between a loop and its model's forward."""
 
 _MOST_NESTED, _MOST_ITEMS = 3, 1000

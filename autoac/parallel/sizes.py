@@ -18,7 +18,7 @@ from autoac.step.model import device_of
 from autoac.step.optimizer import real_optimizer
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.plan import PlanRecord
-from autoac_solver.records.profile import NEVER, Profile
+from autoac_solver.records.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,8 @@ def _peak_bytes(record: PlanRecord, own: Held, other: Held) -> int:
     timeline = step_of(record).timeline
     ratio = other.gradients_bytes / own.gradients_bytes if own.gradients_bytes else 1.0
     resident = other.parameters_bytes + other.optimizer_bytes - own.parameters_bytes - own.optimizer_bytes
-    kept = sum(
-        s.bytes for s in record.profile.storage_table if s.kind == "Temp" and s.alloc == NEVER
-    )  # cuBLAS's
-    at_step = (timeline["Temp"] - kept).where(
-        timeline["op"] == OPTIMIZER_STEP, 0
-    )  # step() takes memory of the shards
+    kept = sum(storage.bytes for storage in record.profile.storage_table if storage.is_workspace)
+    # step() takes memory of the shards
+    at_step = (timeline["Temp"] - kept).where(timeline["op"] == OPTIMIZER_STEP, 0)
     live = timeline["live_bytes"] + (timeline["Gradient"] + at_step) * (ratio - 1)
     return int(live.max()) + resident

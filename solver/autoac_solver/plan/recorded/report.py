@@ -127,8 +127,7 @@ def holders_at(
 
     for storage in profile.storage_table:
         if storage.alloc == NEVER:
-            # Temporary memory that is there all the time: workspaces of a library.
-            add("Workspace" if storage.kind == "Temp" else storage.kind, "", storage.bytes)
+            add("Workspace" if storage.is_workspace else storage.kind, "", storage.bytes)
     for index in Simulator(built.problem).alive_at(decisions, position):
         lifetime = built.problem.lifetimes[index]
         op = made_by.get(lifetime.storage)

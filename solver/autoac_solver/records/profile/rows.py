@@ -123,6 +123,11 @@ class Storage:
     name: str = ""
 
     @property
+    def is_workspace(self) -> bool:
+        """Whether it is temporary memory that a library keeps all the time."""
+        return self.kind == "Temp" and self.alloc == NEVER
+
+    @property
     def is_gathered(self) -> bool:
         """Whether it is a gathered parameter: its sharding code frees it even if autograd or plans still hold it."""
         return self.kind == "Parameter" and self.name == GATHERED

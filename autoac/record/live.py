@@ -260,7 +260,7 @@ def with_leftovers(
 
     The loop frees them when it rebinds their names. For local variables of the code that calls the model, this is when
     the call that makes their successors has returned. Anything else, such as the results of a function that runs a
-    whole step, is taken to be rebound after backward.
+    whole step, is taken to be rebound after backward. DDP's buckets, which it makes anew once, are no such results.
 
     Args:
         survivors: storages that were alive at the step's end.
@@ -277,7 +277,7 @@ def with_leftovers(
     ]
     left = [(one, kept) for one, kept in alive if one.kind != "Gradient" and one.alloc <= last]
     roots = [call for call in profile.calls if call.fqn == ""]
-    batches = _for_later(profile, roots)
+    batches, buckets = _for_later(profile, roots)
     again = []
     for storage, kept in left:
         ends = [call.end for call in roots if call.start <= storage.alloc <= call.end]
@@ -286,29 +286,29 @@ def with_leftovers(
         if same and storage in batches:
             released.remove(same[0])
             continue
-        until = max([storage.alloc, *ends]) if key_of_storage(kept) in rebound else last
+        is_soon_replaced = key_of_storage(kept) in rebound or storage in buckets
+        until = max([storage.alloc, *ends]) if is_soon_replaced else last
         free = min(until + 1, profile.end)
         again.append(Storage(storage.bytes, 0, free, "Input", "left by the step before"))
     return replace(profile, storage_table=(*profile.storage_table, *again)) if again else profile
 
 
-def _for_later(profile: Profile, roots: Sequence[ModuleCall]) -> list[Storage]:
-    """Storages made outside of the model's calls, from none of the model's, and read by no op of the step."""
-
-    def is_of_the_model(storage: Storage) -> bool:
-        within = any(call.start <= storage.alloc <= call.end for call in roots)
-        return within or storage.kind in ("Parameter", "Buffer", "Gradient")
-
+def _for_later(profile: Profile, roots: Sequence[ModuleCall]) -> tuple[list[Storage], list[Storage]]:
+    """Storages made outside of the model's calls, of nothing of the model's: those that no op reads, only backward."""
     table = profile.storage_table
-    read = {storage for op in profile.tape for storage in op.reads}
-    derived = {
-        storage
-        for op in profile.tape
-        if op.backward or any(is_of_the_model(table[source]) for source in op.reads)
-        for storage in op.creates
-    }
-    return [
-        storage
+    of_the_model = {
+        index
         for index, storage in enumerate(table)
-        if index not in read and index not in derived and not is_of_the_model(storage)
-    ]
+        if storage.kind in ("Parameter", "Buffer", "Gradient")
+        or any(call.start <= storage.alloc <= call.end for call in roots)
+    }
+    read, read_forward = set[int](), set[int]()
+    for op in profile.tape:  # in order, so that what is computed from the model's results is found, too
+        read.update(op.reads)
+        if not op.backward:
+            read_forward.update(op.reads)
+        if op.backward or not of_the_model.isdisjoint(op.reads):
+            of_the_model.update(op.creates)
+    others = [index for index in range(len(table)) if index not in of_the_model and index not in read_forward]
+    unread = [table[index] for index in others if index not in read]
+    return unread, [table[index] for index in others if index in read]

@@ -246,3 +246,19 @@ def test_a_region_around_units_is_an_error_though_it_were_let_through(
     plan.apply(model)
     with pytest.raises(RuntimeError, match=words):
         model(x).square().mean().backward()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_buckets_that_ddp_makes_anew_within_the_recorded_step_are_counted_once():
+    """Gradients are cleared after forward, as by Lightning, so the first step differs from the others."""
+    model = make()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = autoac.auto(ddp, "1GB", measure=True)
+    for _ in range(4):
+        loss = ddp(batch()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert handle.plan is not None
+    assert handle.plan.predicted_peak_bytes == handle.measured_peak_bytes

@@ -235,6 +235,23 @@ def test_results_that_are_replaced_after_the_whole_step_are_counted():
     assert run.measured_peak_bytes == run.plan.predicted_peak_bytes
 
 
+def test_what_a_loop_has_from_locals_stays_as_it_was():
+    def main(budget: int) -> None:
+        config = locals()
+        model = make()
+        handle = autoac.auto(model, budget, measure=True)
+        for x, y in batches(3):
+            output = model(x)
+            F.cross_entropy(output, y).backward()
+            model.zero_grad()
+        assert set(config) == {"budget"}
+        assert handle.measured_peak_bytes is not None
+        assert handle.plan is not None
+        assert handle.measured_peak_bytes <= handle.plan.predicted_peak_bytes
+
+    main(ENOUGH)
+
+
 def test_what_the_loop_keeps_of_the_output_is_no_batch_of_a_loader():
     """As large as the batch, which dies in the step; a loader that is one batch ahead leaves such a storage, too."""
     held: list[torch.Tensor] = []

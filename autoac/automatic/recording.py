@@ -28,6 +28,12 @@ MOST_RECORDINGS = 3
 _BETWEEN = ("autoac", "torch", "accelerate", "contextlib")
 """Packages whose code stands between a loop and its model's forward."""
 
+_NAMES_OF_LOCALS = frozenset({"locals", "vars", "eval", "exec", "f_locals"})
+"""Names that code which gets hold of its own variables uses."""
+
+_OF_NOBODY_ELSE = 3
+"""References to a dictionary held by its frame, one variable, and the call that counts them."""
+
 _MOST_NESTED, _MOST_ITEMS = 3, 1000
 """Limits for results that are searched for tensors."""
 
@@ -193,12 +199,19 @@ def storages_of_caller() -> frozenset[int]:
 
 
 def _locals_of(frame: types.FrameType) -> list[Any]:
-    """The values of a frame's local variables."""
+    """The values of a frame's local variables; none where to read them would change what its code has from `locals()`.
+
+    Before Python 3.13, reading a function's variables updates one dictionary, which the frame keeps. `locals()` returns
+    the same one, and a debugger may hold it, too.
+    """
+    code = frame.f_code
+    is_shared = sys.version_info < (3, 13) and bool(code.co_flags & inspect.CO_OPTIMIZED)
+    if is_shared and not _NAMES_OF_LOCALS.isdisjoint(code.co_names):
+        return []
     found = frame.f_locals
     values = list(found.values())
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(found, dict):
-        # Before Python 3.13 it is a copy of a function's variables. The frame keeps it, and so the tensors in it.
-        found.clear()
+    if is_shared and sys.getrefcount(found) <= _OF_NOBODY_ELSE:
+        found.clear()  # else the tensors in it would stay alive
     return values
 
 

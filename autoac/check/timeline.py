@@ -13,6 +13,7 @@ import pandas as pd
 
 from autoac.check.any_plan import AnyPlan
 from autoac.measure import Timeline, measure_peak
+from autoac.step.failures import noted
 from autoac.step.model import check_backwards_may_run, device_of
 from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.restore import untouched, values_kept
@@ -49,7 +50,7 @@ def measured_memory(plan: AnyPlan, step: TrainingStep) -> pd.Series:
         assert timeline is not None
         return timeline
 
-    with OptimizerStates(copies=True):
+    with OptimizerStates(copies=True), noted(step, "in measure_memory", plan.record.profile.sample):
         run()  # warm-up: lazy initialisation, the optimizers' included, is not measured
         timeline = run()
     record = plan.record

@@ -18,6 +18,7 @@ from autoac.check.first_op import first_op
 from autoac.device import device_for
 from autoac.execute.engines import ENGINES
 from autoac.measure import ONE_AT_A_TIME, in_turn, measure_peak
+from autoac.step.failures import noted
 from autoac.step.model import check_backwards_may_run, device_of
 from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.restore import other_random_numbers, random_states, untouched, values_kept
@@ -125,7 +126,8 @@ def verify(plan: AnyPlan, step: TrainingStep, reference: AnyPlan | None = None, 
     """
     # With a wrapped region of an eager-only engine, the step runs uncompiled; compiled, the last bits could differ.
     eager = ENGINES[plan.record.engine].eager_only and any(region.wrapped for region in plan.record.regions)
-    with ONE_AT_A_TIME, uncompiled(step.model) if eager else nullcontext():
+    named = noted(step, "in verify", plan.record.profile.sample)
+    with ONE_AT_A_TIME, uncompiled(step.model) if eager else nullcontext(), named:
         return _verify(plan, step, reference, steps)
 
 

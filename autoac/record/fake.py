@@ -21,6 +21,7 @@ import torch
 from autoac.device import device_for
 from autoac.ops.info import op_info, written_tensors
 from autoac.record.single_draws import known
+from autoac.step.failures import sample_of
 from autoac.step.step import TrainingStep
 from autoac.torch_private import (
     DataDependentOutputException,
@@ -246,10 +247,11 @@ def _is_here(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def explained(failed_at: Callable[[], tuple[str, str] | None]) -> Iterator[None]:
-    """Context: turn failures of fake tensors into errors that name the op and the module.
+def explained(step: TrainingStep, failed_at: Callable[[], tuple[str, str] | None]) -> Iterator[None]:
+    """Context: turn failures of fake tensors into errors that name the op, the module and the sample.
 
     Args:
+        step: the one that is recorded.
         failed_at: returns the op and the module at which the step failed, None if it failed outside of any op.
 
     Raises:
@@ -264,8 +266,9 @@ def explained(failed_at: Callable[[], tuple[str, str] | None]) -> Iterator[None]
         op, module = where
         raise ProfilingError(
             f"the step cannot be recorded on fake tensors: {op} {_why(error)}, in {module}{_line_of(error)}. "
-            'Profile with mode="real" on a machine where the step fits, or change the model so that its shapes and its '
-            "path do not depend on values (masks instead of selected rows, no .item(), no `if tensor:`)."
+            f'{_if_the_sample_is_right(error, step)} with mode="real" on a machine where the step fits, or change the '
+            "model so that its shapes and its path do not depend on values (masks instead of selected rows, no "
+            ".item(), no `if tensor:`)."
         ) from error
 
 
@@ -278,6 +281,13 @@ def _why(error: Exception) -> str:
         return "reads a value on the host"
     message = str(error).split("\n")[0]
     return f"refuses them ({type(error).__name__}: {message:.200})"
+
+
+def _if_the_sample_is_right(error: Exception, step: TrainingStep) -> str:
+    """The beginning of the advice; where an op refuses its arguments, it may refuse real ones, too."""
+    of_fakes = (UnsupportedOperatorException, DynamicOutputShapeException, DataDependentOutputException)
+    shapes = "" if isinstance(error, of_fakes) else sample_of(step)
+    return f"Does the step run by itself, with the sample {shapes}? Then profile" if shapes else "Profile"
 
 
 def _line_of(error: BaseException) -> str:

@@ -144,7 +144,7 @@ def _run(
 ) -> dict[str, Any]:
     fake.start_anew()
     with (
-        explained(lambda: tape.failed_at),
+        explained(fake.step, lambda: tape.failed_at),
         cuda_ops or contextlib.nullcontext(),
         recording(
             fake.step, tape, fake.tensors, losses, fake.active(_above_fakes(results, cuda_ops is not None))

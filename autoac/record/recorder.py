@@ -27,10 +27,10 @@ from autoac.record.tape.instrumented import Instrumented
 from autoac.record.tape.tape import Tape
 from autoac.record.unseen import OpOfStep, UnseenWrites, mark
 from autoac.record.varying import Runs
+from autoac.step.failures import add_note
 from autoac.step.model import check_backwards_may_run, check_model, device_bytes, device_of, model_fingerprint
 from autoac.step.modules import lean_modules
 from autoac.step.restore import other_random_numbers, untouched
-from autoac.step.samples import shapes_of
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import compiled_modules, is_inside, uncompiled
 from autoac.step.units import here, own_name
@@ -238,13 +238,7 @@ def _failures_located(tape: Tape, step: TrainingStep) -> Iterator[None]:
                 "Use torch.autograd.grad(..., create_graph=True) there. The model is as it was."
             ) from error
         op, module = tape.failed_at or ("", "")
-        where = f" at {op}, in {module}," if op else ""
-        shapes = "" if step.is_whole else shapes_of(step.sample)
-        given = f" with the sample {shapes}" if shapes else ""
-        error.add_note(
-            f"autoac: the step failed{where} while it was recorded{given}; model and sample are as they were. Does the "
-            "step run by itself, with this sample?"
-        )
+        add_note(error, step, (f"at {op}, in {module}, " if op else "") + "while it was recorded")
         raise
 
 

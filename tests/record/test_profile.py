@@ -491,8 +491,20 @@ def test_a_sample_that_does_not_match(mode: Mode):
     said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert "aten.addmm.default" in said
     assert "module '0' (Linear)" in said
-    if mode == "real":
-        assert "with the sample float32[2,10]; model and sample are as they were" in said
+    assert "with the sample float32[2,10]" in said
+
+
+@pytest.mark.parametrize("run", ["verify", "measure_memory"])
+def test_a_sample_that_the_plan_was_not_made_for(run: str):
+    model, sample = nn.Linear(8, 8), torch.randn(2, 8)
+    plan = autoac.plan(model, sample, 10**9)
+    with pytest.raises(RuntimeError) as caught:
+        getattr(plan, run)(model, torch.randn(2, 10))
+    (note,) = caught.value.__notes__
+    assert f"in {run} with the sample float32[2,10] (the plan was made for float32[2,8]); model and" in note
+    with pytest.raises(TypeError, match="'y'") as caught:
+        getattr(plan, run)(model, {"y": sample})
+    assert "with the sample y float32[2,8] (the plan was made for float32[2,8])" in caught.value.__notes__[0]
 
 
 def test_a_step_of_another_model():

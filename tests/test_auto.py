@@ -129,6 +129,54 @@ class Scaled:
         optimizer.zero_grad()
 
 
+def two_views(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """As in R-Drop and contrastive losses: two calls before one backward."""
+    one, other = model(x), model(x)
+    (F.cross_entropy(one, y) + F.mse_loss(one, other)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class LoneCall:
+    """A call of which nothing comes, before the third step of two views."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.steps += 1
+        if self.steps == 3:
+            model(x[:4])
+        two_views(model, optimizer, x, y)
+
+
+def perturbed(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """As in SAM: the gradients that count are those of perturbed weights."""
+    F.cross_entropy(model(x), y).backward()
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.add_(parameter.grad, alpha=0.05)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    for parameter, value in zip(model.parameters(), kept, strict=True):
+        parameter.data = value
+    del kept, parameter, value
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def with_inner_gradient(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """As in MAML: the loss of weights after a step that is differentiated, too."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    inner = torch.autograd.grad(F.cross_entropy(model(x), y), parameters, create_graph=True)
+    fast = {n: p - 0.1 * g for n, p, g in zip(names, parameters, inner, strict=True)}
+    F.cross_entropy(torch.func.functional_call(model, fast, (x,)), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 LOOPS: dict[str, Callable[[], Step]] = {
     "bare": lambda: bare,
     "accumulating": lambda: accumulating,
@@ -141,6 +189,9 @@ LOOPS: dict[str, Callable[[], Step]] = {
     "closure": lambda: with_closure,
     "by hand": lambda: by_hand,
     "scaled": Scaled,
+    "two views": lambda: two_views,
+    "two views and a lone call": LoneCall,
+    "perturbed weights": lambda: perturbed,
 }
 
 
@@ -233,6 +284,36 @@ def test_results_that_are_replaced_after_the_whole_step_are_counted():
 
     run = Run(returning, ENOUGH)
     assert run.measured_peak_bytes == run.plan.predicted_peak_bytes
+
+
+def test_two_calls_of_a_step_are_measured_and_planned_for_together():
+    handle = Run(two_views, ENOUGH, measure=True).handle
+    assert handle is not None
+    assert handle.plan is not None
+    assert handle.measured_peak_bytes == handle.plan.predicted_peak_bytes
+
+
+def test_a_larger_second_call_of_a_step_is_planned_for_with_the_first():
+    model = make(dropout=0.0).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, ENOUGH, on_larger="replan")
+    for number, size in enumerate((16, 16, 32, 32, 32)):
+        short = model(torch.randn(8, WIDTH))
+        with pytest.warns(UserWarning, match="next step is") if number == 2 else contextlib.nullcontext():
+            long = model(torch.randn(size, WIDTH))
+        (short.mean() + long.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.plan is not None
+    assert sum(call.fqn == "" for call in handle.plan.record.profile.calls) == 2
+    handle.remove()
+
+
+def test_an_inner_gradient_ends_no_step():
+    run = Run(with_inner_gradient, ENOUGH, steps=4)
+    assert sum(call.fqn == "" for call in run.plan.record.profile.calls) == 2
+    assert run.measured_peak_bytes == pytest.approx(run.plan.predicted_peak_bytes, rel=1e-3)
+    run.assert_trained_as(Run(with_inner_gradient, None, steps=4))
 
 
 def test_what_a_loop_has_from_locals_stays_as_it_was():

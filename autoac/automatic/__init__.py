@@ -12,7 +12,9 @@ NOTE [ The loop's steps ]
   2. A step ends just before an optimizer steps that has a parameter of the model; with a closure, after the closure's
      first run. If no torch optimizer is seen, it ends before the first write to a parameter after backward, or before
      the next call of the model that finds no gradients although backward had left some. So a loop that only
-     accumulates, and neither steps nor clears gradients, has no second step.
+     accumulates, and neither steps nor clears gradients, has no second step. Once an optimizer has stepped, only
+     optimizers end steps: two calls before one backward, an inner gradient (MAML) and weights that are perturbed for a
+     second backward (SAM) are parts of one. A step that ended otherwise before that is recorded anew.
   3. The plan is made when the next step begins. Only then do we know which tensors of the previous step the loop still
      holds (its output, its loss), and whether a step begins with gradients. If the recorded step differs in that (for
      example if `zero_grad` comes after forward), the next step is recorded instead.

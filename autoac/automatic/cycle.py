@@ -43,6 +43,11 @@ class Cycle:
         return not (self.is_told or self._is_several)
 
     @property
+    def ends_with_optimizer(self) -> bool:
+        """Whether an optimizer that is still there has ended a step: then only an optimizer's step ends one."""
+        return self._first_one() is not None
+
+    @property
     def is_over(self) -> bool:
         """Whether the optimizer step counted last ends the loop's step."""
         return self.is_one or (self._length is not None and self._count >= self._length)
@@ -53,7 +58,7 @@ class Cycle:
             return False
         if self._is_several:
             return self.has_stepped and self._last is not None and self._last() is not self._first_one()
-        return self.has_stepped or not has_gradients
+        return self.has_stepped or not (has_gradients or self.ends_with_optimizer)
 
     def begins(self) -> bool:
         """Begin a step; returns whether steps end with another optimizer step than was planned for."""

@@ -176,6 +176,12 @@ class Auto(LoopPlan):
     def _step_is_over(self, optimizer: Any) -> None:
         self._tell_if_nothing_is_seen()
         self._cycle.count(optimizer)
+        if self._recording.ended_early:  # what was recorded is not the whole step
+            self._recording.ended_early = False
+            if self._plan is None:
+                self._record_again(is_new=True)
+            else:
+                self._watch.uncounted = True
         if self._recording.went_backward and self._cycle.is_over:
             self._recording.end()
             self._optimizers.hold(True)
@@ -198,7 +204,7 @@ class Auto(LoopPlan):
 
     def _record(self, args: Any, kwargs: Any) -> None:
         """Record the step that begins."""
-        if self._recording.begin(args, kwargs, self._optimizers.states()):
+        if self._recording.begin(args, kwargs, self._optimizers.states(), self._cycle.ends_with_optimizer):
             self._was_saved = False
             self._trained = trained_in(self._model)
             self._across.ask()
@@ -209,8 +215,8 @@ class Auto(LoopPlan):
         if found is not None:
             self._act_on(found)
         if begins and self._plan is not None:
-            if not self._cycle.is_one:
-                restart_calls(self._model)
+            if not self._cycle.is_one or self._cycle.ends_with_optimizer:
+                restart_calls(self._model, told=not self._cycle.is_one)
             self._peak.begin()
 
 

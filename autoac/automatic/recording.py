@@ -51,12 +51,14 @@ class Recording:
 
     Attributes:
         profile: profile of a recorded step that has no plan yet.
+        ended_early: whether the last recorded step ended without an optimizer, which may step yet.
         count: number of recordings begun; reset by changes that do not mean the loop's steps vary.
     """
 
     def __init__(self, given: torch.nn.Module, on_top: OnTop, warn: Once):
         self.profile: Profile | None = None
         self.count = 0
+        self.ended_early = False
         self._given = given
         self._model = unwrapped(given)
         self._on_top = on_top
@@ -88,22 +90,25 @@ class Recording:
         """Whether the presence of gradients differs from when the recorded step began."""
         return has_gradients(self._model) != self._had_gradients
 
-    def begin(self, args: Any, kwargs: Any, states: Iterable[torch.Tensor]) -> bool:
+    def begin(
+        self, args: Any, kwargs: Any, states: Iterable[torch.Tensor], ends_with_optimizer: bool
+    ) -> bool:
         """Start recording; returns whether that is possible.
 
         Args:
             args, kwargs: arguments of the model's call.
             states: tensors of the optimizers' states.
+            ends_with_optimizer: whether an optimizer ends the step, and nothing else does.
         """
         lean_losses = not runs_compiled(self._given)
-        live = LiveStep(self._model, lean_losses=lean_losses, known=self._workspaces)
+        live = LiveStep(self._model, lean_losses, self._workspaces, ends_with_optimizer)
         with self._on_top.aside():
             try:
                 live.begin((args, kwargs), states)
             except ProfilingError as error:
                 self._warn("cannot record", f"autoac: no plan yet. {error}")
                 return False
-        self._live, self._is_paused = live, False
+        self._live, self._is_paused, self.ended_early = live, False, False
         self.count += 1
         self._had_gradients = has_gradients(self._model)
         return True
@@ -122,6 +127,7 @@ class Recording:
             self.give_up()
         elif tape.is_over or (tape.went_backward and begins):
             self.end()
+            self.ended_early = not self.is_on
 
     def end(self) -> None:
         """End the recording and make the step's profile."""

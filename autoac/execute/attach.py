@@ -143,9 +143,13 @@ class Root:
         self.calls.index = index + 1
         return index
 
-    def restart(self) -> None:
-        """Begin a step in this thread; from now on the caller announces every step."""
-        self.calls.index, self.calls.is_told = 0, True
+    def restart(self, told: bool) -> None:
+        """Begin a step in this thread.
+
+        Args:
+            told: the caller announces every step from now on.
+        """
+        self.calls.index, self.calls.is_told = 0, told
 
 
 def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -161,14 +165,18 @@ def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return original_forward(root, module)(*args, **kwargs)
 
 
-def restart_calls(model: torch.nn.Module) -> None:
-    """Begin a step with the model's next call in this thread. Once called, it must be called before every step."""
+def restart_calls(model: torch.nn.Module, told: bool) -> None:
+    """Begin a step with the model's next call in this thread.
+
+    Args:
+        told: it is called before every step from now on. Else steps that are not announced are found by gradients, too.
+    """
     for module in model.modules():
         carried = planned(module)
         if isinstance(carried, PlannedRegion):
             carried.restart(0)
         elif isinstance(carried, Root):
-            carried.restart()
+            carried.restart(told)
 
 
 def attach_root(

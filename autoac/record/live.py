@@ -38,7 +38,7 @@ from autoac.record.tape.instrumented import Instrumented
 from autoac.record.tape.tape import Tape
 from autoac.step.inputs import described
 from autoac.step.interrupts import interruptible
-from autoac.step.model import check_model, device_bytes, device_of, model_fingerprint
+from autoac.step.model import check_model, device_bytes, device_of, gradient_of, model_fingerprint
 from autoac.step.modules import lean_modules
 from autoac.step.restore import Seen, tensors_of
 from autoac.step.uncompiled import uncompiled
@@ -112,17 +112,17 @@ class LiveTape(Tape):
     """Tape of a real training step, whose writes are not undone.
 
     Args:
-        parameters: storage keys of the model's parameters.
+        ending: storage keys of the parameters of which a write after backward ends the step.
     """
 
-    def __init__(self, device: torch.device, meter: OpTimer, parameters: set[int]):
+    def __init__(self, device: torch.device, meter: OpTimer, ending: set[int]):
         super().__init__(device, meter, _NothingKept())
-        self.parameters = parameters
+        self.ending = ending
         self.is_over = False  # a parameter was written after backward: the update has begun
 
     def _before_write(self, tensor: torch.Tensor) -> None:
         super()._before_write(tensor)
-        written = tensor.layout is torch.strided and storage_key(tensor) in self.parameters
+        written = bool(self.ending) and tensor.layout is torch.strided and storage_key(tensor) in self.ending
         if written and self.went_backward and not in_backward():
             self.is_over = True
             self.clock.suspended += 1  # from here on ops are the optimizer's
@@ -146,15 +146,23 @@ class LiveStep:
         model: not planned.
         lean_losses: as for `recorder.recorded_step`.
         known: workspaces from an earlier record.
+        ends_with_optimizer: whether writes to parameters do not end the step.
     """
 
-    def __init__(self, model: torch.nn.Module, lean_losses: bool, known: Mapping[Signature, int]):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        lean_losses: bool,
+        known: Mapping[Signature, int],
+        ends_with_optimizer: bool,
+    ):
         check_model(model)
         self.model = model
         self.device = device_of(model)
         self.losses = None if lean_losses else {}
         self.meter = LiveMeter(self.device, known)
-        keys = {storage_key(local_part(p)) for p in model.parameters() if p.layout is torch.strided}
+        parameters = () if ends_with_optimizer else model.parameters()
+        keys = {storage_key(local_part(p)) for p in parameters if p.layout is torch.strided}
         self.tape = LiveTape(self.device, self.meter, keys)
         # The user's torch profiler is running, and there can be only one: workspace cannot be measured.
         self.profiled = self.device.type == "cpu" and is_profiled()
@@ -178,7 +186,7 @@ class LiveStep:
             )
         model, tape = self.model, self.tape
         tape.sample = described(*inputs)
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = [g for p in model.parameters() if (g := gradient_of(p)) is not None]
         fixed = [*model.parameters(), *gradients, *model.buffers(), *tensors_of(inputs)]
         tape.storages.note_others(here([*fixed, *others]))
         for tensor in fixed:

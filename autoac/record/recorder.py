@@ -28,7 +28,14 @@ from autoac.record.tape.tape import Tape
 from autoac.record.unseen import OpOfStep, UnseenWrites, mark
 from autoac.record.varying import Runs
 from autoac.step.failures import add_note
-from autoac.step.model import check_backwards_may_run, check_model, device_bytes, device_of, model_fingerprint
+from autoac.step.model import (
+    check_backwards_may_run,
+    check_model,
+    device_bytes,
+    device_of,
+    gradient_of,
+    model_fingerprint,
+)
 from autoac.step.modules import lean_modules
 from autoac.step.restore import other_random_numbers, untouched
 from autoac.step.step import TrainingStep
@@ -85,7 +92,9 @@ def recorded_step(
     check_backwards_may_run(model)
     device = device_of(model)
     tell = progress or (lambda *_: None)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]  # the step accumulates into these
+    gradients = [
+        g for p in model.parameters() if (g := gradient_of(p)) is not None
+    ]  # the step accumulates into these
     fixed = [*model.parameters(), *gradients, *model.buffers(), *step.inputs]
     with untouched(model, step.inputs):
         tell("warm-up step", 0.0)
@@ -281,8 +290,9 @@ def names_of(model: torch.nn.Module) -> dict[int, tuple[str, str]]:
     """Kind and name of the storages that belong to the model, by key."""
     names: dict[int, tuple[str, str]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None and parameter.grad.layout is torch.strided:
-            names.setdefault(storage_key(local_part(parameter.grad)), ("Gradient", name))
+        gradient = gradient_of(parameter)
+        if gradient is not None and gradient.layout is torch.strided:
+            names.setdefault(storage_key(local_part(gradient)), ("Gradient", name))
         names.setdefault(storage_key(local_part(parameter)), ("Parameter", name))
     for name, buffer in model.named_buffers():
         names.setdefault(storage_key(local_part(buffer)), ("Buffer", name))

@@ -52,8 +52,13 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def has_gradients(model: torch.nn.Module) -> bool:
-    """Whether any trained leaf parameter has a gradient; parameters of `torch.func.functional_call` are no leaves."""
-    return any(p.requires_grad and p.is_leaf and p.grad is not None for p in model.parameters())
+    """Whether any trained parameter has a gradient."""
+    return any(p.requires_grad and gradient_of(p) is not None for p in model.parameters())
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """A parameter's gradient; those of `torch.func.functional_call` are no leaves and have none."""
+    return parameter.grad if parameter.is_leaf else None
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -3,13 +3,15 @@
 Each loop trains from the same start without a plan, then once to measure the step, then under a budget 30 % of the way
 from the least feasible one to the peak without a plan. All weights after the last step are compared by bits, and the
 predicted peak with that of a planned step, by the allocator's own count. The loops are those of the tests, and that of
-diffusers' page. `--write` puts the table into the page of the docs, and the figures into `benchmarks/results`.
+diffusers' page. `--write` puts the table into the page of the docs, and the figures into `benchmarks/results`. A run
+that was stopped goes on where it was, if code and libraries are the same: `build/loops.json` has its rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import logging
 import sys
@@ -31,6 +33,7 @@ import autoac
 from autoac.measure import measure_peak
 from autoac.plans import Plan
 from autoac_solver.plan.planning import least_budget_bytes
+from autoac_solver.records.disk.files import write_bytes
 from tests import real_models, test_auto, test_auto_cycles
 from tests.integrations import (
     test_accelerate,
@@ -44,6 +47,7 @@ from tests.record import test_varying
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "loops" / "index.md"
 RESULTS = ROOT / "benchmarks" / "results" / "loops.json"
+UNFINISHED = ROOT / "build" / "loops.json"
 _BEGIN, _END = "<!-- loops: python -m benchmarks.loops --write -->", "<!-- end of loops -->"
 ENOUGH = 10**9
 STEPS = 20
@@ -325,19 +329,43 @@ def main() -> int:
     warnings.simplefilter("ignore")  # the trainers', about machines without accelerators
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    rows = []
-    for name in LOOPS:
-        print(name, file=sys.stderr, flush=True)
-        with contextlib.redirect_stdout(io.StringIO()):  # the trainers print their logs
-            rows.append(measure(name))
-    results = Results(_conditions(), rows)
+    results = measure_all(UNFINISHED, f"{_conditions()}; code {_code()}")
+    rows = results.rows
     if arguments.write:
         RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
         before, _, rest = PAGE.read_text().partition(f"{_BEGIN}\n")
         PAGE.write_text(f"{before}{_BEGIN}\n{table(results)}{_END}{rest.partition(_END)[2]}")
     else:
         sys.stdout.write(table(results))
+    UNFINISHED.unlink()
     return 0 if all(row.kept for row in rows) else 1
+
+
+def measure_all(unfinished: Path, state: str) -> Results:
+    """Measure all loops, without those that a stopped run has measured.
+
+    Args:
+        unfinished: a file that is written after each row.
+        state: of code and libraries; rows of another state are measured again.
+    """
+    rows: list[Row] = []
+    if unfinished.exists():
+        earlier = msgspec.json.decode(unfinished.read_bytes(), type=Results)
+        rows = earlier.rows if earlier.conditions == state else []
+    unfinished.parent.mkdir(exist_ok=True)
+    for name in list(LOOPS)[len(rows) :]:
+        print(name, file=sys.stderr, flush=True)
+        with contextlib.redirect_stdout(io.StringIO()):  # the trainers print their logs
+            rows.append(measure(name))
+        write_bytes(unfinished, msgspec.json.encode(Results(state, rows)))
+    return Results(_conditions(), rows)
+
+
+def _code() -> str:
+    """A digest of all code that the rows depend on."""
+    folders = ("autoac", "solver", "tests", "benchmarks")
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
 
 
 def load() -> Results:

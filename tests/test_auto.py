@@ -162,7 +162,7 @@ def perturbed(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -
     F.cross_entropy(model(x), y).backward()
     for parameter, value in zip(model.parameters(), kept, strict=True):
         parameter.data = value
-    del kept, parameter, value
+    del kept
     optimizer.step()
     optimizer.zero_grad()
 

@@ -17,6 +17,7 @@ from autoac.execute.running import in_first_run, in_second_run
 from autoac.step.carried import LOSS_KEY, REGION_KEY, planned
 from autoac.step.model import has_gradients
 from autoac.step.units import some_units, units_inside
+from autoac.torch_private import in_stage_setup
 from autoac.torch_private.called import called_module
 from autoac_solver.records.errors import PlanMismatchError
 
@@ -64,6 +65,8 @@ def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     original = original_forward(region, module)
     if not torch.is_grad_enabled() or in_second_run():
         return original(*args, **kwargs)
+    if len(region.programs) > 1 and in_stage_setup():
+        return original(*args, **kwargs)  # no call of the step
     program = region.next_program()
     if not program.wrapped or in_first_run():
         return original(*args, **kwargs)
@@ -156,7 +159,7 @@ def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a root that carries a `Root`."""
     module = called_module(module)
     root: Root = module.__dict__[REGION_KEY]
-    if torch.is_grad_enabled() and not in_second_run():
+    if torch.is_grad_enabled() and not in_second_run() and not in_stage_setup():
         call = root.next_call(module)
         for name, offsets in root.offsets.items():
             region = planned(module.get_submodule(name))

@@ -122,6 +122,7 @@ from autoac.torch_private.kernel_flags import (
 )
 from autoac.torch_private.optimizers import fakes_as_parameters
 from autoac.torch_private.parametrizations import reads_cached_parametrizations
+from autoac.torch_private.pipelines import in_stage_setup
 from autoac.torch_private.planner import (
     sac_tools,
     time_nothing,
@@ -256,6 +257,7 @@ __all__ = [
     "inside_autocast",
     "in_compiled_autograd",
     "in_function_transform",
+    "in_stage_setup",
     "innermost",
     "is_compiled_wrapper",
     "is_dense",

@@ -47,7 +47,7 @@ def run_ranks(
         for process in started:
             process.wait(max(0.1, until - time.monotonic()))
     except subprocess.TimeoutExpired:
-        logs = "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(size))
+        logs = "\n".join(log_of(folder, rank) for rank in range(size))
         raise AssertionError(f"the ranks hang:\n{logs}") from None
     finally:
         for process in started:
@@ -55,3 +55,8 @@ def run_ranks(
             process.wait()
     found = [folder / f"{rank}.json" for rank in range(size)]
     return [json.loads(file.read_text()) if file.exists() else None for file in found]
+
+
+def log_of(folder: Path, rank: int) -> str:
+    """The end of what this rank printed."""
+    return (folder / f"{rank}.log").read_text()[-3000:]

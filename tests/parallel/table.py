@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.parallel.ranks import HERE, ROOT, run_ranks
+from tests.parallel.ranks import HERE, ROOT, log_of, run_ranks
 
 sys.path.insert(0, str(HERE))  # the workers' own modules
 
@@ -73,6 +73,8 @@ def run(size: int, wanted: Sequence[Case]) -> dict[Key, str]:
     """These rows of so many ranks, which are run for it in one job."""
     with tempfile.TemporaryDirectory() as folder:
         told = run_ranks("trying_worker.py", Path(folder), size, 3600, json.dumps(wanted))
+        if None in told:
+            raise RuntimeError(f"rank {told.index(None)} failed:\n{log_of(Path(folder), told.index(None))}")
     return {
         key_of(case, size): row(
             case[1], case[0], size, len(case[3]), [Outcome(**one) for rank in told for one in rank[index]]

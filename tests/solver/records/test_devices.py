@@ -150,6 +150,9 @@ def test_a_table_is_read_back_as_written(tmp_path: Path):
     assert find_device(tmp_path / "toy.json") == table()
 
 
+SOURCES = Path(__file__).resolve().parents[3] / "profiles" / "README.md"
+
+
 @pytest.mark.parametrize("name", ["a100", "b200", "h100", "h200", "l4"])
 def test_known_devices(name: str):
     device = find_device(name.upper())
@@ -159,6 +162,10 @@ def test_known_devices(name: str):
         assert max(device.efficiency) < 1
         assert "datasheet" in device.made["from"]
     assert [link.ranks for link in device.links] == ([] if name == "l4" else [8, 10**6])
+    # Each rate has its source beside it.
+    cells = [[cell.strip() for cell in line.split("|")] for line in SOURCES.read_text().splitlines()]
+    told = [row[2:4] for row in cells if row[1:2] == [f"`{name}`"] and row[4]]
+    assert told == [[link.name, f"{link.bandwidth / 1e9:g}"] for link in device.links]
 
 
 def test_an_unknown_device_is_an_error_that_lists_the_known_ones():

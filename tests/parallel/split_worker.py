@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from autoac_solver.records.collectives import may_repeat
 
 CASES: dict[str, Callable[[], Any]] = {}
 BUDGETS = (0.9, 0.8, 0.72)
+MOST_STEPS = 20
 AGAIN = autoac.Policy("MUST_RECOMPUTE", op="aten.gelu*")
 
 
@@ -68,41 +71,55 @@ def unhurried() -> Iterator[None]:
         collectives.wait_tensor = wait
 
 
-def least_peak(model: Any, step: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> int:
-    """Above the start; the least of some steps, for gloo's threads hold buffers on in some.
+def least_peak(
+    plan: autoac.Plan, model: Any, step: Callable[[], Any], before: Callable[[], Any] = lambda: None
+) -> int:
+    """The least of some steps, until on each rank one took no more than predicted: gloo's threads hold buffers on.
 
     Args:
         before: called before each of them.
     """
-    found = []
-    for _ in range(6):
+    least = 1 << 62
+    for _ in range(MOST_STEPS):
         model.zero_grad(set_to_none=True)
         before()
         with unhurried():
-            found.append(measure_peak(step).peak_above_start_bytes)
+            least = min(least, plan.resident_bytes + measure_peak(step).peak_above_start_bytes)
+        is_above = torch.tensor(least > plan.predicted_peak_bytes, dtype=torch.int64)
+        dist.all_reduce(is_above, group=GROUP)
+        if not is_above:
+            break
     model.zero_grad(set_to_none=True)
-    return min(found)
+    return least
 
 
 def held_to(
-    made: Callable[[], Any], engines: dict[str, tuple[float, ...]], loss: Any = split.loss_of
+    made: Callable[[], Any],
+    engines: dict[str, tuple[float, ...]],
+    loss: Any = split.loss_of,
+    step_of: Callable[[Any], Callable[[], None]] | None = None,
 ) -> dict[str, Any]:
     """Plans for three budgets: each holds, and changes nothing.
 
     Args:
         engines: to which part of the peak without recomputation each plans.
+        step_of: the step of a model, if it is more than a call of it and of the loss.
     """
     x, plain = split.ids(), made()
 
-    def step_of(model: Any) -> Callable[[], None]:
+    def one_call(model: Any) -> Callable[[], None]:
         def step() -> None:
             output = model(x)  # held while backward runs, as in the recorded step
             loss(output).backward()
 
         return step
 
-    wanted = trained(plain, step_of(plain))
-    profile = autoac.profile(made(), x, loss=loss)
+    step = step_of or one_call
+    wanted = trained(plain, step(plain))
+    if step_of is None:
+        profile = autoac.profile(made(), x, loss=loss)
+    else:
+        profile = autoac.profile(model := made(), step_of(model))
     found: dict[str, Any] = {"notes": [note for note in profile.notes if "varies" in note]}
     found["resident"] = profile.resident_bytes
     for engine, budgets in engines.items():
@@ -111,8 +128,8 @@ def held_to(
         for part in budgets:
             plan = autoac.solve(profile, int(part * loose.predicted_peak_bytes), engine=engine)
             model = plan.apply(made())
-            equal = same(wanted, trained(model, step_of(model)))
-            peak = plan.resident_bytes + least_peak(model, step_of(model))
+            equal = same(wanted, trained(model, step(model)))
+            peak = least_peak(plan, model, step(model))
             found[f"{engine} {part}"] = {
                 "peaks": [plan.predicted_peak_bytes, peak, plan.budget_bytes],
                 "equal": equal,
@@ -122,6 +139,8 @@ def held_to(
 
 
 MESH: Any = None
+GROUP: Any = None
+"""The ranks of the case."""
 
 
 def pair(styles: Callable[[], Any], make: Callable[[], Any] = split.make) -> Callable[[], Any]:
@@ -212,7 +231,7 @@ def collectives_again() -> Any:
             "counts": counts,
             "id": plan.program_id,
             "equal": same(wanted, trained(model, step)),
-            "peaks": [plan.predicted_peak_bytes, plan.resident_bytes + least_peak(model, step)],
+            "peaks": [plan.predicted_peak_bytes, least_peak(plan, model, step)],
         }
     return found
 
@@ -298,7 +317,7 @@ def pipeline(schedule: str, *engines: str) -> dict[str, Any]:
         plan = autoac.solve(profile, budget, engine=engine)
         model, step, forget = made()
         equal = same(wanted, trained(plan.apply(model), step))
-        peak = plan.resident_bytes + least_peak(model, step, forget)
+        peak = least_peak(plan, model, step, forget)
         found[engine] = {
             "peaks": [plan.predicted_peak_bytes, peak, plan.budget_bytes],
             "equal": equal,
@@ -363,7 +382,7 @@ def stage_of_many(spread: Callable[[Any], Any], kind: str) -> dict[str, Any]:
         "equal": same(wanted, trained(plan.apply(model), step)),
         "id": plan.program_id,
         "wrapped": [f"{r.name} {r.call}" for r in plan.regions if r.wrapped],
-        "peaks": [plan.predicted_peak_bytes, plan.resident_bytes + least_peak(model, step, forget)],
+        "peaks": [plan.predicted_peak_bytes, least_peak(plan, model, step, forget)],
     }
 
 
@@ -382,6 +401,35 @@ def stages_in_parts() -> Any:
     return stage_of_many(lambda whole: split.split(whole, MESH["split"], split.by_layer), "Schedule1F1B")
 
 
+@case
+def context_in_parts() -> Any:
+    """Ring attention. On CPU torch has none of its own, and says so."""
+    if importlib.util.find_spec("torch.distributed.tensor.experimental._context_parallel") is None:
+        return None
+    import context
+
+    def loss(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+    def step_of(model: Any) -> Callable[[], None]:
+        return context.step_of(model, MESH["split"], split.ids(), split.ids(1), loss)
+
+    model = split.make()
+    refused = error_of(lambda: autoac.plan(model, step_of(model), "1GB"))
+    context.enable_on_cpu()
+    whole = split.make()
+    loss(whole(split.ids()), split.ids(1)).backward()
+    step_of(model)()
+    right = []
+    for known, own in zip(whole.parameters(), model.parameters(), strict=True):
+        assert known.grad is not None
+        assert own.grad is not None
+        dist.all_reduce(own.grad, group=MESH["split"].get_group())
+        right.append(torch.allclose(known.grad, own.grad / 2, atol=1e-6))
+    held = held_to(split.make, {"replay": BUDGETS[1:2], "sac": BUDGETS[:1]}, step_of=step_of)
+    return {**held, "refused": refused, "right": right}
+
+
 FOR_ALL = {"split_and_sharded", "stages_sharded", "stages_in_parts"}
 
 
@@ -389,8 +437,14 @@ def main() -> None:
     global MESH
     dist.init_process_group("gloo")
     MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "split"))
-    chosen = sys.argv[2:] or list(CASES)
-    run_cases({name: CASES[name] for name in chosen if dist.get_rank() < 2 or name in FOR_ALL})
+    chosen = [name for name in sys.argv[2:] or CASES if dist.get_rank() < 2 or name in FOR_ALL]
+
+    def run(name: str) -> Any:
+        global GROUP
+        GROUP = None if name in FOR_ALL else MESH["split"].get_group()
+        return CASES[name]()
+
+    run_cases({name: functools.partial(run, name) for name in chosen})
     dist.barrier()
 
 

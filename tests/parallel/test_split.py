@@ -48,6 +48,22 @@ def test_plans_hold_and_change_nothing(told: Any, case: str):
         assert case == "split_and_sharded" or rank["notes"] == []  # FSDP2 sets itself up in its first step
 
 
+def test_context_parallelism(told: Any):
+    """Torch's ring attention is right, and plans for its step are: see `context` for what is not torch's."""
+    for rank in of(told, "context_in_parts"):
+        if rank is None:
+            pytest.skip("this torch has its ring attention elsewhere")
+        assert rank["refused"].startswith("NotImplementedError: Operator aten._scaled_dot_product_flash")
+        assert rank["right"]
+        assert all(rank["right"])
+        for name in ("replay 0.8", "sac 0.9"):
+            predicted, measured, budget = rank[name]["peaks"]
+            assert rank[name]["equal"], name
+            assert rank[name]["wrapped"], name
+            assert abs(measured / predicted - 1) < 0.01, (name, predicted, measured)
+            assert measured <= budget
+
+
 @pytest.mark.parametrize("engine", ["replay", "sac"])
 def test_all_ranks_run_the_collectives_again_that_a_policy_lets_them(told: Any, engine: str):
     first, second = (rank[engine] for rank in of(told, "collectives_again"))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,15 +116,56 @@ class Guard:
 
     # -- the record --------------------------------------------------------------------------------------------
 
-    def mark(self, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-        """Mark the ops of the last step's tape that cannot run a second time; notes on them for the profile."""
-        unfit = self.unfit | self.found | self.derived
+    def mark(self, rows: Sequence[dict[str, Any]], known: Collection[OpKey]) -> tuple[str, ...]:
+        """Mark the ops of the last step's tape that cannot run a second time; notes on them for the profile.
+
+        Args:
+            known: ops that are marked already.
+        """
+        unfit = (self.unfit | self.found | self.derived).difference(known)
         marked = [(row, key) for row, key in self.key_of_row.items() if key in unfit]
         for row, _ in marked:
             rows[row]["replayable"] = False
         return _notes(
             [key for _, key in marked], {rows[row]["name"]: bool(rows[row]["reads"]) for row, _ in marked}
         )
+
+
+class GuardOfLoop(Guard):
+    """For a step of the user's own loop, whose gradients count: a value that is not what it was is an error.
+
+    Torch's own ops have no state, so a difference in one whose inputs are the same is that of a kernel which differs
+    from run to run. Such a step's gradients differ as much as those of two steps without autoac, and are let pass.
+
+    Args:
+        overwritten: gives the ops whose inputs or results unseen code has overwritten.
+    """
+
+    def __init__(self, overwritten: Callable[[], Container[OpKey]]):
+        super().__init__()
+        self._overwritten = overwritten
+
+    def _differs(self, slot: Slot) -> None:
+        before = set(self.found)
+        super()._differs(slot)
+        for key in self.found - before:
+            fqn, _, op, _ = key
+            is_overwritten = key in self._overwritten()
+            if is_overwritten or not op.startswith("aten."):
+                module = repr(fqn) if fqn else "the model itself"
+                raise RuntimeError(
+                    _WRONG.format(op=op, module=module, why=_INPUTS if is_overwritten else _STATE)
+                )
+
+
+_INPUTS = "code that torch does not see, such as numpy or an extension, has overwritten what it had read"
+_STATE = "likely it draws random numbers of its own, or keeps a state"
+_WRONG = (
+    "{op} in {module} gave other bits when it was run a second time for backward ({why}), so this step's gradients "
+    "would be wrong. autoac.auto records a step of the loop in the least memory, where everything is run twice. Call "
+    "the handle's remove() and autoac.plan(model, sample, budget): its trial steps find such ops, and its plan saves "
+    "what they make."
+)
 
 
 def next_guard(guard: Guard | None) -> Guard | None:

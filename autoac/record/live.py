@@ -26,6 +26,7 @@ from autoac.ops.signatures import Signature
 from autoac.price.engine_costs import engine_costs
 from autoac.price.meters import Disturbance, OpTimer, WorkspaceMeter
 from autoac.record import recorder
+from autoac.record.guard import GuardOfLoop
 from autoac.record.notes import (
     note_if_unsteady,
     note_on_device,
@@ -36,6 +37,7 @@ from autoac.record.tape import tables as tape_tables
 from autoac.record.tape.before import BeforeStep
 from autoac.record.tape.instrumented import Instrumented
 from autoac.record.tape.tape import Tape
+from autoac.record.unseen import UnseenWrites, mark
 from autoac.step.inputs import described
 from autoac.step.interrupts import interruptible
 from autoac.step.model import check_model, device_bytes, device_of, gradient_of, model_fingerprint
@@ -164,6 +166,8 @@ class LiveStep:
         parameters = () if ends_with_optimizer else model.parameters()
         keys = {storage_key(local_part(p)) for p in parameters if p.layout is torch.strided}
         self.tape = LiveTape(self.device, self.meter, keys)
+        unseen = self.tape.saved.unseen = UnseenWrites(self.tape, keeps=True)
+        self.tape.saved.guard = GuardOfLoop(unseen.found)
         # The user's torch profiler is running, and there can be only one: workspace cannot be measured.
         self.profiled = self.device.type == "cpu" and is_profiled()
         self.survivors: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -220,8 +224,14 @@ class LiveStep:
             ProfilingError: no backward ran.
         """
         elapsed = time.perf_counter() - self.started
+        guard, unseen = self.tape.saved.guard, self.tape.saved.unseen
+        assert guard is not None
+        assert unseen is not None
         try:
             times = self.meter.times()
+            found = unseen.found()
+            unfit = mark(self.tape.ops, self.tape.calls, found)
+            unfit = (*unfit, *guard.mark(self.tape.ops, found))
             tables = tape_tables.finish(self.tape, recorder.names_of(self.model), {}, times)
             self.survivors = self.tape.storages.survivors(tables["end"])
         finally:
@@ -247,6 +257,7 @@ class LiveStep:
                 *([_ONE_DRAW] if self.tape.single.count else []),
                 *notes_if_compiled(self.model, self.tape),
                 *notes_if_uncounted(self.tape),
+                *unfit,
                 *note_if_unsteady(times.values(), self.device, self.disturbance),
                 *note_on_device(self.device),
             ),

@@ -101,14 +101,13 @@ def recorded_step(
         meter = WorkspaceMeter(device)
         runs = Runs()
         all_losses = None if lean_losses else {}
-        written_by_others: set[OpOfStep] = set()
+        written_by_others: dict[OpOfStep, str] = {}
 
         def warmed_up(outcome: str) -> tuple[Tape, dict[str, Any] | None]:
             warm_up = Tape(device, meter)
             warm_up.single = SingleDraws(outcome)
             warm_up.saved.guard = Guard()
-            unseen = UnseenWrites(warm_up.storages, warm_up.calls, warm_up.ops)
-            warm_up.saved.unseen = unseen
+            unseen = warm_up.saved.unseen = UnseenWrites(warm_up)
             with meter.measuring():
                 tables = runs.tried(warm_up, lambda: _run(step, warm_up, fixed, all_losses))
             if tables is not None:
@@ -123,6 +122,8 @@ def recorded_step(
             tables = low if runs.to_record == LOW else tables
         losses = losses_of(model, tables or {}) if lean_losses else {}
         timer, guard = OpTimer(device), warm_up.saved.guard
+        if guard is not None:
+            guard.unfit.update(written_by_others)  # what has read such a value before is then found
         expected = max(1, len(warm_up.ops))
         with_others = any(is_collective(row["name"]) for row in warm_up.ops)
         started, disturbance = time.perf_counter(), Disturbance()
@@ -153,8 +154,9 @@ def recorded_step(
             elapsed = time.perf_counter() - start
             times = timer.times()
             note = note_if_unsteady(times.values(), device, disturbance)
-            unfit = () if tape.saved.guard is None else tape.saved.guard.mark(tape.ops)
-            unfit = (*unfit, *mark(tape.ops, tape.calls, written_by_others))
+            unfit = mark(tape.ops, tape.calls, written_by_others)
+            if tape.saved.guard is not None:
+                unfit = (*unfit, *tape.saved.guard.mark(tape.ops, written_by_others))
             tables = tape_tables.finish(tape, names_of(model), meter.workspace_bytes, times)
             runs.add(tape, tables)
             its_own = {id(leaf) for leaf in (*model.parameters(), *step.inputs)}.issuperset(

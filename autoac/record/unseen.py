@@ -1,17 +1,25 @@
-"""Finds writes that no op makes, in code that is not recomputed while a step is recorded.
+"""Finds writes that no op makes, in all code of forward while a step is recorded.
 
 NOTE [ Unseen writes ]
   1. The guard (NOTE [ The guard ]) covers only values of lean modules that their backward needs: only these are
      recomputed. It misses the values that a larger module computes between its lean ones, and the values that a lean
      module makes for others. A plan may still choose the larger module as a region and recompute them.
-  2. So in the first step each storage is checksummed when an op has made or written it, and again when an op reads it,
-     when autograd saves it and when a lean module returns it. If the checksums differ, code that torch does not see has
-     written the storage in between: the op whose bytes were overwritten cannot run again.
-  3. Undeclared random numbers of ops and flags that forward sets are found, and kept, everywhere (see `Draws`, and
+  2. So in the first step each storage is checksummed when an op has made or written it, and again when an op reads or
+     writes it, when autograd saves it and when a lean module returns it. If the checksums differ, code that torch does
+     not see has written the storage in between: the op whose bytes were overwritten cannot run again.
+  3. Such a write may also be the last one before backward: autograd has saved the storage, and no op reads it again. So
+     each storage is held by an alias until nothing else holds it (`Storages.poll` finds that before the next op, so
+     this takes no memory) or until backward begins, and is compared then. A storage that neither an op has read nor
+     autograd has saved is not asked about.
+  4. An op that has read a storage before such a write cannot run again either, even though the storage is saved.
+  5. Undeclared random numbers of ops and flags that forward sets are found, and kept, everywhere (see `Draws`, and
      `autoac.torch_private.kernel_flags`). Not found here are nondeterministic kernels.
-  4. Engine sac runs such code a second time, on the saved storage. That is right if the code overwrites all bytes, and
+  6. Engine sac runs such code a second time, on the saved storage. That is right if the code overwrites all bytes, and
      wrong if it adds to them. The two cannot be told apart unless the storage was uninitialised before
-     (`torch.empty`) and no op writes it afterwards. So in all other cases the modules around are no regions for sac.
+     (`torch.empty`), is written once before anything has read it, and no op writes it afterwards. So in all other cases
+     the modules around are no regions for sac.
+  7. A step of the user's own loop is recorded only once, and its gradients count. There the values that were written
+     are kept: see `SavedTensors.keep` and `LeanRecording`.
 """
 
 from __future__ import annotations
@@ -19,16 +27,18 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autoac.execute.checksums import on_device
 from autoac.record.tape.calls import ModuleCalls
-from autoac.record.tape.storages import Storages
 from autoac.torch_private import disable_dispatch_modes, is_zero_tensor, negative_view
 from autoac_solver.records.profile import FOREIGN, NEVER
+
+if TYPE_CHECKING:
+    from autoac.record.tape.tape import Tape
 
 _WITH_BYTES = (torch.Tensor, torch.nn.Parameter)
 """Types that are checked; a subclass may have no bytes of its own."""
@@ -36,55 +46,111 @@ _WITH_BYTES = (torch.Tensor, torch.nn.Parameter)
 OpOfStep = tuple[str, int, str, int]
 """Module, its call in the step, op, and its call by the module; the same in every recording of the step."""
 
+FILLED, OVERWRITTEN, READ_BEFORE = "filled", "overwritten", "read before"
+"""Why an op cannot run again: unseen code has written its result before or after something read it, or its input after
+it had read it."""
+
 
 class UnseenWrites:
     """Compares the storages of one recorded step with the bytes that ops have left in them.
 
     Args:
-        storages, calls, ops: the tape's, which go on growing.
+        tape: of the step.
+        keeps: whether the step's gradients count, so that the values written are kept.
     """
 
-    def __init__(self, storages: Storages, calls: ModuleCalls, ops: Sequence[dict[str, Any]]):
-        self._storages = storages
-        self._calls = calls
-        self._ops = ops
-        self._left: dict[int, int] = {}  # storage -> checksum after the last op that wrote it
-        self._changed: list[tuple[int, int]] = []  # storage, and the number of ops that had run
+    def __init__(self, tape: Tape, keeps: bool = False):
+        self.keeps = keeps
+        self.is_checked = False  # whether the arguments of the op that runs next have been compared
+        self._tape = tape
+        self._left: dict[int, tuple[int, int]] = {}  # storage -> bytes, checksum after its last op
+        self._read: set[int] = set()  # storages that were read or saved since
+        self._held: dict[int, torch.Tensor] = {}  # see NOTE [ Unseen writes ] 3
+        self._changed: list[tuple[int, int, bool]] = []  # storage, number of ops so far, whether in _read
+        self._kept: set[int] = set()
+        tape.storages.released = self._released
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
-        """An op has made or written these."""
+        """An op of forward has made or written these."""
         for index, tensor in self._made_in_step(tensors):
-            self._left[index] = checksum_of_storage(tensor)
+            self._left[index] = tensor.untyped_storage().nbytes(), checksum_of_storage(tensor)
+            self._read.discard(index)
+            if index not in self._held:
+                self._held[index] = self._tape.saved.alias(tensor)
 
     def is_written_later(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A collective is writing these or has been waited for: their bytes are not those that an op left."""
+        """A collective or an op of backward writes these: their bytes will not be those that an op of forward left."""
         for index, _ in self._made_in_step(tensors):
             self._left.pop(index, None)
+            self._held.pop(index, None)
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> None:
-        """An op is about to read these, autograd saves them, or a lean module returns them."""
+        """An op is about to read or write these, autograd saves them, or a lean module returns them."""
         for index, tensor in self._made_in_step(tensors):
-            left = self._left.get(index)
-            if left is not None and (found := checksum_of_storage(tensor)) != left:
-                self._left[index] = found
-                self._changed.append((index, len(self._ops)))
+            if index in self._left:
+                self._compare(index, tensor)
+                self._read.add(index)
+
+    def is_kept(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's storage was written by unseen code and must not be recomputed in this step."""
+        return bool(self._kept) and self._tape.storages.known(tensor) in self._kept
+
+    def backward_begins(self) -> None:
+        """Backward begins: compare the storages that forward's code could still write until now."""
+        if self._held:
+            self._tape.storages.poll()
+            held, self._held = self._held, {}
+            for index, alias in held.items():
+                self._ends(index, alias)
+
+    def _released(self, index: int) -> None:
+        alias = self._held.pop(index, None)
+        if alias is not None:
+            self._ends(index, alias)
+
+    def _ends(self, index: int, alias: torch.Tensor) -> None:
+        if index in self._left and index in self._read:
+            self._compare(index, alias)
+
+    def _compare(self, index: int, tensor: torch.Tensor) -> None:
+        n_bytes, left = self._left[index]
+        if tensor.untyped_storage().nbytes() != n_bytes:
+            del self._left[index]  # resized without an op
+            return
+        found = checksum_of_storage(tensor)
+        if found == left:
+            return
+        self._left[index] = n_bytes, found
+        self._changed.append((index, len(self._tape.ops), index in self._read))
+        if self.keeps:
+            self._kept.add(index)
+            self._tape.saved.keep(index, tensor)
 
     def _made_in_step(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+        storages, seen = self._tape.storages, set[int]()
         for tensor in tensors:
             if tensor.layout is not torch.strided or type(tensor) not in _WITH_BYTES or tensor.is_meta:
                 continue
-            index = self._storages.known(tensor)
-            if index is not None and not self._storages.was_before(index) and not is_zero_tensor(tensor):
-                yield index, tensor
+            index = storages.known(tensor)
+            if index is None or index in seen or storages.was_before(index) or is_zero_tensor(tensor):
+                continue
+            seen.add(index)
+            yield index, tensor
 
-    def found(self) -> set[OpOfStep]:
-        """The ops whose results were overwritten by unseen code."""
-        names = ops_of_step(self._ops, self._calls)
-        found = set()
-        for storage, done in self._changed:
-            writers = (row for row in reversed(range(done)) if _leaves_bytes_in(self._ops[row], storage))
-            if (row := next(writers, None)) is not None:
-                found.add(names[row])
+    def found(self) -> dict[OpOfStep, str]:
+        """The ops that cannot run again, and why: `FILLED`, `OVERWRITTEN` or `READ_BEFORE`."""
+        ops = self._tape.ops
+        names = ops_of_step(ops, self._tape.calls)
+        found: dict[OpOfStep, str] = {}
+        for storage, done, was_read in self._changed:
+            writers = (row for row in reversed(range(done)) if _leaves_bytes_in(ops[row], storage))
+            if (writer := next(writers, None)) is None:
+                continue
+            for row in range(writer + 1, done if was_read else 0):
+                if storage in ops[row]["reads"] and not ops[row]["backward"]:
+                    found.setdefault(names[row], READ_BEFORE)
+            before = found.get(names[writer], READ_BEFORE)
+            found[names[writer]] = OVERWRITTEN if was_read or before is not READ_BEFORE else FILLED
         return found
 
 
@@ -104,25 +170,37 @@ def ops_of_step(ops: Sequence[dict[str, Any]], calls: ModuleCalls) -> list[OpOfS
     return found
 
 
-def mark(ops: Sequence[dict[str, Any]], calls: ModuleCalls, found: set[OpOfStep]) -> tuple[str, ...]:
-    """Mark the ops that another recording has found, unless marked already; returns notes for the profile."""
-    by_op: dict[str, list[str]] = {}
+def mark(ops: Sequence[dict[str, Any]], calls: ModuleCalls, found: Mapping[OpOfStep, str]) -> tuple[str, ...]:
+    """Mark the ops that a recording has found, unless marked already; returns notes for the profile."""
+    by_op: dict[tuple[str, str], list[str]] = {}
     written = {storage for op in ops for storage in op["writes"]}
     for op, name in zip(ops, ops_of_step(ops, calls), strict=True):
-        if name in found and (not op["uninitialised"] or not written.isdisjoint(op["creates"])):
+        why = found.get(name)
+        if why is None:
+            continue
+        if why is OVERWRITTEN or (
+            why is FILLED and (not op["uninitialised"] or not written.isdisjoint(op["creates"]))
+        ):
             _cannot_run_twice(calls, op["module"])
-        if name in found and op["replayable"]:
+        if op["replayable"]:
             op["replayable"] = False
-            by_op.setdefault(op["name"], []).append(repr(name[0]) if name[0] else "the model itself")
+            by_op.setdefault((op["name"], why), []).append(repr(name[0]) if name[0] else "the model itself")
     return tuple(
-        f"{op} in {', '.join(dict.fromkeys(modules))} has other bits after it ran than when they are read (its result "
-        "is written by code that torch does not see, such as numpy or an extension): plans save what it makes"
-        for op, modules in by_op.items()
+        f"{op} in {', '.join(dict.fromkeys(modules))} {_NOTES[why]}" for (op, why), modules in by_op.items()
     )
 
 
+_NOTES = {
+    FILLED: "has other bits after it ran than when they are read (its result is written by code that torch does not "
+    "see, such as numpy or an extension): plans save what it makes",
+    OVERWRITTEN: "has other bits after forward than when they were read or saved (its result is overwritten by code "
+    "that torch does not see, such as numpy or an extension): plans save what it makes",
+    READ_BEFORE: "has read what is overwritten afterwards by code that torch does not see: plans save what it makes",
+}
+
+
 def _cannot_run_twice(calls: ModuleCalls, call: int) -> None:
-    """Mark the modules around: a second run would write to saved storages, possibly adding to them; see (4)."""
+    """Mark the modules around: a second run would write to saved storages, possibly adding to them; see (6)."""
     while call != NEVER:
         calls.rows[call]["once"] = calls.rows[call].get("once") or FOREIGN
         call = calls.rows[call]["parent"]

@@ -78,6 +78,17 @@ class Adding(Layers):
         return x
 
 
+class Late(Layers):
+    """Writes at the end of its forward what autograd has saved: a second run stops before that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        out = torch.sin(self.second(torch.tanh(hidden)))
+        if type(hidden.detach()) is torch.Tensor:
+            hidden.detach().numpy()[...] *= np.float32(0.5)
+        return out
+
+
 class Noisy(Layers):
     """Draws from a generator that torch does not know: torch's checkpoint cannot set it back either."""
 
@@ -169,6 +180,8 @@ def test_replay_does_not_look_again_at_what_a_real_profile_has_seen():
     [
         (Foreign, "replay", "", "aten.zeros_like.default"),
         (Adding, "replay", "", "aten.tanh.default"),
+        (Late, "replay", "", "aten.tanh.default"),
+        (Late, "sac", "", "aten.tanh.default"),
         (Noisy, "replay", "", "autoac_silent.hidden_noise.default"),
         (Adding, "sac", "aten.tanh.default", "aten.tanh.default"),
         (Noisy, "sac", "", "autoac_silent.hidden_noise.default"),

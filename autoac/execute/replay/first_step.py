@@ -3,13 +3,15 @@
 NOTE [ The first step ]
   1. A real profile recomputes everything once and compares (`autoac.record.guard`). On fake tensors there is nothing to
      compare, so the plan's first step does it: a value to be recomputed gets a checksum where a recorded op reads it
-     and where autograd saves it. The recomputed value is compared with it before backward reads it.
+     and, if autograd saves it, when the region's forward can no longer write it. The recomputed value is compared with
+     it before backward reads it.
   2. A difference is an error: forward's value is gone, so the step cannot go on.
   3. A region whose replay was correct is not checked again. A region that ran without a backward is.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -20,8 +22,10 @@ from autoac.execute.program import Program
 from autoac.execute.replay.call import ReplayCall
 from autoac.execute.replay.recording import Recording
 from autoac.execute.replay.records import Handle, Record, Slot
+from autoac.execute.until_released import UntilReleased
 from autoac.ops.info import OpInfo
 from autoac.ops.private_results import PRIVATE_RESULTS
+from autoac.torch_private import local_part
 
 DIFFERS = (
     "in region {region!r}, {op} gave other bits when it was run a second time (its result is written by code that "
@@ -73,6 +77,11 @@ class CheckedRecording(Recording):
             self.call.streams.refuse_comparing()
         self._reads: list[tuple[int, int]] = []
         self._writes: tuple[int | str, ...] = ()
+        self._saved = UntilReleased()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._saved.poll()
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _record(self, func: Any, info: OpInfo, args: Any, kwargs: Any, written: tuple[Slot, ...]) -> Any:
         self._reads, self._writes = [], tuple(info.writes)
@@ -100,6 +109,16 @@ class CheckedRecording(Recording):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         packed = super().pack(tensor)
-        if type(packed) is Handle and (checksum := checksum_in_little_memory(tensor)) is not None:
-            self.call.packed[packed] = checksum
+        if type(packed) is Handle:
+            self._saved.hold(local_part(tensor), functools.partial(self._is_final, weakref.ref(packed)))
         return packed
+
+    def _is_final(self, ref: weakref.ref[Handle], tensor: torch.Tensor) -> None:
+        """Forward cannot write this saved tensor any more."""
+        handle = ref()
+        if handle is not None and (checksum := checksum_in_little_memory(tensor)) is not None:
+            self.call.packed[handle] = checksum
+
+    def finish(self) -> None:
+        self._saved.end()
+        super().finish()

@@ -52,6 +52,11 @@ class Slot:
         as_made = not offset and shape == self.shape and stride == self.stride and dtype is self.dtype
         return None if as_made and not conj and not neg else geometry
 
+    @property
+    def as_made(self) -> Geometry:
+        """The geometry of the tensor that the op made."""
+        return (self.shape, self.stride, 0, self.dtype, False, False)
+
     def is_written(self, target: torch.Tensor) -> None:
         """Before an op writes this tensor on the storage: mark the handles that autograd would refuse from now on.
 
@@ -63,8 +68,8 @@ class Slot:
         for ref in self.handles:
             handle = ref()
             if handle is not None and version_of(target) >= handle.version:
-                whole = (self.shape, self.stride, 0, self.dtype, False, False)
-                handle.modified |= not certainly_disjoint(geometry_of(target), handle.geometry or whole)
+                seen = handle.geometry or self.as_made
+                handle.modified |= not certainly_disjoint(geometry_of(target), seen)
 
 
 class Record:

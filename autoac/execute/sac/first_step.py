@@ -1,9 +1,9 @@
 """First step of a region under engine sac: the second run's tensors are compared with those saved in forward.
 
 NOTE [ The first step ]
-  1. Gradients depend on saved tensors. So each tensor that a region saves gets a checksum in forward, and is compared
-     where backward unpacks it, after the second run has recomputed it. A difference is an error: forward's value is no
-     longer available.
+  1. Gradients depend on saved tensors. So each tensor that a region saves gets a checksum once the region's forward can
+     no longer write it, and is compared where backward unpacks it, after the second run has recomputed it. A difference
+     is an error: forward's value is no longer available.
   2. A storage from outside the region that is the same in both runs is not compared: it was not recomputed, and the
      step may have written it in between (batch norm's statistics). `SacPolicy` checks for other writes. A tensor kept
      in the policy's cache is compared: code that torch does not see may have written it a second time.
@@ -14,6 +14,7 @@ NOTE [ The first step ]
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ import torch
 
 from autoac.execute.checksums import checksum_in_little_memory
 from autoac.execute.program import Program
+from autoac.execute.until_released import UntilReleased
 from autoac.ops.info import OpInfo, op_info, tensors_in, written_tensors
 from autoac.ops.private_results import PRIVATE_RESULTS
 from autoac.torch_private import (
@@ -70,6 +72,7 @@ class FirstStep:
         self._counts: Counter[Any] = Counter()
         self._made: dict[int, _Made] = {}  # by storage
         self._at_fault: str | None = None
+        self.saved = UntilReleased()
 
     # -- the first run -------------------------------------------------------------------------------------------------
 
@@ -101,17 +104,22 @@ class FirstStep:
         hooks = top_saved_tensors_hooks()
         assert hooks is not None
         pack, unpack = hooks
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: self._packed(tensor, pack), lambda packed: self._unpacked(packed, unpack)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: self._packed(tensor, pack), lambda packed: self._unpacked(packed, unpack)
+            ),
+            _Polling(self.saved),
         ):
             yield
+        self.saved.end()
 
     def _packed(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> _Packed:
-        made, checksum = self._maker(tensor), checksum_in_little_memory(tensor)
-        if made is not None and made.private:
-            checksum = None
-        outside = storage_ref(local_part(tensor)) if made is None and checksum is not None else None
-        return _Packed(pack(tensor), checksum, made, 0 if made is None else made.writes, outside)
+        made = self._maker(tensor)
+        outside = storage_ref(local_part(tensor)) if made is None and _has_storage(tensor) else None
+        packed = _Packed(pack(tensor), made, 0 if made is None else made.writes, outside)
+        if _has_storage(tensor) and (made is None or not made.private):
+            self.saved.hold(local_part(tensor), functools.partial(_is_final, weakref.ref(packed)))
+        return packed
 
     def _unpacked(self, packed: _Packed, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         tensor, made = unpack(packed.handle), packed.made
@@ -156,23 +164,44 @@ class _Made:
     writes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class _Packed:
     """A saved tensor, as autograd holds it.
 
     Args:
         handle: torch's checkpoint's own.
-        checksum: None if the tensor is not compared.
         made: its storage, None if no op of the region has made it.
         writes: `made.writes` when it was saved.
         outside: its storage if `made` is None.
+        checksum: of its last bytes in the region's forward; None if it is not compared.
     """
 
     handle: Any
-    checksum: int | None
     made: _Made | None
     writes: int
     outside: weakref.ref[torch.UntypedStorage] | None
+    checksum: int | None = None
+
+
+def _is_final(ref: weakref.ref[_Packed], tensor: torch.Tensor) -> None:
+    """The first run cannot write this saved tensor any more."""
+    packed = ref()
+    if packed is not None:
+        packed.checksum = checksum_in_little_memory(tensor)
+
+
+class _Polling(TorchDispatchMode):
+    """Lets go of the saved tensors that nothing else holds, before each op of the first run."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, saved: UntilReleased):
+        super().__init__()
+        self.saved = saved
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.saved.poll()
+        return NotImplemented if any(map(is_sharded_type, types)) else func(*args, **(kwargs or {}))
 
 
 def only_read(info: OpInfo, args: Any, kwargs: Any) -> list[torch.Tensor]:

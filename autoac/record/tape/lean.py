@@ -9,11 +9,21 @@ import torch
 
 from autoac.execute.program import Program
 from autoac.execute.replay import Handle, Record, Recording, ReplayCall, Slot
-from autoac.ops.info import OpInfo, op_info
+from autoac.execute.replay.held import key_of
+from autoac.ops.geometry import clone_with_geometry
+from autoac.ops.info import OpInfo, op_info, read_tensors, written_tensors
 from autoac.ops.signatures import Signature
 from autoac.price.meters import OpTimer
+from autoac.record.tape.clock import Suspended
 from autoac.record.tape.tape import Tape
-from autoac.torch_private import is_fake_type, is_sharded_type, on_fake_tensors, version_of
+from autoac.torch_private import (
+    in_backward,
+    is_fake_type,
+    is_sharded_type,
+    local_part,
+    on_fake_tensors,
+    version_of,
+)
 
 
 class _TimedCall(ReplayCall):
@@ -59,6 +69,7 @@ class LeanRecording(Recording):
         if info.ignored:
             return func(*args, **(kwargs or {}))
         types = tuple(kind for kind in types if not is_fake_type(kind))
+        self._look(info, args, kwargs or {})
         guard = self.saved.guard
         if guard is None:
             return self._run(func, info, types, args, kwargs or {}, True)
@@ -67,6 +78,18 @@ class LeanRecording(Recording):
         result = self._run(func, info, types, args, kwargs or {}, True)
         guard.has_run(len(self.tape.ops) - 1)
         return result
+
+    def _look(self, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> None:
+        """Compare what the op is about to read or write; see NOTE [ Unseen writes ] 7 for what is kept."""
+        unseen = self.saved.unseen
+        if unseen is None or in_backward():
+            return
+        tensors = (*read_tensors(info, args, kwargs), *written_tensors(info, args, kwargs))
+        unseen.reads(tensors)
+        unseen.is_checked = True
+        for tensor in tensors:
+            if unseen.is_kept(tensor):
+                self.slots.pop(key_of(tensor), None)
 
     def _record(self, func: Any, info: OpInfo, args: Any, kwargs: Any, written: tuple[Slot, ...]) -> Any:
         done = len(self.call.records)
@@ -84,9 +107,15 @@ class LeanRecording(Recording):
         return stored
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.saved.unseen is not None and self.saved.unseen.is_kept(tensor):
+            with Suspended(self.tape.clock), torch.no_grad():
+                return clone_with_geometry(tensor)  # the code that has written it may do so again
         return self.saved.alias(tensor)
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        self.saved.is_saved(tensor)
+        if self.saved.unseen is not None and self.saved.unseen.is_kept(local_part(tensor)):
+            self.slots.pop(key_of(local_part(tensor)), None)
         packed = super().pack(tensor)
         if type(packed) is Handle and self.saved.guard is not None:
             self.saved.guard.packed(packed, tensor)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from autoac.execute.program import Program
-from autoac.execute.replay import ReplayCall
+from autoac.execute.replay import Handle, ReplayCall
 from autoac.execute.replay import unpack as replay_unpack
+from autoac.ops.geometry import with_geometry
 from autoac.record.guard import Guard
 from autoac.record.tape.calls import ModuleCalls, name_of, sequence_of
 from autoac.record.tape.clock import Clock, Suspended
@@ -48,6 +50,7 @@ class SavedTensors:
         self._outside = ReplayCall(Program("", ()))
         self.guard: Guard | None = None
         self.unseen: UnseenWrites | None = None
+        self._to_recompute: dict[int, list[weakref.ref[_Watched]]] = {}  # by storage; for `keep`
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Another tensor on the same storage, for holders that `Storages.poll` must not count."""
@@ -64,8 +67,26 @@ class SavedTensors:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook for code outside of the modules that the engine runs."""
+        self.is_saved(tensor)
         alias = self.alias(tensor)
         return self.watch(tensor, (alias, version_of(alias), self._outside))
+
+    def is_saved(self, tensor: torch.Tensor) -> None:
+        """Autograd is about to save this tensor."""
+        if self.unseen is not None and not in_backward():
+            self.unseen.reads([tensor])
+
+    def keep(self, index: int, alias: torch.Tensor) -> None:
+        """Give autograd this storage itself in place of tensors that would be recomputed: their bytes have changed."""
+        for ref in self._to_recompute.pop(index, ()):
+            watched = ref()
+            if watched is None or type(watched.packed) is not Handle or watched.packed.modified:
+                continue
+            handle: Handle = watched.packed
+            with Suspended(self.clock), torch.no_grad():
+                tensor = with_geometry(alias, handle.geometry or handle.slot.as_made)
+                tensor = self.alias(tensor if handle.like is None else handle.like(tensor))
+            watched.packed = tensor, version_of(tensor), handle.call
 
     def watch(self, tensor: torch.Tensor, packed: Any) -> Any:
         """Record that autograd saved this tensor, and when it releases it.
@@ -77,8 +98,6 @@ class SavedTensors:
             The object for autograd to hold.
         """
         index = self.storages.index_of(tensor)
-        if self.unseen is not None and not in_backward():
-            self.unseen.reads([tensor])
         if index is None:
             self.calls.not_counted(tensor)
             return _Watched(None, NEVER, packed)
@@ -92,10 +111,15 @@ class SavedTensors:
                 "dropped": NEVER,
             }
         )
-        return _Watched(self, len(self.rows) - 1, packed)
+        watched = _Watched(self, len(self.rows) - 1, packed)
+        if self.unseen is not None and self.unseen.keeps and type(packed) is Handle:
+            self._to_recompute.setdefault(index, []).append(weakref.ref(watched))
+        return watched
 
     def unpack(self, watched: _Watched) -> torch.Tensor:
         """The unpack hook."""
+        if self.unseen is not None and in_backward():
+            self.unseen.backward_begins()
         row = None if watched.saved is None else self.rows[watched.index]
         if row is not None and row["unpacked"] == NEVER:
             self._first_unpack(row, watched.index)
@@ -133,7 +157,7 @@ class SavedTensors:
 class _Watched:
     """The packed object that autograd holds in a recorded step; its deletion is the release."""
 
-    __slots__ = ("index", "packed", "saved")
+    __slots__ = ("__weakref__", "index", "packed", "saved")
 
     def __init__(self, saved: SavedTensors | None, index: int, packed: Any):
         self.saved = saved

@@ -57,6 +57,7 @@ class Storages:
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # storage -> aliases of holders
         self._again: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.released: Callable[[int], None] = lambda index: None  # called when only aliases hold a storage
         self.gathered: set[int] = set()  # rows of storages between two manual resizes
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
 
@@ -241,6 +242,8 @@ class Storages:
                 gone.append(index)
         for index in gone:
             del self._aliases[index]
+        for index in gone:
+            self.released(index)
 
     def _died(self, key: int, index: int) -> None:
         tick = self.clock.next()

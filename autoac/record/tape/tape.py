@@ -155,9 +155,11 @@ class Tape(TorchDispatchMode):
         if func is _COPY:
             self._note_scattered(args[1:2])
         reads = self.storages.indices_of(read_tensors(info, args, kwargs))
-        unseen = None if in_backward() else self.saved.unseen
-        if unseen is not None:
-            unseen.reads(read_tensors(info, args, kwargs))
+        unseen = self.saved.unseen
+        if unseen is not None and in_backward():
+            unseen.backward_begins()
+        elif unseen is not None and not unseen.is_checked:
+            unseen.reads((*read_tensors(info, args, kwargs), *written))
         writes = self.storages.indices_of(written)
         statistics = info.updates_statistics(args)
         if statistics:
@@ -224,8 +226,9 @@ class Tape(TorchDispatchMode):
             }
         )
         if unseen is not None:
-            touched = (*written, *tensors_in(result))
-            (unseen.is_written_later if is_collective(info.name) else unseen.wrote)(touched)
+            unseen.is_checked = False
+            later = in_backward() or is_collective(info.name)
+            (unseen.is_written_later if later else unseen.wrote)((*written, *tensors_in(result)))
         return result
 
     def left_lean(self, result: Any) -> None:

@@ -134,7 +134,8 @@ def recorded_step(
             told = part(tell, 0.25 + 0.2 * index, 0.45 + 0.2 * index)
             timed.on_op = lambda done, told=told: told("timed step", done / expected)
             with other_random_numbers(model, index):
-                if runs.tried(timed, functools.partial(_run, step, timed, fixed, losses)) is not None:
+                run = functools.partial(_run, step, timed, fixed, losses)
+                if runs.tried(timed, run, numbers=index) is not None:
                     guard = timed.saved.guard
             if time.perf_counter() - started > _TIMING_S and not with_others:
                 break
@@ -149,8 +150,9 @@ def recorded_step(
         told = part(tell, 0.65, 0.9)
         tape.on_op = lambda done: told("recorded step", done / expected)
         tape.storages.note_others(here(fixed))
-        start = time.perf_counter()
-        with recording(step, tape, fixed, losses):
+        start, numbers = time.perf_counter(), runs.numbers_to_record
+        drawn = contextlib.nullcontext() if numbers is None else other_random_numbers(model, numbers)
+        with drawn, recording(step, tape, fixed, losses):
             elapsed = time.perf_counter() - start
             times = timer.times()
             note = note_if_unsteady(times.values(), device, disturbance)
@@ -158,7 +160,7 @@ def recorded_step(
             if tape.saved.guard is not None:
                 unfit = (*unfit, *tape.saved.guard.mark(tape.ops, written_by_others))
             tables = tape_tables.finish(tape, names_of(model), meter.workspace_bytes, times)
-            runs.add(tape, tables)
+            runs.add(tape, tables, numbers)
             its_own = {id(leaf) for leaf in (*model.parameters(), *step.inputs)}.issuperset(
                 map(id, tape.leaves)
             )

@@ -32,6 +32,7 @@ class Run:
         sizes: identifies the bytes of the tensors that forward makes.
         ops: their number.
         peak_bytes: with everything recomputed.
+        numbers: seed of its random numbers; None for those that the user's step would draw.
     """
 
     outcome: str
@@ -40,6 +41,7 @@ class Run:
     sizes: int
     ops: int
     peak_bytes: int
+    numbers: int | None = None
 
 
 class Runs:
@@ -55,7 +57,9 @@ class Runs:
         self.draws = False
         self.failures: dict[str, str] = {}
 
-    def tried(self, tape: Tape, run: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    def tried(
+        self, tape: Tape, run: Callable[[], dict[str, Any]], numbers: int | None = None
+    ) -> dict[str, Any] | None:
         """Run a step and add it; None if it fails with decided draws, see NOTE [ Steps that vary ] 5."""
         try:
             tables = run()
@@ -67,11 +71,11 @@ class Runs:
             self.draws = True
             self.failures[tape.single.outcome] = f"{type(error).__name__}: {error!s:.100}"
             return None
-        self.add(tape, tables)
+        self.add(tape, tables, numbers)
         return tables
 
-    def add(self, tape: Tape, tables: Mapping[str, Any]) -> None:
-        """Add a finished run."""
+    def add(self, tape: Tape, tables: Mapping[str, Any], numbers: int | None = None) -> None:
+        """Add a finished run; `numbers` as in `Run`."""
         calls = frozenset((call.fqn, call.call) for call in tables["calls"] if call.grad)
         found = Run(
             tape.single.outcome,
@@ -80,6 +84,7 @@ class Runs:
             _sizes(tables),
             len(tables["tape"]),
             _peak_bytes(tables),
+            numbers,
         )
         self.all.append(found)
         self.draws = self.draws or tape.single.count > 0
@@ -91,6 +96,14 @@ class Runs:
         if not self.draws or not decided:
             return CHANCE
         return max(decided, key=lambda run: (len(run.calls), run.ops)).outcome
+
+    @property
+    def numbers_to_record(self) -> int | None:
+        """Random numbers of the planned step, as in `Run`; where only sizes vary, those of the largest peak."""
+        runs = [run for run in self.all if run.outcome == self.to_record]
+        if len({run.op_fingerprint for run in runs}) != 1 or len({run.sizes for run in runs}) < 2:
+            return None
+        return max(runs, key=lambda run: run.peak_bytes).numbers
 
     @property
     def low_adds(self) -> bool:

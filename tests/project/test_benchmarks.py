@@ -15,7 +15,8 @@ import torch
 
 from autoac.compare.ours import budgets_between
 from autoac.compare.results import ModelResult, Results, Row
-from benchmarks import checks, models, op_cost, report
+from autoac.record import recorder
+from benchmarks import checks, guard_cost, models, op_cost, report
 from benchmarks.compare import in_the_running, measure_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -312,3 +313,12 @@ def run_module(module: str, *options: str) -> subprocess.CompletedProcess[str]:
     )
     assert done.returncode == 0, done.stderr
     return done
+
+
+def test_guard_cost_profiles_with_and_without():
+    (cost,) = guard_cost.measure(["gpt"], "tiny", rounds=1)
+    assert cost.ratio > 0
+    assert guard_cost.render([cost]).count("\n|") == 2
+    with guard_cost.off():
+        assert recorder.Guard() is None
+    assert recorder.Guard() is not None

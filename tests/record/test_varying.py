@@ -224,7 +224,12 @@ def test_a_step_whose_sizes_are_drawn_says_so(drawn: bool):
     notes = [note for note in profile.notes if note.startswith(VARIES)]
     assert len(notes) == drawn
     for note in notes:
-        assert re.search(r"in the sizes of its tensors, .* a peak of .* to .* in 4 runs", note)
+        found = re.search(
+            r"in the sizes of its tensors, .* a peak of .* to (.*) in 4 runs\): planned for one of (.*)\. The",
+            note,
+        )
+        assert found is not None
+        assert found[1] == found[2]  # the largest
         assert "plan.verify(model, sample, steps=10)" in note
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -171,3 +173,24 @@ class BetweenParts(Layers):
 def test_a_recorded_step_that_would_be_wrong_is_refused(kind: type[Layers], op: str):
     with pytest.raises(RuntimeError, match=rf"{op} gave other bits .* autoac\.plan"):
         trained(case_of(kind), 10**9, "replay")
+
+
+def test_what_is_compared_later_takes_no_memory():
+    """A value that nothing holds any more is gone when the next op has run."""
+    alive: list[bool] = []
+
+    class Dropping(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.tanh(self.first(x))
+            storage = weakref.ref(hidden.untyped_storage())
+            out = hidden + 1.0
+            del hidden
+            out = self.rest(out * 2.0)
+            alive.append(storage() is not None)
+            return out
+
+    case_of(Dropping).profile()
+    with pytest.raises(autoac.InfeasibleBudgetError):
+        trained(case_of(Dropping), 1000, "replay")
+    assert alive.count(False) == 2 * 3
+    assert alive.count(True) == 0

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
 )
@@ -34,3 +37,25 @@ def is_fake(tensor: torch.Tensor) -> bool:
     Source: `FakeTensor` in torch/_subclasses/fake_tensor.py.
     """
     return is_fake_type(type(tensor))
+
+
+_INPUT_OF_GROUP_NORM = {
+    torch.ops.aten.native_group_norm.default: 0,
+    torch.ops.aten.native_group_norm_backward.default: 1,
+}
+"""Position of the normalized tensor among the arguments."""
+
+
+def as_group_norms_kernel(func: Any, args: Any, result: Any) -> Any:
+    """The results of an op on fake tensors; group norm's in the memory format that its kernel for the CPU gives them.
+
+    torch 2.14 has another format for them: contiguous where the input is in channels-last format.
+
+    Source: `native_group_norm` and `native_group_norm_backward` in aten/src/ATen/native/group_norm.cpp, and in
+    torch/_refs/__init__.py and torch/_decomp/decompositions.py, where 2.15 has it right.
+    """
+    position = _INPUT_OF_GROUP_NORM.get(func)
+    if position is None or result[0] is None or result[0].device.type != "cpu":
+        return result
+    first, *others = result
+    return (first.contiguous(memory_format=suggest_memory_format(args[position])), *others)

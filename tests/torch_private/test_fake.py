@@ -25,6 +25,23 @@ def test_real_tensors_within_a_fake_mode():
         assert torch_private.is_fake(torch.ones(2))
 
 
+def test_group_norms_results_have_the_format_that_its_kernel_gives_them():
+    aten: Any = torch.ops.aten
+    forward, backward = aten.native_group_norm.default, aten.native_group_norm_backward.default
+
+    def strides_of_results() -> list[tuple[int, ...]]:
+        x = torch.ones(2, 8, 4, 4).to(memory_format=torch.channels_last)
+        given: Any = (x, None, None, 2, 8, 16, 4, 1e-5)
+        y, *statistics = torch_private.as_group_norms_kernel(forward, given, forward(*given))
+        given = (y, x, *statistics, None, 2, 8, 16, 4, [True, False, False])
+        gradient, *_ = torch_private.as_group_norms_kernel(backward, given, backward(*given))
+        return [y.stride(), gradient.stride()]
+
+    real = strides_of_results()
+    with torch_private.FakeTensorMode():
+        assert strides_of_results() == real
+
+
 @pytest.mark.parametrize(
     ("function", "error"),
     [

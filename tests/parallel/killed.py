@@ -1,6 +1,7 @@
 """One rank of two, in which one dies: while they plan, in a planned step, where they settle on a plan for a loop.
 
-Each case is a process of its own, forked after torch was imported, for that takes longest.
+Each case is a process of its own, forked after torch was imported, for that takes longest. They run at the same time,
+for what takes longest after that is to wait for the dead.
 """
 
 from __future__ import annotations
@@ -26,8 +27,16 @@ from autoac.parallel import ranks
 
 def die() -> None:
     """End the process, and tell when."""
-    Path(sys.argv[1]).with_name("died").write_text(repr(time.time()))
+    death(running).write_text(repr(time.time()))
     os._exit(1)
+
+
+running = ""
+"""The case of this process."""
+
+
+def death(case: str) -> Path:
+    return Path(sys.argv[1]).with_name(f"death-{case}")
 
 
 class Dies(torch.autograd.Function):
@@ -95,6 +104,8 @@ CASES: tuple[Callable[[int, Any], None], ...] = (
 
 
 def run(case: Callable[[int, Any], None], path: Path) -> None:
+    global running
+    running = case.__name__
     rank, store = int(os.environ["RANK"]), f"file://{path.parent}/store-{case.__name__}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     settles = "settling" in case.__name__
@@ -104,13 +115,14 @@ def run(case: Callable[[int, Any], None], path: Path) -> None:
         words = "no error"
     except Exception as error:
         words = f"{type(error).__name__}: {error}"
-    heard_s = time.time() - float(path.with_name("died").read_text())
+    heard_s = time.time() - float(death(running).read_text())
     told = {"error": words, "seconds": heard_s, "clean": is_clean(model)}
     path.with_suffix(f".{case.__name__}").write_text(json.dumps(told))
 
 
 def main() -> None:
-    path, found = Path(sys.argv[1]), {}
+    path = Path(sys.argv[1])
+    children = []
     for case in CASES:
         child = os.fork()
         if child == 0:
@@ -118,9 +130,11 @@ def main() -> None:
                 run(case, path)
             finally:
                 os._exit(0)  # without the goodbyes of a job that has lost a rank
+        children.append(child)
+    for child in children:
         os.waitpid(child, 0)
-        told = path.with_suffix(f".{case.__name__}")
-        found[case.__name__] = json.loads(told.read_text()) if told.exists() else None
+    told = {case.__name__: path.with_suffix(f".{case.__name__}") for case in CASES}
+    found = {name: json.loads(file.read_text()) if file.exists() else None for name, file in told.items()}
     path.write_text(json.dumps(found))
 
 

@@ -73,8 +73,10 @@ def run(size: int, wanted: Sequence[Case]) -> dict[Key, str]:
     """These rows of so many ranks, which are run for it in one job."""
     with tempfile.TemporaryDirectory() as folder:
         told = run_ranks("trying_worker.py", Path(folder), size, 3600, json.dumps(wanted))
-        if None in told:
-            raise RuntimeError(f"rank {told.index(None)} failed:\n{log_of(Path(folder), told.index(None))}")
+        if dead := [rank for rank, one in enumerate(told) if one is None]:
+            raise RuntimeError(
+                "\n".join(f"rank {rank} failed:\n{log_of(Path(folder), rank)}" for rank in dead)
+            )
     return {
         key_of(case, size): row(
             case[1], case[0], size, len(case[3]), [Outcome(**one) for rank in told for one in rank[index]]

@@ -48,7 +48,7 @@ class Outcome:
 def outcomes(
     subject: Subject, way: Way, rank: int, engines: Iterable[str], fractions: Iterable[float]
 ) -> Iterator[dict[str, Any]]:
-    """Each engine at each budget, given as a fraction of the peak without a plan."""
+    """Each engine at each budget, a fraction of the peak without a plan, or the least possible."""
     batch = subject.batch(rank // way.copies)
     plain, _ = trained(way, way.spread(subject.make()), batch)
     model = way.spread(subject.make())
@@ -57,7 +57,7 @@ def outcomes(
     for engine in engines:
         loose = autoac.solve(profile, "1GB", engine=engine)
         for fraction in fractions:
-            plan = autoac.solve(profile, int(fraction * loose.predicted_peak_bytes), engine=engine)
+            plan = solved(profile, int(fraction * loose.predicted_peak_bytes), engine)
             if not way.alone:  # times differ between ranks, and so do plans: that of the first is taken
                 plan = autoac.parallel.agree(plan, model)
             weights, above_start = trained(way, plan.apply(way.spread(subject.make())), batch)
@@ -72,6 +72,14 @@ def outcomes(
                     sum(region.wrapped for region in plan.regions),
                 )
             )
+
+
+def solved(profile: autoac.Profile, budget_bytes: int, engine: str) -> autoac.Plan:
+    """The plan for this budget, or for the least that is possible."""
+    try:
+        return autoac.solve(profile, budget_bytes, engine=engine)
+    except autoac.InfeasibleBudgetError as error:
+        return autoac.solve(profile, error.minimum_bytes, engine=engine)
 
 
 def trained(way: Way, model: Any, batch: Any, steps: int = STEPS) -> tuple[list[torch.Tensor], int]:

@@ -68,3 +68,24 @@ def test_a_loop_is_measured(loop: str):
     assert row.kept
     assert row.steps == 5
     assert row.predicted_peak_bytes == row.measured_peak_bytes
+
+
+def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measured: list[str] = []
+
+    def measure(name: str) -> loops.Row:
+        measured.append(name)
+        if name == "second" and len(measured) == 2:
+            raise KeyboardInterrupt
+        return loops.Row(name, 20, True, 3, 2, 1, 1)
+
+    monkeypatch.setattr(loops, "LOOPS", dict.fromkeys(["first", "second", "third"]))
+    monkeypatch.setattr(loops, "measure", measure)
+    unfinished = tmp_path / "build" / "loops.json"
+    with pytest.raises(KeyboardInterrupt):
+        loops.measure_all(unfinished, "state")
+    rows = loops.measure_all(unfinished, "state").rows
+    assert measured == ["first", "second", "second", "third"]
+    assert [row.loop for row in rows] == ["first", "second", "third"]
+    loops.measure_all(unfinished, "of other code")
+    assert measured[4:] == ["first", "second", "third"]

@@ -10,6 +10,11 @@ KNOWN: Mapping[str, tuple[str, str]] = {
         "under engine sac 1,024 of 825,608 bytes less were measured than predicted, with one of three plans; "
         "of which value is not known",
     ),
+    "vits": (
+        "the prediction is off",
+        "its duration predictor draws lengths by torch.randn: the prediction is that of the largest recorded run, and "
+        "a step that draws shorter ones takes less",
+    ),
 }
 """By name: what a fault's words must hold, and why. Plans depend on times: the fault need not show each time."""
 

@@ -25,6 +25,7 @@ NOTE [ Unseen writes ]
 from __future__ import annotations
 
 import ctypes
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,13 +63,19 @@ class UnseenWrites:
     def __init__(self, tape: Tape, keeps: bool = False):
         self.keeps = keeps
         self.is_checked = False  # whether the arguments of the op that runs next have been compared
-        self._tape = tape
+        self._ref = weakref.ref(tape)  # it holds this: in a cycle, what is held would outlive a step that fails
         self._left: dict[int, tuple[int, int]] = {}  # storage -> bytes, checksum after its last op
         self._read: set[int] = set()  # storages that were read or saved since
         self._held: dict[int, torch.Tensor] = {}  # see NOTE [ Unseen writes ] 3
         self._changed: list[tuple[int, int, bool]] = []  # storage, number of ops so far, whether in _read
         self._kept: set[int] = set()
         tape.storages.released = self._released
+
+    @property
+    def _tape(self) -> Tape:
+        tape = self._ref()
+        assert tape is not None
+        return tape
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
         """An op of forward has made or written these."""

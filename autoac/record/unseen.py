@@ -63,7 +63,8 @@ class UnseenWrites:
     def __init__(self, tape: Tape, keeps: bool = False):
         self.keeps = keeps
         self.is_checked = False  # whether the arguments of the op that runs next have been compared
-        self._ref = weakref.ref(tape)  # it holds this: in a cycle, what is held would outlive a step that fails
+        # The tape holds this. In a cycle, what is held here would outlive a step that fails.
+        self._ref = weakref.ref(tape)
         self._left: dict[int, tuple[int, int]] = {}  # storage -> bytes, checksum after its last op
         self._read: set[int] = set()  # storages that were read or saved since
         self._held: dict[int, torch.Tensor] = {}  # see NOTE [ Unseen writes ] 3

@@ -138,13 +138,14 @@ from autoac.torch_private.profiler import (
     raw_events,
 )
 from autoac.torch_private.storages import (
+    gloo_threads,
     has_its_storage_alone,
     held_once_as_argument,
     key_of_storage,
-    let_go_by_gloo,
     storage_key,
     storage_ref,
     storage_users,
+    wait_for_gloo,
 )
 from autoac.torch_private.streams import current_raw_stream
 from autoac.torch_private.tensors import (
@@ -181,6 +182,8 @@ __all__ = [
     "aten_overload",
     "cast_by_cpu_autocast",
     "cpu_autocast_kernels",
+    "gloo_threads",
+    "wait_for_gloo",
     "without_cpu_autocast",
     "AllocationRanges",
     "COMPILED_NODE",
@@ -272,7 +275,6 @@ __all__ = [
     "is_zero_tensor",
     "raised_in_compiler",
     "key_of_storage",
-    "let_go_by_gloo",
     "negative_view",
     "next_node_number",
     "node_number",

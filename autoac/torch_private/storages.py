@@ -10,7 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from pathlib import Path
 
 import torch
 
@@ -89,22 +89,37 @@ def _references(argument: object) -> int:
     return sys.getrefcount(argument)
 
 
-def let_go_by_gloo(tensor: torch.Tensor) -> None:
-    """Wait until gloo's thread has released the tensor that a finished collective wrote.
+def gloo_threads() -> list[Path]:
+    """Where the system tells the states of the threads that run gloo's collectives; empty if it does not tell.
 
-    It does so some moments after it has signalled the end. On a busy machine that is late enough for the tensors to
-    seem alive.
-
-    Source: `Tensor._use_count` (torch/csrc/autograd/python_variable.cpp); `ProcessGroupGloo::runLoop`
-    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp) is the thread.
+    Source: `ProcessGroupGloo::runLoop` (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp) is such a thread;
+    /proc/[pid]/task/[tid]/stat (proc(5)) has its name and state.
     """
-    for _ in range(_LONGEST_MS):
-        before = cast("Any", tensor)._use_count()
-        time.sleep(1e-3)
-        if cast("Any", tensor)._use_count() == before <= _USES_IN_DISPATCH:
-            return
+    threads = Path("/proc/self/task")
+    stats = [thread / "stat" for thread in threads.iterdir()] if threads.is_dir() else []
+    return [stat for stat in stats if _name_and_state(stat)[0] == _GLOO_THREAD]
 
 
-_LONGEST_MS = 50
-_USES_IN_DISPATCH = 3
-"""References of the tensor's own object, the caller's stack and ours; gloo's work adds three."""
+def wait_for_gloo(threads: list[Path]) -> None:
+    """Wait until none of `gloo_threads` runs: gloo has then released the tensors of the collectives that are over.
+
+    It does so some moments after it has signalled the end, on a busy machine so late that the tensors seem alive. A
+    thread that waits for other ranks does not run. To free a tensor it may need the interpreter's lock, so this hands
+    that over first.
+    """
+    until = time.monotonic() + _LONGEST_S
+    time.sleep(0)
+    while any(_name_and_state(stat)[1] == "R" for stat in threads) and time.monotonic() < until:
+        time.sleep(1e-4)
+
+
+def _name_and_state(stat: Path) -> tuple[str, str]:
+    try:
+        name, _, state = stat.read_text().partition("(")[2].rpartition(")")
+    except (FileNotFoundError, ProcessLookupError):
+        return "", ""  # the thread has ended
+    return name, state.split()[0]
+
+
+_GLOO_THREAD = "pt_gloo_runloop"
+_LONGEST_S = 5.0

@@ -1,6 +1,7 @@
 """Private interfaces of torch.distributed, in one process that is rank 0 of a job of its own or of torch's fake one."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -199,10 +200,18 @@ def test_meshes_are_joined_in_fake_mode():
         assert vars(DeviceMesh)["_concatenate"] is before
 
 
-def test_a_tensor_that_nobody_else_holds_is_let_go_at_once():
-    tensor = torch.ones(1)
-    assert cast("Any", tensor)._use_count() == 1
-    torch_private.let_go_by_gloo(tensor)
+def test_threads_of_gloo_rest_once_they_have_released_what_they_held(tmp_path: Path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        threads = torch_private.gloo_threads()
+        assert threads
+        for _ in range(20):
+            dist.all_reduce(given := torch.ones(1))
+            torch_private.wait_for_gloo(threads)
+            assert cast("Any", given)._use_count() == 1
+    finally:
+        dist.destroy_process_group()
+    torch_private.wait_for_gloo(threads)  # they have ended
 
 
 def test_sharded_tensors_keep_their_own_dispatch_where_no_mode_is():

@@ -26,6 +26,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,15 +52,15 @@ from autoac.torch_private import (
     behind_transforms,
     counted_writes,
     disable_dispatch_modes,
+    gloo_threads,
     in_backward,
     is_fake,
     is_fake_type,
     is_sharded_type,
-    is_wait,
-    let_go_by_gloo,
     local_part,
     on_fake_tensors,
     storage_key,
+    wait_for_gloo,
 )
 from autoac_solver.records.profile import INFERENCE
 
@@ -102,6 +103,7 @@ class Tape(TorchDispatchMode):
         self.view_times: list[float] = []
         self.for_shards: Any = None  # the op on sharded tensors whose local op is still to come
         self.casts_shards = False  # whether that is a cast that autocast caches
+        self.gloo: list[Path] = []  # the threads that may still hold tensors of collectives that are over
         self.replays: weakref.WeakSet[ReplayCall] = weakref.WeakSet()
         self.clock = Clock()
         self.before = before or BeforeStep()
@@ -129,6 +131,8 @@ class Tape(TorchDispatchMode):
             raise
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.gloo:
+            wait_for_gloo(self.gloo)
         self.storages.poll()
         info = op_info(func)
         return (self._view if info.ignored else self._op)(func, info, args, kwargs)
@@ -182,8 +186,8 @@ class Tape(TorchDispatchMode):
             if info.random:
                 result = self.single.drawn(func, args, kwargs, result)
             random_bytes += draws.note(self.before.keep_state)
-        if is_wait(func) and self.device.type == "cpu" and not self.saved.on_fakes:
-            let_go_by_gloo(result)
+        if is_collective(info.name) and self.device.type == "cpu" and not self.saved.on_fakes:
+            self.gloo = gloo_threads()
         if in_place:
             self.storages.stand_in(result, for_tensor=args[0])
             writes = reads[:1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+_CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV}
 
 
 def run_ranks(
@@ -29,6 +31,7 @@ def run_ranks(
         port = free.getsockname()[1]
     path = os.pathsep.join(map(str, (ROOT, ROOT / "solver", HERE)))
     common = {**os.environ, "PYTHONPATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common["PYTHONFAULTHANDLER"] = "1"  # a crash leaves each thread's stack in the log
     started = []
     for rank in range(size):
         command = [
@@ -44,11 +47,14 @@ def run_ranks(
             started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     until = time.monotonic() + timeout_s
     try:
-        for process in started:
-            process.wait(max(0.1, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        logs = "\n".join(log_of(folder, rank) for rank in range(size))
-        raise AssertionError(f"the ranks hang:\n{logs}") from None
+        while any(process.poll() is None for process in started):
+            crashed = [rank for rank, process in enumerate(started) if process.poll() in _CRASHES]
+            if crashed or time.monotonic() > until:
+                logs = "\n".join(log_of(folder, rank) for rank in crashed or range(size))
+                raise AssertionError(
+                    f"ranks {crashed} crashed:\n{logs}" if crashed else f"the ranks hang:\n{logs}"
+                )
+            time.sleep(0.1)
     finally:
         for process in started:
             process.kill()

@@ -1,4 +1,4 @@
-"""Warning if a planned model is called with more than was planned for, under another autocast, or with gradients.
+"""Warning if a planned model's call is not the planned one: larger, under another autocast, with more to train.
 
 The budget may not hold then.
 """
@@ -13,7 +13,7 @@ import torch
 
 from autoac.execute.following import Following
 from autoac.step.inputs import autocast_in, described, elements_in, elements_of, under_autocast
-from autoac.step.model import has_gradients
+from autoac.step.model import has_gradients, trained_elements
 from autoac.torch_private import remove_forward_pre_hooks
 from autoac_solver.records.format import format_bytes
 
@@ -26,15 +26,23 @@ class LargerInputs:
         budget_bytes: of the plan.
         following: kept from warning of other ops as well, once this hook has warned of another autocast.
         one_call: the step that was planned for calls the model once, and begins without gradients.
+        trained: number of elements that the model's trained parameters have, and had when the plan was made; 0 if not
+            known: then nothing was unfrozen since.
     """
 
     def __init__(
-        self, sample: str, budget_bytes: int, following: Following | None = None, one_call: bool = False
+        self,
+        sample: str,
+        budget_bytes: int,
+        following: Following | None = None,
+        one_call: bool = False,
+        trained: int = 0,
     ):
         self.sample = sample
         self.budget_bytes = budget_bytes
         self.following = following
         self.one_call = one_call
+        self.trained = trained
         self.elements = elements_in(sample)
         self.warned = False
 
@@ -62,6 +70,18 @@ class LargerInputs:
             "around nothing else: with torch.autocast(...): plan = autoac.plan(model, sample, ...)"
         )
 
+    def trains_more(self, model: torch.nn.Module) -> bool:
+        """Whether parameters have been unfrozen since the plan was made."""
+        return 0 < self.trained < trained_elements(model)
+
+    def words_on_trained(self, model: torch.nn.Module) -> str:
+        """The warning about unfrozen parameters."""
+        return (
+            f"the model's trained parameters have {trained_elements(model):,} elements, and had {self.trained:,} when "
+            "the plan was made: gradients of those unfrozen since, and what their backward needs, are not planned for, "
+            f"and this step may take more than the budget of {format_bytes(self.budget_bytes)}"
+        )
+
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn once."""
         if self.warned or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not module.training:
@@ -76,6 +96,12 @@ class LargerInputs:
             self.warned = True
             warnings.warn(
                 self.words(args, kwargs) + ", or let autoac.auto plan anew (on_larger='replan').",
+                stacklevel=3,
+            )
+        elif self.trains_more(module):
+            self.warned = True
+            warnings.warn(
+                self.words_on_trained(module) + ". Remove the plan, and plan again for the model as it is.",
                 stacklevel=3,
             )
         elif self.one_call and has_gradients(module):

@@ -24,7 +24,7 @@ from autoac.execute.larger_inputs import LargerInputs, unwatch_inputs, watch_inp
 from autoac.execute.program import Program
 from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.carried import planned
-from autoac.step.model import device_of, model_fingerprint, unwrapped
+from autoac.step.model import device_of, model_fingerprint, trained_elements, unwrapped
 from autoac.step.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
 from autoac.step.units import own_name
 from autoac.torch_private import note_untried
@@ -70,10 +70,11 @@ class Placement:
         self.prepare(model)
         inner = unwrapped(model)
         self.attach(inner)
+        self._unwatch(inner)  # a plan that recomputes nothing leaves no other trace
         if self._programs:
             watch_following(inner, self._following)
-            watch_inputs(inner, self._larger)
-            self.watch_autocast(inner)
+        watch_inputs(inner, self._larger)
+        self.watch_autocast(inner)
 
     def prepare(self, model: torch.nn.Module) -> None:
         """The part of `put_on` that does not touch the model: checks, kernel tests, re-arming the warnings.
@@ -87,7 +88,8 @@ class Placement:
         self._following.start_anew(waits=True)
         profile = self.record.profile
         self._larger = LargerInputs(
-            profile.sample, self.record.budget_bytes, self._following, profile.is_one_call
+            *(profile.sample, self.record.budget_bytes, self._following, profile.is_one_call),
+            trained_elements(unwrapped(model)),
         )
         for program in (*itertools.chain.from_iterable(self._programs.values()), *self._copies.values()):
             program.warned = False
@@ -119,8 +121,7 @@ class Placement:
 
     def begins(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn if inputs are larger than planned for. For models without hooks: call it before each call."""
-        if self._programs:
-            self._larger(model, args, kwargs)
+        self._larger(model, args, kwargs)
 
     def ends(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn if the call ran other ops than planned. For models without hooks: call it after each call."""
@@ -156,6 +157,11 @@ class Placement:
                     "undo that first, then remove the plan."
                 )
         self._detach(model, modules.values())
+        if not any(map(planned, model.modules())):  # else another plan's
+            self._unwatch(model)
+
+    @staticmethod
+    def _unwatch(model: torch.nn.Module) -> None:
         for module in model.modules():
             unwatch_inputs(module)
             unwatch_following(module)

@@ -56,6 +56,11 @@ def has_gradients(model: torch.nn.Module) -> bool:
     return any(p.requires_grad and gradient_of(p) is not None for p in model.parameters())
 
 
+def trained_elements(model: torch.nn.Module) -> int:
+    """Number of elements of the parameters that require grad."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """A parameter's gradient; those of `torch.func.functional_call` are no leaves and have none."""
     return parameter.grad if parameter.is_leaf else None

@@ -1,0 +1,109 @@
+"""A call that the plan was not made for warns once, also if the plan recomputes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoac
+
+WIDTH, ROWS = 16, 32
+
+
+def make() -> nn.Sequential:
+    blocks = (nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(3))
+    model = nn.Sequential(*blocks)
+    model[0].requires_grad_(False)
+    return model
+
+
+def train(model: nn.Module, rows: int = ROWS) -> None:
+    model.zero_grad(set_to_none=True)
+    model(torch.ones(rows, WIDTH)).square().mean().backward()
+
+
+def with_a_larger_batch(model: nn.Module) -> None:
+    train(model, 2 * ROWS)
+
+
+def under_autocast(model: nn.Module) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        train(model)
+
+
+def with_gradients(model: nn.Module) -> None:
+    train(model)
+    model(torch.ones(ROWS, WIDTH)).square().mean().backward()
+
+
+def unfrozen(model: nn.Module) -> None:
+    model.requires_grad_(True)
+    train(model)
+
+
+CASES = {
+    with_a_larger_batch: r"float32\[64,16\], and its plan was made for float32\[32,16\]",
+    under_autocast: "under autocast.*made for a step without autocast",
+    with_gradients: "its parameters have gradients",
+    unfrozen: "parameters have 6,384 elements, and had 4,256 when the plan was made",
+}
+
+
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture(scope="module")
+def profile() -> autoac.Profile:
+    return autoac.profile(make(), torch.ones(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(("act", "words"), CASES.items(), ids=lambda case: getattr(case, "__name__", ""))
+def test_what_the_plan_was_not_made_for_warns_once(
+    profile: autoac.Profile, act: Callable[[Any], None], words: str, recomputes: bool
+):
+    plan = autoac.solve(profile, profile.least_peak_bytes if recomputes else "1GB")
+    model = plan.apply(make())
+    assert any(region.wrapped for region in plan.regions) is recomputes
+    with no_warnings():
+        for rows in (ROWS, ROWS // 2, ROWS):
+            train(model, rows)
+        model.eval()(torch.ones(2 * ROWS, WIDTH))
+        model.train()
+    with pytest.warns(UserWarning, match=words) as told:
+        act(model)
+    assert len(told) == 1
+    with no_warnings():
+        act(model)
+
+
+@pytest.mark.parametrize("budget", ["least", "1GB"])
+def test_a_plan_that_recomputes_nothing_leaves_no_trace_and_gives_way_to_another(
+    profile: autoac.Profile, budget: Any
+):
+    ample = autoac.solve(profile, "1GB")
+    other = autoac.solve(profile, profile.least_peak_bytes if budget == "least" else budget)
+    model = make()
+    names = {name: set(vars(module)) for name, module in model.named_modules()}
+    ample.apply(model)
+    other.apply(model)  # nothing has to be taken off first
+    assert len(model._forward_pre_hooks) == 1
+    if budget == "least":
+        ample.remove(model)  # which leaves the other's warnings on
+    with pytest.warns(UserWarning, match="made for"):
+        train(model, 2 * ROWS)
+    other.remove(model)
+    assert not model._forward_pre_hooks
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == names
+    with no_warnings():
+        train(model, 2 * ROWS)

@@ -13,7 +13,7 @@ import torch
 
 from autoac.execute.following import Following
 from autoac.step.inputs import autocast_in, described, elements_in, elements_of, under_autocast
-from autoac.step.model import has_gradients, trained_elements
+from autoac.step.model import gradient_bytes, trained_elements
 from autoac.torch_private import remove_forward_pre_hooks
 from autoac_solver.records.format import format_bytes
 
@@ -26,6 +26,7 @@ class LargerInputs:
         budget_bytes: of the plan.
         following: kept from warning of other ops as well, once this hook has warned of another autocast.
         one_call: the step that was planned for calls the model once, and begins without gradients.
+        room_bytes: the budget less the plan's predicted peak; gradients that fit into it are not warned of.
         trained: number of elements that the model's trained parameters have, and had when the plan was made; 0 if not
             known: then nothing was unfrozen since.
     """
@@ -36,12 +37,14 @@ class LargerInputs:
         budget_bytes: int,
         following: Following | None = None,
         one_call: bool = False,
+        room_bytes: int = 0,
         trained: int = 0,
     ):
         self.sample = sample
         self.budget_bytes = budget_bytes
         self.following = following
         self.one_call = one_call
+        self.room_bytes = room_bytes
         self.trained = trained
         self.elements = elements_in(sample)
         self.warned = False
@@ -104,7 +107,7 @@ class LargerInputs:
                 self.words_on_trained(module) + ". Remove the plan, and plan again for the model as it is.",
                 stacklevel=3,
             )
-        elif self.one_call and has_gradients(module):
+        elif self.one_call and gradient_bytes(module) > self.room_bytes:
             self.warned = True
             warnings.warn(
                 "the model is called while its parameters have gradients, and its plan was made for a step that begins "

@@ -18,6 +18,7 @@ from autoac.torch_private import (
     is_compiled_wrapper,
     is_ddp,
     is_fsdp1,
+    local_part,
     wrapped_module,
 )
 from autoac_solver.records.errors import ProfilingError
@@ -59,6 +60,13 @@ def has_gradients(model: torch.nn.Module) -> bool:
 def trained_elements(model: torch.nn.Module) -> int:
     """Number of elements of the parameters that require grad."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def gradient_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the gradients of trained parameters, on this rank; a sparse one counts as if it were dense."""
+    found = [gradient_of(p) for p in model.parameters() if p.requires_grad]
+    parts = [local_part(gradient) for gradient in found if gradient is not None]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

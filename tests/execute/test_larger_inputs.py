@@ -72,7 +72,7 @@ def profile() -> autoac.Profile:
 def test_what_the_plan_was_not_made_for_warns_once(
     profile: autoac.Profile, act: Callable[[Any], None], words: str, recomputes: bool
 ):
-    plan = autoac.solve(profile, profile.least_peak_bytes if recomputes else "1GB")
+    plan = autoac.solve(profile, profile.least_peak_bytes if recomputes else profile.peak_bytes)
     model = plan.apply(make())
     assert any(region.wrapped for region in plan.regions) is recomputes
     with no_warnings():
@@ -85,6 +85,14 @@ def test_what_the_plan_was_not_made_for_warns_once(
     assert len(told) == 1
     with no_warnings():
         act(model)
+
+
+def test_gradients_for_which_the_budget_has_room_do_not_warn(profile: autoac.Profile):
+    model = make()
+    n_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    autoac.solve(profile, profile.peak_bytes + n_bytes).apply(model)
+    with no_warnings():
+        with_gradients(model)
 
 
 @pytest.mark.parametrize("budget", ["least", "1GB"])

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from cases import run_cases
 from models import batch, make, sharded
 from torch.nn.parallel import DistributedDataParallel
+from unhurried import step_peak_bytes
 
 import autoac
 from autoac.execute.placement import Placement
-from autoac.measure import measure_peak
 
 CASES: dict[str, Callable[[int], Any]] = {}
 
@@ -49,7 +49,7 @@ def loop(
         if index < 3:
             model(x).backward()
         else:
-            peaks.append(measure_peak(lambda x=x: model(x).backward()).peak_above_start_bytes)
+            peaks.append(step_peak_bytes(lambda x=x: model(x).backward()))
         optimizer.step()
         after(index, handle)
     optimizer.zero_grad()

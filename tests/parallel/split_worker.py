@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import split
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from cases import error_of, run_cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from unhurried import step_peak_bytes
 
 import autoac
-from autoac.measure import measure_peak
 from autoac_solver.records.collectives import may_repeat
 
 CASES: dict[str, Callable[[], Any]] = {}
@@ -54,23 +51,6 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
-@contextlib.contextmanager
-def unhurried() -> Iterator[None]:
-    """Context in which gloo's threads get time to let go of the tensors that were waited for, which they hold on."""
-    wait = collectives.wait_tensor
-
-    def wait_and_sleep(tensor: torch.Tensor) -> torch.Tensor:
-        found = wait(tensor)
-        time.sleep(5e-3)
-        return found
-
-    collectives.wait_tensor = wait_and_sleep
-    try:
-        yield
-    finally:
-        collectives.wait_tensor = wait
-
-
 def least_peak(
     plan: autoac.Plan, model: Any, step: Callable[[], Any], before: Callable[[], Any] = lambda: None
 ) -> int:
@@ -83,8 +63,7 @@ def least_peak(
     for _ in range(MOST_STEPS):
         model.zero_grad(set_to_none=True)
         before()
-        with unhurried():
-            least = min(least, plan.resident_bytes + measure_peak(step).peak_above_start_bytes)
+        least = min(least, plan.resident_bytes + step_peak_bytes(step))
         is_above = torch.tensor(least > plan.predicted_peak_bytes, dtype=torch.int64)
         dist.all_reduce(is_above, group=GROUP)
         if not is_above:

@@ -21,7 +21,8 @@ def agree(plan: Plan | None, model: torch.nn.Module) -> Plan:
     pipeline has a plan of its own.
 
     Args:
-        plan: a rank's plan, or None. The plan of the first rank that has one is taken.
+        plan: a rank's plan, or None. The one for the largest step is taken (unequal shards, or larger batches, make a
+            difference), the first if several are equal.
         model: the rank's model, wrapped or not.
 
     Raises:
@@ -29,10 +30,10 @@ def agree(plan: Plan | None, model: torch.nn.Module) -> Plan:
             ranks.
     """
     with together("agree on a plan", members=ranks_of(model)) as ranks:
-        have = ranks.all(plan is not None)
-        if not any(have):
+        sizes = ranks.all(-1 if plan is None else plan.record.unplanned_peak_bytes)
+        if max(sizes) < 0:
             raise ParallelError(f"no rank has a plan: pass one on rank {ranks.members[0]}.", ranks.members[0])
-        return shared(ranks, have.index(True), plan, model)
+        return shared(ranks, sizes.index(max(sizes)), plan, model)
 
 
 def shared(ranks: Ranks, owner: int, plan: Plan | None, model: torch.nn.Module) -> Plan:

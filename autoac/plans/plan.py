@@ -174,7 +174,9 @@ class Plan(PlanView):
 
     def on(self, profile: Profile) -> Plan:
         """The same decisions, with the predictions of another profile of the same step."""
-        return Plan(predicted_anew(self.record, profile))
+        plan = Plan(predicted_anew(self.record, profile))
+        plan.is_shared = self.is_shared
+        return plan
 
     def verify(
         self,

@@ -58,8 +58,10 @@ def outcomes(
         loose = autoac.solve(profile, "1GB", engine=engine)
         for fraction in fractions:
             plan = solved(profile, int(fraction * loose.predicted_peak_bytes), engine)
-            if not way.alone:  # times differ between ranks, and so do plans: that of the first is taken
-                plan = autoac.parallel.agree(plan, model)
+            if (
+                not way.alone
+            ):  # times differ between ranks, and so do plans: that for the largest step is taken
+                plan = autoac.parallel.agree(plan, model).on(profile)
             weights, above_start = trained(way, plan.apply(way.spread(subject.make())), batch)
             yield asdict(
                 Outcome(

@@ -75,11 +75,11 @@ def rows(page: str) -> list[str]:
 
 
 def with_row(page: str, new: str) -> str:
-    """The page with a row in its table, in place of one for the same torch and tests; newest torch first."""
+    """The page with a row in its table, in place of one for the same torch, Python 3.x and tests; newest torch first."""
 
-    def key(row: str) -> tuple[str, str]:
-        cells = row.split("|")
-        return cells[1], cells[4]
+    def key(row: str) -> tuple[str, str, str]:
+        _, torch, python, _, tests, *_ = row.split("|")
+        return torch, python.rpartition(".")[0], tests
 
     def release(row: str) -> tuple[int, ...]:
         return tuple(int(part) for part in row.split("|")[1].strip().partition("+")[0].split("."))

@@ -31,9 +31,11 @@ def test_a_row_takes_the_place_of_one_of_the_same_kind_and_the_newest_torch_come
     good = versions.Outcome(7, 0, 0)
     for torch in ("2.9.0", "2.15.0+cpu", "2.13.0"):
         page = versions.with_row(page, versions.row(torch, "3.11.7", DAY, [], good))
-    page = versions.with_row(page, versions.row("2.9.0", "3.11.7", DAY, [], versions.Outcome(8, 0, 0)))
+    page = versions.with_row(page, versions.row("2.9.0", "3.11.9", DAY, [], versions.Outcome(8, 0, 0)))
     assert [row.split(" | ")[0] for row in versions.rows(page)] == ["| 2.15.0+cpu", "| 2.13.0", "| 2.9.0"]
     assert versions.rows(page)[-1].split(" | ")[4] == "8"
+    page = versions.with_row(page, versions.row("2.9.0", "3.13.0", DAY, [], good))
+    assert [row.split(" | ")[1] for row in versions.rows(page)] == ["3.11.7", "3.11.7", "3.11.9", "3.13.0"]
     assert page.startswith("before\n")
     assert page.endswith(versions.END + "after\n")
 

@@ -75,7 +75,7 @@ def rows(page: str) -> list[str]:
 
 
 def with_row(page: str, new: str) -> str:
-    """The page with a row in its table, in place of one for the same torch, Python 3.x and tests; newest torch first."""
+    """The page with a row in its table, in place of one for the same torch, Python and tests; newest torch first."""
 
     def key(row: str) -> tuple[str, str, str]:
         _, torch, python, _, tests, *_ = row.split("|")

@@ -13,7 +13,7 @@ import torch
 
 from autoac.execute.following import Following
 from autoac.step.inputs import autocast_in, described, elements_in, elements_of, under_autocast
-from autoac.step.model import gradient_bytes, trained_elements
+from autoac.step.model import trained_elements
 from autoac.torch_private import remove_forward_pre_hooks
 from autoac_solver.records.format import format_bytes
 
@@ -73,21 +73,24 @@ class LargerInputs:
             "around nothing else: with torch.autocast(...): plan = autoac.plan(model, sample, ...)"
         )
 
-    def trains_more(self, model: torch.nn.Module) -> bool:
-        """Whether parameters have been unfrozen since the plan was made."""
-        return 0 < self.trained < trained_elements(model)
+    def words_on_trained(self, elements: int) -> str:
+        """The warning about unfrozen parameters.
 
-    def words_on_trained(self, model: torch.nn.Module) -> str:
-        """The warning about unfrozen parameters."""
+        Args:
+            elements: of the parameters that are trained now.
+        """
         return (
-            f"the model's trained parameters have {trained_elements(model):,} elements, and had {self.trained:,} when "
-            "the plan was made: gradients of those unfrozen since, and what their backward needs, are not planned for, "
-            f"and this step may take more than the budget of {format_bytes(self.budget_bytes)}"
+            f"the model's trained parameters have {elements:,} elements, and had {self.trained:,} when the plan was "
+            "made: gradients of those unfrozen since, and what their backward needs, are not planned for, and this "
+            f"step may take more than the budget of {format_bytes(self.budget_bytes)}. Remove the plan, and plan again "
+            "for the model as it is."
         )
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn once."""
-        if self.warned or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not module.training:
+        if self.warned or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return
+        if not torch.is_grad_enabled() or not module.training:
             return
         if self.is_other_autocast():
             self.warned = True
@@ -101,13 +104,12 @@ class LargerInputs:
                 self.words(args, kwargs) + ", or let autoac.auto plan anew (on_larger='replan').",
                 stacklevel=3,
             )
-        elif self.trains_more(module):
+            return
+        elements, gradient_bytes = trained_elements(module)
+        if elements > self.trained > 0:
             self.warned = True
-            warnings.warn(
-                self.words_on_trained(module) + ". Remove the plan, and plan again for the model as it is.",
-                stacklevel=3,
-            )
-        elif self.one_call and gradient_bytes(module) > self.room_bytes:
+            warnings.warn(self.words_on_trained(elements), stacklevel=3)
+        elif self.one_call and gradient_bytes > self.room_bytes:
             self.warned = True
             warnings.warn(
                 "the model is called while its parameters have gradients, and its plan was made for a step that begins "

@@ -90,7 +90,7 @@ class Placement:
         self._larger = LargerInputs(
             *(profile.sample, self.record.budget_bytes, self._following, profile.is_one_call),
             room_bytes=self.record.budget_bytes - self.record.predicted_peak_bytes,
-            trained=trained_elements(unwrapped(model)),
+            trained=trained_elements(unwrapped(model))[0],
         )
         for program in (*itertools.chain.from_iterable(self._programs.values()), *self._copies.values()):
             program.warned = False

@@ -57,16 +57,20 @@ def has_gradients(model: torch.nn.Module) -> bool:
     return any(p.requires_grad and gradient_of(p) is not None for p in model.parameters())
 
 
-def trained_elements(model: torch.nn.Module) -> int:
-    """Number of elements of the parameters that require grad."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+def trained_elements(model: torch.nn.Module) -> tuple[int, int]:
+    """Number of elements of the parameters that require grad, and the bytes of their gradients on this rank.
 
-
-def gradient_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the gradients of trained parameters, on this rank; a sparse one counts as if it were dense."""
-    found = [gradient_of(p) for p in model.parameters() if p.requires_grad]
-    parts = [local_part(gradient) for gradient in found if gradient is not None]
-    return sum(part.numel() * part.element_size() for part in parts)
+    A sparse gradient counts as if it were dense. Both come from one walk over the model, which every call of a planned
+    model makes.
+    """
+    elements = gradient_bytes = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            elements += parameter.numel()
+            if (gradient := gradient_of(parameter)) is not None:
+                part = local_part(gradient)
+                gradient_bytes += part.numel() * part.element_size()
+    return elements, gradient_bytes
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

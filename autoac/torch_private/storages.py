@@ -106,6 +106,8 @@ def wait_for_gloo(threads: list[Path]) -> None:
     It does so some moments after it has signalled the end, on a busy machine so late that the tensors seem alive. A
     thread that waits for other ranks does not run. To free a tensor it may need the interpreter's lock, so this hands
     that over first.
+
+    Source: `ProcessGroupGloo::runLoop` (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
     """
     until = time.monotonic() + _LONGEST_S
     time.sleep(0)

@@ -122,7 +122,6 @@ def profile(
                 if step.optimizer is not None:
                     recorded = with_optimizer(
                         recorded,
-                        model,
                         step.optimizer,
                         measure=table is None,
                         elsewhere=table.kind if table else "",

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from autoac.automatic.once import Once
+from autoac.measure import unique_storage_bytes
 from autoac.record.optimizer import state_tensors, with_optimizer
 from autoac.step.model import device_of
-from autoac.torch_private import is_profiled
+from autoac.torch_private import is_profiled, local_part
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import NEVER, Profile, Storage
 
@@ -59,9 +60,12 @@ class Optimizers:
 
     def counted(self, profile: Profile) -> Profile:
         """The profile with the optimizers' states and the memory of their steps."""
+        if size := unique_storage_bytes(map(local_part, self._swapped_out())):
+            own = Storage(size, NEVER, profile.end, "Parameter", "")
+            profile = replace(profile, storage_table=(*profile.storage_table, own))
         for optimizer in self._known:
             try:
-                profile = with_optimizer(profile, self._model, optimizer, measure=not is_profiled())
+                profile = with_optimizer(profile, optimizer, measure=not is_profiled())
             except ProfilingError as error:
                 note = f"of the optimizer only its state is counted, as it is now: {error}"
                 self._warn("only its state", note)
@@ -74,6 +78,12 @@ class Optimizers:
                     storage_table=(*profile.storage_table, state),
                 )
         return profile
+
+    def _swapped_out(self) -> list[torch.Tensor]:
+        """The optimizers' parameters, if the model holds none: `functional_call` has put others in their place."""
+        held = set(map(id, self._model.parameters()))
+        own = [p for optimizer in self._known for group in optimizer.param_groups for p in group["params"]]
+        return [] if any(id(p) in held for p in own) else own
 
 
 def trained_in(model: torch.nn.Module) -> str:

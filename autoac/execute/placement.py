@@ -89,7 +89,7 @@ class Placement:
         profile = self.record.profile
         self._larger = LargerInputs(
             *(profile.sample, self.record.budget_bytes, self._following, profile.is_one_call),
-            room_bytes=self.record.budget_bytes - self.record.predicted_peak_bytes,
+            room_bytes=max(0, self.record.budget_bytes - self.record.predicted_peak_bytes),
             trained=trained_elements(unwrapped(model))[0],
         )
         for program in (*itertools.chain.from_iterable(self._programs.values()), *self._copies.values()):

@@ -57,10 +57,8 @@ def record_sharded(
             step.of(skeleton), progress, table is None, as_cuda, lean_losses, shard_and_tell
         )
         if step.optimizer is not None:
-            trained = torch.nn.ParameterList(shards.values())
             recorded = with_optimizer(
                 recorded,
-                trained,
                 optimizer_of(step.optimizer, step.model, shards),
                 measure=table is None,
                 elsewhere=table.kind if table else "",

@@ -119,7 +119,6 @@ def _state_bytes(
     kind = device_of(model).type
     recorded = with_optimizer(
         replace(profile, device="cpu" if kind == "meta" else kind),
-        torch.nn.ParameterList(shards.values()),
         optimizer_of(real_optimizer(optimizer, model), model, shards),
         measure=False,
         elsewhere=profile.device.split(":")[0],

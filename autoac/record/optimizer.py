@@ -18,7 +18,7 @@ from autoac.ops.signatures import Signature, flops_of
 from autoac.price.engine_costs import device_rates
 from autoac.price.isolated_ops import workspaces_on_scratch
 from autoac.step.model import free_bytes
-from autoac.step.optimizer import real_optimizer
+from autoac.step.optimizer import inner_optimizer
 from autoac.step.restore import tensors_of
 from autoac.step.units import here
 from autoac.torch_private import (
@@ -49,7 +49,6 @@ def is_counted(profile: Profile) -> bool:
 
 def with_optimizer(
     profile: Profile,
-    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     measure: bool = True,
     elsewhere: str = "",
@@ -66,9 +65,9 @@ def with_optimizer(
             optimizers run other ops (`_foreach`, over all parameters at once) with larger temporaries.
 
     Raises:
-        ProfilingError: the optimizer has no parameter of this model, or cannot be run on fake tensors.
+        ProfilingError: the optimizer cannot be run on fake tensors.
     """
-    optimizer = real_optimizer(optimizer, model)
+    optimizer = inner_optimizer(optimizer)
     device = torch.device(profile.device)
     try:
         state_bytes, live = _fake_steps(optimizer, device.type, elsewhere or device.type)

@@ -26,14 +26,24 @@ def real_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimi
     Raises:
         ProfilingError: it is no optimizer, has no parameter of this model, or wraps another one in an unknown way.
     """
+    optimizer = inner_optimizer(optimizer)
+    own = {id(p) for p in model.parameters()}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        raise ProfilingError("the optimizer has no parameter of this model: pass the one that trains it.")
+    return optimizer
+
+
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """As `real_optimizer`, whatever it trains.
+
+    Raises:
+        ProfilingError: it is no optimizer, or wraps another one in an unknown way.
+    """
     _check_is_optimizer(optimizer)
     while (attribute := _holds_another(optimizer)) is not None:
         optimizer = getattr(optimizer, attribute)
         _check_is_optimizer(optimizer)
     _check_is_no_proxy(optimizer)
-    own = {id(p) for p in model.parameters()}
-    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-        raise ProfilingError("the optimizer has no parameter of this model: pass the one that trains it.")
     return optimizer
 
 

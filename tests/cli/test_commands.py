@@ -430,7 +430,8 @@ def test_run_counts_an_optimizer_that_the_plan_does_not(
 def test_run_measures_a_larger_sample_as_it_is() -> None:
     large = batch().repeat(50, 1)
     plan = autoac.plan(make(), batch(), "1TB")
-    training = train(Target("", make(), large), plan, 3, 0.01, lambda *_: None)
+    with pytest.warns(UserWarning, match="plan was made for"):
+        training = train(Target("", make(), large), plan, 3, 0.01, lambda *_: None)
     unplanned = autoac.plan(make(), large, "1TB").record.unplanned_peak_bytes
     assert training.measured_peak_bytes == pytest.approx(unplanned, rel=1e-3)
 

@@ -136,8 +136,8 @@ def test_a_copy_is_never_written_through_a_property(
     profile = autoac.profile(model, batch())
     inner = torch.optim.SGD(model.parameters())
     wrapped, groups = wrap(inner), inner.param_groups
-    monkeypatch.setattr("autoac.record.optimizer.real_optimizer", lambda optimizer, _: optimizer)
+    monkeypatch.setattr("autoac.record.optimizer.inner_optimizer", lambda optimizer: optimizer)
     with pytest.raises(autoac.ProfilingError):
-        with_optimizer(profile, model, wrapped)
+        with_optimizer(profile, wrapped)
     assert inner.param_groups is groups
     assert not inner.state

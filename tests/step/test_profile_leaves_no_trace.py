@@ -247,7 +247,7 @@ def test_the_optimizer(stepped: bool):
         list(optimizer.state),
     )
     profile = autoac.profile(model, x)
-    with_optimizer(profile, model, optimizer)
+    with_optimizer(profile, optimizer)
     autoac.profile(model, x, optimizer=optimizer)
     assert ran == []
     assert str(

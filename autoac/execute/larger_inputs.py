@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -88,7 +88,7 @@ class LargerInputs:
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn once."""
-        if self.warned or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if self.warned or torch.compiler.is_compiling() or cast("Any", torch.jit).is_tracing():
             return
         if not torch.is_grad_enabled() or not module.training:
             return

@@ -87,6 +87,22 @@ def test_what_the_plan_was_not_made_for_warns_once(
         act(model)
 
 
+def test_verify_leaves_the_watch_of_a_plan_that_recomputes_nothing_as_it_was(profile: autoac.Profile):
+    plan = autoac.solve(profile, "1GB")
+    model = plan.apply(make())
+    with no_warnings():
+        assert plan.verify(model, torch.ones(ROWS, WIDTH)).ok
+        other = autoac.solve(profile, "2GB")  # which is not on the model
+        assert other.verify(model, torch.ones(ROWS, WIDTH)).ok
+        for one in (plan, other):
+            one.measure_memory(model, torch.ones(ROWS, WIDTH))
+    assert len(model._forward_pre_hooks) == 1
+    with pytest.warns(UserWarning, match=r"budget of 1 GB"):
+        train(model, 2 * ROWS)
+    plan.remove(model)
+    assert not model._forward_pre_hooks
+
+
 def test_gradients_for_which_the_budget_has_room_do_not_warn(profile: autoac.Profile):
     model = make()
     n_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)

@@ -16,6 +16,8 @@ NOTE [ What the profiler does not say ]
 3. It sees the thread that started it. The autograd engine runs nodes for CPU tensors on that thread. Allocations of
    other threads are not counted.
 4. A storage from before the start that is resized inside is taken to keep its size.
+5. Threads of gloo record the end of each collective in it, also a moment after the step has gone on. Stopping it frees
+   what they write to (pytorch issue 185741 is the same fault for other threads), so it stops once they rest.
 """
 
 from __future__ import annotations
@@ -38,11 +40,13 @@ from autoac.device import Device, device_for
 from autoac.torch_private import (
     cpu_allocations,
     cpu_ops,
+    gloo_threads,
     key_of_storage,
     local_part,
     quiet_profiler,
     raw_events,
     sparse_parts,
+    wait_for_gloo,
 )
 
 T = TypeVar("T")
@@ -221,7 +225,10 @@ def _measuring_cpu() -> Iterator[Taken]:
         quiet_profiler(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as prof,
     ):
-        yield taken
+        try:
+            yield taken
+        finally:
+            wait_for_gloo(gloo_threads())
     events = sorted([*_allocator_events(prof), *deaths], key=lambda event: event[0])
     time_ns = np.array([when for when, _ in events], dtype=np.int64)
     live_bytes = np.cumsum(np.array([delta for _, delta in events], dtype=np.int64))

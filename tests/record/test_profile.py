@@ -494,6 +494,7 @@ def test_a_sample_that_does_not_match(mode: Mode):
     assert "with the sample float32[2,10]" in said
 
 
+@pytest.mark.filterwarnings("ignore:the model is called with")
 @pytest.mark.parametrize("run", ["verify", "measure_memory"])
 def test_a_sample_that_the_plan_was_not_made_for(run: str):
     model, sample = nn.Linear(8, 8), torch.randn(2, 8)

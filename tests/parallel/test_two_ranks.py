@@ -134,7 +134,8 @@ def test_static_graph(told: Any):
 def test_all_ranks_have_one_plan_for_the_largest_batch(told: Any):
     first, second = of(told, "one_plan")
     assert first == second
-    assert first["sample"] == "float32[128,32]"
+    assert first["sample"] == first["largest"] == "float32[128,32]"
+    assert first["shared"]
 
 
 def test_errors_are_the_same_on_all_ranks_and_soon(told: Any):

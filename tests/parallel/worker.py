@@ -240,7 +240,15 @@ def one_plan(rank: int) -> Any:
     plan = autoac.plan(model, batch(rank, rows=64 * (rank + 1)), "1GB", policies=[AGAIN])
     given = autoac.plan(make(), batch(), "1GB", policies=[AGAIN]) if rank == 0 else None
     taken = autoac.parallel.agree(given, model)
-    return {"id": plan.program_id, "sample": plan.record.profile.sample, "given": taken.program_id}
+    own = autoac.plan(make(), batch(rank, rows=64 * (rank + 1)), "1GB", policies=[AGAIN])
+    largest = autoac.parallel.agree(own, model)
+    return {
+        "id": plan.program_id,
+        "sample": plan.record.profile.sample,
+        "given": taken.program_id,
+        "largest": largest.record.profile.sample,
+        "shared": largest.on(largest.record.profile).is_shared,
+    }
 
 
 def failing(rank: int, act: Callable[[], Any]) -> dict[str, Any]:

@@ -461,6 +461,7 @@ BRANCHES = Case(lambda: nn.Sequential(Branch(), Branch()), mean_square, ("0", "1
 @feature("higher-order ops: `torch.cond`", "replay")
 def test_cond():
     assert_exact(BRANCHES, "replay")
+    torch._dynamo.reset()
 
 
 @quiet
@@ -470,3 +471,4 @@ def test_cond_under_sac():
     plan = plan_with(BRANCHES, "sac", lambda region, op, nth: True)
     with pytest.raises(NotImplementedError, match=r"no rule .* cond and mode <torch\.utils"):
         run(BRANCHES, plan)
+    torch._dynamo.reset()

@@ -16,8 +16,8 @@ NOTE [ What the profiler does not say ]
 3. It sees the thread that started it. The autograd engine runs nodes for CPU tensors on that thread. Allocations of
    other threads are not counted.
 4. A storage from before the start that is resized inside is taken to keep its size.
-5. Threads of gloo record the end of each collective in it, also a moment after the step has gone on. Stopping it frees
-   what they write to (pytorch issue 185741 is the same fault for other threads), so it stops once they rest.
+5. Threads of gloo record their collectives in it, too, and may still do so when the step has gone on. Stopping it frees
+   what they write to (pytorch pull request 185741 mends this for other threads), so it stops once they rest.
 """
 
 from __future__ import annotations

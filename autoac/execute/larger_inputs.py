@@ -13,7 +13,7 @@ import torch
 
 from autoac.execute.following import Following
 from autoac.step.inputs import autocast_in, described, elements_in, elements_of, under_autocast
-from autoac.step.model import trained_elements
+from autoac.step.model import trained_sizes
 from autoac.torch_private import remove_forward_pre_hooks
 from autoac_solver.records.format import format_bytes
 
@@ -105,7 +105,7 @@ class LargerInputs:
                 stacklevel=3,
             )
             return
-        elements, gradient_bytes = trained_elements(module)
+        elements, gradient_bytes = trained_sizes(module)
         if elements > self.trained > 0:
             self.warned = True
             warnings.warn(self.words_on_trained(elements), stacklevel=3)

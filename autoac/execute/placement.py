@@ -24,7 +24,7 @@ from autoac.execute.larger_inputs import LargerInputs, unwatch_inputs, watch_inp
 from autoac.execute.program import Program
 from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.carried import planned
-from autoac.step.model import device_of, model_fingerprint, trained_elements, unwrapped
+from autoac.step.model import device_of, model_fingerprint, trained_sizes, unwrapped
 from autoac.step.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
 from autoac.step.units import own_name
 from autoac.torch_private import note_untried
@@ -90,7 +90,7 @@ class Placement:
         self._larger = LargerInputs(
             *(profile.sample, self.record.budget_bytes, self._following, profile.is_one_call),
             room_bytes=max(0, self.record.budget_bytes - self.record.predicted_peak_bytes),
-            trained=trained_elements(unwrapped(model))[0],
+            trained=trained_sizes(unwrapped(model))[0],
         )
         for program in (*itertools.chain.from_iterable(self._programs.values()), *self._copies.values()):
             program.warned = False

@@ -57,7 +57,7 @@ def has_gradients(model: torch.nn.Module) -> bool:
     return any(p.requires_grad and gradient_of(p) is not None for p in model.parameters())
 
 
-def trained_elements(model: torch.nn.Module) -> tuple[int, int]:
+def trained_sizes(model: torch.nn.Module) -> tuple[int, int]:
     """Number of elements of the parameters that require grad, and the bytes of their gradients on this rank.
 
     A sparse gradient counts as if it were dense. Both come from one walk over the model, which every call of a planned

@@ -75,6 +75,7 @@ from autoac.torch_private.distributed import (
     ddp_around,
     default_store,
     fake_ranks,
+    gloo_threads,
     is_ddp,
     is_fsdp1,
     is_one_of_several_ranks,
@@ -91,6 +92,7 @@ from autoac.torch_private.distributed import (
     resizes_seen,
     set_units_up,
     sharded_like,
+    wait_for_gloo,
     waited_for,
 )
 from autoac.torch_private.entered import leave_modes, modes_entered
@@ -138,14 +140,12 @@ from autoac.torch_private.profiler import (
     raw_events,
 )
 from autoac.torch_private.storages import (
-    gloo_threads,
     has_its_storage_alone,
     held_once_as_argument,
     key_of_storage,
     storage_key,
     storage_ref,
     storage_users,
-    wait_for_gloo,
 )
 from autoac.torch_private.streams import current_raw_stream
 from autoac.torch_private.tensors import (
@@ -182,8 +182,6 @@ __all__ = [
     "aten_overload",
     "cast_by_cpu_autocast",
     "cpu_autocast_kernels",
-    "gloo_threads",
-    "wait_for_gloo",
     "without_cpu_autocast",
     "AllocationRanges",
     "COMPILED_NODE",
@@ -214,6 +212,7 @@ __all__ = [
     "is_one_of_several_ranks",
     "is_sharded_type",
     "is_unit",
+    "gloo_threads",
     "is_wait",
     "is_wrap",
     "local_part",
@@ -223,6 +222,7 @@ __all__ = [
     "ranks_of_group",
     "reset_units",
     "sharded_like",
+    "wait_for_gloo",
     "waited_for",
     "resizes_seen",
     "set_units_up",

@@ -12,9 +12,11 @@ import functools
 import gc
 import importlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -341,3 +343,44 @@ def resizes_seen(seen: Callable[[torch.UntypedStorage, int, int], None]) -> Iter
             torch.UntypedStorage.resize_ = original
         else:
             del torch.UntypedStorage.resize_
+
+
+# -- gloo ----------------------------------------------------------------------------------------------------------
+
+
+def gloo_threads() -> list[Path]:
+    """Where the system tells the states of the threads that run gloo's collectives; empty if it does not tell.
+
+    Source: `ProcessGroupGloo::runLoop` (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp) is such a thread;
+    /proc/[pid]/task/[tid]/stat (proc(5)) has its name and state.
+    """
+    threads = Path("/proc/self/task")
+    stats = [thread / "stat" for thread in threads.iterdir()] if threads.is_dir() else []
+    return [stat for stat in stats if _name_and_state(stat)[0] == _GLOO_THREAD]
+
+
+def wait_for_gloo(threads: list[Path]) -> None:
+    """Wait until none of `gloo_threads` runs: gloo has then released the tensors of the collectives that are over.
+
+    It does so some moments after it has signalled the end, on a busy machine so late that the tensors seem alive. A
+    thread that waits for other ranks does not run. To free a tensor it may need the interpreter's lock, so this hands
+    that over first.
+
+    Source: `ProcessGroupGloo::runLoop` (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
+    """
+    until = time.monotonic() + _LONGEST_S
+    time.sleep(0)
+    while any(_name_and_state(stat)[1] == "R" for stat in threads) and time.monotonic() < until:
+        time.sleep(1e-4)
+
+
+def _name_and_state(stat: Path) -> tuple[str, str]:
+    try:
+        name, _, state = stat.read_text().partition("(")[2].rpartition(")")
+    except (FileNotFoundError, ProcessLookupError):
+        return "", ""  # the thread has ended
+    return name, state.split()[0]
+
+
+_GLOO_THREAD = "pt_gloo_runloop"
+_LONGEST_S = 5.0

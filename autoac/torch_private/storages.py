@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import operator
 import sys
-import time
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -87,41 +85,3 @@ def held_once_as_argument(tensor: torch.Tensor) -> bool:
 def _references(argument: object) -> int:
     """References to an object that only a caller's variable holds: that, ours, `getrefcount`'s, and the call's."""
     return sys.getrefcount(argument)
-
-
-def gloo_threads() -> list[Path]:
-    """Where the system tells the states of the threads that run gloo's collectives; empty if it does not tell.
-
-    Source: `ProcessGroupGloo::runLoop` (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp) is such a thread;
-    /proc/[pid]/task/[tid]/stat (proc(5)) has its name and state.
-    """
-    threads = Path("/proc/self/task")
-    stats = [thread / "stat" for thread in threads.iterdir()] if threads.is_dir() else []
-    return [stat for stat in stats if _name_and_state(stat)[0] == _GLOO_THREAD]
-
-
-def wait_for_gloo(threads: list[Path]) -> None:
-    """Wait until none of `gloo_threads` runs: gloo has then released the tensors of the collectives that are over.
-
-    It does so some moments after it has signalled the end, on a busy machine so late that the tensors seem alive. A
-    thread that waits for other ranks does not run. To free a tensor it may need the interpreter's lock, so this hands
-    that over first.
-
-    Source: `ProcessGroupGloo::runLoop` (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
-    """
-    until = time.monotonic() + _LONGEST_S
-    time.sleep(0)
-    while any(_name_and_state(stat)[1] == "R" for stat in threads) and time.monotonic() < until:
-        time.sleep(1e-4)
-
-
-def _name_and_state(stat: Path) -> tuple[str, str]:
-    try:
-        name, _, state = stat.read_text().partition("(")[2].rpartition(")")
-    except (FileNotFoundError, ProcessLookupError):
-        return "", ""  # the thread has ended
-    return name, state.split()[0]
-
-
-_GLOO_THREAD = "pt_gloo_runloop"
-_LONGEST_S = 5.0

@@ -58,9 +58,7 @@ def outcomes(
         loose = autoac.solve(profile, "1GB", engine=engine)
         for fraction in fractions:
             plan = solved(profile, int(fraction * loose.predicted_peak_bytes), engine)
-            if (
-                not way.alone
-            ):  # times differ between ranks, and so do plans: that for the largest step is taken
+            if not way.alone:  # times differ between ranks, and so do plans
                 plan = autoac.parallel.agree(plan, model).on(profile)
             weights, above_start = trained(way, plan.apply(way.spread(subject.make())), batch)
             yield asdict(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from autoac.plans import Plan
 from autoac_solver.plan.baselines import checkpointed
@@ -12,14 +14,13 @@ from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import Profile
 
 
-def largest_first(profiles: Sequence[Profile]) -> list[Profile]:
-    """The profiles by their peaks with nothing recomputed, the highest first."""
-    if len(profiles) == 1:
-        return [*profiles]
-    return sorted(profiles, key=_unplanned_bytes, reverse=True)
+def largest_first(recorded: Sequence[tuple[Any, Profile]]) -> list[tuple[Any, Profile]]:
+    """Batches and their profiles by the steps' peaks with nothing recomputed, the highest first."""
+    return sorted(recorded, key=lambda one: unplanned_bytes(one[1]), reverse=True)
 
 
-def _unplanned_bytes(profile: Profile) -> int:
+def unplanned_bytes(profile: Profile) -> int:
+    """Peak of the step with nothing recomputed."""
     return checkpointed(profile, ()).peak_bytes
 
 
@@ -28,26 +29,30 @@ def with_others(profiles: Sequence[Profile]) -> Profile:
     first, *others = profiles
     if not others:
         return first
-    words = "; ".join(f"{one.sample or 'another'}: {format_bytes(_unplanned_bytes(one))}" for one in others)
+    words = "; ".join(f"{one.sample or 'another'}: {format_bytes(unplanned_bytes(one))}" for one in others)
     note = f"of {len(profiles)} samples that with the highest peak; with nothing recomputed the others take {words}"
     return replace(first, notes=(*first.notes, note))
 
 
 def with_outcomes(plan: Plan, others: Sequence[Profile]) -> Plan:
-    """The plan, with the outcomes of these steps under it."""
-    outcomes = tuple(outcome_of(plan.record, profile) for profile in others)
-    note = f"of {len(others) + 1} samples that with the highest peak; under its plan, " + "; ".join(
+    """The plan, with the predicted outcomes of these steps under it."""
+    return told_of(plan, [outcome_of(plan.record, profile) for profile in others])
+
+
+def told_of(plan: Plan, outcomes: Sequence[Outcome]) -> Plan:
+    """The plan, with outcomes of other samples and a note on them."""
+    if not outcomes:
+        return plan
+    note = f"of {len(outcomes) + 1} samples that with the highest peak; under its plan, " + "; ".join(
         map(_in_words, outcomes)
     )
     profile = replace(plan.record.profile, notes=(*plan.record.profile.notes, note))
     told = Plan(replace(plan.record, profile=profile))
-    told.outcomes = outcomes
+    told.outcomes = tuple(outcomes)
     return told
 
 
 def _in_words(outcome: Outcome) -> str:
+    time = "" if math.isnan(outcome.overhead) else f", step time {outcome.overhead:+.1%}"
     fits = "fits" if outcome.fits else "does NOT fit"
-    return (
-        f"{outcome.sample or 'another'}: peak {format_bytes(outcome.peak_bytes)}, step time {outcome.overhead:+.1%}, "
-        f"{fits}"
-    )
+    return f"{outcome.sample or 'another'}: peak {format_bytes(outcome.peak_bytes)}{time}, {fits}"

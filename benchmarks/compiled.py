@@ -74,7 +74,7 @@ def compile_whole(fraction: float, model: torch.nn.Module) -> None:
     """Compile a model as one graph at torch's own budget, permanently."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return compiled(type(model), f"torch:{fraction:g}")(model, args, kwargs)
+        return compiled(type(model), f"torch:{fraction:g}", "")(model, args, kwargs)
 
     model.__dict__["forward"] = forward
 

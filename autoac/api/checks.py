@@ -70,16 +70,15 @@ def check_compiling(
         )
 
 
-def check_samples(sample: Any, engine: str, budget_of: str) -> None:
+def check_samples(sample: Any, budget_of: str) -> None:
     """Refuse several samples with options under which they cannot be compared.
 
     Raises:
         ValueError: an option is refused; raised before any work.
     """
-    if isinstance(sample, Samples) and (compiles(engine) or budget_of != "allocated"):
+    if isinstance(sample, Samples) and budget_of != "allocated":
         raise ValueError(
-            "several samples are compared by allocated memory, with the engines replay and sac: plan for one of them, "
-            "or leave out budget_of and engine='compile'."
+            "several samples are compared by allocated memory: plan for one of them, or leave out budget_of."
         )
 
 

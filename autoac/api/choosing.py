@@ -9,7 +9,6 @@ import torch
 
 from autoac.execute.engines import default_engine
 from autoac.step.model import device_of, runs_compiled, unwrapped
-from autoac.step.samples import Samples
 from autoac.step.uncompiled import compiled_modules
 from autoac.torch_private import compiled_attribute, is_compiled_by_inductor
 from autoac_solver.records.engines import COMPILE
@@ -46,13 +45,12 @@ def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tu
 
 
 def against_compiling(
-    policies: Any, max_overhead: Any, sample: Any, budget_of: str, mode: str, device: str | Path | None
+    policies: Any, max_overhead: Any, budget_of: str, mode: str, device: str | Path | None
 ) -> str:
     """A requested option that engine compile does not support, "" for none; arguments as for `plan`."""
     asked = {
         "policies": bool(policies),
         "max_overhead": max_overhead is not None,
-        "several samples": isinstance(sample, Samples),
         f"budget_of={budget_of!r}": budget_of != "allocated",
         f"mode={mode!r}": mode == "fake",
         f"device={device!r}": device is not None,

@@ -16,8 +16,8 @@ from autoac.api.solving import plan_recorded
 from autoac.api.together import plan_together
 from autoac.buckets import Buckets
 from autoac.calibrate.compiled.table import BLOCKS, NothingCompiled
-from autoac.calibrate.compiled.tried import tried
-from autoac.outcomes import largest_first, with_outcomes
+from autoac.calibrate.compiled.tried import tried, with_measured
+from autoac.outcomes import with_outcomes
 from autoac.parallel.protocol import Plain, check_parallel
 from autoac.parallel.wrapped import found_on
 from autoac.plans import Plan
@@ -124,13 +124,14 @@ def plan(
     total_bytes = None if device is None else find_device(device).memory_bytes
     names = checked(model, budget, regions, policies, engine, headroom, max_overhead, total_bytes)
     check_budget_of(budget_of, kind_of(model, device))
-    steps = [TrainingStep(unwrapped(model), one, loss, optimizer) for one in batches_of(sample)]
+    for one in batches_of(sample):
+        TrainingStep(unwrapped(model), one, loss, optimizer)  # checks it
     check_effort(time_limit_s, gap)
-    against = against_compiling(policies, max_overhead, sample, budget_of, mode, device)
+    against = against_compiling(policies, max_overhead, budget_of, mode, device)
     asked = engine
     engine, reason = engine_to_plan_with(model, asked, against)
     check_compiling(engine, granularity, policies, max_overhead)
-    check_samples(sample, engine, budget_of)
+    check_samples(sample, budget_of)
     with progress_shown("planning", progress) as tell:
         profiled = functools.partial(
             profile_each,
@@ -153,7 +154,7 @@ def plan(
             engine = engine_for(model, asked)[0]
             reason = f"auto: nothing of the model can be compiled: {error.why}"
             profiles = profiled(engine=engine)
-        recorded, *others = largest_first(profiles)
+        (batch, recorded), *others = profiles
         solving = part(tell, 0.7, 1.0)
 
         def solved(recorded: Profile) -> Plan:
@@ -175,10 +176,12 @@ def plan(
 
         if not compiles(engine):
             found = solved(recorded)
-            return with_outcomes(found, others) if others else found
+            return with_outcomes(found, [other for _, other in others])
         assert budget is not None
         budget_bytes, headroom_bytes = limits(budget, headroom, recorded.device_bytes or None)
-        return tried(recorded, steps[0], budget_bytes - headroom_bytes, solved)
+        step_with = functools.partial(TrainingStep, unwrapped(model), loss=loss, optimizer=optimizer)
+        found = tried(recorded, step_with(batch), budget_bytes - headroom_bytes, solved)
+        return with_measured(found, [(step_with(other), profile) for other, profile in others])
 
 
 def plan_buckets(

@@ -96,7 +96,7 @@ def profile(
                 engine=engine,
                 granularity=granularity,
             )
-        return with_others(largest_first(found))
+        return with_others([recorded for _, recorded in found])
     if mode not in get_args(Mode):
         raise ValueError(f"mode is {mode!r}; possible are {', '.join(map(repr, get_args(Mode)))}.")
     check_parallel(parallel)
@@ -128,8 +128,7 @@ def profile(
                     )
                 recorded = wrapped.with_lifetimes(recorded, model)
         if is_compiled:
-            called = called_among(recorded, names)
-            recorded = with_compiled_regions(recorded, step, called, granularity, part(tell, 0.3, 1.0))
+            recorded = _compiled(recorded, step, names, granularity, part(tell, 0.3, 1.0))
     if not model.training:
         recorded = _noted(
             recorded, "the model was in eval mode: call model.train() first if it will be trained so"
@@ -140,14 +139,48 @@ def profile(
 
 
 def profile_each(
-    model: torch.nn.Module, batches: Sequence[Any], progress: Tell, **options: Any
-) -> list[Profile]:
-    """The profile of a step with each batch, in order; options as for `profile`."""
+    model: torch.nn.Module,
+    batches: Sequence[Any],
+    progress: Tell,
+    *,
+    engine: EngineName = "auto",
+    granularity: str = BLOCKS,
+    mode: Mode = "auto",
+    **options: Any,
+) -> list[tuple[Any, Profile]]:
+    """Each batch with the profile of its step, that with the highest peak first; its regions are compiled.
+
+    Args:
+        engine, granularity, mode, options: as for `profile`.
+    """
+    if len(batches) == 1:
+        said = {"engine": engine, "granularity": granularity, "mode": mode, **options}
+        return [(batches[0], profile(model, batches[0], progress=progress, **said))]
+    check_compiling(engine, granularity)
+    is_compiled = compiles(engine)
+    if is_compiled:
+        mode = mode_for_compiling(mode, options["device"])
+    told = part(progress, 0.0, 0.5 if is_compiled else 1.0)
     share = 1 / len(batches)
-    return [
-        profile(model, batch, progress=part(progress, share * index, share * (index + 1)), **options)
-        for index, batch in enumerate(batches)
+    profiles = [
+        profile(model, batch, mode=mode, progress=part(told, share * i, share * (i + 1)), **options)
+        for i, batch in enumerate(batches)
     ]
+    found = largest_first(list(zip(batches, profiles, strict=True)))
+    if is_compiled:
+        batch, recorded = found[0]
+        step = TrainingStep(unwrapped(model), batch, options["loss"], options["optimizer"])
+        names = select_modules(step.model, options["regions"])
+        with OptimizerStates():
+            found[0] = batch, _compiled(recorded, step, names, granularity, part(progress, 0.5, 1.0))
+    return found
+
+
+def _compiled(
+    recorded: Profile, step: TrainingStep, names: list[str] | None, granularity: str, progress: Tell
+) -> Profile:
+    """The profile with its regions compiled; `names` as from `select_modules`."""
+    return with_compiled_regions(recorded, step, called_among(recorded, names), granularity, progress)
 
 
 def _recorded(

@@ -14,6 +14,7 @@ import autoac
 from autoac.compare.strategies import Strategy
 from autoac.execute.compiled.code import compiled
 from autoac.plans import Plan
+from autoac.step.inputs import described
 from autoac_solver.plan.recorded.programs import region_calls
 from autoac_solver.records.compiled import EAGER, TORCHS
 from autoac_solver.records.engines import COMPILE
@@ -61,7 +62,7 @@ def checkpoint_compiled(names: Sequence[str], model: nn.Module) -> None:
         module = model.get_submodule(name)
 
         def forward(*args: Any, module: nn.Module = module, **kwargs: Any) -> Any:
-            run = compiled(type(module), TORCHS)
+            run = compiled(type(module), TORCHS, described(args, kwargs))
             return checkpoint(run, module, args, kwargs, use_reentrant=False)
 
         module.__dict__["forward"] = forward

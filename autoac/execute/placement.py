@@ -273,12 +273,20 @@ class Placement:
         Each application of the plan uses the same objects: for new ones, torch.compile would compile again.
         """
         programs: dict[str, list[Program]] = {}
+        profile = self.record.profile
+        compiled = () if profile.compiled is None else profile.compiled.regions
+        inputs = {
+            (profile.calls[call].fqn, profile.calls[call].call): region.inputs
+            for region in compiled
+            for call in region.calls
+        }
         for region in self.record.regions:
             untouched = Program(region.fqn, (), wrapped=False)
             calls = programs.setdefault(region.fqn, [untouched] * region.calls)
             calls[region.call] = Program(
                 *(region.name, region.steps, region.wrapped, self._following, region.point),
                 unchecked=self._unchecked,
+                inputs=inputs.get((region.fqn, region.call), ""),
             )
         return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
 
@@ -309,6 +317,7 @@ class Placement:
             self._copies[fqn] = Program(
                 *(fqn, program.names, program.wrapped, self._following, program.point),
                 unchecked=self._unchecked,
+                inputs=program.inputs,
             )
         return self._copies[fqn]
 

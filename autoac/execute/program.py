@@ -30,6 +30,7 @@ class Program:
         wrapped: whether anything is recomputed; if not, this call of the region is left untouched.
         following: collects ops that the profiled step did not run; None makes one for this program alone.
         point: the point that the region is compiled at (engine compile).
+        inputs: the planned inputs of a compiled region, as `described` tells them; "" if not known.
         unchecked: whether recomputed values have not been compared with forward's yet; the engine then does so in its
             first step, and clears this.
 
@@ -49,6 +50,7 @@ class Program:
         following: Following | None = None,
         point: str = EAGER,
         unchecked: bool = False,
+        inputs: str = "",
     ):
         self.region = region
         self.names = tuple(steps)
@@ -56,6 +58,7 @@ class Program:
         self.following = following or Following()
         self.point = point
         self.unchecked = unchecked
+        self.inputs = inputs
         self.found_right = False  # by the last comparison
         self.warned = False
         self.unnamed = _unnamed(self.names) if region else self
@@ -68,7 +71,7 @@ class Program:
     def __reduce__(self) -> Any:
         return Program, (
             *(self.region, self.names, self.wrapped),
-            *(self.following, self.point, self.unchecked),
+            *(self.following, self.point, self.unchecked, self.inputs),
         )
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autoac.step.inputs import described
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import uncompiled
@@ -36,6 +37,12 @@ class Captured:
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the region's code gets them: tensors that need a gradient are results of ops."""
         return tree_map(_computed, self.args), tree_map(_computed, self.kwargs)
+
+    @property
+    def described(self) -> str:
+        """The arguments, as `step.inputs.described` tells them during the call."""
+        with self.around():
+            return described(self.args, self.kwargs)
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:

@@ -43,7 +43,7 @@ def measured_points(
     runs: dict[str, Run] = {}
     for name in points:
         tell(name)
-        runs[name] = compiled(type(region.module), name)
+        runs[name] = compiled(type(region.module), name, region.described)
         _forward_and_backward(region, runs[name], device)  # compiles
     if eager:
         runs[EAGER] = run_module

@@ -143,7 +143,7 @@ def _region(region: Captured, calls: tuple[int, ...], device: torch.device, tell
         points = measured_points(region, survey.points, device, tell, eager=not survey.draws)
     except Exception as error:
         return CompiledRegion(calls, (), (), _reason(error))
-    return CompiledRegion(calls, survey.heavy, points)
+    return CompiledRegion(calls, survey.heavy, points, inputs=region.described)
 
 
 def _survey(region: Captured) -> Any:

@@ -6,17 +6,20 @@ the rest is measured in one planned step, by the allocator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autoac.device import device_for
 from autoac.measure import ONE_AT_A_TIME, measure_peak
+from autoac.outcomes import told_of, unplanned_bytes
 from autoac.plans import Plan
 from autoac.step.model import device_of
 from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac_solver.plan.recorded.step import step_of
+from autoac_solver.plan.recorded.transfer import Outcome
 from autoac_solver.records.errors import InfeasibleBudgetError
 from autoac_solver.records.profile import Profile
 
@@ -43,7 +46,7 @@ def tried(profile: Profile, step: TrainingStep, limit: int, solve: Callable[[Pro
     best: Plan | None = None
     least: Plan | None = None
     for _ in range(_TRIES):
-        measured = peak_with(plan, step)
+        measured = plan.resident_bytes + peak_with(plan, step)
         corrected = _corrected(plan, measured)
         error = corrected.predicted_peak_bytes - plan.predicted_peak_bytes
         if measured <= limit and (
@@ -66,8 +69,23 @@ def tried(profile: Profile, step: TrainingStep, limit: int, solve: Callable[[Pro
     return best
 
 
+def with_measured(plan: Plan, others: Sequence[tuple[TrainingStep, Profile]]) -> Plan:
+    """The plan of engine compile, with the outcomes of these steps under it.
+
+    Their peaks are measured: no point of a region was measured with their inputs. Their time is not known.
+    """
+    return told_of(plan, [_measured(plan, step, profile) for step, profile in others])
+
+
+def _measured(plan: Plan, step: TrainingStep, profile: Profile) -> Outcome:
+    peak = profile.resident_bytes + peak_with(plan, step)
+    record = plan.record
+    fits = peak <= record.budget_bytes - record.headroom_bytes
+    return Outcome(profile.sample, peak, unplanned_bytes(profile), math.nan, fits)
+
+
 def peak_with(plan: Plan, step: TrainingStep) -> int:
-    """Measured peak bytes of a step with a plan: of the second such step, because the first compiles."""
+    """Measured peak bytes of a step with a plan above its start: of the second such step, as the first compiles."""
     model = step.model
     peak = 0
     for measures in (False, True):
@@ -82,7 +100,7 @@ def peak_with(plan: Plan, step: TrainingStep) -> int:
                 peak = measure_peak(step.run, device_of(model)).peak_above_start_bytes
             else:
                 step.run()
-    return plan.resident_bytes + peak
+    return peak
 
 
 def _corrected(plan: Plan, measured_bytes: int) -> Plan:

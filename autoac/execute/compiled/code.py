@@ -1,7 +1,9 @@
-"""Compiled regions: one code object per module class and point.
+"""Compiled regions: one code object per module class, point and planned inputs, and one for all other inputs.
 
 Dynamo caches compiled code per traced code object, and counts recompilations there. So equal blocks of one class share
-the code compiled at a point, and points share neither cache entries nor recompile limits.
+the code compiled at a point, and points share neither cache entries nor recompile limits. Planned inputs always get the
+code that was measured: on a shared code object, code for dynamic shapes, made after a batch of another size, would
+serve them as well.
 """
 
 from __future__ import annotations
@@ -22,14 +24,20 @@ def run_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 @functools.cache
-def compiled(kind: type[torch.nn.Module], point: str) -> Callable[..., Any]:
+def compiled(
+    kind: type[torch.nn.Module], point: str, inputs: str, others: bool = False
+) -> Callable[..., Any]:
     """`run_module` for modules of a class, compiled at a point.
 
     Cached for the life of the process, as compiled code is.
+
+    Args:
+        inputs: the planned inputs, as `described` tells them; "" if not known.
+        others: for all other inputs: sizes are dynamic from the first call on, so that it is compiled once.
     """
     from autoac.execute.compiled.partitioner import PointPartitioner
 
-    return _compiled(PointPartitioner(point))
+    return _compiled(PointPartitioner(point), dynamic=True if others else None)
 
 
 def surveying(most: int) -> Callable[..., Any]:
@@ -39,7 +47,7 @@ def surveying(most: int) -> Callable[..., Any]:
     return _compiled(Surveyor(most))
 
 
-def _compiled(partitioner: Any) -> Callable[..., Any]:
+def _compiled(partitioner: Any, dynamic: bool | None = None) -> Callable[..., Any]:
     code = run_module.__code__.replace(co_name=run_module.__name__)
     own = types.FunctionType(code, run_module.__globals__, run_module.__name__)
-    return torch.compile(own, fullgraph=True, options={COMPILE_OPTION: partitioner})
+    return torch.compile(own, fullgraph=True, dynamic=dynamic, options={COMPILE_OPTION: partitioner})

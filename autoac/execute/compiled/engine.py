@@ -12,6 +12,7 @@ from autoac.execute.chains import Chains
 from autoac.execute.compiled.code import compiled
 from autoac.execute.program import Program
 from autoac.execute.replay.engine import ReplayEngine
+from autoac.step.inputs import described
 from autoac.torch_private import hooked_inside, is_recompile_limit
 from autoac_solver.build.engines import engine_model
 from autoac_solver.build.engines.compile import CompileCosts
@@ -51,7 +52,7 @@ class CompileEngine:
             )
         else:
             try:
-                return compiled(type(module), program.point)(module, args, kwargs)
+                return self._code(program, args, kwargs, module)(module, args, kwargs)
             except Exception as error:
                 if not is_recompile_limit(error):
                     raise
@@ -63,6 +64,14 @@ class CompileEngine:
             program.warned = True
             warnings.warn(f"region {program.region!r} {why}", stacklevel=2)
         return forward(*args, **kwargs)
+
+    @staticmethod
+    def _code(
+        program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], module: torch.nn.Module
+    ) -> Callable[..., Any]:
+        """The compiled code for these arguments."""
+        others = bool(program.inputs) and described(args, kwargs) != program.inputs
+        return compiled(type(module), program.point, program.inputs, others)
 
     def measure(self, chains: Chains) -> CompileCosts:
         return CompileCosts()

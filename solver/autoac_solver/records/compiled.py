@@ -82,12 +82,14 @@ class CompiledRegion:
         heavy: names of the heavy ops in their compiled forward, in order; the numbers in points' names index it.
         points: measured points in no particular order; empty if the regions cannot be compiled.
         failure: why they cannot be compiled, "" if they can.
+        inputs: the tensors that they are called with, such as "float32[8,128,64]"; "" if there are none.
     """
 
     calls: tuple[Size, ...]
     heavy: tuple[str, ...]
     points: tuple[CompiledPoint, ...]
     failure: str = ""
+    inputs: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -604,7 +604,7 @@ def test_arguments_are_refused_at_once():
         autoac.auto(model, ENOUGH)
 
 
-def test_applied_plan_warns_of_larger_inputs():
+def test_applied_plan_warns_of_a_larger_batch():
     model, x = make().train(), torch.randn(BATCH, WIDTH)
     profile = autoac.profile(model, x)
     assert profile.sample == f"float32[{BATCH},{WIDTH}]"

@@ -100,7 +100,7 @@ def test_what_is_larger_than_all_warns_once(made: tuple[Blocks, autoac.Buckets])
     model, buckets = made
     with buckets.applied(model):
         model(torch.randn(16, WIDTH)).mean().backward()
-        with pytest.warns(UserWarning, match="may take more than the budget"):
+        with pytest.warns(UserWarning, match="may take more than the planned peak of"):
             model(torch.randn(65, WIDTH)).mean().backward()
         model(torch.randn(16, WIDTH)).mean().backward()
         model(torch.randn(66, WIDTH)).mean().backward()  # said already; warnings are errors here

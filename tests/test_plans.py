@@ -970,7 +970,7 @@ def test_verify_finds_nothing(plan: Plan):
 
 def test_verify_says_when_the_step_is_larger_than_the_profiled_one(plan: Plan):
     assert "larger" not in str(plan.verify(make(), batch()))
-    with pytest.warns(UserWarning, match="may take more than the budget"):
+    with pytest.warns(UserWarning, match="may take more than the planned peak of"):
         report = plan.verify(make(), torch.cat([batch()] * 3))
     assert report.equal
     assert report.is_larger_step

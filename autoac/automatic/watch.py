@@ -9,8 +9,8 @@ import torch
 
 from autoac.automatic.recording import Recording
 from autoac.automatic.wanted import called_in
-from autoac.execute.larger_inputs import LargerInputs, unwatch_inputs
 from autoac.execute.newcomers import outermost, unwatch_newcomers, watch_newcomers
+from autoac.execute.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
 from autoac.step.inputs import elements_of
 from autoac.step.model import has_gradients
@@ -60,10 +60,10 @@ class Watch:
     def put_on(self, plan: Plan) -> None:
         """Start checking, after a plan was put on the model."""
         profile = plan.record.profile
-        unwatch_inputs(self._model)  # checked here instead
+        unwatch_calls(self._model)  # checked here instead
         self._plan = plan
-        self._larger = LargerInputs(profile.sample, plan.budget_bytes)
-        self._most = max(self._most, self._larger.elements)
+        self._unplanned = UnplannedCalls(profile.sample, plan.predicted_peak_bytes, plan.budget_bytes)
+        self._most = max(self._most, self._unplanned.elements)
         # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, called_in(profile))
         # Whether the plan's step calls the model once, and begins without gradients.
@@ -83,14 +83,14 @@ class Watch:
         Raises:
             ValueError: the call is larger than planned for, and `on_larger` is "error".
         """
-        if begins and self._larger.is_other_autocast():
-            words = self._larger.words_on_autocast()
+        if begins and self._unplanned.is_other_autocast():
+            words = self._unplanned.words_on_autocast()
             return Finding("autocast", words, f"{words}: recording this step anew")
-        if self._larger.are(args, kwargs):
+        if self._unplanned.is_larger(args, kwargs):
             if begins and elements_of(args, kwargs) <= self._most:
                 words = "the plan is for a smaller batch than the one before it: recording this larger one"
                 return Finding("as before", log=words, is_free=True)
-            return self._larger_call(self._larger.words(args, kwargs), begins)
+            return self._larger_call(self._unplanned.words(args, kwargs), begins)
         if not begins:
             return self._micro_batch() if self._one_call else None
         if recording.count and recording.began_otherwise and has_gradients(self._model):

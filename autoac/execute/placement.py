@@ -20,8 +20,8 @@ from autoac.execute.cross_entropy.chunked import same_by_chunks
 from autoac.execute.cross_entropy.lean import same_in_place
 from autoac.execute.engines import ENGINES
 from autoac.execute.following import Following, NotFollowed, unwatch_following, watch_following
-from autoac.execute.larger_inputs import LargerInputs, unwatch_inputs, watch_inputs
 from autoac.execute.program import Program
+from autoac.execute.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
 from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.carried import planned
 from autoac.step.model import device_of, model_fingerprint, trained_sizes, unwrapped
@@ -47,7 +47,7 @@ class Placement:
     def __init__(self, record: PlanRecord):
         self.record = record
         self._copies: dict[str, Program] = {}
-        self._larger = LargerInputs("", record.budget_bytes)
+        self._unplanned = UnplannedCalls("", 0, 0)  # until `prepare`
 
     @functools.cached_property
     def plan_id(self) -> str:
@@ -73,7 +73,7 @@ class Placement:
         self._unwatch(inner)  # a plan that recomputes nothing leaves no other trace
         if self._programs:
             watch_following(inner, self._following)
-        watch_inputs(inner, self._larger)
+        watch_calls(inner, self._unplanned)
         self.watch_autocast(inner)
 
     def prepare(self, model: torch.nn.Module) -> None:
@@ -87,9 +87,10 @@ class Placement:
         self._try_losses(unwrapped(model))
         self._following.start_anew(waits=True)
         profile = self.record.profile
-        self._larger = LargerInputs(
-            *(profile.sample, self.record.budget_bytes, self._following, profile.is_one_call),
-            room_bytes=max(0, self.record.budget_bytes - self.record.predicted_peak_bytes),
+        self._unplanned = UnplannedCalls(
+            *(profile.sample, self.record.predicted_peak_bytes, self.record.budget_bytes),
+            following=self._following,
+            one_call=profile.is_one_call,
             trained=trained_sizes(unwrapped(model))[0],
         )
         for program in (*itertools.chain.from_iterable(self._programs.values()), *self._copies.values()):
@@ -122,7 +123,7 @@ class Placement:
 
     def begins(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn if inputs are larger than planned for. For models without hooks: call it before each call."""
-        self._larger(model, args, kwargs)
+        self._unplanned(model, args, kwargs)
 
     def ends(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn if the call ran other ops than planned. For models without hooks: call it after each call."""
@@ -164,7 +165,7 @@ class Placement:
     @staticmethod
     def _unwatch(model: torch.nn.Module) -> None:
         for module in model.modules():
-            unwatch_inputs(module)
+            unwatch_calls(module)
             unwatch_following(module)
             unwatch_backward(module)
 

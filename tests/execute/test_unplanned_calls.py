@@ -97,7 +97,7 @@ def test_verify_leaves_the_watch_of_a_plan_that_recomputes_nothing_as_it_was(pro
         for one in (plan, other):
             one.measure_memory(model, torch.ones(ROWS, WIDTH))
     assert len(model._forward_pre_hooks) == 1
-    with pytest.warns(UserWarning, match=r"budget of 1 GB"):
+    with pytest.warns(UserWarning, match=r"the budget is 1 GB"):
         train(model, 2 * ROWS)
     plan.remove(model)
     assert not model._forward_pre_hooks

@@ -18,15 +18,14 @@ from autoac.torch_private import remove_forward_pre_hooks
 from autoac_solver.records.format import format_bytes
 
 
-class LargerInputs:
+class UnplannedCalls:
     """Forward pre-hook of a planned model that warns of calls the plan was not made for.
 
     Args:
         sample: the planned inputs, as in `Profile.sample`; "" if not known: then nothing is too large.
-        budget_bytes: of the plan.
+        peak_bytes, budget_bytes: the plan's predicted peak and its budget.
         following: kept from warning of other ops as well, once this hook has warned of another autocast.
         one_call: the step that was planned for calls the model once, and begins without gradients.
-        room_bytes: the budget less the plan's predicted peak; gradients that fit into it are not warned of.
         trained: number of elements that the model's trained parameters have, and had when the plan was made; 0 if not
             known: then nothing was unfrozen since.
     """
@@ -34,22 +33,29 @@ class LargerInputs:
     def __init__(
         self,
         sample: str,
+        peak_bytes: int,
         budget_bytes: int,
         following: Following | None = None,
         one_call: bool = False,
-        room_bytes: int = 0,
         trained: int = 0,
     ):
         self.sample = sample
+        self.peak_bytes = peak_bytes
         self.budget_bytes = budget_bytes
         self.following = following
         self.one_call = one_call
-        self.room_bytes = room_bytes
         self.trained = trained
         self.elements = elements_in(sample)
         self.warned = False
 
-    def are(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    @property
+    def _may_take_more(self) -> str:
+        return (
+            f"may take more than the planned peak of {format_bytes(self.peak_bytes)}; the budget is "
+            f"{format_bytes(self.budget_bytes)}"
+        )
+
+    def is_larger(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call's tensors have more elements than planned for."""
         return self.elements > 0 and elements_of(args, kwargs) > self.elements
 
@@ -57,7 +63,7 @@ class LargerInputs:
         """The warning about such a call."""
         return (
             f"the model is called with {described(args, kwargs)}, and its plan was made for {self.sample}: this step "
-            f"may take more than the budget of {format_bytes(self.budget_bytes)}. Plan for the largest batch that comes"
+            f"{self._may_take_more}. Plan for the largest batch that comes"
         )
 
     def is_other_autocast(self) -> bool:
@@ -68,8 +74,8 @@ class LargerInputs:
         """The warning about another autocast."""
         return (
             f"the model is called{under_autocast() or ' without autocast'}, and its plan was made for a step"
-            f"{autocast_in(self.sample) or ' without autocast'}: other ops run, and this step may take more than the "
-            f"budget of {format_bytes(self.budget_bytes)}. Call autoac.plan under the autocast of the training loop, "
+            f"{autocast_in(self.sample) or ' without autocast'}: other ops run, and this step "
+            f"{self._may_take_more}. Call autoac.plan under the autocast of the training loop, "
             "around nothing else: with torch.autocast(...): plan = autoac.plan(model, sample, ...)"
         )
 
@@ -82,7 +88,7 @@ class LargerInputs:
         return (
             f"the model's trained parameters have {elements:,} elements, and had {self.trained:,} when the plan was "
             "made: gradients of those unfrozen since, and what their backward needs, are not planned for, and this "
-            f"step may take more than the budget of {format_bytes(self.budget_bytes)}. Remove the plan, and plan again "
+            f"step {self._may_take_more}. Remove the plan, and plan again "
             "for the model as it is."
         )
 
@@ -98,7 +104,7 @@ class LargerInputs:
                 self.following.told = True
             warnings.warn(self.words_on_autocast(), stacklevel=3)
             return
-        if self.are(args, kwargs):
+        if self.is_larger(args, kwargs):
             self.warned = True
             warnings.warn(
                 self.words(args, kwargs) + ", or let autoac.auto plan anew (on_larger='replan').",
@@ -109,24 +115,24 @@ class LargerInputs:
         if elements > self.trained > 0:
             self.warned = True
             warnings.warn(self.words_on_trained(elements), stacklevel=3)
-        elif self.one_call and gradient_bytes > self.room_bytes:
+        elif self.one_call and gradient_bytes > max(0, self.budget_bytes - self.peak_bytes):
             self.warned = True
             warnings.warn(
                 "the model is called while its parameters have gradients, and its plan was made for a step that begins "
-                "without and calls it once: the gradients' bytes are not planned for, and this step may take more than "
-                f"the budget of {format_bytes(self.budget_bytes)}. Clear them with zero_grad(set_to_none=True), or, "
+                "without and calls it once: the gradients' bytes are not planned for, and this step "
+                f"{self._may_take_more}. Clear them with zero_grad(set_to_none=True), or, "
                 "for micro-batches, plan the whole step, with a function that runs all of them: "
                 "autoac.plan(model, step, ...)",
                 stacklevel=3,
             )
 
 
-def watch_inputs(model: torch.nn.Module, watch: LargerInputs) -> None:
-    """Register the hook on a model, until `unwatch_inputs`."""
+def watch_calls(model: torch.nn.Module, watch: UnplannedCalls) -> None:
+    """Register the hook on a model, until `unwatch_calls`."""
     if watch.elements:
         model.register_forward_pre_hook(watch, with_kwargs=True)
 
 
-def unwatch_inputs(model: torch.nn.Module) -> None:
+def unwatch_calls(model: torch.nn.Module) -> None:
     """Remove the hook, if it is there."""
-    remove_forward_pre_hooks(model, LargerInputs)
+    remove_forward_pre_hooks(model, UnplannedCalls)

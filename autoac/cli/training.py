@@ -16,6 +16,7 @@ from autoac.device import device_for
 from autoac.measure import measure_peak, unique_storage_bytes
 from autoac.plans import Plan
 from autoac.record.optimizer import is_counted, state_tensors
+from autoac.step.failures import noted
 from autoac.step.model import device_of, unwrapped
 from autoac.step.restore import tensors_of
 from autoac.step.step import TrainingStep, is_whole_step
@@ -58,14 +59,15 @@ def train(
 
     Raises:
         ProfilingError: the optimizer is not this model's.
+        Exception: whatever the user's step raises, with a note on the sample and the one that was planned for.
     """
     device = device_of(unwrapped(target.model))
-    forward_and_backward = TrainingStep(target.model, target.sample, target.loss, target.optimizer).run
+    one_step = TrainingStep(target.model, target.sample, target.loss, target.optimizer)
     update, name = _update(target, learning_rate)
     with_update = target.optimizer is not None or is_counted(plan.record.profile)
 
     def whole_step() -> Any:
-        loss = forward_and_backward()
+        loss = one_step.run()
         if with_update:
             update()
         return loss
@@ -77,15 +79,18 @@ def train(
         for index in range(steps):
             tell(f"step {index + 1} of {steps}", index / steps)
             target.model.zero_grad(set_to_none=True)
-            if index == steps - 1:
-                state_bytes = unique_storage_bytes(_state(target, device))
-                resident_bytes = _resident_bytes(plan.record.profile, target, device)
-                measured = measure_peak(whole_step, device)
-                loss, peak_bytes = measured.result, resident_bytes + measured.peak_above_start_bytes
-            else:
-                loss, seconds = _timed(forward_and_backward, device)
-                update()
-                times_s += [seconds] if index else []
+            with noted(
+                one_step, f"in step {index + 1} of training", plan.record.profile.sample, is_restored=False
+            ):
+                if index == steps - 1:
+                    state_bytes = unique_storage_bytes(_state(target, device))
+                    resident_bytes = _resident_bytes(plan.record.profile, target, device)
+                    measured = measure_peak(whole_step, device)
+                    loss, peak_bytes = measured.result, resident_bytes + measured.peak_above_start_bytes
+                else:
+                    loss, seconds = _timed(one_step.run, device)
+                    update()
+                    times_s += [seconds] if index else []
             losses.append(None if loss is None else float(loss))
     return Training(name, losses, times_s, peak_bytes, state_bytes)
 

@@ -57,6 +57,14 @@ def fails_in_forward() -> tuple[Any, ...]:
     return Fails(), batch()
 
 
+def narrower_sample() -> tuple[Any, ...]:
+    return make(blocks=4), torch.randn(3, 5)
+
+
+def sample_by_a_wrong_name() -> dict[str, Any]:
+    return {"model": make(blocks=4), "sample": {"y": batch()}}
+
+
 def raises() -> tuple[Any, ...]:
     raise ValueError("no weights here")
 

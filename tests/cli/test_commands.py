@@ -465,6 +465,30 @@ def test_run_refuses_another_models_plan(plan_file: Path) -> None:
     assert "hint: `autoac plan MODEL --budget ... -o plan.json` makes a plan" in result.stderr
 
 
+@pytest.mark.parametrize("options", [[], ["--verify"]])
+@pytest.mark.parametrize(
+    ("factory", "error", "given"),
+    [
+        ("narrower_sample", "RuntimeError", "float32[3,5]"),
+        ("sample_by_a_wrong_name", "TypeError", "y float32[{shape}]"),
+    ],
+)
+def test_run_says_what_the_plan_was_made_for_where_the_step_fails(
+    plan_file: Path, options: list[str], factory: str, error: str, given: str
+) -> None:
+    shape = ",".join(map(str, batch().shape))
+    result = invoke("run", f"{FACTORIES}:{factory}", "--plan", plan_file, *options)
+    line, hint = result.stderr.splitlines()[-2:]
+    assert (result.exit_code, line.partition(" in ")[0].partition(": ")[2][: len(error)]) == (1, error)
+    where = "in verify" if options else "in step 1 of training"
+    assert hint.startswith(
+        f"hint: the step failed {where} with the sample {given.format(shape=shape)} "
+        f"(the plan was made for float32[{shape}])"
+    )
+    assert ("as they were" in hint) == bool(options)  # training has changed the model by then
+    assert "plan for this sample" in hint
+
+
 def test_run_takes_either_a_plan_or_a_budget(plan_file: Path) -> None:
     for options in ([], ["--plan", plan_file, "--budget", "1GB"]):
         result = invoke("run", MODEL, *options)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from autoac.execute.attach import covered
 from autoac.execute.following import Following
 from autoac.step.inputs import autocast_in, described, elements_in, elements_of, under_autocast
 from autoac.step.model import trained_sizes
@@ -70,6 +71,13 @@ class UnplannedCalls:
         """Whether autocast's state or dtype differs from the recorded step's."""
         return self.elements > 0 and under_autocast() != autocast_in(self.sample)
 
+    def _may_begin_inside(self, module: torch.nn.Module) -> bool:
+        """Whether the planned autocast may begin in a forward that other code has put over the model's.
+
+        accelerate does so for mixed precision. If it does not begin there, `following` tells of the other ops.
+        """
+        return bool(autocast_in(self.sample)) and not under_autocast() and covered(module)
+
     def words_on_autocast(self) -> str:
         """The warning about another autocast."""
         return (
@@ -98,7 +106,7 @@ class UnplannedCalls:
             return
         if not torch.is_grad_enabled() or not module.training:
             return
-        if self.is_other_autocast():
+        if self.is_other_autocast() and not self._may_begin_inside(module):
             self.warned = True
             if self.following is not None:
                 self.following.told = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ def described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     It is "" if there are no tensors.
     """
     parts = [f"{name} {_of(tensor)}".strip() for name, tensor in _named(args, kwargs)]
-    rest = sum(tensor.numel() for _, tensor in list(_named(args, kwargs))[_MOST:])
-    words = ", ".join([*parts[:_MOST], *([f"and {len(parts) - _MOST} more [{rest}]"] if rest else [])])
+    rest = _elements(tensor for _, tensor in list(_named(args, kwargs))[_MOST:])
+    words = ", ".join(
+        [*parts[:_MOST], *([f"and {len(parts) - _MOST} more [{rest}]"] if len(parts) > _MOST else [])]
+    )
     return words and words + under_autocast()
 
 
@@ -46,19 +48,23 @@ def without_autocast(description: str) -> str:
 
 
 def elements_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Elements of all tensors of a call."""
-    return sum(tensor.numel() for tensor in tensors_of((args, kwargs)))
+    """Elements of all tensors of a call, without single numbers: trainers add some, and they make no batch larger."""
+    return _elements(tensors_of((args, kwargs)))
 
 
 def elements_in(description: str) -> int:
-    """Elements of all tensors that `described` names."""
-    shapes = re.findall(r"\[([\d,]*)\]", description)
-    return sum(math.prod(int(size) for size in shape.split(",") if size) for shape in shapes)
+    """Elements of all tensors that `described` names, as `elements_of`."""
+    shapes = re.findall(r"\[([\d,]+)\]", description)
+    return sum(math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
 def larger(one: str, other: str) -> str:
     """The description with more elements."""
     return other if elements_in(other) > elements_in(one) else one
+
+
+def _elements(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors if tensor.dim())
 
 
 def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

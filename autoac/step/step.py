@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from autoac.step.autocast import forward_autocast
 from autoac.step.interrupts import interruptible
@@ -132,6 +133,7 @@ def is_whole_step(sample: Any) -> bool:
 
 
 _OF_LISTS = " For a list of arguments pass tuple(sample); for a list of batches, autoac.Samples(sample)."
+_OF_LOADERS = " For batches of a DataLoader pass autoac.Samples(sample, 8), with a number of them."
 
 
 def _check_sample(sample: Any) -> None:
@@ -147,7 +149,9 @@ def _check_sample(sample: Any) -> None:
                 "mapping itself as an argument, put it in a tuple: (mapping,)."
             )
     elif not isinstance(sample, (torch.Tensor, tuple)) and not callable(sample):
-        hint = _OF_LISTS if isinstance(sample, list) else ""
+        hint = (
+            _OF_LISTS if isinstance(sample, list) else _OF_LOADERS if isinstance(sample, DataLoader) else ""
+        )
         raise ProfilingError(f"sample is a {type(sample).__name__}; it must be {possible}.{hint}")
 
 

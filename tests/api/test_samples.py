@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import autoac
 from autoac.measure import measure_peak
@@ -116,6 +117,9 @@ def test_where_several_batches_are_none():
         )
     with pytest.raises(autoac.ProfilingError, match=r"autoac\.Samples\(sample\)"):
         autoac.plan(model, [torch.ones(1, WIDTH)], 10**9)
+    loader = DataLoader(torch.ones(4, WIDTH))  # type: ignore[arg-type]
+    with pytest.raises(autoac.ProfilingError, match=r"DataLoader pass autoac\.Samples\(sample, 8\)"):
+        autoac.plan(model, loader, 10**9)
     with pytest.raises(autoac.ProfilingError, match="sample is a int"):
         autoac.plan(model, 3, 10**9)
     with pytest.raises(autoac.ProfilingError, match="loss is 3"):

@@ -111,6 +111,55 @@ def test_gradients_for_which_the_budget_has_room_do_not_warn(profile: autoac.Pro
         with_gradients(model)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = make()
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return self.blocks(x) if scale is None else self.blocks(x) * scale
+
+
+def test_a_number_more_is_no_larger_batch():
+    """transformers' Trainer calls its model with `num_items_in_batch`."""
+    x = torch.ones(ROWS, WIDTH)
+    model = Scaled()
+    profile = autoac.profile(model, x)
+    autoac.solve(profile, profile.least_peak_bytes).apply(model)
+    with no_warnings():
+        model(x, scale=torch.tensor(2.0)).square().mean().backward()
+    model.zero_grad(set_to_none=True)
+    with pytest.warns(UserWarning, match=r"float32\[32,16\], scale float32\[1\]"):
+        model(x, scale=torch.ones(1)).square().mean().backward()
+
+
+def test_autocast_that_begins_in_a_forward_over_the_models():
+    """As accelerate puts it there for mixed precision."""
+    x, model = torch.ones(ROWS, WIDTH), make()
+    with torch.autocast("cpu", torch.bfloat16):
+        profile = autoac.profile(model, x, loss=lambda output: output.float().square().mean())
+    plan = autoac.solve(profile, profile.least_peak_bytes)
+    plan.apply(model)
+    over = vars(model).get("forward")
+    original = model.forward
+
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return original(input)
+
+    model.forward = forward
+    with no_warnings():
+        model(x).float().square().mean().backward()
+    assert not plan.is_not_followed
+    if over is None:
+        del model.forward
+    else:
+        model.forward = over
+    model.zero_grad(set_to_none=True)
+    with pytest.warns(UserWarning, match="without autocast"):
+        train(model)
+
+
 @pytest.mark.parametrize("budget", ["least", "1GB"])
 def test_a_plan_that_recomputes_nothing_leaves_no_trace_and_gives_way_to_another(
     profile: autoac.Profile, budget: Any

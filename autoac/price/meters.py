@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import statistics
 import time
@@ -21,7 +22,7 @@ import torch
 from autoac.device import device_for
 from autoac.ops.info import OpInfo, is_collective, written_tensors
 from autoac.ops.signatures import Signature
-from autoac.torch_private import AllocationRanges, default_generator, is_wait
+from autoac.torch_private import AllocationRanges, HigherOrderOperator, default_generator, is_wait
 from autoac_solver.records.profile import UNSTEADY
 
 _BATCHES, _LAUNCHES = 3, 4
@@ -70,6 +71,11 @@ class WorkspaceMeter:
         self._ranges: AllocationRanges | None = None
         self._names: dict[str, Signature] = {}
 
+    @property
+    def inside(self) -> WorkspaceMeter:
+        """What measures higher-order ops."""
+        return self
+
     @contextmanager
     def measuring(self) -> Iterator[WorkspaceMeter]:
         """Context in which `run` measures; the results are available after it."""
@@ -79,7 +85,9 @@ class WorkspaceMeter:
         with AllocationRanges() as self._ranges:
             yield self
         for name, deltas in self._ranges.deltas.items():
-            self.workspace_bytes[self._names[name]] = _workspace(deltas)
+            signature = self._names[name]
+            found = _peak(deltas) if isinstance(signature.func, HigherOrderOperator) else _workspace(deltas)
+            self.workspace_bytes[signature] = max(self.workspace_bytes[signature], found)
 
     def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
         """Run the op once; measure it if its signature is new. Returns its result and signature."""
@@ -100,17 +108,40 @@ class WorkspaceMeter:
             return result, signature
         return func(*args, **kwargs), signature
 
+    def run_inside(self, signature: Signature, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a higher-order op, and measure the most bytes alive inside of it above those at its start.
+
+        Equal calls may run different branches, so that each is measured; the most counts.
+
+        Args:
+            signature: the op with its tensors.
+        """
+        self.workspace_bytes.setdefault(signature, 0)
+        if self._ranges is not None:
+            name = f"autoac workspace {len(self._names)}"
+            self._names[name] = signature
+            with self._ranges.range(name):
+                return func(*args, **kwargs)
+        if self._known.counts_memory:
+            result, count = self._known.counted(lambda: func(*args, **kwargs))
+            found = count.peak_bytes - count.before_bytes
+            self.workspace_bytes[signature] = max(self.workspace_bytes[signature], found)
+            return result
+        return func(*args, **kwargs)
+
+
+def _peak(deltas: list[int]) -> int:
+    return max(itertools.accumulate(deltas, initial=0))
+
 
 def _workspace(deltas: list[int]) -> int:
-    live = peak = 0
-    for delta in deltas:
-        live += delta
-        peak = max(peak, live)
-    return peak - max(live, 0)
+    return _peak(deltas) - max(sum(deltas), 0)
 
 
 class SignatureMeter:
     """Runs ops and measures nothing: for fake tensors, whose ops take no real time."""
+
+    inside: WorkspaceMeter | None = None
 
     def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:
         """Run the op; returns its result and signature."""
@@ -128,6 +159,8 @@ class OpTimer:
     They take the op's real arguments, but copies of those that it writes, and restore the random state. On CUDA only
     repeated runs count: a single launch is over before the host has timed it.
     """
+
+    inside: WorkspaceMeter | None = None
 
     def __init__(self, device: torch.device):
         self.device = device

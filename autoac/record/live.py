@@ -77,7 +77,7 @@ class LiveMeter(OpTimer):
 
     def __init__(self, device: torch.device, known: Mapping[Signature, int]):
         super().__init__(device)
-        self.workspace = WorkspaceMeter(device)
+        self.inside = self.workspace = WorkspaceMeter(device)
         self.workspace.workspace_bytes.update(known)
 
     def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, Signature]:

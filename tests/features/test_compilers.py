@@ -405,7 +405,7 @@ class Flex(nn.Module):
 @feature("higher-order ops: `flex_attention` on CPU", cell="refused")
 def test_flex_attention_on_cpu(engine):
     """By torch, which has no backward of it there; with a plan as without. Without gradients it runs."""
-    x = X.reshape(2, 64, 32)
+    x = X.reshape(8, 16, 32)
     case = Case(lambda: nn.Sequential(Flex(), Block32()), lambda m: m(x).square().mean(), ("1",))
     with pytest.raises(NotImplementedError, match="FlexAttention does not support backward on CPU"):
         run(case)

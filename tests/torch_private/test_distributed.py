@@ -203,6 +203,7 @@ def test_meshes_are_joined_in_fake_mode():
 def test_threads_of_gloo_rest_once_they_have_released_what_they_held(tmp_path: Path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
+        dist.all_reduce(torch.ones(1))  # a thread names itself after it has started
         threads = torch_private.gloo_threads()
         assert threads
         for _ in range(20):

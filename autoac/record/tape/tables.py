@@ -131,10 +131,12 @@ def _op(
     signatures: Mapping[Signature, int],
 ) -> Op:
     row = dict(row)
-    signature, beside_bytes = row["signature"], row.pop("beside_bytes")
+    signature, beside_bytes, inside = row["signature"], row.pop("beside_bytes"), row.pop("inside")
     row["signature"] = signatures[signature]
     time = times.get(signature, OpTime(0.0, 0.0, 0.0))
-    return Op(**row, **dataclasses.asdict(time), workspace_bytes=workspace.get(signature, 0) + beside_bytes)
+    own_bytes = workspace.get(signature, 0) + beside_bytes
+    workspace_bytes = max(own_bytes, *(workspace.get(op, 0) for op in inside), 0)
+    return Op(**row, **dataclasses.asdict(time), workspace_bytes=workspace_bytes)
 
 
 def _storage(row: dict[str, Any], kind: str, name: str) -> Storage:

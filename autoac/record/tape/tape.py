@@ -34,7 +34,7 @@ import torch
 from autoac.device import streams
 from autoac.execute.replay import ReplayCall
 from autoac.ops.info import OpInfo, is_collective, op_info, read_tensors, tensors_in, written_tensors
-from autoac.ops.signatures import flops_of
+from autoac.ops.signatures import Signature, flops_of
 from autoac.price.meters import OpTimer, SignatureMeter, WorkspaceMeter
 from autoac.record.guard import Draws
 from autoac.record.single_draws import SingleDraws
@@ -146,12 +146,24 @@ class Tape(TorchDispatchMode):
             self.storages.indices_of(tensors_in((*args, *kwargs.values())))
         with self.storages.shapes_watched(args[:1] if info.reshapes else ()):
             start = time.perf_counter()
-            result = func(*args, **kwargs)
+            if isinstance(func, HigherOrderOperator):
+                result = self._higher_order(func, info, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
             self.view_times.append(time.perf_counter() - start)
-        if isinstance(func, HigherOrderOperator):
-            self.calls.runs_unseen(info.name)
         self.storages.made(tensors_in(result))  # a higher-order op makes storages, too
         return result
+
+    def _higher_order(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        """Run a higher-order op. What it takes inside counts at the op before, where as much is alive or more."""
+        signature = Signature.of(func, tensors_in((*args, *kwargs.values())), {})
+        if self.ops:
+            self.ops[-1]["inside"] = (*self.ops[-1]["inside"], signature)
+        if self.saved.on_fakes or not self.ops:
+            self.calls.runs_unseen(info.name)
+        if self.meter.inside is None:
+            return func(*args, **kwargs)
+        return self.meter.inside.run_inside(signature, func, args, kwargs)
 
     def _op(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         tick = self.clock.next()
@@ -214,6 +226,7 @@ class Tape(TorchDispatchMode):
                 "backward": in_backward(),
                 "signature": signature,
                 "beside_bytes": beside_bytes,
+                "inside": (),
                 "reads": tuple(dict.fromkeys(reads)),
                 "writes": tuple(dict.fromkeys(writes)),
                 "creates": tuple(creates),

@@ -282,6 +282,26 @@ def test_a_region_that_cannot_be_compiled_is_replayed_in_the_same_plan(profile: 
     assert "not compiled    'blocks.1', which engine replay runs" in plans[0].explain()
 
 
+class Collecting(Stemmed):
+    """Adds a hook in forward, as transformers does to collect router logits."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        norm = self.blocks[1].norm
+        if not norm._forward_hooks:
+            norm.register_forward_hook(lambda module, args, output: None)
+        return super().forward(x, scale)
+
+
+def test_hooks_that_forward_adds_are_noticed():
+    model = Collecting()
+    found = captured(TrainingStep(model, batch(), loss), {(f"blocks.{i}", 0): "block" for i in range(3)})
+    assert [(region.hooked, calls) for region, calls in found] == [
+        ("", [("blocks.0", 0), ("blocks.2", 0)]),
+        ("norm", [("blocks.1", 0)]),
+    ]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 def test_hooks_inside_of_a_region_are_run(profile: Profile):
     """Dynamo does not look for hooks that come later, and transformers collects outputs by them."""
     model, seen = make(), []

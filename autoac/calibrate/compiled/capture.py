@@ -13,7 +13,7 @@ from autoac.step.inputs import described
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import uncompiled
-from autoac.torch_private import tree_flatten, tree_map
+from autoac.torch_private import hooked_inside, tree_flatten, tree_map
 from autoac_solver.records.errors import ProfilingError
 
 _DEVICES = ("cpu", "cuda")
@@ -27,12 +27,14 @@ class Captured:
         module: the called module.
         args, kwargs: copies of the call's arguments; tensors that need a gradient are leaves here.
         autocast: device and dtype of each autocast that was on.
+        hooked: name of a module in it that had hooks during the call, "" if none had; some models add them in forward.
     """
 
     module: torch.nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: tuple[tuple[str, torch.dtype], ...]
+    hooked: str
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the region's code gets them: tensors that need a gradient are results of ops."""
@@ -84,9 +86,10 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> list[tuple[C
         call = counts[name] = counts.get(name, -1) + 1
         if (name, call) not in missing:
             return
-        kind = kinds[name, call], _described(args), _described(kwargs), _autocast()
+        kind = kinds[name, call], _described(args), _described(kwargs), _autocast(), hooked_inside(module)
         if kind not in found:
-            found[kind] = Captured(module, _copied(args), _copied(kwargs), _autocast()), []
+            region = Captured(module, _copied(args), _copied(kwargs), _autocast(), hooked_inside(module))
+            found[kind] = region, []
         found[kind][1].append((name, call))
         missing.remove((name, call))
         if not missing:

@@ -17,7 +17,7 @@ from autoac.step.model import device_of
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import uncompiled
-from autoac.torch_private import hooked_inside, innermost, raised_in_compiler
+from autoac.torch_private import innermost, raised_in_compiler
 from autoac_solver.plan.partitions import blocks, named_calls, whole
 from autoac_solver.plan.planning import Progress
 from autoac_solver.records.compiled import CompiledRegion, CompiledTable
@@ -111,7 +111,7 @@ def _regions(
 
 
 def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:
-    """Key of regions that are compiled once for all: class, mode, ops, shapes, parameters, buffers, hooks."""
+    """Key of regions that are compiled once for all: class, mode, ops, shapes, parameters, buffers."""
     record = profile.calls[call]
     module = model.get_submodule(record.fqn)
     ops = tuple(
@@ -125,16 +125,16 @@ def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:
         for name, t in named
     )
     modes = tuple(inside.training for inside in module.modules())
-    return type(module), ops, tensors, modes, hooked_inside(module)
+    return type(module), ops, tensors, modes
 
 
 def _region(region: Captured, calls: tuple[int, ...], device: torch.device, tell: Any) -> CompiledRegion:
     """Compile and measure one region; the reason if that fails."""
     if "forward" in region.module.__dict__:
         return CompiledRegion(calls, (), (), "some library has given the module a forward of its own")
-    if hooked := hooked_inside(region.module):
+    if region.hooked:
         return CompiledRegion(
-            calls, (), (), f"module {hooked!r} in it has hooks, which compiled code may not run"
+            calls, (), (), f"module {region.hooked!r} in it has hooks, which compiled code may not run"
         )
     try:
         tell("what it could keep")

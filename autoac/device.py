@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -423,3 +425,13 @@ def gpu_random_states() -> list[RandomState]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return [(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())]
     return []
+
+
+def processor() -> str:
+    """The name of the host's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -16,7 +14,7 @@ from autoac.compare.measure import Bench, Configuration, Tell, from_zero_grad
 from autoac.compare.results import ModelResult, Row
 from autoac.compare.strategies import Strategy, by_hand, policies_for
 from autoac.compare.workload import Workload
-from autoac.device import device_for
+from autoac.device import device_for, processor
 from autoac.step.model import device_bytes, device_of
 from autoac.step.step import TrainingStep
 from autoac_solver.records.engines import compiles
@@ -129,7 +127,7 @@ def conditions(device: torch.device, dtypes: Iterable[torch.dtype], rounds: int)
     known = device_for(device)
     cpu_time = "is CPU time of the process, waiting threads asleep, freed memory kept by glibc"
     return {
-        "on": known.name() or f"{_processor()}, {_threads(torch.get_num_threads())}",
+        "on": known.name() or f"{processor()}, {_threads(torch.get_num_threads())}",
         "torch": torch.__version__,
         "precision": ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})),
         "time": "by CUDA events" if known.asynchronous else cpu_time,
@@ -140,15 +138,6 @@ def conditions(device: torch.device, dtypes: Iterable[torch.dtype], rounds: int)
 
 def _threads(count: int) -> str:
     return f"{count} thread{'' if count == 1 else 's'}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def _middle(peaks: Sequence[int]) -> dict[str, int]:

@@ -20,13 +20,21 @@ import torch
 from torch._functorch import partitioners
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.fx_utils import get_node_storage
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 from autoac.torch_private.compiler import COMPILE_OPTION
 
-__all__ = ["COMPILE_OPTION", "CustomPartitionerFn", "JointGraph", "hash_of_files", "partitioned"]
+__all__ = [
+    "COMPILE_OPTION",
+    "CustomPartitionerFn",
+    "JointGraph",
+    "cache_folder",
+    "hash_of_files",
+    "partitioned",
+]
 
 hash_of_files: Callable[[tuple[str, ...]], bytes] = get_hash_for_files
 """A hash of source files, for `CustomPartitionerFn.uuid`.
@@ -103,6 +111,11 @@ class JointGraph:
         """Whether the user's own checkpoints are in it."""
         return any("recompute" in node.meta for node in self._graph.nodes)
 
+    @property
+    def text(self) -> str:
+        """The graph as text: its ops, their arguments, and the shapes, strides and dtypes of their results."""
+        return _text(self._graph)
+
     def kept_with(self, heavy: Iterable[int]) -> list[Any]:
         """The values kept if these heavy ops must not run again, nor any random op draw again."""
         kept = set(heavy)
@@ -162,6 +175,41 @@ def _no_sync() -> Iterator[None]:
     """Context: ranks do not vote on the choice, since the plan's is the same on all of them."""
     with torch._functorch.config.patch(_sync_decision_cross_ranks=False):
         yield
+
+
+def cache_folder() -> str | None:
+    """Where inductor keeps what it compiles; None if it is told to keep nothing.
+
+    Source: `cache_dir` (torch/_inductor/runtime/cache_dir_utils.py), `force_disable_caches`
+    (torch/_inductor/config.py).
+    """
+    return None if torch._inductor.config.force_disable_caches else cache_dir()
+
+
+def _text(graph: Any) -> str:
+    lines = []
+    for node in graph.nodes:
+        target = node.target if isinstance(node.target, (str, torch._ops.OpOverload)) else _name(node.target)
+        lines.append(f"{node.name} = {target}{node.args}{node.kwargs} -> {_described(node.meta.get('val'))}")
+        inside = getattr(graph.owning_module, str(target), None) if node.op == "get_attr" else None
+        if isinstance(inside, torch.fx.GraphModule):
+            lines.append(_text(inside.graph))
+    return "\n".join(lines)
+
+
+def _name(function: Any) -> str:
+    return (
+        f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        strides = value.stride() if value.layout is torch.strided else value.layout
+        return f"{value.dtype}{tuple(value.shape)}{strides}{value.device}"
+    if isinstance(value, (list, tuple)):
+        return str([_described(item) for item in value])
+    return str(value) if isinstance(value, (bool, int, float, torch.SymInt)) else type(value).__name__
 
 
 def _opname(node: Any) -> str:

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 import autoac
-from autoac.calibrate.compiled import table
+from autoac.calibrate.compiled import on_disk, table
 from autoac.calibrate.compiled.capture import captured
 from autoac.calibrate.compiled.tried import peak_with, tried
 from autoac.compare.run import AT_BUDGET, compare
 from autoac.compare.table import render
 from autoac.compare.workload import Workload
 from autoac.execute.compiled.code import compiled
+from autoac.execute.compiled.survey import Survey
 from autoac.measure import measure_peak
 from autoac.plans import Plan
 from autoac.step.step import TrainingStep
@@ -225,7 +226,9 @@ def test_a_compiled_model_of_which_no_block_can_be_compiled(folder: Path):
     assert "engine compile is not for code of another compiler than inductor" in plan.explain()
 
 
-def test_another_plan_never_gets_the_code_of_the_first(profile: Profile, folder: Path):
+def test_another_plan_never_gets_the_code_of_the_first(
+    profile: Profile, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     """One folder for all: compiled anew, all is found there, and each point keeps what it kept."""
     from torch._dynamo.utils import counters
 
@@ -235,6 +238,7 @@ def test_another_plan_never_gets_the_code_of_the_first(profile: Profile, folder:
     compiled.cache_clear()
     counters.clear()
     model = make()
+    monkeypatch.setattr(on_disk.PointsOnDisk, "read", lambda self: None)
     anew = table.with_compiled_regions(profile, TrainingStep(model, batch(), loss))
     assert counters["aot_autograd"]["autograd_cache_hit"] == sum(len(region.points) for region in regions)
     assert counters["aot_autograd"]["autograd_cache_miss"] == 1  # the survey, which compiles nothing
@@ -244,6 +248,44 @@ def test_another_plan_never_gets_the_code_of_the_first(profile: Profile, folder:
         for some in (regions, anew.compiled.regions)
     ]
     assert sizes[0] == sizes[1]
+
+
+def test_points_are_kept_on_disk(profile: Profile, folder: Path):
+    from torch._dynamo.utils import counters
+
+    files = sorted((folder / "autoac").iterdir())
+    counters.clear()
+    first, again = (
+        table.with_compiled_regions(profile, TrainingStep(make(), batch(), loss)).compiled for _ in range(2)
+    )
+    assert first is not None
+    assert again is not None
+    assert again.regions == first.regions  # times as well
+    assert (
+        counters["aot_autograd"]["autograd_cache_hit"] == 0
+    )  # nothing was compiled, nor taken from the compiler
+    smaller = table.with_compiled_regions(profile, TrainingStep(make(), batch()[:32], loss)).compiled
+    assert smaller is not None
+    assert smaller.regions[0].points[0].kept_bytes < first.regions[0].points[0].kept_bytes
+    assert len(list((folder / "autoac").iterdir())) > len(files)
+
+
+def test_a_damaged_file_of_points_counts_as_none(
+    profile: Profile, folder: Path, caplog: pytest.LogCaptureFixture
+):
+    assert profile.compiled is not None
+    points, cpu = profile.compiled.regions[0].points, torch.device("cpu")
+    before = set((folder / "autoac").iterdir())
+    kept = on_disk.PointsOnDisk(Survey((), (), True, "graph"), cpu, False)
+    assert kept.read() is None
+    kept.write(points)
+    assert kept.read() == points
+    for graph, named, eager in (("other", (), False), ("graph", ("save:",), False), ("graph", (), True)):
+        assert on_disk.PointsOnDisk(Survey((), named, True, graph), cpu, eager).read() is None
+    (file,) = set((folder / "autoac").iterdir()) - before
+    file.write_text(file.read_text().replace('"kept_bytes": [', '"kept_bytes": [-1, '))
+    assert kept.read() is None
+    assert "measured anew" in caplog.text
 
 
 class Breaking(Block):

@@ -23,6 +23,10 @@ class Graph:
     draws: bool = False
     is_tagged: bool = False
 
+    @property
+    def text(self) -> str:
+        return str(self.heavy)
+
     def kept_with(self, heavy: Iterable[int]) -> list[Any]:
         return [self.heavy[i] for i in sorted(heavy)]
 

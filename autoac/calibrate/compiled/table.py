@@ -11,6 +11,7 @@ import torch
 
 from autoac.calibrate.compiled.capture import Captured, captured
 from autoac.calibrate.compiled.measured import measured_points
+from autoac.calibrate.compiled.on_disk import PointsOnDisk
 from autoac.execute.compiled.code import surveying
 from autoac.measure import ONE_AT_A_TIME
 from autoac.step.model import device_of
@@ -140,7 +141,12 @@ def _region(region: Captured, calls: tuple[int, ...], device: torch.device, tell
         tell("what it could keep")
         survey = _survey(region)
         # Uncompiled random ops draw other numbers: with an eager point, results would depend on the budget.
-        points = measured_points(region, survey.points, device, tell, eager=not survey.draws)
+        eager = not survey.draws
+        on_disk = PointsOnDisk(survey, device, eager)
+        points = on_disk.read()
+        if points is None:
+            points = measured_points(region, survey.points, device, tell, eager)
+            on_disk.write(points)
     except Exception as error:
         return CompiledRegion(calls, (), (), _reason(error))
     return CompiledRegion(calls, survey.heavy, points, inputs=region.described)

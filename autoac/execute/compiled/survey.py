@@ -6,6 +6,7 @@ dropped. Sets are found greedily: from all heavy ops, drop one at a time the op 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ class Graph(Protocol):
     def draws(self) -> bool: ...
     @property
     def is_tagged(self) -> bool: ...
+    @property
+    def text(self) -> str: ...
     def kept_with(self, heavy: Iterable[int]) -> list[Any]: ...
     def kept_by_torch(self, budget: float) -> list[Any]: ...
     def kept_bytes(self, values: Sequence[Any]) -> int: ...
@@ -39,11 +42,13 @@ class Survey:
         heavy: names of the heavy ops in order.
         points: names of the points worth compiling, no two of which save the same values.
         draws: whether the graph has random ops. Compiled code draws other numbers than eager ops.
+        graph: a hash of the graph, with shapes and dtypes.
     """
 
     heavy: tuple[str, ...]
     points: tuple[str, ...]
     draws: bool
+    graph: str
 
 
 def survey(graph: Graph, most: int) -> Survey:
@@ -54,8 +59,9 @@ def survey(graph: Graph, most: int) -> Survey:
     """
     heavy = graph.heavy
     names = tuple(op.name for op in heavy)
+    identity = hashlib.sha256(graph.text.encode()).hexdigest()
     if graph.is_tagged:  # the user's own checkpoints in it decide what is saved
-        return Survey(names, (_of_torch(1.0),), graph.draws)
+        return Survey(names, (_of_torch(1.0),), graph.draws, identity)
     proposed: dict[frozenset[Any], tuple[str, int]] = {}
 
     def propose(name: str, values: list[Any]) -> None:
@@ -69,7 +75,7 @@ def survey(graph: Graph, most: int) -> Survey:
     ours = sorted((v for v in proposed.values() if v not in torchs), key=lambda found: found[1])
     chosen = _spread([size for _, size in ours], most - len(torchs))
     points = (name for name, _ in [*torchs, *(ours[i] for i in chosen)])
-    return Survey(names, tuple(points), graph.draws)
+    return Survey(names, tuple(points), graph.draws, identity)
 
 
 def _of_torch(fraction: float) -> str:

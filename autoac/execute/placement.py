@@ -24,7 +24,7 @@ from autoac.execute.program import Program
 from autoac.execute.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
 from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.carried import planned
-from autoac.step.model import device_of, model_fingerprint, trained_sizes, unwrapped
+from autoac.step.model import OWN_CHECKPOINTING, device_of, model_fingerprint, trained_sizes, unwrapped
 from autoac.step.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
 from autoac.step.units import own_name
 from autoac.torch_private import note_untried
@@ -92,6 +92,7 @@ class Placement:
             following=self._following,
             one_call=profile.is_one_call,
             trained=trained_sizes(unwrapped(model))[0],
+            checkpointed=any(note.startswith(OWN_CHECKPOINTING) for note in profile.notes),
         )
         for program in (*itertools.chain.from_iterable(self._programs.values()), *self._copies.values()):
             program.warned = False

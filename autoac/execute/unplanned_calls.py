@@ -14,7 +14,7 @@ import torch
 from autoac.execute.attach import covered
 from autoac.execute.following import Following
 from autoac.step.inputs import autocast_in, described, elements_in, elements_of, under_autocast
-from autoac.step.model import trained_sizes
+from autoac.step.model import own_checkpointing, trained_sizes
 from autoac.torch_private import remove_forward_pre_hooks
 from autoac_solver.records.format import format_bytes
 
@@ -29,6 +29,7 @@ class UnplannedCalls:
         one_call: the step that was planned for calls the model once, and begins without gradients.
         trained: number of elements that the model's trained parameters have, and had when the plan was made; 0 if not
             known: then nothing was unfrozen since.
+        checkpointed: the planned step ran under the model's own checkpointing.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class UnplannedCalls:
         following: Following | None = None,
         one_call: bool = False,
         trained: int = 0,
+        checkpointed: bool = False,
     ):
         self.sample = sample
         self.peak_bytes = peak_bytes
@@ -46,6 +48,7 @@ class UnplannedCalls:
         self.following = following
         self.one_call = one_call
         self.trained = trained
+        self.asks_for_checkpointing = not checkpointed  # in the first call: trainers turn it on after `apply`
         self.elements = elements_in(sample)
         self.warned = False
 
@@ -119,6 +122,17 @@ class UnplannedCalls:
                 stacklevel=3,
             )
             return
+        if self.asks_for_checkpointing:
+            self.asks_for_checkpointing = False
+            if name := own_checkpointing(module):
+                self.warned = True
+                warnings.warn(
+                    f"the model's own {name} is on, and was off when the plan was made: it recomputes layers as a "
+                    "whole, and the plan decides little inside of them. Turn it off (with a trainer, in its "
+                    "arguments), or remove the plan.",
+                    stacklevel=3,
+                )
+                return
         elements, gradient_bytes = trained_sizes(module)
         if elements > self.trained > 0:
             self.warned = True

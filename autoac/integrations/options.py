@@ -11,7 +11,7 @@ from autoac.automatic.start import check_options
 from autoac.plans import Plan
 from autoac.policies import listed
 from autoac.progress import LOGGER
-from autoac.step.model import unwrapped
+from autoac.step.model import own_checkpointing, unwrapped
 from autoac_solver.records.engines import EngineName
 
 
@@ -97,12 +97,7 @@ class Planned:
 
 def turn_checkpointing_off(model: torch.nn.Module) -> str:
     """Turn the model's own checkpointing off, under either name, and return that name; "" if it was not on."""
-    # Before transformers 5.23 there is only the second name; later versions warn about it.
-    new = hasattr(type(model), "is_activation_checkpointing") or hasattr(
-        model, "activation_checkpointing_disable"
-    )
-    name = "activation_checkpointing" if new else "gradient_checkpointing"
-    if not getattr(model, f"is_{name}", False) or not hasattr(model, f"{name}_disable"):
-        return ""
-    getattr(model, f"{name}_disable")()
+    name = own_checkpointing(model)
+    if name:
+        getattr(model, f"{name}_disable")()
     return name

@@ -30,6 +30,7 @@ from autoac.record.guard import GuardOfLoop
 from autoac.record.notes import (
     note_if_unsteady,
     note_on_device,
+    notes_if_checkpointed,
     notes_if_compiled,
     notes_if_uncounted,
 )
@@ -255,6 +256,7 @@ class LiveStep:
                 f"{IN_A_LOOP}: a step of your own loop, up to the optimizer's",
                 *([_PROFILED] if self.profiled else []),
                 *([_ONE_DRAW] if self.tape.single.count else []),
+                *notes_if_checkpointed(self.model),
                 *notes_if_compiled(self.model, self.tape),
                 *notes_if_uncounted(self.tape),
                 *unfit,

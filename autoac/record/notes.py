@@ -11,6 +11,7 @@ from autoac.price.isolated_ops import Measured
 from autoac.price.meters import Disturbance, OpTime, unsteady
 from autoac.record.cuda_ops import CudaOps
 from autoac.record.tape.tape import Tape
+from autoac.step.model import OWN_CHECKPOINTING, own_checkpointing
 from autoac.step.uncompiled import compiled_modules
 
 
@@ -37,6 +38,17 @@ def note_on_device(device: torch.device) -> tuple[str, ...]:
         "the host's, which an op that runs on after its launch has not, and bytes are those of the tensors; plans are "
         "exact all the same, their overhead is a guess, and plan.verify cannot measure their peak",
     )
+
+
+def notes_if_checkpointed(model: torch.nn.Module) -> list[str]:
+    """A note if a transformers model recomputes its layers by its own checkpointing."""
+    name = own_checkpointing(model)
+    if not name:
+        return []
+    return [
+        f"{OWN_CHECKPOINTING} {name}, is on: it recomputes layers as a whole, and a plan decides little inside of "
+        f"them. Call model.{name}_disable() before planning"
+    ]
 
 
 def notes_if_compiled(model: torch.nn.Module, tape: Tape) -> list[str]:

@@ -17,7 +17,13 @@ from autoac.price.meters import Disturbance, OpTime, SignatureMeter
 from autoac.record.cuda_attention import Capability
 from autoac.record.cuda_ops import CudaOps, CudaResults
 from autoac.record.fake import Faked, explained, fake_model
-from autoac.record.notes import note_if_unsteady, notes_if_compiled, notes_if_uncounted, notes_on_fake
+from autoac.record.notes import (
+    note_if_unsteady,
+    notes_if_checkpointed,
+    notes_if_compiled,
+    notes_if_uncounted,
+    notes_on_fake,
+)
 from autoac.record.recorder import (
     Losses,
     Progress,
@@ -131,6 +137,7 @@ def record_fake(
         notes=(
             *notes_on_fake(results.unknown, found, len(signatures), measure, cuda_ops),
             *runs.notes(),
+            *notes_if_checkpointed(model),
             *notes_if_compiled(model, tape),
             *notes_if_uncounted(tape),
             *note,

@@ -18,6 +18,7 @@ from autoac.record.guard import Guard, next_guard
 from autoac.record.notes import (
     note_if_unsteady,
     note_on_device,
+    notes_if_checkpointed,
     notes_if_compiled,
     notes_if_uncounted,
 )
@@ -175,6 +176,7 @@ def recorded_step(
         costs=engine_costs(device, bytes_per_op(tables["tape"])),
         measured_step_s=elapsed,
         notes=(
+            *notes_if_checkpointed(model),
             *notes_if_compiled(model, tape),
             *notes_if_uncounted(tape),
             *runs.notes(),

@@ -23,6 +23,9 @@ from autoac.torch_private import (
 )
 from autoac_solver.records.errors import ProfilingError
 
+OWN_CHECKPOINTING = "the model's own checkpointing,"
+"""How a profile's note on it begins."""
+
 
 def check_model(model: torch.nn.Module) -> None:
     """Refuse a model that cannot be profiled, before anything runs."""
@@ -87,6 +90,17 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             model = cast("torch.nn.Module", model.module)
         else:
             return model
+
+
+def own_checkpointing(model: torch.nn.Module) -> str:
+    """The name of a transformers model's own checkpointing, such as "gradient_checkpointing"; "" if it is not on."""
+    # Before transformers 5.23 there is only the second name; later versions warn about it.
+    new = hasattr(type(model), "is_activation_checkpointing") or hasattr(
+        model, "activation_checkpointing_disable"
+    )
+    name = "activation_checkpointing" if new else "gradient_checkpointing"
+    is_on = getattr(model, f"is_{name}", False) and hasattr(model, f"{name}_disable")
+    return name if is_on else ""
 
 
 def runs_compiled(model: torch.nn.Module) -> bool:

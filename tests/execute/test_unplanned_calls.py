@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -109,6 +110,50 @@ def test_gradients_for_which_the_budget_has_room_do_not_warn(profile: autoac.Pro
     autoac.solve(profile, profile.peak_bytes + n_bytes).apply(model)
     with no_warnings():
         with_gradients(model)
+
+
+def llama() -> tuple[Any, dict[str, Any]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
+    )
+    ids = torch.arange(64).view(2, 32)
+    return transformers.LlamaForCausalLM(config).train(), {
+        "input_ids": ids,
+        "labels": ids,
+        "use_cache": False,
+    }
+
+
+def turn_checkpointing_on(model: Any) -> None:
+    new = hasattr(model, "activation_checkpointing_enable")
+    (model.activation_checkpointing_enable if new else model.gradient_checkpointing_enable)()
+
+
+def test_the_models_own_checkpointing_after_the_plan_was_made():
+    """Trainers turn it on when training begins: the plan is then idle."""
+    model, sample = llama()
+    profile = autoac.profile(model, sample)
+    assert not any("own checkpointing" in note for note in profile.notes)
+    plan = autoac.solve(profile, profile.least_peak_bytes)
+    turn_checkpointing_on(plan.apply(model))
+    with pytest.warns(UserWarning, match=r"the model's own \w+_checkpointing is on, and was off") as told:
+        model(**sample).loss.backward()
+    assert len(told) == 1
+    with no_warnings():
+        model(**sample).loss.backward()
+
+
+def test_the_models_own_checkpointing_before_the_plan_was_made():
+    model, sample = llama()
+    turn_checkpointing_on(model)
+    for mode in ("real", "fake"):
+        profile = autoac.profile(model, sample, mode=mode)
+        (note,) = (note for note in profile.notes if "own checkpointing" in note)
+        assert re.search(r"model\.\w+_checkpointing_disable\(\) before planning", note)
+    autoac.solve(profile, profile.peak_bytes).apply(model)
+    with no_warnings():
+        model(**sample).loss.backward()
 
 
 class Scaled(nn.Module):

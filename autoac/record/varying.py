@@ -146,7 +146,18 @@ class Runs:
             )
         return (
             f"{VARIES} with random numbers that it draws one at a time, as for layer drop ({spread}): planned for "
-            f"a step {largest}",
+            f"a step {largest}{self._and_sizes(recorded)}",
+        )
+
+    def _and_sizes(self, recorded: Run) -> str:
+        """What to add where runs of the very same ops as the recorded one made tensors of other sizes."""
+        peaks = [run.peak_bytes for run in self.all if run.op_fingerprint == recorded.op_fingerprint]
+        if len({run.sizes for run in self.all if run.op_fingerprint == recorded.op_fingerprint}) < 2:
+            return ""
+        return (
+            f". The sizes of its tensors vary, too (a peak of {format_bytes(min(peaks))} to {format_bytes(max(peaks))} "
+            f"with the same ops, planned for one of {format_bytes(recorded.peak_bytes)}), and the largest possible is "
+            "not known: leave headroom, and measure with plan.verify(model, sample, steps=10)"
         )
 
     def _on_sizes(self) -> tuple[str, ...]:

@@ -44,10 +44,11 @@ def check(family: Family) -> Finding:
 
 def _judged(family: Family, found: tuple[str, ...]) -> Finding:
     broken = tuple(fault for fault in found if NOTHING_TO_SAVE not in fault)
-    part, _ = KNOWN.get(family.name, ("", ""))
-    if not part:
+    parts, _ = KNOWN.get(family.name, ((), ""))
+    parts = (parts,) if isinstance(parts, str) else parts
+    if not parts:
         return Finding("broken", broken) if broken else Finding("kept")
-    others = tuple(fault for fault in broken if part not in fault)
+    others = tuple(fault for fault in broken if not any(part in fault for part in parts))
     if others or not broken:
         return Finding("broken", others) if others else Finding("kept")
     return Finding("known", broken)

@@ -233,6 +233,23 @@ def test_a_step_whose_sizes_are_drawn_says_so(drawn: bool):
         assert "plan.verify(model, sample, steps=10)" in note
 
 
+def test_sizes_that_are_drawn_beside_layers_that_are_skipped():
+    class Both(nn.Sequential):
+        """Skips a layer by one number, and draws a length by many, as speech models do."""
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            first, second = self
+            length = BATCH // 2 + int(torch.rand(BATCH // 2).lt(0.5).sum())
+            hidden = first(input[:length])
+            return hidden if torch.rand(()) < 0.5 else second(hidden)
+
+    seed(1)
+    profile = autoac.profile(Both(Block(0.0), Block(0.0)).train(), torch.randn(BATCH, WIDTH))
+    (note,) = (note for note in profile.notes if note.startswith(VARIES))
+    assert "all modules that any of them called. The sizes of its tensors vary, too" in note
+    assert "steps=10" in note
+
+
 @pytest.mark.parametrize("outcome", [HIGH, LOW])
 def test_code_that_draws_until_it_likes_a_number_ends(outcome: str):
     likes = {HIGH: lambda u: u < 0.9, LOW: lambda u: u > 0.1}[outcome]

@@ -158,7 +158,7 @@ DROPOUTS = Case(
     regions=("0", "1", "2"),
 )
 PAUSE_S = {"replay": 0.0005, "sac": 0.005}
-"""Between the other thread's draws: engine sac refuses a step with one between a region's start and an op that draws."""
+"""Between the other thread's draws: engine sac refuses a step with one between a region's start and its last draw."""
 
 
 @pytest.mark.parametrize("engine", ["replay", "sac"])

@@ -171,8 +171,7 @@ def profile_each(
         batch, recorded = found[0]
         step = TrainingStep(unwrapped(model), batch, options["loss"], options["optimizer"])
         names = select_modules(step.model, options["regions"])
-        with OptimizerStates():
-            found[0] = batch, _compiled(recorded, step, names, granularity, part(progress, 0.5, 1.0))
+        found[0] = batch, _compiled(recorded, step, names, granularity, part(progress, 0.5, 1.0))
     return found
 
 

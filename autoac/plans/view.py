@@ -91,8 +91,9 @@ class PlanView:
     def samples(self) -> pd.DataFrame:
         """One row per sample that `autoac.plan` was given; the first is the one that was planned for.
 
-        Columns: sample, peak_bytes, unplanned_peak_bytes, overhead, fits. A plan that was read from a file has only its
-        own sample; its profile's notes mention the others.
+        Columns: sample, peak_bytes, unplanned_peak_bytes, overhead, fits. With engine compile the others' peaks are
+        measured and their overhead is NaN. A plan that was read from a file has only its own sample; its profile's
+        notes mention the others.
         """
         own = Outcome(
             self.record.profile.sample,

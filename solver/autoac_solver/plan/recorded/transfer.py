@@ -22,7 +22,7 @@ class Outcome:
         sample: the model's arguments.
         peak_bytes: peak with the plan, resident bytes included.
         unplanned_peak_bytes: peak with nothing recomputed.
-        overhead: extra step time / step time with nothing recomputed.
+        overhead: extra step time / step time with nothing recomputed; NaN if not known.
         fits: the peak is within the plan's budget minus its headroom.
     """
 

@@ -243,7 +243,7 @@ class LiveStep:
             replace(storage, alloc=0) if storage.alloc == NEVER and storage.free < tables["end"] else storage
             for storage in tables["storage_table"]
         )
-        recorder.check_recorded(tables)
+        recorder.check_recorded(tables, is_whole=True)
         return Profile(
             model=own_name(self.model),
             model_fingerprint=self.fingerprint,

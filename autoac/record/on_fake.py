@@ -101,7 +101,7 @@ def record_fake(
         tape, tables = run(runs.to_record, losses)
         assert tables is not None
         elapsed = time.perf_counter() - start
-    check_recorded(tables)
+    check_recorded(tables, step.is_whole)
     signatures = {str(row["signature"]): row for row in tape.ops}
     found = Measured()
     disturbance = Disturbance()

@@ -166,7 +166,7 @@ def recorded_step(
                 map(id, tape.leaves)
             )
     tell("engine costs", 0.9)
-    check_recorded(tables)
+    check_recorded(tables, step.is_whole)
     profile = Profile(
         model=own_name(model),
         model_fingerprint=model_fingerprint(model),
@@ -279,8 +279,16 @@ def losses_of(model: torch.nn.Module, tables: dict[str, Any]) -> Losses:
     return {fqn: names for fqn, names in kept.items() if names and not runs_compiled(fqn)}
 
 
-def check_recorded(tables: dict[str, Any]) -> None:
-    if not any(op.backward for op in tables["tape"]):
+def check_recorded(tables: dict[str, Any], is_whole: bool) -> None:
+    """Refuse a step in which the model was not trained.
+
+    Args:
+        is_whole: the user's code runs the backward; autoac's own need not run an op.
+
+    Raises:
+        ProfilingError: no backward ran, or no module was called.
+    """
+    if is_whole and not any(op.backward for op in tables["tape"]):
         raise ProfilingError(
             "the recorded step ran no backward: does the callable sample run forward, loss and backward of this model, "
             "with gradients on?"

@@ -439,6 +439,27 @@ def half_frozen_output() -> nn.Module:
     return model
 
 
+class Number(nn.Module):
+    """Its backward runs no op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.unused = nn.Parameter(torch.ones(1)), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.clone().squeeze()
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_a_backward_without_an_op(mode: Any):
+    model, x = Number(), torch.ones(1)
+    profile = autoac.profile(model, x, mode=mode)
+    assert not any(op.backward for op in profile.tape)
+    for engine in ("replay", "sac"):
+        plan = autoac.solve(profile, profile.least_peak_bytes, engine=engine)
+        assert plan.verify(model, x).ok
+
+
 def forward_only() -> Any:
     return MODEL_OF_STEP(batch())
 

@@ -219,12 +219,14 @@ class Draws:
         generators = generators_of(info, args, kwargs) if info.unknown else []
         self.states = [(generator, generator.get_state()) for generator in generators]
 
-    def note(self, keep: Callable[[torch.Generator, torch.Tensor], Any]) -> int:
+    def note(self, keep: Callable[[torch.Generator, torch.Tensor], Any], on_fakes: bool) -> int:
         """After the op: pass each generator that it advanced, with its earlier state, to `keep`.
 
         Returns:
-            Bytes of these states.
+            Bytes of these states; on fake tensors, where nothing is drawn, those of all that it may draw from.
         """
+        if on_fakes:
+            return sum(state.nbytes for _, state in self.states)
         drawn = [(g, state) for g, state in self.states if not torch.equal(g.get_state(), state)]
         for generator, state in drawn:
             keep(generator, state)

@@ -253,6 +253,35 @@ def nothing_fake(x: torch.Tensor) -> torch.Tensor:
 nothing_fake.register_autograd(lambda ctx, gradient: gradient)
 
 
+@torch.library.custom_op("autoac_test::draws", mutates_args=())
+def draws(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rand_like(x)
+
+
+draws.register_fake(torch.empty_like)
+draws.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Drawing(nn.Sequential):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        first, second = self
+        return second(torch.tanh(draws(torch.sin(first(input)))))
+
+
+def test_random_states_of_custom_ops_count():
+    """A custom op need not say that it draws, and on fake tensors it does not run."""
+    model, x = Drawing(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    found = [
+        [
+            op.random_bytes
+            for op in autoac.profile(model, x, mode=mode).tape
+            if op.name == "autoac_test.draws.default"
+        ]
+        for mode in ("real", "fake")
+    ]
+    assert found[0] == found[1] == [torch.get_rng_state().nbytes]
+
+
 def test_an_op_without_a_fake_implementation_is_named():
     class Opaque(nn.Module):
         def __init__(self) -> None:

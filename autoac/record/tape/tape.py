@@ -197,7 +197,7 @@ class Tape(TorchDispatchMode):
             result, signature = self.meter.run(func, info, args, kwargs)
             if info.random:
                 result = self.single.drawn(func, args, kwargs, result)
-            random_bytes += draws.note(self.before.keep_state)
+            random_bytes += draws.note(self.before.keep_state, self.saved.on_fakes)
         if is_collective(info.name) and self.device.type == "cpu" and not self.saved.on_fakes:
             self.gloo = gloo_threads()
         if in_place:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -89,11 +88,6 @@ class Program:
                 END,
             )
         return self._steps
-
-    @functools.cached_property
-    def draws(self) -> bool:
-        """Whether it has an op that may draw random numbers."""
-        return any(info is not None and info.random for *_, info in self.steps)
 
     def by_call(self, func: Any, nth: int) -> bool | None:
         """The decision for the n-th call of this overload; None if the profile has no such call."""

@@ -138,8 +138,7 @@ def contexts(
         firsts.append(compares.hooks())
     if casts is not None:
         firsts.append(_CastsOfShards(policy))
-    capturing = policy.streams is not None and policy.streams.capturing
-    if threading.active_count() > 1 and program.draws and not capturing:
+    if threading.active_count() > 1 and (policy.streams is None or not policy.streams.capturing):
         firsts.append(_BeforeDrawing(policy))
     return _Together(firsts), _SecondRun(second, policy, casts, log, objects, state)
 
@@ -462,7 +461,7 @@ class SacPolicy:
         self.random: CheckpointPolicy | None = None  # what was decided for the region's first random op
         self.watches = False  # whether to remember what recomputed ops read; not where a compiler traces
         self.before: list[int] | None = (
-            None  # of the op that runs, see `_Drawn`; None if nothing can disturb it
+            None  # of the op that runs: see `_Drawn`; None if there are no other threads
         )
         self.drawn: dict[tuple[Any, int], _Drawn] = {}  # random ops that run again
         self.inputs: list[_Input] = []

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import zlib
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from autoac.ops.info import OpInfo, op_info, read_tensors
+from autoac.ops.info import OpInfo, read_tensors
 from autoac.torch_private import default_generator, is_fake
 
 
@@ -33,33 +30,3 @@ def _device(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
         if position < len(args) and args[position] is not None:
             return args[position].device
     return torch.device("cpu")
-
-
-def with_generator(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Callable[[torch.Generator], Any] | None:
-    """A call of an op as a function of the generator that it draws from; None if it takes none."""
-    where = op_info(func).generator_at
-    if isinstance(where, str):
-        return lambda generator: func(*args, **{**kwargs, where: generator})
-    if where is not None and where < len(args):
-        return lambda generator: func(*args[:where], generator, *args[where + 1 :], **kwargs)
-    return None
-
-
-def checksum_of_state(generator: torch.Generator) -> int:
-    """A checksum of the generator's state, which tells whether anything has drawn from it."""
-    state = generator.get_state()
-    return zlib.crc32((ctypes.c_char * state.nbytes).from_address(state.data_ptr()))
-
-
-def disturbed(func: Any, region: str) -> RuntimeError:
-    """The error of an op that drew other random numbers for backward than in forward, as another thread drew too."""
-    return RuntimeError(_DISTURBED.format(op=func, region=region))
-
-
-_DISTURBED = (
-    "{op} in region {region!r} must draw its random numbers again for backward, but another thread has drawn from the "
-    "same generator while it did. Give that thread a `torch.Generator` of its own (`torch.rand(..., generator=g)`), or "
-    "plan with a larger budget, so that the op is not run again."
-)

@@ -36,7 +36,7 @@ METHODS = {"read_pickle", "to_pickle"}
 
 
 ALLOWED = {
-    "autoac/ops/generators.py": "import ctypes",  # the bytes of a generator's state, for a checksum
+    "autoac/execute/replay/randoms.py": "import ctypes",  # the bytes of a generator's state, for a checksum
     "autoac/execute/checksums.py": "import ctypes",  # the bytes of a tensor, for a checksum
     "autoac/record/unseen.py": "import ctypes",  # the bytes of a storage, for a checksum
     "autoac/torch_private/distributed.py": "import importlib",  # torch's own modules, when needed

@@ -12,13 +12,14 @@ NOTE [ Random numbers ]
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from autoac.ops.generators import checksum_of_state, disturbed, with_generator
 from autoac.ops.info import op_info
 from autoac.torch_private import overload_with_generator
 
@@ -38,7 +39,7 @@ class Stash:
     def op_is_over(self) -> None:
         """Take the checksum after the op, if it is needed."""
         if threading.active_count() > 1:
-            self.end = checksum_of_state(self.generator)
+            self.end = _checksum(self.generator)
 
     def has_drawn(self) -> bool:
         """Whether the generator's state has changed."""
@@ -55,7 +56,7 @@ def draw_again(
     """
     with drawing:
         alone = threading.active_count() == 1
-        private = None if alone or len(stashes) > 1 else _taking_one(func, args, kwargs)
+        private = None if alone or len(stashes) > 1 else _with_generator(func, args, kwargs)
         if private is not None:
             generator = _private(stashes[0].generator.device)
             generator.set_state(stashes[0].state)
@@ -77,17 +78,27 @@ def draw_again(
 
 
 def _check(stash: Stash, generator: torch.Generator, func: Any, region: str) -> None:
-    if stash.end is not None and checksum_of_state(generator) != stash.end:
-        raise disturbed(func, region)
+    if stash.end is not None and _checksum(generator) != stash.end:
+        raise RuntimeError(_DISTURBED.format(op=func, region=region))
 
 
-def _taking_one(
+_DISTURBED = (
+    "{op} in region {region!r} must draw its random numbers again for backward, but another thread has drawn from the "
+    "same generator while it did. Give that thread a `torch.Generator` of its own (`torch.rand(..., generator=g)`), or "
+    "plan with a larger budget, so that the op is not run again."
+)
+
+
+def _with_generator(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Callable[[torch.Generator], Any] | None:
-    """The op, or its overload, as a function of the generator that it draws from; None if neither takes one."""
-    if op_info(func).generator_at is not None:
-        return with_generator(func, args, kwargs)
-    taking = overload_with_generator(func)
+    """The op as a function of the generator that it draws from; None if it takes none."""
+    where = op_info(func).generator_at
+    if isinstance(where, str):
+        return lambda generator: func(*args, **{**kwargs, where: generator})
+    if where is not None and where < len(args):
+        return lambda generator: func(*args[:where], generator, *args[where + 1 :], **kwargs)
+    taking = None if where is not None else overload_with_generator(func)
     return None if taking is None else lambda generator: taking(*args, **kwargs, generator=generator)
 
 
@@ -104,3 +115,8 @@ def _private(device: torch.device) -> torch.Generator:
     if found is None:
         found = _privates.generators[device] = torch.Generator(device)
     return found
+
+
+def _checksum(generator: torch.Generator) -> int:
+    state = generator.get_state()
+    return zlib.crc32((ctypes.c_char * state.nbytes).from_address(state.data_ptr()))

@@ -14,18 +14,12 @@ NOTE [ The second run ]
   5. On a GPU, the second run uses the stream of the node that unpacks first, which is forward's, see NOTE [ Streams ]
      in `autoac.execute.streams`. While a CUDA graph is captured, torch cannot stash the GPU's random state. It need
      not: recomputing a random op is refused there.
-  6. Threads share generators, and torch sets the shared one back for the second run. While there are other threads, the
-     policy keeps checksums of the state before and after each random op that runs again. The second run must find the
-     first state, and draw with a private generator, if the op takes one, up to the second; anything else is an error:
-     another thread has drawn in between in one of the runs. Comparing only the states afterwards would not do: a draw
-     before an op leaves the same state as one after it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -44,7 +38,7 @@ from autoac.execute.sac.first_step import Comparing, FirstStep
 from autoac.execute.sac.state import ModuleState
 from autoac.execute.streams import CallStreams, streams_of_call
 from autoac.ops.arguments import held_in
-from autoac.ops.generators import checksum_of_state, disturbed, generators_of, with_generator
+from autoac.ops.generators import generators_of
 from autoac.ops.info import OpInfo, op_info, read_tensors, tensors_in, written_tensors
 from autoac.torch_private import (
     POLICIES_SEE_RESULTS,
@@ -138,8 +132,6 @@ def contexts(
         firsts.append(compares.hooks())
     if casts is not None:
         firsts.append(_CastsOfShards(policy))
-    if threading.active_count() > 1 and (policy.streams is None or not policy.streams.capturing):
-        firsts.append(_BeforeDrawing(policy))
     return _Together(firsts), _SecondRun(second, policy, casts, log, objects, state)
 
 
@@ -207,8 +199,6 @@ class _SecondRun:
             parts.append(Comparing(self.policy.compares))
         if changed := self.policy.changed():
             parts.append(_Refusing(changed, self.policy))
-        if self.policy.drawn:
-            parts.append(_DrawingTheSame(self.policy))
         if self.policy.writes_lists:
             parts.append(_CountedWrites())
         self.second = OpLog(self.policy.program.region) if self.first is not None else None
@@ -272,75 +262,6 @@ class _Refusing(TorchDispatchMode):
                 self.policy.refusal(f"{func} would run again on what was written since", _WRITTEN)
             )
         return func(*args, **(kwargs or {}))
-
-
-class _BeforeDrawing(TorchDispatchMode):
-    """Tells the policy the generators' states before each random op of the first run."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, policy: SacPolicy):
-        super().__init__()
-        self.policy = policy
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_sharded_type, types)):
-            return NotImplemented
-        kwargs, info = kwargs or {}, op_info(func)
-        if info.random and info.draws_random(args) and not on_fake_tensors():
-            self.policy.before = _states_of(info, args, kwargs)
-        return func(*args, **kwargs)
-
-
-class _DrawingTheSame(TorchDispatchMode):
-    """Draws the numbers of forward, or raises an error, see NOTE [ The second run ] 6.
-
-    Args:
-        policy: of the first run.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, policy: SacPolicy):
-        super().__init__()
-        self.policy = policy
-        self.counts: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(is_sharded_type, types)):
-            return NotImplemented  # the policy has seen the ops on the local parts
-        kwargs = kwargs or {}
-        if on_fake_tensors():
-            return func(*args, **kwargs)
-        expected = self.policy.drawn.get((func, self.counts[func]))
-        self.counts[func] += 1
-        if expected is None:
-            return func(*args, **kwargs)
-        result, found = _drawing(func, args, kwargs)
-        if found != expected:
-            raise disturbed(func, self.policy.program.region)
-        return result
-
-
-def _drawing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, _Drawn]:
-    """Run a random op, with a private generator if it takes one."""
-    info = op_info(func)
-    drawing = with_generator(func, args, kwargs)
-    if drawing is None:
-        before = _states_of(info, args, kwargs)
-        return func(*args, **kwargs), _Drawn(before, _states_of(info, args, kwargs))
-    (shared,) = generators_of(info, args, kwargs)
-    own = torch.Generator(shared.device)
-    own.set_state(shared.get_state())
-    before = [checksum_of_state(own)]
-    result = drawing(own)
-    shared.set_state(own.get_state())
-    return result, _Drawn(before, [checksum_of_state(own)])
-
-
-def _states_of(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Checksums of the generators that an op may have drawn from."""
-    return [checksum_of_state(generator) for generator in generators_of(info, args, kwargs)]
 
 
 class _CountedWrites(TorchDispatchMode):
@@ -434,14 +355,6 @@ class _Input:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """Checksums of the states of the generators that a random op may draw from, before it and after it."""
-
-    before: list[int]
-    after: list[int]
-
-
 class SacPolicy:
     """`policy_fn(ctx, op, *args, **kwargs)` for one call of a region; make a new one for each call.
 
@@ -460,10 +373,6 @@ class SacPolicy:
         self.read = _Storages()  # kept storages that a recomputed op reads
         self.random: CheckpointPolicy | None = None  # what was decided for the region's first random op
         self.watches = False  # whether to remember what recomputed ops read; not where a compiler traces
-        self.before: list[int] | None = (
-            None  # of the op that runs: see `_Drawn`; None if there are no other threads
-        )
-        self.drawn: dict[tuple[Any, int], _Drawn] = {}  # random ops that run again
         self.inputs: list[_Input] = []
         self.aliases: dict[tuple[int, int], torch.Tensor] = {}  # by storage and version
         self.state: ModuleState | None = None  # of the region's module, if that is known
@@ -506,8 +415,6 @@ class SacPolicy:
             decision = self._random(func, decision, own, in_place=bool(info.writes))
             if decision is RECOMPUTE and self.streams is not None:
                 self.streams.refuse_drawing(func, generators_of(info, args, kwargs))
-            if decision is RECOMPUTE and self.before is not None:
-                self.drawn[func, nth] = _Drawn(self.before, _states_of(info, args, kwargs))
         if decision is RECOMPUTE:
             self._note((func, nth), info, args, kwargs, ctx.op_output)
         return decision

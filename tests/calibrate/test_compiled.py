@@ -286,6 +286,10 @@ def test_a_damaged_file_of_points_counts_as_none(
     file.write_text(file.read_text().replace('"kept_bytes": [', '"kept_bytes": [-1, '))
     assert kept.read() is None
     assert "measured anew" in caplog.text
+    file.unlink()
+    file.mkdir()
+    kept.write(points)
+    assert "measured points are not kept" in caplog.text
 
 
 class Breaking(Block):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from autoac.calibrate.compiled import measured
 from autoac.device import device_for, processor
 from autoac.execute.compiled.survey import Survey
 from autoac.progress import LOGGER
@@ -40,25 +41,28 @@ class PointsOnDisk:
 
         known = device_for(device)
         on = known.name() or f"{processor()}, {torch.get_num_threads()} of {os.cpu_count()} threads"
-        code = partitioner.hash_of_files((partitioner.__file__, __file__)).hex()
+        code = partitioner.hash_of_files((partitioner.__file__, measured.__file__)).hex()
         parts = (survey.graph, *survey.points, str(eager), str(device.type), on, torch.__version__, code)
         name = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         folder = partitioner.cache_folder()
         self._path = None if folder is None else Path(folder) / "autoac" / f"{name}.json"
 
     def read(self) -> tuple[CompiledPoint, ...] | None:
-        """The points, None if there are none; a damaged file counts as none, and a warning is logged."""
+        """The points, None if there are none; a file that cannot be read counts as none, and a warning is logged."""
         if self._path is None or not self._path.is_file():
             return None
         try:
             return rows(checked(read_json(self._path, SCHEMA, SCHEMA_VERSION), _FORM), CompiledPoint)
-        except (ProfileError, ValueError) as error:
+        except (ProfileError, ValueError, OSError) as error:
             LOGGER.warning("measured anew: %s", error)
             return None
 
     def write(self, points: Sequence[CompiledPoint]) -> None:
-        """Keep the points for the next process; without caches of the compiler nothing is written."""
+        """Keep the points for the next process, if the compiler keeps anything; a warning is logged if that fails."""
         if self._path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path, SCHEMA, SCHEMA_VERSION, columns(points, CompiledPoint), _FORM)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._path, SCHEMA, SCHEMA_VERSION, columns(points, CompiledPoint), _FORM)
+        except OSError as error:  # the points are right all the same
+            LOGGER.warning("measured points are not kept: %s", error)

@@ -60,6 +60,9 @@ class Program:
         self.unchecked = unchecked
         self.inputs = inputs
         self.found_right = False  # by the last comparison
+        self.draws_on_host: bool | None = (
+            None  # Python's or numpy's random numbers; None until a call was seen
+        )
         self.warned = False
         self.unnamed = _unnamed(self.names) if region else self
         self._steps: tuple[Step, ...] | None = None

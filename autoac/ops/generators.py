@@ -30,3 +30,15 @@ def _device(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
         if position < len(args) and args[position] is not None:
             return args[position].device
     return torch.device("cpu")
+
+
+def disturbed(func: Any, region: str) -> RuntimeError:
+    """The error of an op that drew other random numbers for backward than in forward, since another thread drew too."""
+    return RuntimeError(_DISTURBED.format(op=func, region=region))
+
+
+_DISTURBED = (
+    "{op} in region {region!r} must draw its random numbers again for backward, but another thread has drawn from the "
+    "same generator while it did. Give that thread a `torch.Generator` of its own (`torch.rand(..., generator=g)`), or "
+    "plan with a larger budget, so that the op is not run again."
+)

@@ -143,7 +143,7 @@ def test_the_steps_of_a_loop_are_right(kind: type[Layers], engine: str):
 
 
 class Stateful(Layers):
-    """An op of a library that draws numpy's random numbers."""
+    """An op of a library that draws random numbers which nothing sets back."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rest(hidden_noise(self.first(x)))

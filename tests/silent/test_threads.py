@@ -13,6 +13,8 @@ from torch import nn
 from autoac.execute import replay
 from autoac.execute.program import Program
 from autoac.execute.replay import ReplayCall, randoms
+from autoac.execute.sac import sac
+from autoac.torch_private import TorchDispatchMode
 from tests.execute.exact.harness import Case, plan_with
 
 X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
@@ -150,18 +152,24 @@ def test_the_guard_finds_draws_of_other_threads_by_itself(other_thread, monkeypa
     assert not any(op.replayable for op in profile.tape if op.name == "aten.empty_like.default")
 
 
-def test_a_planned_model_beside_a_thread_that_draws_all_the_time():
-    case = Case(
-        build=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(3))),
-        forward=lambda model: model(X).square().mean(),
-        regions=("0", "1", "2"),
-    )
-    plan = plan_with(case, "replay", lambda region, op, nth: True)
-    model = plan.apply(case.model())
+DROPOUTS = Case(
+    build=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(3))),
+    forward=lambda model: model(X).square().mean(),
+    regions=("0", "1", "2"),
+)
+PAUSE_S = {"replay": 0.0005, "sac": 0.005}
+"""Between the other thread's draws: sac refuses a step with one between a region's start and an op that draws."""
+
+
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+def test_a_planned_model_beside_a_thread_that_draws_all_the_time(engine: str):
+    plan = plan_with(DROPOUTS, engine, lambda region, op, nth: True)
+    model = plan.apply(DROPOUTS.model())
+    assert _step_is_right(model)
     stop = threading.Event()
 
     def loop() -> None:
-        while not stop.wait(0.0005):
+        while not stop.wait(PAUSE_S[engine]):
             draw()
 
     thread = threading.Thread(target=loop)
@@ -173,6 +181,40 @@ def test_a_planned_model_beside_a_thread_that_draws_all_the_time():
         thread.join()
     assert False not in outcomes
     assert True in outcomes
+
+
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+def test_a_second_run_that_draws_other_numbers_is_refused(when: str, other_thread):
+    """Also where both runs leave the generator in the same state: a draw after the op in forward, before it later."""
+    plan = plan_with(DROPOUTS, "sac", lambda region, op, nth: True)
+    model = plan.apply(DROPOUTS.model())
+    assert _step_is_right(model)
+    assert _step_is_right(model)  # beside a thread that draws nothing
+
+    class Disturbing(TorchDispatchMode):
+        """Draws around the op, where nothing looks at the generator."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            drawn = func is torch.ops.aten.bernoulli_.float
+            again = torch._C._current_graph_task_id() != -1
+            if drawn and again and when in ("before", "both"):
+                other_thread(draw)
+            result = func(*args, **(kwargs or {}))
+            if drawn and not again and when in ("after", "both"):
+                other_thread(draw)
+            return result
+
+    with Disturbing():
+        # One op a region: a draw after it changes nothing.
+        assert _step_is_right(model) is (True if when == "after" else None)
+
+
+def test_alone_sac_remembers_nothing_of_what_was_drawn(monkeypatch: pytest.MonkeyPatch):
+    plan = plan_with(DROPOUTS, "sac", lambda region, op, nth: True)
+    model = plan.apply(DROPOUTS.model())
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(sac, "Drawn", lambda: pytest.fail("results were remembered"))
+    assert _step_is_right(model)
 
 
 def _step_is_right(model: Any) -> bool | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from autoac.ops.generators import disturbed
 from autoac.ops.info import op_info
 from autoac.torch_private import overload_with_generator
 
@@ -79,14 +80,7 @@ def draw_again(
 
 def _check(stash: Stash, generator: torch.Generator, func: Any, region: str) -> None:
     if stash.end is not None and _checksum(generator) != stash.end:
-        raise RuntimeError(_DISTURBED.format(op=func, region=region))
-
-
-_DISTURBED = (
-    "{op} in region {region!r} must draw its random numbers again for backward, but another thread has drawn from the "
-    "same generator while it did. Give that thread a `torch.Generator` of its own (`torch.rand(..., generator=g)`), or "
-    "plan with a larger budget, so that the op is not run again."
-)
+        raise disturbed(func, region)
 
 
 def _with_generator(

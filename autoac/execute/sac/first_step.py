@@ -46,12 +46,12 @@ DIFFERS = (
     'engine="replay", which runs no code twice, from a real step.'
 )
 OP = (
-    "{op} gave other bits (its result is written by code that torch does not see, random numbers are in it that torch "
-    "does not put back, as those of Python and numpy, or its kernel differs from run to run)"
+    "{op} gave other bits (its result is written by code that torch does not see, random numbers are in it that "
+    "nothing sets back, as those of a `numpy.random.Generator`, or its kernel differs from run to run)"
 )
 OUTSIDE = (
-    "a tensor that no op has made held other bits (random numbers are in it that torch does not put back, as those of "
-    "Python and numpy)"
+    "a tensor that no op has made held other bits (random numbers are in it that nothing sets back, as those of "
+    "a `numpy.random.Generator`)"
 )
 KEEP = '; keep the result: policies=[autoac.Policy("MUST_SAVE", op={op!r}, module={region!r})]'
 

@@ -14,12 +14,14 @@ NOTE [ The second run ]
   5. On a GPU, the second run uses the stream of the node that unpacks first, which is forward's, see NOTE [ Streams ]
      in `autoac.execute.streams`. While a CUDA graph is captured, torch cannot stash the GPU's random state. It need
      not: recomputing a random op is refused there.
+  6. Random numbers: see NOTE [ The second run's random numbers ] in `autoac.execute.sac.randoms`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ from autoac.execute.program import Program
 from autoac.execute.running import first_run, second_run
 from autoac.execute.sac.debug import OpLog, compared, debugging, hidden_from_torch
 from autoac.execute.sac.first_step import Comparing, FirstStep
+from autoac.execute.sac.randoms import DrawingTheSame, Drawn, HostRandoms
 from autoac.execute.sac.state import ModuleState
 from autoac.execute.streams import CallStreams, streams_of_call
 from autoac.ops.arguments import held_in
@@ -127,7 +130,11 @@ def contexts(
     casts = policy.cast if torch.is_autocast_cache_enabled() and any_autocast() else None
     state = None if module is None else ModuleState(module)
     policy.state = state
+    if threading.active_count() > 1 and not (policy.streams is not None and policy.streams.capturing):
+        policy.drawn = Drawn()
     firsts = [first_run(), first, *([] if log is None else [log])]
+    if program.draws_on_host is not False:
+        firsts.append(_DrawingOnHost(policy, module))
     if compares is not None:
         firsts.append(compares.hooks())
     if casts is not None:
@@ -195,6 +202,8 @@ class _SecondRun:
                 )
             )
         parts = [self.selective]
+        if self.policy.drawn is not None and self.policy.drawn.results:
+            parts.insert(0, DrawingTheSame(self.policy.drawn, self.policy.program.region))
         if self.policy.compares is not None:
             parts.append(Comparing(self.policy.compares))
         if changed := self.policy.changed():
@@ -212,6 +221,8 @@ class _SecondRun:
                 entered.enter_context(with_kernel_flags(self.flags))
             if self.state is not None:
                 entered.enter_context(self.state)
+            if self.policy.host is not None:
+                entered.enter_context(self.policy.host)
             for part in parts:
                 entered.enter_context(part)
             entered.enter_context(second_run())
@@ -233,6 +244,26 @@ _SECOND_RUN = (
     "This was in the second run of region {region!r} for backward. To see which op differs from forward, wrap the step "
     'in `torch.utils.checkpoint.set_checkpoint_debug_enabled(True)`; engine="replay" runs no code twice.'
 )
+
+
+class _DrawingOnHost:
+    """Context of the first run, by which the policy learns whether the region draws from Python's or numpy's generator.
+
+    Args:
+        module: as for `run`. In evaluation it may draw nothing that it does in training.
+    """
+
+    def __init__(self, policy: SacPolicy, module: torch.nn.Module | None):
+        self.policy, self.training = policy, module is None or module.training
+
+    def __enter__(self) -> None:
+        self.before = HostRandoms()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.before.changed():
+            self.policy.host, self.policy.program.draws_on_host = self.before, True
+        elif self.policy.program.draws_on_host is None and self.training:
+            self.policy.program.draws_on_host = False
 
 
 class _Refusing(TorchDispatchMode):
@@ -378,6 +409,8 @@ class SacPolicy:
         self.state: ModuleState | None = None  # of the region's module, if that is known
         self.writes_lists = False  # whether the region has written the tensors of a list
         self.streams: CallStreams | None = None  # None if no GPU is in use
+        self.drawn: Drawn | None = None  # None if no other thread can disturb it
+        self.host: HostRandoms | None = None  # None if the region draws nothing there
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)
@@ -415,6 +448,8 @@ class SacPolicy:
             decision = self._random(func, decision, own, in_place=bool(info.writes))
             if decision is RECOMPUTE and self.streams is not None:
                 self.streams.refuse_drawing(func, generators_of(info, args, kwargs))
+            if decision is RECOMPUTE and self.drawn is not None:
+                self.drawn.add(func, info, args, kwargs, ctx.op_output)
         if decision is RECOMPUTE:
             self._note((func, nth), info, args, kwargs, ctx.op_output)
         return decision

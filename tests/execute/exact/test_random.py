@@ -1,13 +1,17 @@
 """Random numbers: dropout that is partly saved, attention's dropout, generators of the user's own."""
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import autoac
 from autoac.execute.replay import ReplayCall
+from autoac.execute.sac.randoms import HostRandoms
 from tests.execute.exact.harness import (
     Case,
     assert_exact,
@@ -15,6 +19,7 @@ from tests.execute.exact.harness import (
     decisions,
     differences,
     plan_with,
+    recomputes,
     run,
 )
 from tests.features.feature import feature
@@ -125,22 +130,76 @@ class PythonNoise(nn.Module):
         return torch.sin(self.linear(x) * random.random())
 
 
-TORCH_RANDOM_ONLY = pytest.mark.xfail(
-    reason="torch's checkpoint runs Python again and restores torch's numbers only"
-)
+class NumpyNoise(PythonNoise):
+    def forward(self, x):
+        return torch.sin(self.linear(x) * torch.from_numpy(np.random.rand(64).astype(np.float32)))
+
+
+class LayerDrop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            if (np.random.rand() if index % 2 else random.random()) >= 0.4:
+                x = layer(x)
+        return torch.sin(x)
 
 
 @feature("random numbers of Python and numpy in a region")
-@pytest.mark.parametrize("engine", ["replay", pytest.param("sac", marks=TORCH_RANDOM_ONLY)])
-def test_python_random_numbers(engine):
-    """Replay runs no Python code twice."""
-
+@pytest.mark.parametrize("kind", [PythonNoise, NumpyNoise])
+def test_random_numbers_of_the_host(engine, kind):
     def forward(model):
         random.seed(5)
+        np.random.seed(5)
         return model(X).square().mean()
 
-    case = Case(lambda: nn.Sequential(PythonNoise(), PythonNoise()), forward, regions=("0", "1"))
+    case = Case(lambda: nn.Sequential(kind(), kind()), forward, regions=("0", "1"))
     assert_exact(case, engine)
+
+
+def test_layers_that_are_dropped_by_the_hosts_numbers_inside_of_a_region(engine):
+    """The second run takes the path of the first, in each step, and leaves the generators as it found them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(LayerDrop(), LayerDrop()).train()
+    profile = autoac.profile(model, X, regions=["0", "1"])
+    with pytest.raises(autoac.InfeasibleBudgetError) as least:
+        autoac.solve(profile, 1000, engine=engine)
+    plan = autoac.solve(profile, least.value.minimum_bytes, engine=engine)
+    assert recomputes(plan)
+
+    def steps() -> list[Any]:
+        random.seed(1)
+        np.random.seed(1)
+        values: list[Any] = []
+        for _ in range(20):
+            model.zero_grad()
+            model(X).square().mean().backward()
+            values.append([parameter.grad for parameter in model.parameters()])
+        return [*values, random.random(), np.random.rand()]
+
+    expected = steps()
+    plan.apply(model)
+    found = steps()
+    assert found[-2:] == expected[-2:]
+    for ours, theirs in zip(found[:-2], expected[:-2], strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a is b is None or torch.equal(a, b)
+
+
+def test_regions_that_draw_nothing_on_the_host_are_looked_at_once(monkeypatch):
+    plan = plan_with(DROPOUTS, "sac", lambda region, op, nth: True)
+    model = plan.apply(DROPOUTS.model())
+    model.eval()
+    model(X).sum().backward()
+    model.train()
+    looked = []
+    init = HostRandoms.__init__
+    monkeypatch.setattr(HostRandoms, "__init__", lambda self: (looked.append(self), init(self))[1])
+    for _ in range(3):
+        model(X).sum().backward()
+    assert len(looked) == 2
 
 
 def test_randomised_relu(engine):

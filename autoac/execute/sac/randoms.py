@@ -1,0 +1,108 @@
+"""Random numbers in the second run that torch's checkpoint leaves to chance: beside other threads, and the host's own.
+
+NOTE [ The second run's random numbers ]
+  1. torch stashes the states of its generators where the region begins, and sets them back for the second run. Threads
+     share these generators: one that draws while either run is on its way to a random op changes what the op draws. So
+     while there are other threads, the results of random ops that run again are compared (`Drawn`); a difference is an
+     error. On a GPU, where reading results would make the host wait, the generator's seed and offset after the op are
+     compared instead. That misses a draw right before the op in one run and right after it in the other.
+  2. Nothing is compared in a process with one thread. No tensor is made for it: predicted peaks hold either way.
+  3. The generators of Python's `random` and of `numpy.random` are set back for regions that draw from them
+     (`HostRandoms`). Whether a region does is seen in its first call, since reading numpy's state takes long.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any, Self
+
+import numpy as np
+
+from autoac.execute.checksums import checksum_in_little_memory
+from autoac.ops.generators import disturbed, generators_of
+from autoac.ops.info import OpInfo, op_info, tensors_in
+from autoac.torch_private import TorchDispatchMode, is_sharded_type, on_fake_tensors
+
+Result = tuple[Any, ...]
+"""What is compared of a random op's result."""
+
+
+class Drawn:
+    """What the random ops of one call of a region drew in the first run, by overload, in order."""
+
+    def __init__(self) -> None:
+        self.results: dict[Any, deque[Result]] = {}
+
+    def add(self, func: Any, info: OpInfo, args: Any, kwargs: Any, result: Any) -> None:
+        """Note an op that has drawn from a shared generator, and will run again."""
+        self.results.setdefault(func, deque()).append(_compared(info, args, kwargs, result))
+
+
+class DrawingTheSame(TorchDispatchMode):
+    """Compares random ops with the first run's. To be entered before selective checkpointing, so that it sees only the
+    ops that run again.
+
+    Args:
+        drawn: by the first run.
+        region: its name, for the error.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, drawn: Drawn, region: str):
+        super().__init__()
+        self.results, self.region = drawn.results, region
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_sharded_type, types)):
+            return NotImplemented  # the policy has seen the ops on the local parts
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        expected = self.results.get(func)
+        if expected and not on_fake_tensors():
+            info = op_info(func)
+            if info.draws_random(args) and _compared(info, args, kwargs, result) != expected.popleft():
+                raise disturbed(func, self.region)
+        return result
+
+
+def _compared(info: OpInfo, args: Any, kwargs: Any, result: Any) -> Result:
+    tensors = list(tensors_in(result))
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return tuple(map(checksum_in_little_memory, tensors))
+    generators = [g for g in generators_of(info, args, kwargs) if g.device.type == "cuda"]
+    return tuple((generator.initial_seed(), generator.get_offset()) for generator in generators)
+
+
+class HostRandoms:
+    """The states of Python's `random` and of `numpy.random` where a region begins; a context that sets them back."""
+
+    def __init__(self) -> None:
+        self.states = _states()
+
+    def changed(self) -> bool:
+        """Whether anything was drawn since."""
+        return self.states != _states()
+
+    def __enter__(self) -> Self:
+        self.found = _states()
+        _set(self.states)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _set(self.found)
+
+
+_States = tuple[Any, tuple[Any, ...]]
+
+
+def _states() -> _States:
+    kind, key, *rest = np.random.get_state()
+    return random.getstate(), (kind, key.tobytes(), *rest)  # type: ignore[union-attr]
+
+
+def _set(states: _States) -> None:
+    ours, (kind, key, *rest) = states
+    random.setstate(ours)
+    np.random.set_state((kind, np.frombuffer(key, np.uint32), *rest))

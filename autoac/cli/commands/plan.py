@@ -168,7 +168,7 @@ def main(
     from autoac_solver.show.summary import summary
 
     data = {**document(record), "output": None if output is None else str(output)}
-    shown = explain(record) if details else f"{summary(record)}\n--details says more."
+    shown = explain(record) if details else f"{summary(record)} --details says more."
     tables = []
     if spec is not None:
         data |= of_ranks(spec, held)

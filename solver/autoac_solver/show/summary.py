@@ -17,23 +17,21 @@ _MEASURED = 0.95
 """If at least this share of the ops' time was measured, the summary does not mention the rest."""
 _HOST_BOUND = 0.1
 """The summary mentions the device's idle time from this share of the step on."""
+_LINES = 14
+"""Most lines of a summary: the command line adds one that says where the plan was written."""
 _FEW = 3
 """Most lines for policies, and for notes, in a summary."""
 
 
 def summary(record: PlanRecord) -> str:
-    """A plan in at most 15 lines; `explain` and `notes` have the rest."""
+    """A plan in at most `_LINES` lines; `explain` and `notes` have the rest."""
     step = step_of(record)
-    policies, losses, said = _policies(record), _losses(record), notes(record)
-    return "\n".join(
-        [
-            *_head(record, step),
-            *_cut(policies, _FEW, "policy"),
-            *losses[:1],
-            *_cut([_row("note", note) for note in said], _FEW, "note"),
-            f"The peak lies at {step.peak_where}.",
-        ]
-    )
+    head, losses = _head(record, step), _losses(record)[:1]
+    said = [_row("note", note) for note in notes(record)]
+    room = _LINES - len(head) - len(losses) - 1
+    policies = _cut(_policies(record), min(_FEW, max(1, room - min(_FEW, len(said)))), "policy")
+    notes_shown = _cut(said, min(_FEW, max(1, room - len(policies))), "note")
+    return "\n".join([*head, *policies, *losses, *notes_shown, f"The peak lies at {step.peak_where}."])
 
 
 def summary_lines(record: PlanRecord, step: PlannedStep) -> tuple[str, ...]:
@@ -106,7 +104,9 @@ def _cut(rows: Sequence[str], most: int, name: str) -> list[str]:
     """The first rows, and a row with the number of the others."""
     if len(rows) <= most:
         return list(rows)
-    return [*rows[: most - 1], _row(name, f"and {len(rows) - most + 1} more: explain(), or --details")]
+    left = len(rows) - most + 1
+    how_many = f"and {left} more" if most > 1 else f"{left} of them"
+    return [*rows[: most - 1], _row(name, f"{how_many}: explain(), or --details")]
 
 
 def _head(record: PlanRecord, step: PlannedStep) -> list[str]:

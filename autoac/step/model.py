@@ -103,6 +103,15 @@ def own_checkpointing(model: torch.nn.Module) -> str:
     return name if is_on else ""
 
 
+def checkpointing_switch(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The first module whose `gradient_checkpointing` tells whether a transformers model's own is on; None without one.
+
+    `_set_gradient_checkpointing` in transformers/modeling_utils.py sets it on all of them. Asking one is cheap, where
+    `own_checkpointing` walks through the model.
+    """
+    return next((module for module in model.modules() if hasattr(module, "gradient_checkpointing")), None)
+
+
 def runs_compiled(model: torch.nn.Module) -> bool:
     """Whether the model is compiled as a whole, inside or outside of `DistributedDataParallel`."""
     while compiled_attribute(model) is None:

@@ -130,13 +130,19 @@ def turn_checkpointing_on(model: Any) -> None:
     (model.activation_checkpointing_enable if new else model.gradient_checkpointing_enable)()
 
 
-def test_the_models_own_checkpointing_after_the_plan_was_made():
-    """Trainers turn it on when training begins: the plan is then idle."""
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_models_own_checkpointing_after_the_plan_was_made(steps: int):
+    """Trainers turn it on when training begins, others later: the plan is then idle."""
     model, sample = llama()
     profile = autoac.profile(model, sample)
     assert not any("own checkpointing" in note for note in profile.notes)
     plan = autoac.solve(profile, profile.least_peak_bytes)
-    turn_checkpointing_on(plan.apply(model))
+    plan.apply(model)
+    for _ in range(steps):
+        with no_warnings():
+            model(**sample).loss.backward()
+            model.zero_grad()
+    turn_checkpointing_on(model)
     with pytest.warns(UserWarning, match=r"the model's own \w+_checkpointing is on, and was off") as told:
         model(**sample).loss.backward()
     assert len(told) == 1

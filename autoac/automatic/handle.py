@@ -128,6 +128,8 @@ class Auto(LoopPlan):
                 self._settle(args, kwargs)
             if self._plan is None and self._recording.profile is None:
                 self._take_up_saved(args, kwargs)
+            if self._plan is not None and self._is_off is not None:
+                self._plan_again(args, kwargs)
         if self._plan is not None:
             self._look_at(args, kwargs, begins)
         if self._plan is None and self._recording.profile is None and begins:
@@ -204,6 +206,8 @@ class Auto(LoopPlan):
 
     def _record(self, args: Any, kwargs: Any) -> None:
         """Record the step that begins."""
+        if self._compiling is not None:
+            self._compiling.recording_begins()
         if self._recording.begin(args, kwargs, self._optimizers.states(), self._cycle.ends_with_optimizer):
             self._was_saved = False
             self._trained = trained_in(self._model)

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from autoac.api.checks import check_together
 from autoac.automatic.across import Across, Meeting
+from autoac.automatic.compiling import Compiling
 from autoac.automatic.cycle import Cycle
 from autoac.automatic.once import Once
 from autoac.automatic.optimizers import Optimizers, trained_in
@@ -15,10 +17,12 @@ from autoac.automatic.recording import Recording
 from autoac.automatic.report import in_a_line, peak_in_a_line, verified
 from autoac.automatic.wanted import Wanted, needs_no_more
 from autoac.automatic.watch import Finding, Watch
+from autoac.calibrate.compiled.table import BLOCKS
 from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import LOGGER
 from autoac.step.model import unwrapped
+from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError
 from autoac_solver.records.profile import Profile
 
@@ -58,10 +62,14 @@ class LoopPlan:
         self._watch = Watch(self._model, wanted.on_larger)
         self._peak = StepPeak(self._model, wanted.measure)
         self._across = Across(model, self._model, wanted)
+        self._compiling = Compiling(self._model, wanted.names, on_top) if compiles(wanted.engine) else None
+        self._is_off: Profile | None = None  # what a measured step has taught; the plan is made anew from it
 
     def remove(self) -> None:
         """Take the plan off the model, restoring it."""
         self._recording.give_up()
+        if self._compiling is not None:
+            self._compiling.stop()
         self._peak.end()
         self._optimizers.hold(False)
         self._take_plan_off()
@@ -71,9 +79,10 @@ class LoopPlan:
     def plan(self) -> Plan | None:
         """The plan; None before the first step is over.
 
-        Between the first step and the second it is provisional: the plan for the first step as it was recorded.
+        Between the first step and the second it is provisional: the plan for the first step as it was recorded. With
+        engine compile there is none yet.
         """
-        recorded = self._recording.profile
+        recorded = None if self._compiling is not None else self._recording.profile
         if self._plan is None and recorded is not None and self._provisional is None:
             self._provisional = self._wanted.plan(self._given, self._optimizers.counted(recorded))
         return self._plan or self._provisional
@@ -109,11 +118,29 @@ class LoopPlan:
             self._put_plan_on(kept, "no more modules were called, with no more; kept the plan of")
             return
         try:
+            if self._compiling is not None:
+                compiled = self._compiling.with_regions(profile)
+                if compiled is None:  # the step that begins is recorded as well, whether steps vary or not
+                    self._recording.count -= self._recording.count > 1
+                    return
+                profile = compiled
             plan = self._wanted.plan(self._given, profile)
         except AutoacError:
             self.remove()
             raise
         self._take(plan, args, kwargs)
+
+    def _plan_again(self, args: Any, kwargs: Any) -> None:
+        """Put a plan on that is made from what a measured step has taught."""
+        profile, self._is_off = self._is_off, None
+        assert profile is not None
+        self._take_plan_off()
+        try:
+            plan = self._wanted.plan(self._given, profile)
+        except AutoacError:
+            self.remove()
+            raise
+        self._take(plan, args, kwargs, verb="planned again, from the measured peak,")
 
     def _counted(self) -> Profile:
         """The recorded step with its optimizers; drops the recording."""
@@ -123,13 +150,13 @@ class LoopPlan:
         self._watch.uncounted = False
         return profile
 
-    def _take(self, plan: Plan, args: Any, kwargs: Any, save: bool = True) -> None:
+    def _take(self, plan: Plan, args: Any, kwargs: Any, save: bool = True, verb: str = "planned") -> None:
         """Put a new plan on."""
         if self._wanted.verify:
             self._verify(plan, args, kwargs)
         if save and self._wanted.path is not None:
             plan.save(self._wanted.path)
-        self._put_new_plan_on(plan, "planned")
+        self._put_new_plan_on(plan, verb)
 
     def _take_up_saved(self, args: Any, kwargs: Any) -> None:
         """Put on the plan that an earlier run saved, if there is one for this model."""
@@ -153,6 +180,8 @@ class LoopPlan:
             raise
 
     def _settle_with(self, meeting: Meeting, args: Any, kwargs: Any) -> None:
+        if self._compiling is not None:
+            check_together(self._wanted.engine, BLOCKS, None)
         recording = self._recording
         if meeting.any(recording.is_on):  # for example two calls before a backward
             self._across.ask()
@@ -180,7 +209,9 @@ class LoopPlan:
 
     def _put_new_plan_on(self, plan: Plan, verb: str) -> None:
         self.measured_peak_bytes = self.measured_plan = None
-        self._peak = StepPeak(self._model, self._wanted.measure)
+        compiled = self._compiling is not None
+        # In the first step the compiler may run.
+        self._peak = StepPeak(self._model, self._wanted.measure or compiled, skipped=1 if compiled else 0)
         self._put_plan_on(plan, verb)
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:
@@ -224,3 +255,5 @@ class LoopPlan:
             self.measured_plan = self._plan
             self.measured_peak_bytes = self._plan.resident_bytes + above_start_bytes
             LOGGER.info("%s", peak_in_a_line(self._plan, self.measured_peak_bytes))
+            if self._compiling is not None:
+                self._is_off = self._compiling.better_known(self._plan, self.measured_peak_bytes)

@@ -19,15 +19,20 @@ class StepPeak:
     Args:
         model: without wrappers.
         wanted: whether anything is to be measured.
+        skipped: steps that are not measured before.
     """
 
-    def __init__(self, model: torch.nn.Module, wanted: bool):
+    def __init__(self, model: torch.nn.Module, wanted: bool, skipped: int = 0):
         self._model = model
         self._is_wanted = wanted
+        self._skipped = skipped
         self._running: tuple[contextlib.ExitStack, Taken] | None = None
 
     def begin(self) -> None:
         """Start measuring, if that was not done before and is possible."""
+        if self._skipped:
+            self._skipped -= 1
+            return
         wanted, self._is_wanted = self._is_wanted, False
         device = device_of(self._model)
         if not wanted or is_profiled() or device_for(device).not_measurable():

@@ -8,8 +8,10 @@ from typing import Any, Literal
 import torch
 
 from autoac.api import checked
+from autoac.api.checks import check_compiling
 from autoac.automatic.handle import Auto
 from autoac.automatic.wanted import Wanted
+from autoac.calibrate.compiled.table import BLOCKS
 from autoac.execute.on_top import has_owner
 from autoac.policies import Policies, listed
 from autoac.step.model import check_model, unwrapped
@@ -19,7 +21,7 @@ from autoac.torch_private import compiled_attribute, is_compiled_wrapper
 from autoac_solver.plan.planning import resolve_engine
 from autoac_solver.records.disk.files import check_writable
 from autoac_solver.records.disk.limits import MOST_BYTES
-from autoac_solver.records.engines import EngineName, compiles
+from autoac_solver.records.engines import EngineName
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.units import parse_bytes
 
@@ -46,6 +48,9 @@ def auto(
     to the bit those of a loop without this line. The first step runs with everything recomputed, which takes the least
     memory, and is slower, because its ops are timed. The logger "autoac" gets one line about the plan.
 
+    With engine "compile" a second step is recorded, then the model's regions are compiled. Gradients from then on are
+    those of compiled code. The second step under the plan is measured, and a plan that was off is made anew.
+
     A step begins with the model's first call in train mode and with gradients enabled, and ends before an optimizer
     with a parameter of the model steps; see NOTE [ The loop's steps ] for loops without one.
 
@@ -63,17 +68,21 @@ def auto(
         measure: measure the peak of the first step under the plan, and under each plan that replaces it.
 
     Returns:
-        The handle: `.plan`, None before the first step, and `.remove()`.
+        The handle: `.plan`, None before the first step (with engine "compile" until regions are compiled), and
+        `.remove()`.
 
     Raises:
         ProfilingError: the model cannot be planned, or the optimizer is not the model's.
+        PolicyError: engine "compile" follows no policies.
         ValueError: an argument is invalid.
         OSError: no file can be written at `path`.
 
-        The loop's second step raises InfeasibleBudgetError if no plan fits; the model is without a plan then.
+        The loop's second step raises InfeasibleBudgetError if no plan fits; the model is without a plan then. With
+        engine "compile" a later step does, or ProfilingError if no region can be compiled.
     """
     check_options(budget, engine, headroom, on_larger, path)
     policies = listed(policies)
+    check_compiling(engine, BLOCKS, policies)
     check_model(unwrapped(model))
     if has_owner(model):
         raise ProfilingError(
@@ -119,11 +128,6 @@ def check_options(
     if on_larger not in ON_LARGER:
         raise ValueError(f"on_larger is {on_larger!r}; possible are {', '.join(map(repr, ON_LARGER))}.")
     resolve_engine(engine)
-    if compiles(engine):
-        raise ValueError(
-            "autoac.auto records the loop's own step, and compiles nothing by itself. Plan before the loop instead: "
-            "autoac.plan(model, sample, budget, engine='compile').apply(model)."
-        )
     for amount in (budget,) if headroom == 0 else (budget, headroom):
         # A percentage is of the memory of the model's device, which is known later.
         parse_bytes(amount, MOST_BYTES)

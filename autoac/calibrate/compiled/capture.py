@@ -1,8 +1,9 @@
-"""Captures the arguments of region calls in the user's own step."""
+"""Captures the arguments of region calls in the user's own step, or in a step of the user's loop."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from autoac.step.inputs import described
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import uncompiled
-from autoac.torch_private import hooked_inside, tree_flatten, tree_map
+from autoac.torch_private import disable_dispatch_modes, hooked_inside, tree_flatten, tree_map
 from autoac_solver.records.errors import ProfilingError
 
 _DEVICES = ("cpu", "cuda")
@@ -63,41 +64,82 @@ Call = tuple[str, int]
 """A module's name, and the number of its call with gradients on."""
 
 
-def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> list[tuple[Captured, list[Call]]]:
-    """Capture calls of some modules in groups of alike calls, each group with the arguments of its first call.
+Caught = list[tuple[Captured, list[Call]]]
+"""Groups of alike calls, each with the arguments of its first call."""
 
-    The step ends after the last of these calls. Autograd tracks `requires_grad` but saves no tensors, so that forward
-    takes no more memory than without gradients. A callable step may run backward, so there tensors are saved as usual.
+
+class Catcher:
+    """Catches the arguments of calls of some modules, each module's counted from `put_on` on.
 
     Args:
         kinds: a key per call. Calls are alike if they share it and the types, shapes and `requires_grad` of their
             arguments.
+    """
+
+    def __init__(self, model: torch.nn.Module, kinds: Mapping[Call, Hashable]):
+        self._model, self._kinds = model, kinds
+        self._groups: dict[Hashable, tuple[Captured, list[Call]]] = {}
+        self._counts: dict[str, int] = {}
+        self._hooks: list[Any] = []
+        self.missing = set(kinds)
+
+    def put_on(self) -> None:
+        """Catch calls from here on."""
+        for name in {name for name, _ in self._kinds}:
+            hook = functools.partial(self._catch, name)
+            module = self._model.get_submodule(name)
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def take_off(self) -> None:
+        """Catch no more calls."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def caught(self) -> Caught:
+        """What was caught so far."""
+        return list(self._groups.values())
+
+    def _catch(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        call = self._counts[name] = self._counts.get(name, -1) + 1
+        if (name, call) not in self.missing:
+            return
+        hooked = hooked_inside(module)
+        kind = self._kinds[name, call], _described(args), _described(kwargs), _autocast(), hooked
+        if kind not in self._groups:
+            with disable_dispatch_modes():  # a step that is being recorded does not see the copies
+                region = Captured(module, _copied(args), _copied(kwargs), _autocast(), hooked)
+            self._groups[kind] = region, []
+        self._groups[kind][1].append((name, call))
+        self.missing.remove((name, call))
+        if not self.missing:
+            self.is_complete()
+
+    def is_complete(self) -> None:
+        """Called when the last of the calls was caught."""
+
+
+class _UntilComplete(Catcher):
+    def is_complete(self) -> None:
+        raise _Enough
+
+
+def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
+    """Catch calls of some modules in the user's own step, which ends after the last of them.
+
+    Autograd tracks `requires_grad` but saves no tensors, so that forward takes no more memory than without gradients.
+    A callable step may run backward, so there tensors are saved as usual.
+
+    Args:
+        kinds: as for `Catcher`.
 
     Raises:
         ProfilingError: the step does not make one of the calls.
     """
-    model, missing = step.model, set(kinds)
-    found: dict[Hashable, tuple[Captured, list[Call]]] = {}
-    counts: dict[str, int] = {}
-
-    def catch(name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        call = counts[name] = counts.get(name, -1) + 1
-        if (name, call) not in missing:
-            return
-        kind = kinds[name, call], _described(args), _described(kwargs), _autocast(), hooked_inside(module)
-        if kind not in found:
-            region = Captured(module, _copied(args), _copied(kwargs), _autocast(), hooked_inside(module))
-            found[kind] = region, []
-        found[kind][1].append((name, call))
-        missing.remove((name, call))
-        if not missing:
-            raise _Enough
-
-    def hook(name: str) -> Any:
-        return lambda module, args, kwargs: catch(name, module, args, kwargs)
-
+    model, catcher = step.model, _UntilComplete(step.model, kinds)
     written = [*model.parameters(), *model.buffers()]
     keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _unpacked)
     with (
@@ -105,21 +147,20 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> list[tuple[C
         values_kept(written if step.is_whole else model.buffers()),
         uncompiled(model),
     ):
-        for name in {name for name, _ in kinds}:
-            handle = model.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True)
-            restorer.later(handle.remove)
+        restorer.later(catcher.take_off)
+        catcher.put_on()
         with contextlib.suppress(_Enough):
             if step.is_whole:
                 step.run()
             else:
                 with keeps_nothing:
                     step.forward()
-    if missing:
+    if catcher.missing:
         raise ProfilingError(
-            f"module {min(missing)[0]!r} was called in the recorded step and not in the next one, so it cannot be "
-            "compiled and measured. Have the step call the same modules each time."
+            f"module {min(catcher.missing)[0]!r} was called in the recorded step and not in the next one, so it cannot "
+            "be compiled and measured. Have the step call the same modules each time."
         )
-    return list(found.values())
+    return catcher.caught
 
 
 def _described(value: Any) -> Hashable:

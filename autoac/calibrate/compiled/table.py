@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoac.calibrate.compiled.capture import Captured, captured
+from autoac.calibrate.compiled.capture import Call, Captured, Caught, captured
 from autoac.calibrate.compiled.measured import measured_points
 from autoac.calibrate.compiled.on_disk import PointsOnDisk
 from autoac.execute.compiled.code import surveying
@@ -65,13 +65,45 @@ def with_compiled_regions(
     Raises:
         NothingCompiled: no region can be compiled.
     """
-    start = time.perf_counter()
+    tell = progress or (lambda *_: None)
+    kinds = kinds_of(profile, step.model, names, granularity)
+    with ONE_AT_A_TIME:
+        tell("what the regions are called with", 0.0)
+        found = captured(step, kinds)
+    return with_caught_regions(profile, step.model, step.inputs, found, tell)
+
+
+def kinds_of(
+    profile: Profile, model: torch.nn.Module, names: Sequence[str] | None = None, granularity: str = BLOCKS
+) -> dict[Call, Hashable]:
+    """The calls to compile, each with a key that those share which may be compiled once for all.
+
+    Args: as for `with_compiled_regions`.
+    """
     if names is not None:
         calls: Sequence[int] = named_calls(profile, names)
     else:
         calls = whole(profile) if granularity == WHOLE else blocks(profile)
+    return {
+        (profile.calls[call].fqn, profile.calls[call].call): _kind(profile, model, call) for call in calls
+    }
+
+
+def with_caught_regions(
+    profile: Profile, model: torch.nn.Module, inputs: Any, found: Caught, progress: Progress
+) -> Profile:
+    """The profile with the points of regions whose arguments were caught, each compiled and measured on the model.
+
+    Args:
+        profile: of this step.
+        inputs: tensors in it are restored.
+
+    Raises:
+        NothingCompiled: no region can be compiled.
+    """
+    start = time.perf_counter()
     with ONE_AT_A_TIME:
-        regions = _regions(profile, step, calls, progress or (lambda *_: None))
+        regions = _regions(profile, model, inputs, found, progress)
     if not any(region.points for region in regions):
         raise NothingCompiled(
             regions[0].failure if regions else "the model has no block that holds a twentieth of it"
@@ -87,12 +119,10 @@ def with_compiled_regions(
 
 
 def _regions(
-    profile: Profile, step: TrainingStep, calls: Sequence[int], progress: Progress
+    profile: Profile, model: torch.nn.Module, inputs: Any, found: Caught, progress: Progress
 ) -> list[CompiledRegion]:
-    model, device = step.model, device_of(step.model)
-    call_of = {(profile.calls[call].fqn, profile.calls[call].call): call for call in calls}
-    progress("what the regions are called with", 0.0)
-    found = captured(step, {key: _kind(profile, model, call) for key, call in call_of.items()})
+    device = device_of(model)
+    call_of = {(call.fqn, call.call): index for index, call in enumerate(profile.calls) if call.grad}
     regions = []
     for index, (region, keys) in enumerate(found):
         group = sorted(call_of[key] for key in keys)
@@ -103,7 +133,7 @@ def _regions(
             progress(f"{words}: {what}", index / len(found))
 
         with (
-            untouched(model, step.inputs),
+            untouched(model, inputs),
             values_kept(region.module.buffers()),
             uncompiled(model),
         ):

@@ -47,18 +47,18 @@ def tried(profile: Profile, step: TrainingStep, limit: int, solve: Callable[[Pro
     least: Plan | None = None
     for _ in range(_TRIES):
         measured = plan.resident_bytes + peak_with(plan, step)
-        corrected = _corrected(plan, measured)
-        error = corrected.predicted_peak_bytes - plan.predicted_peak_bytes
+        known = corrected(plan, measured)
+        error = known.predicted_peak_bytes - plan.predicted_peak_bytes
         if measured <= limit and (
-            best is None or corrected.record.predicted_extra_s < best.record.predicted_extra_s
+            best is None or known.record.predicted_extra_s < best.record.predicted_extra_s
         ):
-            best = corrected
-        if least is None or corrected.predicted_peak_bytes < least.predicted_peak_bytes:
-            least = corrected
+            best = known
+        if least is None or known.predicted_peak_bytes < least.predicted_peak_bytes:
+            least = known
         if measured <= limit and abs(error) <= CLOSE * measured:
             break
         try:
-            plan = solve(corrected.record.profile)
+            plan = solve(known.record.profile)
         except InfeasibleBudgetError:
             if best is None:
                 raise
@@ -103,16 +103,19 @@ def peak_with(plan: Plan, step: TrainingStep) -> int:
     return peak
 
 
-def _corrected(plan: Plan, measured_bytes: int) -> Plan:
-    """The plan on a profile that predicts the measured peak."""
+def corrected(plan: Plan, measured_bytes: int, with_optimizer: bool = False) -> Plan:
+    """The plan on a profile that predicts the measured peak.
+
+    Args:
+        with_optimizer: the measured step went on after backward, with the optimizer's.
+    """
     record = plan.record
     table = record.profile.compiled
     assert table is not None
     step = step_of(record)
     live = step.timeline["live_bytes"].to_numpy()
-    ran = 1 + max(
-        p for p, op in enumerate(step.built.problem.position_op) if record.profile.tape[op].backward
-    )
+    backward = (p for p, op in enumerate(step.built.problem.position_op) if record.profile.tape[op].backward)
+    ran = len(live) if with_optimizer else 1 + max(backward)
     error = measured_bytes - int(live[:ran].max())
     counted = max(table.unseen_bytes, -record.resident_bytes)  # bytes before the step are not negative
     profile = replace(record.profile, compiled=replace(table, unseen_bytes=counted + error))

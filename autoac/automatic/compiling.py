@@ -1,0 +1,104 @@
+"""Engine compile in a loop: regions are caught in a recorded step, and compiled before the next one.
+
+NOTE [ Compiled regions of a loop ]
+  1. The first recorded step tells which calls to compile. The next step is recorded as well, and the arguments of these
+     calls are copied, one copy for alike calls: so nothing of the model is called for it, however the loop calls it.
+  2. Before the step after that, the regions are compiled and measured on the copies, and the plan is put on.
+  3. The second step under the plan is measured; in the first one the compiler may still run. Where the prediction was
+     off, or the budget was exceeded, the plan is made anew with the measured peak, as `autoac.plan` does by steps
+     of its own (`calibrate.compiled.tried`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from autoac.api.solving import called_among
+from autoac.calibrate.compiled.capture import Call, Catcher
+from autoac.calibrate.compiled.table import NothingCompiled, kinds_of, with_caught_regions
+from autoac.calibrate.compiled.tried import CLOSE, corrected
+from autoac.execute.on_top import OnTop
+from autoac.plans import Plan
+from autoac.progress import progress_shown
+from autoac.step.autocast import forward_autocast
+from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.profile import Profile
+
+_MOST_CAUGHT = 3
+"""At most this many steps are recorded in search of the calls of the step before."""
+_MOST_CORRECTIONS = 4
+
+
+class Compiling:
+    """Compiles the regions of a loop's model.
+
+    Args:
+        model: without wrappers.
+        names: of the modules chosen as regions, None for the model's blocks.
+        on_top: our forward on the model, which stands aside meanwhile.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: list[str] | None, on_top: OnTop):
+        self._model, self._names, self._on_top = model, names, on_top
+        self._kinds: dict[Call, Hashable] = {}
+        self._catcher: Catcher | None = None
+        self._caught = self._corrections = 0
+
+    def recording_begins(self) -> None:
+        """Catch the regions' calls in the step that is recorded next, if it is known which they are."""
+        self.stop()
+        if self._kinds:
+            self._catcher = Catcher(self._model, self._kinds)
+            self._catcher.put_on()
+
+    def stop(self) -> None:
+        """Take hooks off the model."""
+        if self._catcher is not None:
+            self._catcher.take_off()
+            self._catcher = None
+
+    def with_regions(self, profile: Profile) -> Profile | None:
+        """The recorded step with its compiled regions; None if another step has to be recorded first.
+
+        Raises:
+            NothingCompiled: no region can be compiled.
+            ProfilingError: no two steps in a row make the same calls.
+        """
+        catcher = self._catcher
+        self.stop()
+        if catcher is not None and not catcher.missing and _calls(profile) >= self._kinds.keys():
+            self._kinds, self._caught, self._corrections = {}, 0, 0
+            # The regions enter the autocast of their own calls.
+            with (
+                forward_autocast() as without,
+                without,
+                self._on_top.aside(),
+                progress_shown("planning", None) as tell,
+            ):
+                return with_caught_regions(profile, self._model, (), catcher.caught, tell)
+        self._kinds = kinds_of(profile, self._model, called_among(profile, self._names))
+        if not self._kinds:
+            raise NothingCompiled("the model has no block that holds a twentieth of it")
+        self._caught += 1
+        if self._caught > _MOST_CAUGHT:
+            raise ProfilingError(
+                f"the loop's steps call other modules each time, so none was compiled after {self._caught} of them: "
+                "plan beforehand with autoac.plan(model, sample, budget, engine='compile'), or take engine='sac'."
+            )
+        return None
+
+    def better_known(self, plan: Plan, measured_bytes: int) -> Profile | None:
+        """A profile to plan from again after a step was measured; None if the plan is good."""
+        limit_bytes = plan.budget_bytes - plan.record.headroom_bytes
+        known = corrected(plan, measured_bytes, with_optimizer=True)
+        error = abs(known.predicted_peak_bytes - plan.predicted_peak_bytes)
+        if measured_bytes <= limit_bytes and error <= CLOSE * measured_bytes:
+            return None
+        self._corrections += 1
+        return known.record.profile if self._corrections <= _MOST_CORRECTIONS else None
+
+
+def _calls(profile: Profile) -> set[Call]:
+    return {(call.fqn, call.call) for call in profile.calls if call.grad}

@@ -1,0 +1,185 @@
+"""`autoac.auto` with engine compile: regions are compiled after two recorded steps, and the plan is kept true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoac
+from autoac.automatic import compiling
+from autoac_solver.records.profile import Profile
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+ROWS = 2048
+STEPS = 7
+PLANNED_AT = 2
+"""Steps before the plan is there."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(F.gelu(self.wide(self.norm(x))))
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), *(Block() for _ in range(4)), nn.Linear(64, 10))
+
+
+def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(ROWS, 32, generator=generator), torch.randint(10, (ROWS,), generator=generator)
+
+
+def train(model: nn.Module, after: Callable[[int], None] = lambda step: None, steps: int = STEPS) -> None:
+    """Two micro-batches a step, under autocast."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        for half in (0, 1):
+            x, y = batch(2 * step + half)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+
+
+@pytest.fixture(scope="module")
+def trained() -> nn.Module:
+    """The model after a loop without a plan."""
+    model = make()
+    train(model)
+    return model
+
+
+def assert_close(model: nn.Module, other: nn.Module) -> None:
+    for found, expected in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(
+            found, expected, atol=2e-3, rtol=0
+        )  # bf16: compiled code rounds less often
+
+
+def assert_bare(model: nn.Module) -> None:
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert "forward" not in module.__dict__
+
+
+@pytest.mark.slow
+def test_a_loop_under_a_budget_with_compiled_regions(trained: nn.Module, tmp_path: Path) -> None:
+    model, plans = make(), []
+    handle = autoac.auto(model, "100MB", engine="compile", path=tmp_path / "plan.json")
+    train(model, lambda step: plans.append(handle.plan))
+    assert plans[:PLANNED_AT] == [None] * PLANNED_AT
+    plan = plans[-1]
+    assert plan is not None
+    assert plan.engine == "compile"
+    assert all(region.point != "eager" for region in plan.regions)
+    assert handle.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+    assert_close(model, trained)
+    handle.remove()
+    assert_bare(model)
+
+    # Less, by what was measured: nothing but the plan is to be made.
+    profile = plan.record.profile
+    with pytest.raises(autoac.InfeasibleBudgetError) as least:
+        autoac.solve(profile, 10_000, engine="compile")
+    model = make()
+    handle = autoac.auto(model, least.value.minimum_bytes * 102 // 100, engine="compile")
+    train(model)
+    assert handle.plan is not None
+    assert handle.measured_peak_bytes is not None
+    assert handle.measured_peak_bytes <= handle.plan.budget_bytes
+    assert handle.plan.predicted_peak_bytes < plan.predicted_peak_bytes
+    assert handle.measured_peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.01)
+    assert_close(model, trained)
+
+    # Another run takes the first plan up, and measures it as well.
+    model = make()
+    handle = autoac.auto(model, "100MB", engine="compile", path=tmp_path / "plan.json")
+    train(model, lambda step: plans.append(handle.plan), steps=3)
+    assert plans[-3] is not None
+    assert handle.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_plan_that_was_off_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here the first plan is made from a table by which a step takes 2 MB less than it does."""
+    with_caught_regions = compiling.with_caught_regions
+
+    def too_little(*given: Any) -> Profile:
+        profile = with_caught_regions(*given)
+        assert profile.compiled is not None
+        return replace(profile, compiled=replace(profile.compiled, unseen_bytes=-2_000_000))
+
+    monkeypatch.setattr(compiling, "with_caught_regions", too_little)
+    model, peaks, budget = make(), list[int | None](), 9_000_000
+    handle = autoac.auto(model, budget, engine="compile")
+    with caplog.at_level("INFO", "autoac"):
+        train(model, lambda step: peaks.append(handle.measured_peak_bytes), steps=9)
+    assert "planned again, from the measured peak," in caplog.text
+    first = next(peak for peak in peaks if peak is not None)
+    assert first > budget
+    assert handle.plan is not None
+    assert handle.measured_peak_bytes is not None
+    assert handle.measured_peak_bytes <= budget
+    assert handle.measured_peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.01)
+
+
+class Broken(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_a_model_of_which_nothing_can_be_compiled_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(32, 64), *(Broken() for _ in range(4)), nn.Linear(64, 10))
+    autoac.auto(model, "100MB", engine="compile")
+    with pytest.raises(autoac.ProfilingError, match=r"no region of the model can be compiled: .*graph_break"):
+        train(model)
+    assert_bare(model)
+    train(model)
+
+
+def test_a_loop_that_calls_other_modules_in_each_step_is_refused() -> None:
+    class Alternating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.blocks = nn.Linear(32, 64), nn.ModuleList(Block() for _ in range(4))
+            self.last = nn.Linear(64, 10)
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            x = self.first(x)
+            for index, block in enumerate(self.blocks):
+                if index % 2 == (self.calls - 1) // 2 % 2:
+                    x = block(x)
+            return self.last(x)
+
+    model = Alternating()
+    autoac.auto(model, "100MB", engine="compile", regions="blocks.*")
+    with pytest.raises(autoac.ProfilingError, match=r"call other modules each time.* engine='compile'\)"):
+        train(model, steps=9)
+    assert_bare(model)
+    train(model)
+
+
+def test_policies_are_refused() -> None:
+    with pytest.raises(autoac.PolicyError, match="follows no policies"):
+        autoac.auto(make(), "1GB", engine="compile", policies=[autoac.Policy("MUST_SAVE", op="aten.mm")])

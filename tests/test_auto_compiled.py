@@ -87,7 +87,8 @@ def test_a_loop_under_a_budget_with_compiled_regions(trained: nn.Module, tmp_pat
     plan = plans[-1]
     assert plan is not None
     assert plan.engine == "compile"
-    assert all(region.point != "eager" for region in plan.regions)
+    assert plan.record.profile.compiled is not None
+    assert all(region.points for region in plan.record.profile.compiled.regions)
     assert handle.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
     assert_close(model, trained)
     handle.remove()

@@ -4,7 +4,7 @@
 the model (`ahead`: of a sharded model, before FSDP2's hooks) and optimizer steps. `cycle` decides which of them belong
 to one step. `loop_plan.LoopPlan` makes the plan, puts it on and takes it off; `across` settles on it with other ranks.
 `recording` records steps, `optimizers` counts the memory of the loop's optimizers, `watch` detects steps that the plan
-was not made for, and `peak` measures the first planned step.
+was not made for, `peak` measures the first planned step, and `compiling` compiles the regions for engine compile.
 
 NOTE [ The loop's steps ]
   1. Nothing is run for the plan. The loop's own first step is recorded (see `autoac.record.live`), with its batch,

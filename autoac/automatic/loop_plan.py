@@ -215,6 +215,8 @@ class LoopPlan:
         self._put_plan_on(plan, verb)
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:
+        if self._compiling is not None:
+            self._compiling.stop()
         with self._on_top.aside():
             plan.apply(self._given)
         self._watch.put_on(plan)
@@ -224,6 +226,7 @@ class LoopPlan:
 
     def _take_plan_off(self) -> None:
         plan, self._plan = self._plan, None
+        self._is_off = None
         if plan is not None:
             self._watch.take_off()
             with self._on_top.aside():

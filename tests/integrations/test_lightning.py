@@ -150,3 +150,24 @@ def test_trains_as_without_within_the_budget(setting: str):
     }
     assert logger.plans == [told]
     assert "forward" not in task.__dict__
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_with_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is not called by its trainer: only what its blocks are given is copied.
+
+    Without dropout, of which compiled code draws other masks.
+    """
+    monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, x: x)
+    without = trained("accumulation", None, steps=7)
+    callback = AutoACCallback(ENOUGH, engine="compile")
+    planned = trained("accumulation", callback, steps=7)
+    assert callback.plan is not None
+    assert callback.plan.engine == "compile"
+    compiled = callback.plan.record.profile.compiled
+    assert compiled is not None
+    assert all(region.points for region in compiled.regions)
+    assert callback.measured_peak_bytes == pytest.approx(callback.plan.predicted_peak_bytes, rel=0.01)
+    for found, expected in zip(planned.parameters(), without.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)

@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny() -> Any:
+def tiny(dropout: float = 0.1) -> Any:
     config = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=96,
@@ -42,7 +42,7 @@ def tiny() -> Any:
         num_attention_heads=2,
         num_key_value_heads=2,
         vocab_size=TOKENS,
-        attention_dropout=0.1,
+        attention_dropout=dropout,
         use_cache=False,
         pad_token_id=0,
     )
@@ -55,11 +55,16 @@ def texts(count: int) -> list[dict[str, torch.Tensor]]:
 
 
 def trained(
-    folder: Path, callback: AutoACCallback | None, steps: int = 4, resume: bool = False, **settings: Any
+    folder: Path,
+    callback: AutoACCallback | None,
+    steps: int = 4,
+    resume: bool = False,
+    dropout: float = 0.1,
+    **settings: Any,
 ) -> Any:
     """The trainer after a few steps from always the same start."""
     transformers.set_seed(0)
-    model, data = tiny(), texts(32)
+    model, data = tiny(dropout), texts(32)
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=4,
@@ -184,3 +189,21 @@ def test_smaller_batch_is_found_and_planned_for(tmp_path: Path, monkeypatch: pyt
 def test_what_makes_no_sense_is_refused_before_there_is_a_trainer(options: dict[str, Any], error: str):
     with pytest.raises((TypeError, ValueError), match=error):
         AutoACCallback(**{"budget": ENOUGH, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_with_compiled_blocks(tmp_path: Path) -> None:
+    """Without dropout, of which compiled code draws other masks."""
+    options: dict[str, Any] = {"steps": 6, "dropout": 0.0, **SETTINGS["accumulation"]}
+    without = trained(tmp_path, None, **options)
+    callback = AutoACCallback(ENOUGH, engine="compile")
+    planned = trained(tmp_path, callback, **options)
+    assert callback.plan is not None
+    assert callback.plan.engine == "compile"
+    compiled = callback.plan.record.profile.compiled
+    assert compiled is not None
+    assert all(region.points for region in compiled.regions)
+    assert callback.measured_peak_bytes == pytest.approx(callback.plan.predicted_peak_bytes, rel=0.01)
+    for found, expected in zip(planned.model.parameters(), without.model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

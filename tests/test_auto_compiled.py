@@ -181,6 +181,23 @@ def test_a_loop_that_calls_other_modules_in_each_step_is_refused() -> None:
     train(model)
 
 
+def test_only_steps_of_the_planned_sizes_correct_the_plan() -> None:
+    """The larger of the recorded steps is planned for; the peak of a smaller one says nothing about the plan."""
+    model, rows = make(), (64, 32, 64, 64, 32, 64, 64)
+    handle = autoac.auto(model, "100MB", engine="compile")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    peaks: list[int | None] = []
+    for count in rows:
+        model(torch.ones(count, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(handle.measured_peak_bytes)
+    assert handle.plan is not None
+    assert handle.plan.record.profile.sample == "float32[64,32]"
+    assert [peak is not None for peak in peaks] == [False] * 5 + [True] * 2
+    assert peaks[-1] == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.01)
+
+
 def test_policies_are_refused() -> None:
     with pytest.raises(autoac.PolicyError, match="follows no policies"):
         autoac.auto(make(), "1GB", engine="compile", policies=[autoac.Policy("MUST_SAVE", op="aten.mm")])

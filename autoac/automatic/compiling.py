@@ -4,14 +4,16 @@ NOTE [ Compiled regions of a loop ]
   1. The first recorded step tells which calls to compile. The next step is recorded as well, and the arguments of these
      calls are copied, one copy for alike calls: so nothing of the model is called for it, however the loop calls it.
   2. Before the step after that, the regions are compiled and measured on the copies, and the plan is put on.
-  3. The second step under the plan is measured; in the first one the compiler may still run. Where the prediction was
-     off, or the budget was exceeded, the plan is made anew with the measured peak, as `autoac.plan` does by steps
-     of its own (`calibrate.compiled.tried`).
+     If that step is smaller than an earlier one, further steps are recorded, up to `_MOST_CAUGHT`.
+  3. The second step under the plan with the planned sizes is measured; in the first one the compiler may still run.
+     Where the prediction was off, or the budget was exceeded, the plan is made anew with the measured peak, as
+     `autoac.plan` does by steps of its own (`calibrate.compiled.tried`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 import torch
 
@@ -23,6 +25,7 @@ from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import progress_shown
 from autoac.step.autocast import forward_autocast
+from autoac.step.inputs import described, elements_in
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import Profile
 
@@ -45,6 +48,7 @@ class Compiling:
         self._kinds: dict[Call, Hashable] = {}
         self._catcher: Catcher | None = None
         self._caught = self._corrections = 0
+        self._most = 0  # elements that a recorded step was called with
 
     def recording_begins(self) -> None:
         """Catch the regions' calls in the step that is recorded next, if it is known which they are."""
@@ -68,8 +72,11 @@ class Compiling:
         """
         catcher = self._catcher
         self.stop()
-        if catcher is not None and not catcher.missing and _calls(profile) >= self._kinds.keys():
-            self._kinds, self._caught, self._corrections = {}, 0, 0
+        elements = elements_in(profile.sample)
+        self._most = max(self._most, elements)
+        is_caught = catcher is not None and not catcher.missing and _calls(profile) >= self._kinds.keys()
+        if catcher is not None and is_caught and (elements == self._most or self._caught == _MOST_CAUGHT):
+            self._kinds, self._caught, self._corrections, self._most = {}, 0, 0, 0
             # The regions enter the autocast of their own calls.
             with (
                 forward_autocast() as without,
@@ -88,6 +95,10 @@ class Compiling:
                 "plan beforehand with autoac.plan(model, sample, budget, engine='compile'), or take engine='sac'."
             )
         return None
+
+    def is_planned_call(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a step's call is like the recorded one's: else its peak says nothing about the plan."""
+        return described(args, kwargs) == plan.record.profile.sample
 
     def better_known(self, plan: Plan, measured_bytes: int) -> Profile | None:
         """A profile to plan from again after a step was measured; None if the plan is good."""

@@ -221,7 +221,11 @@ class Auto(LoopPlan):
         if begins and self._plan is not None:
             if not self._cycle.is_one or self._cycle.ends_with_optimizer:
                 restart_calls(self._model, told=not self._cycle.is_one)
-            self._peak.begin()
+            self._is_planned_step = True
+            if self._compiling is None or self._compiling.is_planned_call(self._plan, args, kwargs):
+                self._peak.begin()
+        elif self._plan is not None and self._compiling is not None and self._peak.is_running:
+            self._is_planned_step &= self._compiling.is_planned_call(self._plan, args, kwargs)
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -63,6 +63,7 @@ class LoopPlan:
         self._peak = StepPeak(self._model, wanted.measure)
         self._across = Across(model, self._model, wanted)
         self._compiling = Compiling(self._model, wanted.names, on_top) if compiles(wanted.engine) else None
+        self._is_planned_step = True  # the micro-batches of the step that is measured have the planned sizes
         self._is_off: Profile | None = None  # what a measured step has taught; the plan is made anew from it
 
     def remove(self) -> None:
@@ -258,5 +259,5 @@ class LoopPlan:
             self.measured_plan = self._plan
             self.measured_peak_bytes = self._plan.resident_bytes + above_start_bytes
             LOGGER.info("%s", peak_in_a_line(self._plan, self.measured_peak_bytes))
-            if self._compiling is not None:
+            if self._compiling is not None and self._is_planned_step:
                 self._is_off = self._compiling.better_known(self._plan, self.measured_peak_bytes)

@@ -198,6 +198,28 @@ def test_only_steps_of_the_planned_sizes_correct_the_plan() -> None:
     assert peaks[-1] == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.01)
 
 
+def test_nothing_is_left_on_the_model_where_a_recorded_step_ends() -> None:
+    """Copies of the model are made there; and a forward may fail in the step in which calls are caught."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle = autoac.auto(model, "100MB", engine="compile")
+    for _ in range(2):
+        model(torch.ones(64, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    handle.remove()
+
+    handle = autoac.auto(model, "100MB", engine="compile")
+    model(torch.ones(64, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(torch.ones(64, 31))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    handle.remove()
+
+
 def test_policies_are_refused() -> None:
     with pytest.raises(autoac.PolicyError, match="follows no policies"):
         autoac.auto(make(), "1GB", engine="compile", policies=[autoac.Policy("MUST_SAVE", op="aten.mm")])

@@ -5,9 +5,9 @@ NOTE [ Compiled regions of a loop ]
      calls are copied, one copy for alike calls: so nothing of the model is called for it, however the loop calls it.
   2. Before the step after that, the regions are compiled and measured on the copies, and the plan is put on.
      If that step is smaller than an earlier one, further steps are recorded, up to `_MOST_CAUGHT`.
-  3. The second step under the plan with the planned sizes is measured; in the first one the compiler may still run.
-     Where the prediction was off, or the budget was exceeded, the plan is made anew with the measured peak, as
-     `autoac.plan` does by steps of its own (`calibrate.compiled.tried`).
+  3. The second step under the plan whose calls are like the recorded ones is measured; in the first one the compiler
+     may still run. Where the prediction was off, or the budget was exceeded, the plan is made anew with the measured
+     peak, as `autoac.plan` does by steps of its own (`calibrate.compiled.tried`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autoac_solver.records.profile import Profile
 
 _MOST_CAUGHT = 3
 """At most this many steps are recorded in search of the calls of the step before."""
-_MOST_CORRECTIONS = 4
+_MOST_CORRECTIONS, _MOST_MEASURED = 4, 8
 
 
 class Compiling:
@@ -49,6 +49,11 @@ class Compiling:
         self._catcher: Catcher | None = None
         self._caught = self._corrections = 0
         self._most = 0  # elements that a recorded step was called with
+        self._recorded: list[str] = []  # what the last recorded step's calls were given
+        self._calls: list[str] = []  # what those of the step that is measured were given
+        self._measured = 0  # steps under the plan
+        self.is_judged = True  # whether the plan's peak is known, as far as it will be
+        self.best: Plan | None = None  # of those that were measured to be within the budget
 
     def recording_begins(self) -> None:
         """Catch the regions' calls in the step that is recorded next, if it is known which they are."""
@@ -77,6 +82,7 @@ class Compiling:
         is_caught = catcher is not None and not catcher.missing and _calls(profile) >= self._kinds.keys()
         if catcher is not None and is_caught and (elements == self._most or self._caught == _MOST_CAUGHT):
             self._kinds, self._caught, self._corrections, self._most = {}, 0, 0, 0
+            self.best = None
             # The regions enter the autocast of their own calls.
             with (
                 forward_autocast() as without,
@@ -96,19 +102,49 @@ class Compiling:
             )
         return None
 
-    def is_planned_call(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a step's call is like the recorded one's: else its peak says nothing about the plan."""
-        return described(args, kwargs) == plan.record.profile.sample
+    def recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], begins: bool) -> None:
+        """Note a call of the step that is recorded.
+
+        Args:
+            begins: whether the step begins with it.
+        """
+        self._recorded = [*([] if begins else self._recorded), described(args, kwargs)]
+
+    def to_be_judged(self, plan: Plan) -> None:
+        """A new plan is put on."""
+        self.is_judged, self._measured = False, 0
+        self._recorded = self._recorded or [plan.record.profile.sample]  # taken up from a file
+
+    def is_like_recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the step that begins with this call is to be measured: its peak may tell something about the plan."""
+        self._calls = [described(args, kwargs)]
+        return not self.is_judged and self._calls == self._recorded[:1]
+
+    def goes_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note a further call of the step that is measured."""
+        self._calls.append(described(args, kwargs))
 
     def better_known(self, plan: Plan, measured_bytes: int) -> Profile | None:
-        """A profile to plan from again after a step was measured; None if the plan is good."""
-        limit_bytes = plan.budget_bytes - plan.record.headroom_bytes
+        """A profile to plan from again after a step was measured; None if there is nothing to correct."""
+        self._measured += 1
+        if self._calls != self._recorded:
+            self.is_judged = self._measured >= _MOST_MEASURED
+            return None
+        self.is_judged = True
         known = corrected(plan, measured_bytes, with_optimizer=True)
         error = abs(known.predicted_peak_bytes - plan.predicted_peak_bytes)
-        if measured_bytes <= limit_bytes and error <= CLOSE * measured_bytes:
+        fits = measured_bytes <= plan.budget_bytes - plan.record.headroom_bytes
+        if fits and (
+            self.best is None or known.record.predicted_extra_s < self.best.record.predicted_extra_s
+        ):
+            self.best = known
+        if fits and error <= CLOSE * measured_bytes:
             return None
         self._corrections += 1
-        return known.record.profile if self._corrections <= _MOST_CORRECTIONS else None
+        if self._corrections <= _MOST_CORRECTIONS:
+            return known.record.profile
+        is_first = self._corrections == _MOST_CORRECTIONS + 1
+        return self.best.record.profile if is_first and self.best is not None else None
 
 
 def _calls(profile: Profile) -> set[Call]:

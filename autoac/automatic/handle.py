@@ -73,6 +73,8 @@ class Auto(LoopPlan):
             return self._on_top.run(args, kwargs)
         except BaseException:
             self._recording.give_up()
+            if self._compiling is not None:
+                self._compiling.stop()
             self._peak.end()
             raise
         finally:
@@ -113,6 +115,8 @@ class Auto(LoopPlan):
             self._cycle.has_stepped = False
         meet = begins and self._across.step_begins()  # counts steps, also while one is recorded
         if self._recording.is_on:
+            if self._compiling is not None:
+                self._compiling.recorded(args, kwargs, begins=False)
             if meet:
                 self._meet(args, kwargs)
             return
@@ -206,9 +210,10 @@ class Auto(LoopPlan):
 
     def _record(self, args: Any, kwargs: Any) -> None:
         """Record the step that begins."""
-        if self._compiling is not None:
-            self._compiling.recording_begins()
         if self._recording.begin(args, kwargs, self._optimizers.states(), self._cycle.ends_with_optimizer):
+            if self._compiling is not None:
+                self._compiling.recording_begins()
+                self._compiling.recorded(args, kwargs, begins=True)
             self._was_saved = False
             self._trained = trained_in(self._model)
             self._across.ask()
@@ -221,11 +226,13 @@ class Auto(LoopPlan):
         if begins and self._plan is not None:
             if not self._cycle.is_one or self._cycle.ends_with_optimizer:
                 restart_calls(self._model, told=not self._cycle.is_one)
-            self._is_planned_step = True
-            if self._compiling is None or self._compiling.is_planned_call(self._plan, args, kwargs):
+            if self._compiling is None:
                 self._peak.begin()
-        elif self._plan is not None and self._compiling is not None and self._peak.is_running:
-            self._is_planned_step &= self._compiling.is_planned_call(self._plan, args, kwargs)
+            elif self._compiling.is_like_recorded(args, kwargs):
+                self._peak.want()
+                self._peak.begin()
+        elif self._plan is not None and self._compiling is not None:
+            self._compiling.goes_on(args, kwargs)
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -23,7 +23,7 @@ from autoac.plans import Plan
 from autoac.progress import LOGGER
 from autoac.step.model import unwrapped
 from autoac_solver.records.engines import compiles
-from autoac_solver.records.errors import AutoacError
+from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError
 from autoac_solver.records.profile import Profile
 
 
@@ -63,7 +63,6 @@ class LoopPlan:
         self._peak = StepPeak(self._model, wanted.measure)
         self._across = Across(model, self._model, wanted)
         self._compiling = Compiling(self._model, wanted.names, on_top) if compiles(wanted.engine) else None
-        self._is_planned_step = True  # the micro-batches of the step that is measured have the planned sizes
         self._is_off: Profile | None = None  # what a measured step has taught; the plan is made anew from it
 
     def remove(self) -> None:
@@ -136,11 +135,14 @@ class LoopPlan:
         profile, self._is_off = self._is_off, None
         assert profile is not None
         self._take_plan_off()
+        assert self._compiling is not None
         try:
             plan = self._wanted.plan(self._given, profile)
-        except AutoacError:
-            self.remove()
-            raise
+        except InfeasibleBudgetError:
+            if self._compiling.best is None:
+                self.remove()
+                raise
+            plan = self._compiling.best
         self._take(plan, args, kwargs, verb="planned again, from the measured peak,")
 
     def _counted(self) -> Profile:
@@ -211,6 +213,8 @@ class LoopPlan:
     def _put_new_plan_on(self, plan: Plan, verb: str) -> None:
         self.measured_peak_bytes = self.measured_plan = None
         compiled = self._compiling is not None
+        if self._compiling is not None:
+            self._compiling.to_be_judged(plan)
         # In the first step the compiler may run.
         self._peak = StepPeak(self._model, self._wanted.measure or compiled, skipped=1 if compiled else 0)
         self._put_plan_on(plan, verb)
@@ -259,5 +263,17 @@ class LoopPlan:
             self.measured_plan = self._plan
             self.measured_peak_bytes = self._plan.resident_bytes + above_start_bytes
             LOGGER.info("%s", peak_in_a_line(self._plan, self.measured_peak_bytes))
-            if self._compiling is not None and self._is_planned_step:
+            if self._compiling is not None:
                 self._is_off = self._compiling.better_known(self._plan, self.measured_peak_bytes)
+                limit_bytes = self._plan.budget_bytes - self._plan.record.headroom_bytes
+                if (
+                    self._compiling.is_judged
+                    and self._is_off is None
+                    and self.measured_peak_bytes > limit_bytes
+                ):
+                    self._warn(
+                        "over budget",
+                        f"no plan of compiled regions was measured to be within the budget: "
+                        f"{peak_in_a_line(self._plan, self.measured_peak_bytes)}. Leave headroom=, or take "
+                        "engine='replay'.",
+                    )

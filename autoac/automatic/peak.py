@@ -28,6 +28,10 @@ class StepPeak:
         self._skipped = skipped
         self._running: tuple[contextlib.ExitStack, Taken] | None = None
 
+    def want(self) -> None:
+        """Measure a step, also if one was measured before."""
+        self._is_wanted = True
+
     def begin(self) -> None:
         """Start measuring, if that was not done before and is possible."""
         if self._skipped:

@@ -8,11 +8,12 @@ from typing import Any, Literal
 import torch
 
 from autoac.api import checked
-from autoac.api.checks import check_compiling
+from autoac.api.checks import check_compiling, check_together
 from autoac.automatic.handle import Auto
 from autoac.automatic.wanted import Wanted
 from autoac.calibrate.compiled.table import BLOCKS
 from autoac.execute.on_top import has_owner
+from autoac.parallel.wrapped import found_on
 from autoac.policies import Policies, listed
 from autoac.step.model import check_model, unwrapped
 from autoac.step.modules import RegionChoice
@@ -21,7 +22,7 @@ from autoac.torch_private import compiled_attribute, is_compiled_wrapper
 from autoac_solver.plan.planning import resolve_engine
 from autoac_solver.records.disk.files import check_writable
 from autoac_solver.records.disk.limits import MOST_BYTES
-from autoac_solver.records.engines import EngineName
+from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.units import parse_bytes
 
@@ -83,6 +84,8 @@ def auto(
     check_options(budget, engine, headroom, on_larger, path)
     policies = listed(policies)
     check_compiling(engine, BLOCKS, policies)
+    if compiles(engine) and found_on(unwrapped(model)).is_here:
+        check_together(engine, BLOCKS, None)
     check_model(unwrapped(model))
     if has_owner(model):
         raise ProfilingError(

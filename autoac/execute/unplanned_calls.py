@@ -14,7 +14,7 @@ import torch
 from autoac.execute.attach import covered
 from autoac.execute.following import Following
 from autoac.step.inputs import autocast_in, described, elements_in, elements_of, under_autocast
-from autoac.step.model import checkpointing_switch, own_checkpointing, trained_sizes
+from autoac.step.model import checkpointing_switches, own_checkpointing, trained_sizes
 from autoac.torch_private import remove_forward_pre_hooks
 from autoac_solver.records.format import format_bytes
 
@@ -49,8 +49,8 @@ class UnplannedCalls:
         self.one_call = one_call
         self.trained = trained
         self.asks_for_checkpointing = not checkpointed
-        self.checkpointing: torch.nn.Module | None = (
-            None  # tells whether the model's own is on, from the first call on
+        self.switches: list[torch.nn.Module] | None = (
+            None  # of the model's own checkpointing, from the first call on
         )
         self.elements = elements_in(sample)
         self.warned = False
@@ -125,10 +125,11 @@ class UnplannedCalls:
                 stacklevel=3,
             )
             return
-        if self.asks_for_checkpointing and self.checkpointing is None:
-            self.checkpointing = checkpointing_switch(module)
-            self.asks_for_checkpointing = self.checkpointing is not None
-        if self.asks_for_checkpointing and getattr(self.checkpointing, "gradient_checkpointing", False):
+        if self.asks_for_checkpointing and self.switches is None:
+            self.switches = checkpointing_switches(module)
+        if self.asks_for_checkpointing and any(
+            getattr(switch, "gradient_checkpointing", False) for switch in self.switches or ()
+        ):
             self.asks_for_checkpointing = False
             if name := own_checkpointing(module):
                 self.warned = True

@@ -103,13 +103,12 @@ def own_checkpointing(model: torch.nn.Module) -> str:
     return name if is_on else ""
 
 
-def checkpointing_switch(model: torch.nn.Module) -> torch.nn.Module | None:
-    """The first module whose `gradient_checkpointing` tells whether a transformers model's own is on; None without one.
+def checkpointing_switches(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules whose `gradient_checkpointing` says whether a transformers model's own checkpointing is on there.
 
-    `_set_gradient_checkpointing` in transformers/modeling_utils.py sets it on all of them. Asking one is cheap, where
-    `own_checkpointing` walks through the model.
+    Source: `_set_gradient_checkpointing` in transformers/modeling_utils.py.
     """
-    return next((module for module in model.modules() if hasattr(module, "gradient_checkpointing")), None)
+    return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
 
 
 def runs_compiled(model: torch.nn.Module) -> bool:

@@ -150,6 +150,28 @@ def test_the_models_own_checkpointing_after_the_plan_was_made(steps: int):
         model(**sample).loss.backward()
 
 
+def test_own_checkpointing_of_a_later_part():
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = llama()[0], llama()[0]
+            self.activation_checkpointing_disable = lambda: None
+
+        @property
+        def is_activation_checkpointing(self) -> bool:
+            return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
+
+        def forward(self, **sample: Any) -> Any:
+            return self.first(**sample).loss + self.second(**sample).loss
+
+    model, sample = Towers(), llama()[1]
+    profile = autoac.profile(model, sample)
+    autoac.solve(profile, profile.least_peak_bytes).apply(model)
+    turn_checkpointing_on(model.second)
+    with pytest.warns(UserWarning, match="own activation_checkpointing is on"):
+        model(**sample).backward()
+
+
 def test_the_models_own_checkpointing_before_the_plan_was_made():
     model, sample = llama()
     turn_checkpointing_on(model)

@@ -16,6 +16,7 @@ from autoac.execute.replay import ReplayCall, randoms
 from autoac.execute.sac import sac
 from autoac.torch_private import TorchDispatchMode
 from tests.execute.exact.harness import Case, plan_with
+from tests.silent.test_opaque import noisy
 
 X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
 
@@ -207,6 +208,60 @@ def test_a_second_run_that_draws_other_numbers_is_refused(when: str, other_threa
     with Disturbing():
         # One op a region: a draw after it changes nothing.
         assert _step_is_right(model) is (True if when == "after" else None)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_second_backward_is_compared_as_well(draws: bool, other_thread):
+    """Everything is recomputed, so torch allows it; the first one stops before the last draw."""
+
+    def twice_drawn(x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x)
+        h = h * torch.randn_like(h)
+        return h + torch.randn_like(h)
+
+    steps = [
+        ("tanh", True),
+        ("randn_like", True),
+        ("mul.Tensor", True),
+        ("randn_like", True),
+        ("add.Tensor", True),
+    ]
+    names = [(f"aten.{name}" if "." in name else f"aten.{name}.default", again) for name, again in steps]
+    x = X.clone().requires_grad_()
+    y = sac.run(Program("blocks.0", names), twice_drawn, (x,), {}).sum()
+    y.backward(retain_graph=True)
+    assert x.grad is not None
+    expected = 2 * x.grad
+
+    class Disturbing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if draws and func is torch.ops.aten.randn_like.default:
+                other_thread(draw)
+            return func(*args, **(kwargs or {}))
+
+    with Disturbing():
+        if draws:
+            with pytest.raises(RuntimeError, match="another thread has drawn"):
+                y.backward()
+        else:
+            y.backward()
+            assert torch.equal(x.grad, expected)
+
+
+def test_an_op_of_a_library_that_draws_is_compared(other_thread):
+    """It is not declared random."""
+    steps = [("aten.tanh.default", True), ("autoac_silent.noisy.default", True), ("aten.sin.default", True)]
+    x = X.clone().requires_grad_()
+    y = sac.run(Program("blocks.0", steps), lambda x: torch.sin(noisy(torch.tanh(x))), (x,), {}).sum()
+
+    class Disturbing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.autoac_silent.noisy.default:
+                other_thread(draw)
+            return func(*args, **(kwargs or {}))
+
+    with Disturbing(), pytest.raises(RuntimeError, match="another thread has drawn"):
+        y.backward()
 
 
 def test_alone_sac_remembers_nothing_of_what_was_drawn(monkeypatch: pytest.MonkeyPatch):

@@ -120,6 +120,7 @@ class Catcher:
 
     def is_complete(self) -> None:
         """Called when the last of the calls was caught."""
+        self.take_off()
 
 
 class _UntilComplete(Catcher):

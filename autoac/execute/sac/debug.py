@@ -153,7 +153,7 @@ def compared(first: OpLog, second: OpLog, whole: bool) -> CheckpointError | None
         f"first at op {position + 1}:\n"
         f"  forward:     {ran}\n"
         f"  second run:  {again}\n"
-        "A second run must find everything as forward did: global state, counters, random numbers "
+        "A second run must find everything as forward did: global state, counters, generators of its own "
         'are not put back. Plan with engine="replay", which runs no code twice, or keep this region from being '
         f"recomputed: policies=autoac.policies.never_recompute({first.region!r}).\n"
         f"Ops of forward ({len(a)}):\n{_listed(a, position)}\n"

@@ -8,14 +8,15 @@ NOTE [ The second run's random numbers ]
      compared instead. That misses a draw right before the op in one run and right after it in the other.
   2. Nothing is compared in a process with one thread. No tensor is made for it: predicted peaks hold either way.
   3. The generators of Python's `random` and of `numpy.random` are set back for regions that draw from them
-     (`HostRandoms`). Whether a region does is seen in its first call, since reading numpy's state takes long.
+     (`HostRandoms`). Whether a region does is seen in its first call, since reading numpy's state takes long. If it was
+     another thread that drew then, the second run draws nothing, and the states are left alone from then on.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -52,19 +53,27 @@ class DrawingTheSame(TorchDispatchMode):
 
     def __init__(self, drawn: Drawn, region: str):
         super().__init__()
-        self.results, self.region = drawn.results, region
+        self.left = {
+            func: deque(results) for func, results in drawn.results.items()
+        }  # there may be another backward
+        self.region = region
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_sharded_type, types)):
             return NotImplemented  # the policy has seen the ops on the local parts
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        expected = self.results.get(func)
+        expected = self.left.get(func)
         if expected and not on_fake_tensors():
             info = op_info(func)
-            if info.draws_random(args) and _compared(info, args, kwargs, result) != expected.popleft():
+            if may_draw(info, args) and _compared(info, args, kwargs, result) != expected.popleft():
                 raise disturbed(func, self.region)
         return result
+
+
+def may_draw(info: OpInfo, args: Any) -> bool:
+    """Whether a call may draw random numbers; an op of a library may do so without being declared random."""
+    return info.unknown or info.draws_random(args)
 
 
 def _compared(info: OpInfo, args: Any, kwargs: Any, result: Any) -> Result:
@@ -80,10 +89,11 @@ class HostRandoms:
 
     def __init__(self) -> None:
         self.states = _states()
+        self.drew = True  # whether anything was drawn within the context
 
     def changed(self) -> bool:
         """Whether anything was drawn since."""
-        return self.states != _states()
+        return _flat(self.states) != _flat(_states())
 
     def __enter__(self) -> Self:
         self.found = _states()
@@ -91,18 +101,27 @@ class HostRandoms:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self.drew = self.changed()
         _set(self.found)
 
 
-_States = tuple[Any, tuple[Any, ...]]
+_States = tuple[Any, dict[str, Any]]
 
 
 def _states() -> _States:
-    kind, key, *rest = np.random.get_state()
-    return random.getstate(), (kind, key.tobytes(), *rest)  # type: ignore[union-attr]
+    return random.getstate(), cast("dict[str, Any]", np.random.get_state(legacy=False))
 
 
 def _set(states: _States) -> None:
-    ours, (kind, key, *rest) = states
-    random.setstate(ours)
-    np.random.set_state((kind, np.frombuffer(key, np.uint32), *rest))
+    of_python, of_numpy = states
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+
+
+def _flat(value: Any) -> Any:
+    """A state, to be compared: numpy's may hold arrays, in dictionaries."""
+    if isinstance(value, dict):
+        return tuple((key, _flat(item)) for key, item in value.items())
+    if isinstance(value, tuple):
+        return tuple(map(_flat, value)) if any(isinstance(item, dict) for item in value) else value
+    return value.tobytes() if isinstance(value, np.ndarray) else value

@@ -37,7 +37,7 @@ from autoac.execute.program import Program
 from autoac.execute.running import first_run, second_run
 from autoac.execute.sac.debug import OpLog, compared, debugging, hidden_from_torch
 from autoac.execute.sac.first_step import Comparing, FirstStep
-from autoac.execute.sac.randoms import DrawingTheSame, Drawn, HostRandoms
+from autoac.execute.sac.randoms import DrawingTheSame, Drawn, HostRandoms, may_draw
 from autoac.execute.sac.state import ModuleState
 from autoac.execute.streams import CallStreams, streams_of_call
 from autoac.ops.arguments import held_in
@@ -230,6 +230,8 @@ class _SecondRun:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self.entered.__exit__(kind, error, traceback)
+        if self.policy.host is not None and not self.policy.host.drew:
+            self.policy.program.draws_on_host = False  # it was another thread that drew
         if self.casts is not None:
             torch.clear_autocast_cache()
         if self.first is not None and self.second is not None:
@@ -258,11 +260,15 @@ class _DrawingOnHost:
 
     def __enter__(self) -> None:
         self.before = HostRandoms()
+        if self.policy.program.draws_on_host:
+            self.policy.host = self.before
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if self.policy.program.draws_on_host:
+            return
         if self.before.changed():
             self.policy.host, self.policy.program.draws_on_host = self.before, True
-        elif self.policy.program.draws_on_host is None and self.training:
+        elif self.training and error is None:
             self.policy.program.draws_on_host = False
 
 
@@ -448,9 +454,9 @@ class SacPolicy:
             decision = self._random(func, decision, own, in_place=bool(info.writes))
             if decision is RECOMPUTE and self.streams is not None:
                 self.streams.refuse_drawing(func, generators_of(info, args, kwargs))
-            if decision is RECOMPUTE and self.drawn is not None:
-                self.drawn.add(func, info, args, kwargs, ctx.op_output)
         if decision is RECOMPUTE:
+            if self.drawn is not None and may_draw(info, args):
+                self.drawn.add(func, info, args, kwargs, ctx.op_output)
             self._note((func, nth), info, args, kwargs, ctx.op_output)
         return decision
 

@@ -199,7 +199,24 @@ def test_regions_that_draw_nothing_on_the_host_are_looked_at_once(monkeypatch):
     monkeypatch.setattr(HostRandoms, "__init__", lambda self: (looked.append(self), init(self))[1])
     for _ in range(3):
         model(X).sum().backward()
-    assert len(looked) == 2
+    assert len(looked) == 2  # not again after the first step in training
+
+
+def test_a_call_that_fails_does_not_tell_whether_a_region_draws(monkeypatch):
+    case = Case(lambda: nn.Sequential(PythonNoise(), PythonNoise()), lambda m: m(X).sum(), regions=("0", "1"))
+    plan = plan_with(case, "sac", lambda region, op, nth: True)
+    model = case.model()
+    random.seed(5)
+    model(X).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model = plan.apply(case.model())
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "linear", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(X)
+    random.seed(5)
+    model(X).sum().backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
 
 
 def test_randomised_relu(engine):

@@ -40,5 +40,6 @@ def disturbed(func: Any, region: str) -> RuntimeError:
 _DISTURBED = (
     "{op} in region {region!r} must draw its random numbers again for backward, and drew others: another thread has "
     "drawn from the same generator in between, or what the op is given has changed. Give that thread a "
-    "`torch.Generator` of its own (`torch.rand(..., generator=g)`), or plan with a larger budget, so that the op is not run again."
+    "`torch.Generator` of its own (`torch.rand(..., generator=g)`), or plan with a larger budget, so that the op is "
+    "not run again."
 )

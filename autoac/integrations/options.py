@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 import torch
 
+from autoac.api.checks import check_compiling
 from autoac.automatic import Auto, auto
 from autoac.automatic.start import check_options
+from autoac.calibrate.compiled.table import BLOCKS
 from autoac.plans import Plan
 from autoac.policies import listed
 from autoac.progress import LOGGER
@@ -36,6 +38,7 @@ class Planned:
         path: Any = None,
     ):
         check_options(budget, engine, headroom, on_larger, path)
+        check_compiling(engine, BLOCKS, policies)
         self.budget = budget
         self.options = {
             "optimizer": optimizer,

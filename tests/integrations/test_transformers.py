@@ -13,6 +13,8 @@ pytest.importorskip("accelerate")
 
 from autoac.integrations.transformers import AutoACCallback  # noqa: E402
 from autoac.plans import Plan  # noqa: E402
+from autoac.policies import Policy  # noqa: E402
+from autoac_solver.records.errors import PolicyError  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -182,12 +184,12 @@ def test_smaller_batch_is_found_and_planned_for(tmp_path: Path, monkeypatch: pyt
         ({"path": "plan.txt"}, "plan.txt"),
         ({"budget": "20"}, "'20' is not an amount"),
         ({"headroom": "1G"}, "'1G' is not an amount"),
-        ({"engine": "compile"}, "Plan before the loop"),
+        ({"engine": "compile", "policies": [Policy("MUST_SAVE", op="aten.mm")]}, "follows no policies"),
         ({"policies": 3}, "policies= is a int"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_there_is_a_trainer(options: dict[str, Any], error: str):
-    with pytest.raises((TypeError, ValueError), match=error):
+    with pytest.raises((TypeError, ValueError, PolicyError), match=error):
         AutoACCallback(**{"budget": ENOUGH, **options})
 
 

@@ -20,6 +20,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 
+from autoac.device import streams
 from autoac.execute.checksums import checksum_in_little_memory
 from autoac.ops.generators import disturbed, generators_of
 from autoac.ops.info import OpInfo, op_info, tensors_in
@@ -80,7 +81,8 @@ def _compared(info: OpInfo, args: Any, kwargs: Any, result: Any) -> Result:
     tensors = list(tensors_in(result))
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return tuple(map(checksum_in_little_memory, tensors))
-    generators = [g for g in generators_of(info, args, kwargs) if g.device.type == "cuda"]
+    by = streams()
+    generators = [g for g in generators_of(info, args, kwargs) if by is not None and by.has(g)]
     return tuple((generator.initial_seed(), generator.get_offset()) for generator in generators)
 
 

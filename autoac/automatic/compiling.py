@@ -31,7 +31,10 @@ from autoac_solver.records.profile import Profile
 
 _MOST_CAUGHT = 3
 """At most this many steps are recorded in search of the calls of the step before."""
-_MOST_CORRECTIONS, _MOST_MEASURED = 4, 8
+_MOST_CORRECTIONS = 4
+"""A plan is made anew at most this often, and then the best one is taken."""
+_MOST_MEASURED = 8
+"""At most this many steps are measured under a plan in search of one whose calls are like the recorded ones."""
 
 
 class Compiling:
@@ -115,12 +118,12 @@ class Compiling:
         self.is_judged, self._measured = False, 0
         self._recorded = self._recorded or [plan.record.profile.sample]  # taken up from a file
 
-    def is_like_recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the step that begins with this call is to be measured: its peak may tell something about the plan."""
+    def step_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Note a planned step's first call; returns whether to measure the step: it begins like the recorded one."""
         self._calls = [described(args, kwargs)]
         return not self.is_judged and self._calls == self._recorded[:1]
 
-    def goes_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def step_goes_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note a further call of the step that is measured."""
         self._calls.append(described(args, kwargs))
 

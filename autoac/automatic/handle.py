@@ -72,10 +72,7 @@ class Auto(LoopPlan):
         try:
             return self._on_top.run(args, kwargs)
         except BaseException:
-            self._recording.give_up()
-            if self._compiling is not None:
-                self._compiling.stop()
-            self._peak.end()
+            self._give_up_step()
             raise
         finally:
             self._running = False
@@ -228,11 +225,11 @@ class Auto(LoopPlan):
                 restart_calls(self._model, told=not self._cycle.is_one)
             if self._compiling is None:
                 self._peak.begin()
-            elif self._compiling.is_like_recorded(args, kwargs):
+            elif self._compiling.step_begins(args, kwargs):
                 self._peak.want()
                 self._peak.begin()
         elif self._plan is not None and self._compiling is not None:
-            self._compiling.goes_on(args, kwargs)
+            self._compiling.step_goes_on(args, kwargs)
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -67,13 +67,17 @@ class LoopPlan:
 
     def remove(self) -> None:
         """Take the plan off the model, restoring it."""
+        self._give_up_step()
+        self._optimizers.hold(False)
+        self._take_plan_off()
+        self._on_top.take_off()
+
+    def _give_up_step(self) -> None:
+        """Stop recording and measuring the step that runs."""
         self._recording.give_up()
         if self._compiling is not None:
             self._compiling.stop()
         self._peak.end()
-        self._optimizers.hold(False)
-        self._take_plan_off()
-        self._on_top.take_off()
 
     @property
     def plan(self) -> Plan | None:
@@ -216,7 +220,7 @@ class LoopPlan:
         if self._compiling is not None:
             self._compiling.to_be_judged(plan)
         # In the first step the compiler may run.
-        self._peak = StepPeak(self._model, self._wanted.measure or compiled, skipped=1 if compiled else 0)
+        self._peak = StepPeak(self._model, self._wanted.measure, skipped=1 if compiled else 0)
         self._put_plan_on(plan, verb)
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:

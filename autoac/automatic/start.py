@@ -84,7 +84,7 @@ def auto(
     check_options(budget, engine, headroom, on_larger, path)
     policies = listed(policies)
     check_compiling(engine, BLOCKS, policies)
-    if compiles(engine) and found_on(unwrapped(model)).is_here:
+    if compiles(engine) and found_on(model).is_here:
         check_together(engine, BLOCKS, None)
     check_model(unwrapped(model))
     if has_owner(model):

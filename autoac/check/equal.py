@@ -25,6 +25,8 @@ def same(a: Any, b: Any) -> bool:
         return torch.equal(bits_of(a), bits_of(b))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if hasattr(a, "shape"):
         return bool((a == b).all())
     return a == b

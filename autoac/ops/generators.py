@@ -33,7 +33,7 @@ def _device(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
 
 
 def disturbed(func: Any, region: str) -> RuntimeError:
-    """The error of an op that drew other random numbers for backward than in forward, since another thread drew too."""
+    """The error of an op that drew other random numbers for backward than in forward."""
     return RuntimeError(_DISTURBED.format(op=func, region=region))
 
 

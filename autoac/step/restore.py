@@ -236,14 +236,17 @@ def other_random_numbers(model: torch.nn.Module, seed: int) -> Iterator[None]:
         yield
 
 
-def _random_states(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    states: list[tuple[Any, Any]] = [
-        (torch.set_rng_state, torch.get_rng_state()),
-        (random.setstate, random.getstate()),
-    ]
+def host_random_states() -> list[tuple[Any, Any]]:
+    """The states of Python's `random` and of `numpy.random`, if it is loaded, each behind the function that sets it."""
+    states: list[tuple[Any, Any]] = [(random.setstate, random.getstate())]
     if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"]
-        states.append((numpy.random.set_state, numpy.random.get_state()))
+        numpy = sys.modules["numpy"].random
+        states.append((numpy.set_state, numpy.get_state(legacy=False)))
+    return states
+
+
+def _random_states(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    states: list[tuple[Any, Any]] = [(torch.set_rng_state, torch.get_rng_state()), *host_random_states()]
     states += gpu_random_states()
     for module in model.modules():
         for value in module.__dict__.values():

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 lightning = pytest.importorskip("lightning")
 
 from autoac.integrations.lightning import AutoACCallback  # noqa: E402
+from tests.integrations.compiled import assert_compiled  # noqa: E402
 from tests.small_models import BATCH, WIDTH, make  # noqa: E402
 
 pytestmark = [
@@ -163,11 +164,6 @@ def test_with_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     without = trained("accumulation", None, steps=7)
     callback = AutoACCallback(ENOUGH, engine="compile")
     planned = trained("accumulation", callback, steps=7)
-    assert callback.plan is not None
-    assert callback.plan.engine == "compile"
-    compiled = callback.plan.record.profile.compiled
-    assert compiled is not None
-    assert all(region.points for region in compiled.regions)
-    assert callback.measured_peak_bytes == pytest.approx(callback.plan.predicted_peak_bytes, rel=0.01)
+    assert_compiled(callback)
     for found, expected in zip(planned.parameters(), without.parameters(), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)

@@ -15,6 +15,7 @@ from autoac.integrations.transformers import AutoACCallback  # noqa: E402
 from autoac.plans import Plan  # noqa: E402
 from autoac.policies import Policy  # noqa: E402
 from autoac_solver.records.errors import PolicyError  # noqa: E402
+from tests.integrations.compiled import assert_compiled  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -201,11 +202,6 @@ def test_with_compiled_blocks(tmp_path: Path) -> None:
     without = trained(tmp_path, None, **options)
     callback = AutoACCallback(ENOUGH, engine="compile")
     planned = trained(tmp_path, callback, **options)
-    assert callback.plan is not None
-    assert callback.plan.engine == "compile"
-    compiled = callback.plan.record.profile.compiled
-    assert compiled is not None
-    assert all(region.points for region in compiled.regions)
-    assert callback.measured_peak_bytes == pytest.approx(callback.plan.predicted_peak_bytes, rel=0.01)
+    assert_compiled(callback)
     for found, expected in zip(planned.model.parameters(), without.model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

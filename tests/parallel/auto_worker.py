@@ -183,6 +183,27 @@ def cannot_be_put_on_one(rank: int) -> Any:
         Placement.attach = original
 
 
+@case
+def compiled(rank: int) -> Any:
+    return failing(DistributedDataParallel(make()), rank, 10**9, engine="compile")
+
+
+@case
+def compiled_and_sharded_later(rank: int) -> Any:
+    """The model is wrapped after `autoac.auto`: the ranks meet in the loop."""
+    model = make()
+    handle = autoac.auto(model, 10**9, engine="compile")
+    sharded(model)
+    try:
+        for _ in range(3):
+            model(batch(rank)).square().mean().backward()
+            model.zero_grad()
+        words = "no error"
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+    return {"error": words, "plan": repr(handle.plan)}
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -70,6 +70,16 @@ def test_where_one_fails_all_raise_and_nothing_is_left(told: Any):
         assert second["clean"]
 
 
+def test_ranks_do_not_compile(told: Any):
+    words = "ValueError: engine 'compile' is not for models that several ranks plan together"
+    for rank in of(told, "compiled"):
+        assert rank["error"].startswith(words)
+        assert rank["clean"]
+    for rank in of(told, "compiled_and_sharded_later"):
+        assert words in rank["error"]
+        assert rank["plan"] == "None"
+
+
 def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path: Any):
     first, second = run_ranks("killed.py", tmp_path, timeout_s=300)
     died_in = {

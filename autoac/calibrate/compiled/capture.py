@@ -116,15 +116,15 @@ class Catcher:
         self._groups[kind][1].append((name, call))
         self.missing.remove((name, call))
         if not self.missing:
-            self.is_complete()
+            self.when_complete()
 
-    def is_complete(self) -> None:
+    def when_complete(self) -> None:
         """Called when the last of the calls was caught."""
         self.take_off()
 
 
 class _UntilComplete(Catcher):
-    def is_complete(self) -> None:
+    def when_complete(self) -> None:
         raise _Enough
 
 

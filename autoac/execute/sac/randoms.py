@@ -14,9 +14,8 @@ NOTE [ The second run's random numbers ]
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from autoac.device import streams
 from autoac.execute.checksums import checksum_in_little_memory
 from autoac.ops.generators import disturbed, generators_of
 from autoac.ops.info import OpInfo, op_info, tensors_in
+from autoac.step.restore import host_random_states
 from autoac.torch_private import TorchDispatchMode, is_sharded_type, on_fake_tensors
 
 Result = tuple[Any, ...]
@@ -90,15 +90,16 @@ class HostRandoms:
     """The states of Python's `random` and of `numpy.random` where a region begins; a context that sets them back."""
 
     def __init__(self) -> None:
-        self.states = _states()
+        self.states = host_random_states()
         self.drew = True  # whether anything was drawn within the context
 
     def changed(self) -> bool:
         """Whether anything was drawn since."""
-        return _flat(self.states) != _flat(_states())
+        now = host_random_states()
+        return [_flat(state) for _, state in self.states] != [_flat(state) for _, state in now]
 
     def __enter__(self) -> Self:
-        self.found = _states()
+        self.found = host_random_states()
         _set(self.states)
         return self
 
@@ -107,23 +108,13 @@ class HostRandoms:
         _set(self.found)
 
 
-_States = tuple[Any, dict[str, Any]]
+def _set(states: list[tuple[Any, Any]]) -> None:
+    for set_state, state in states:
+        set_state(state)
 
 
-def _states() -> _States:
-    return random.getstate(), cast("dict[str, Any]", np.random.get_state(legacy=False))
-
-
-def _set(states: _States) -> None:
-    of_python, of_numpy = states
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
-
-
-def _flat(value: Any) -> Any:
-    """A state, to be compared: numpy's may hold arrays, in dictionaries."""
-    if isinstance(value, dict):
-        return tuple((key, _flat(item)) for key, item in value.items())
-    if isinstance(value, tuple):
-        return tuple(map(_flat, value)) if any(isinstance(item, dict) for item in value) else value
-    return value.tobytes() if isinstance(value, np.ndarray) else value
+def _flat(state: Any) -> Any:
+    """A state, to be compared: numpy's is a dictionary, which holds arrays."""
+    if isinstance(state, dict):
+        return tuple((key, _flat(item)) for key, item in state.items())
+    return state.tobytes() if isinstance(state, np.ndarray) else state

@@ -18,6 +18,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from autoac.torch_private import current_raw_stream
+from autoac_solver.allocator.options import options_in_environment, parse_options
+from autoac_solver.records.devices import cuda_block_bytes
+from autoac_solver.records.errors import AllocatorOptionsError
 
 T = TypeVar("T")
 
@@ -305,7 +308,8 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.device)[0]
 
     def allocated_bytes(self, size_bytes: int) -> int:
-        return -(-size_bytes // self.block_bytes) * self.block_bytes
+        rounded = -(-size_bytes // self.block_bytes) * self.block_bytes
+        return rounded if _splits_every_block() else cuda_block_bytes(rounded)
 
     def memory_allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -336,6 +340,15 @@ class CudaDevice:
 
     def generator_devices(self) -> list[torch.device]:
         return [self.device]
+
+
+@functools.cache
+def _splits_every_block() -> bool:
+    """Whether the allocator's options in the environment are such that a rest never stays with a block."""
+    try:
+        return parse_options(options_in_environment()).expandable_segments
+    except AllocatorOptionsError:  # others than those that are simulated; a plan's notes name them
+        return False
 
 
 def _event() -> torch.cuda.Event:

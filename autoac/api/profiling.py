@@ -135,6 +135,8 @@ def profile(
         )
     if any_autocast() and not step.is_whole:
         recorded = _noted(recorded, OFF_IN_BACKWARD)
+    if table is None and recorded.mode == "real":
+        return recorded  # the warm-up step has set up cuBLAS's workspaces, which count as what is there before the step
     return with_workspaces(recorded if table is None else on_device(recorded, table), table)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from autoac.torch_private import disable_dispatch_modes, is_fake, local_part
 
-_WORDS = 1 << 16  # 8-byte words summed at once on a device; takes about 3 MB
+_WORDS = 1 << 20  # 8-byte words summed at once on a device; takes about 50 MB
 _PIECES = 64  # number of pieces in which a tensor with gaps is copied
 
 

@@ -20,11 +20,13 @@ class Engine(Protocol):
         eager_only: whether its regions, and with them all compiled modules, run eagerly even if the model is compiled,
             so that memory is as recorded.
         is_policy: whether its programs can be expressed as policies of torch's selective checkpointing.
+        refused: why the torch of this process cannot run it; empty if it can.
     """
 
     model: EngineModel
     eager_only: bool
     is_policy: bool
+    refused: str
 
     def run(
         self,

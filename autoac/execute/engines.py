@@ -16,6 +16,19 @@ def register(engine: Engine) -> None:
     ENGINES[engine.model.name] = engine
 
 
+def check_engine(name: str) -> None:
+    """Refuse an engine that the torch of this process cannot run.
+
+    Args:
+        name: of an engine, or "auto", which is never refused.
+
+    Raises:
+        RuntimeError: what it needs.
+    """
+    if name in ENGINES and ENGINES[name].refused:
+        raise RuntimeError(ENGINES[name].refused)
+
+
 def default_engine(*, compiled: bool) -> str:
     """The engine that "auto" stands for.
 

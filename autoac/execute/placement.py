@@ -18,7 +18,7 @@ from autoac.execute.attach import attach, attach_losses, attach_root, check_no_u
 from autoac.execute.backward_autocast import unwatch_backward, watch_backward
 from autoac.execute.cross_entropy.chunked import same_by_chunks
 from autoac.execute.cross_entropy.lean import same_in_place
-from autoac.execute.engines import ENGINES
+from autoac.execute.engines import ENGINES, check_engine
 from autoac.execute.following import Following, NotFollowed, unwatch_following, watch_following
 from autoac.execute.program import Program
 from autoac.execute.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
@@ -83,6 +83,7 @@ class Placement:
             PlanMismatchError: as for `put_on`.
         """
         self.check(model)
+        check_engine(self.record.engine)
         note_untried()
         self._try_losses(unwrapped(model))
         self._following.start_anew(waits=True)

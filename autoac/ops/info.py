@@ -171,7 +171,7 @@ def _read(func: Any) -> OpInfo:
         name=str(func),
         ignored=ignored,
         reshapes=metadata_only,
-        resizes=bool(writes) and (schema.name in _RESIZES or torch.Tag.inplace not in func.tags),
+        resizes=bool(writes) and (schema.name in _RESIZES or not _is_in_place(func)),
         tensors=tuple(tensors),
         lists=tuple(lists),
         keywords=tuple(keywords),
@@ -188,6 +188,14 @@ def _read(func: Any) -> OpInfo:
         statistics=_BATCH_NORM_STATISTICS.get(schema.name),
         dropout_p=dropout_p,
     )
+
+
+def _is_in_place(func: Any) -> bool:
+    """Whether an op writes what it is called on; before torch 2.13 there is no tag for it, but the name says so."""
+    if hasattr(torch.Tag, "inplace"):
+        return torch.Tag.inplace in func.tags
+    name = schema_of(func).name.partition("::")[2]
+    return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
 def is_collective(name: str) -> bool:

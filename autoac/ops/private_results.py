@@ -6,6 +6,7 @@ results. Its size does not depend on values, so the kernel is run once on scratc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,27 @@ from autoac.torch_private import TorchDispatchMode, is_fake, schema_of, unset_fa
 
 PRIVATE_RESULTS = {"aten.mkldnn_rnn_layer.default": 3, "aten._cudnn_rnn.default": 3}
 """Index of the private result, by op."""
+
+_ATTENTION = re.compile(
+    r"aten\.(_scaled_dot_product_(flash|efficient|cudnn)_attention|_(flash|efficient|cudnn)_attention_forward)\."
+)
+_OF_ATTENTION = 2  # its output and the logarithms of its sums
+
+
+def may_stay_unwritten(op: str, index: Any) -> bool:
+    """Whether a result need not be written as a whole, so that its bits may differ from run to run.
+
+    Besides private workspaces these are the seed and the offset of CUDA's attention, which its kernels leave as they
+    are allocated if they drop nothing.
+
+    Args:
+        index: of the result, counted with or without those that are no tensors.
+
+    Source: `mha_fwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+    """
+    if _ATTENTION.match(op):
+        return isinstance(index, int) and index >= _OF_ATTENTION
+    return PRIVATE_RESULTS.get(op) == index
 
 
 REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError)

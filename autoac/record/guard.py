@@ -26,7 +26,7 @@ from autoac.execute.checksums import checksum_of
 from autoac.execute.replay import Handle, Record, Slot
 from autoac.ops.generators import generators_of
 from autoac.ops.info import OpInfo
-from autoac.ops.private_results import PRIVATE_RESULTS
+from autoac.ops.private_results import may_stay_unwritten
 
 OpKey = tuple[str, int, str, int]
 """Module, its call in the step, op, and its call by the module."""
@@ -177,8 +177,7 @@ def next_guard(guard: Guard | None) -> Guard | None:
 
 def _is_private(key: OpKey, record: Record, slot: Slot) -> bool:
     """Whether the slot is a kernel's own workspace, parts of which may stay unwritten."""
-    index = PRIVATE_RESULTS.get(key[2])
-    return any(made is slot and position == index for position, made in record.outputs)
+    return any(made is slot and may_stay_unwritten(key[2], position) for position, made in record.outputs)
 
 
 def _notes(keys: Sequence[OpKey], reads: Mapping[str, bool]) -> tuple[str, ...]:

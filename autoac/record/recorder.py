@@ -22,6 +22,7 @@ from autoac.record.notes import (
     notes_if_compiled,
     notes_if_uncounted,
 )
+from autoac.record.optimizer import state_tensors
 from autoac.record.single_draws import CHANCE, HIGH, LOW, SingleDraws
 from autoac.record.tape import tables as tape_tables
 from autoac.record.tape.instrumented import Instrumented
@@ -38,6 +39,7 @@ from autoac.step.model import (
     model_fingerprint,
 )
 from autoac.step.modules import lean_modules
+from autoac.step.optimizer import inner_optimizer
 from autoac.step.restore import other_random_numbers, untouched
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import compiled_modules, is_inside, uncompiled
@@ -97,6 +99,8 @@ def recorded_step(
         g for p in model.parameters() if (g := gradient_of(p)) is not None
     ]  # the step accumulates into these
     fixed = [*model.parameters(), *gradients, *model.buffers(), *step.inputs]
+    # Counted with the optimizer.
+    states = [] if step.optimizer is None else state_tensors(inner_optimizer(step.optimizer), device.type)
     with untouched(model, step.inputs):
         tell("warm-up step", 0.0)
         meter = WorkspaceMeter(device)
@@ -150,7 +154,7 @@ def recorded_step(
         tape.saved.guard = next_guard(guard)
         told = part(tell, 0.65, 0.9)
         tape.on_op = lambda done: told("recorded step", done / expected)
-        tape.storages.note_others(here(fixed))
+        tape.storages.note_others(here([*fixed, *states]))
         start, numbers = time.perf_counter(), runs.numbers_to_record
         drawn = contextlib.nullcontext() if numbers is None else other_random_numbers(model, numbers)
         with drawn, recording(step, tape, fixed, losses):

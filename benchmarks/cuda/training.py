@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -183,14 +182,15 @@ def flash_attention() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Context in which kernels give the same bits in each run, as far as they have such a form."""
+    """Context in which kernels give the same bits in each run; an op without such a form is an error.
+
+    With `warn_only` attention would not take its form, which is slower.
+    """
     enabled = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*deterministic.*")
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warned_only)
 

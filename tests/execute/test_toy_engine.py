@@ -48,6 +48,7 @@ class Toy:
     model: models.EngineModel = ToyModel()
     eager_only = False
     is_policy = False
+    refused = ""
 
     def __init__(self) -> None:
         self.ran: list[str] = []

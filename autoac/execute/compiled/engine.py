@@ -29,6 +29,7 @@ class CompileEngine:
     model = engine_model(COMPILE)
     eager_only = True
     is_policy = False
+    refused = ""
 
     def __init__(self) -> None:
         self._replay = ReplayEngine()

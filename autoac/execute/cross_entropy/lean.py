@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from autoac.device import device_for
 from autoac.execute.cross_entropy.chunked import can_be_chunked, chunked_cross_entropy
 from autoac.torch_private import (
+    TorchDispatchMode,
     being_jit_traced,
     being_traced,
     disable_dispatch_modes,
@@ -101,14 +102,55 @@ def _cross_entropy(
     if not lean:
         return _TORCHS(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     if torch.is_autocast_enabled(input.device.type):
-        if input.dtype is torch.float16:
-            # CUDA's softmax reads float16 and writes float32 in one kernel there; see `_FROM_HALF` in cuda_autocast.
+        if not _is_cast_first(input, target):
             return _TORCHS(input, target, weight, ignore_index=ignore_index, reduction=reduction)
         # As autocast casts the arguments of torch's function.
         input, weight = _in_float32(input), None if weight is None else _in_float32(weight)
     if chunked and can_be_chunked(input, weight):
         return chunked_cross_entropy(input, target, _REDUCTIONS[reduction], ignore_index)
     return _CrossEntropy.apply(input, target, weight, _REDUCTIONS[reduction], ignore_index)[0]
+
+
+def _is_cast_first(input: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether the autocast that is on has torch's cross entropy cast these logits to float32 before anything else.
+
+    On CPU it does. On CUDA that depends on torch: the softmax may be computed in half precision, or read half precision
+    and write float32 in one kernel.
+    """
+    if input.dtype not in (torch.float16, torch.bfloat16):
+        return True
+    if is_fake_type(type(input)):
+        return _tried_cast(input, target)
+    kind = input.device.type
+    return _found_cast(kind, input.dtype, torch.get_autocast_dtype(kind), input.device)
+
+
+@functools.cache
+def _found_cast(kind: str, dtype: torch.dtype, autocast: torch.dtype, device: torch.device) -> bool:
+    """As `_is_cast_first`; tried once for each combination, under autocast."""
+    return _tried_cast(
+        torch.zeros(1, 2, dtype=dtype, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    )
+
+
+def _tried_cast(input: torch.Tensor, target: torch.Tensor) -> bool:
+    with torch.no_grad(), _Softmaxes() as seen:
+        _TORCHS(input.new_zeros(1, 2), target.new_zeros(1))
+    return seen.dtypes == [torch.float32]
+
+
+class _Softmaxes(TorchDispatchMode):
+    """Mode that notes the types that `_log_softmax` reads; no other mode sees the ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ATEN._log_softmax.default:
+            self.dtypes.append(args[0].dtype)
+        with disable_dispatch_modes():
+            return func(*args, **(kwargs or {}))
 
 
 def _in_float32(tensor: torch.Tensor) -> torch.Tensor:

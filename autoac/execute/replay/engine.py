@@ -34,6 +34,7 @@ class ReplayEngine:
     model = engine_model(REPLAY)
     eager_only = True
     is_policy = False
+    refused = ""
 
     def run(
         self,

@@ -24,7 +24,7 @@ from autoac.execute.replay.recording import Recording
 from autoac.execute.replay.records import Handle, Record, Slot
 from autoac.execute.until_released import UntilReleased
 from autoac.ops.info import OpInfo
-from autoac.ops.private_results import PRIVATE_RESULTS
+from autoac.ops.private_results import may_stay_unwritten
 from autoac.torch_private import local_part
 
 DIFFERS = (
@@ -92,7 +92,7 @@ class CheckedRecording(Recording):
             self.call.reads[id(record)] = self._reads
             for position, slot in record.outputs:
                 self.call.makers[slot] = info.name
-                if PRIVATE_RESULTS.get(info.name) == position:
+                if may_stay_unwritten(info.name, position):
                     self.call.private.add(slot)
         return result
 

@@ -28,7 +28,7 @@ from autoac.execute.checksums import checksum_in_little_memory
 from autoac.execute.program import Program
 from autoac.execute.until_released import UntilReleased
 from autoac.ops.info import OpInfo, op_info, tensors_in, written_tensors
-from autoac.ops.private_results import PRIVATE_RESULTS
+from autoac.ops.private_results import may_stay_unwritten
 from autoac.torch_private import (
     TorchDispatchMode,
     is_sharded_type,
@@ -90,7 +90,7 @@ class FirstStep:
         given = {storage_key(t) for t in tensors_in([*args, *kwargs.values()]) if _has_storage(t)}
         for index, tensor in enumerate(tensors_in(result)):
             if _has_storage(tensor) and (key := storage_key(tensor)) not in given:
-                private = PRIVATE_RESULTS.get(info.name) == index
+                private = may_stay_unwritten(info.name, index)
                 self._made[key] = _Made(info.name, private, storage_ref(tensor))
 
     def _maker(self, tensor: torch.Tensor) -> _Made | None:

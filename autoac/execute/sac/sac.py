@@ -44,7 +44,6 @@ from autoac.ops.arguments import held_in
 from autoac.ops.generators import generators_of
 from autoac.ops.info import OpInfo, op_info, read_tensors, tensors_in, written_tensors
 from autoac.torch_private import (
-    POLICIES_SEE_RESULTS,
     TorchDispatchMode,
     any_autocast,
     being_traced,
@@ -114,11 +113,6 @@ def contexts(
         module: as for `run`.
         compares: compares the two runs; None if they are not compared.
     """
-    if not POLICIES_SEE_RESULTS:
-        raise RuntimeError(
-            f"engine sac needs a torch whose checkpoint policies see the results of ops; {torch.__version__} does not "
-            'show them. Plan with engine="replay", or take the torch that is tested (2.13).'
-        )
     policy = SacPolicy(program, compares)
     first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     if torch.compiler.is_compiling() or being_traced():

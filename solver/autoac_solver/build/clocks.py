@@ -35,7 +35,6 @@ def _pieces(draft: Draft, problem: Problem, loss: int) -> Iterator[Work]:
     first = {region.ops[0]: region.index for region in draft.regions if len(region.ops)}
     chunked = {found.backward: found for found in draft.losses}
     record_s = {index: _record_s(draft, problem, index) for index in range(len(draft.groups.all))}
-    yield Work(profile.views_s, 0.0)
     for op, again in zip(axis.op, axis.replayed, strict=True):
         record = profile.tape[op]
         if again:
@@ -48,7 +47,7 @@ def _pieces(draft: Draft, problem: Problem, loss: int) -> Iterator[Work]:
         if op in chunked:
             made = profile.tape[chunked[op].log_softmax]
             yield Work(made.host_s, made.again_s, literals=(Literal(loss, RECOMPUTE),))
-        yield Work(record.host_s, record.time_s, record.waits)
+        yield Work(record.host_s + profile.views_of_op_s, record.time_s, record.waits)
     yield Work(0.0, profile.outside_s)
 
 

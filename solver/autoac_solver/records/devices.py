@@ -75,6 +75,25 @@ class Link:
     bandwidth: float
 
 
+_OWN_SEGMENT_BYTES, _SEGMENT_UNIT_BYTES, _LEAST_REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
+
+
+def cuda_block_bytes(rounded: int) -> int:
+    """Bytes that CUDA's caching allocator counts for a request.
+
+    A request of 10 MiB or more has a segment of its own, in units of 2 MiB. A rest of up to 1 MiB stays with the block.
+
+    Args:
+        rounded: the request, rounded up to the allocator's unit.
+
+    Source: `get_allocation_size` and `should_split` in torch's c10/cuda/CUDACachingAllocator.cpp.
+    """
+    if rounded < _OWN_SEGMENT_BYTES:
+        return rounded
+    segment = -(-rounded // _SEGMENT_UNIT_BYTES) * _SEGMENT_UNIT_BYTES
+    return segment if segment - rounded <= _LEAST_REST_BYTES else rounded
+
+
 @dataclass(frozen=True)
 class DeviceTable:
     """The times of ops on a device.
@@ -169,7 +188,8 @@ class DeviceTable:
 
     def allocated(self, size: int) -> int:
         """Bytes that the allocator takes for a size."""
-        return -(-size // self.block_bytes) * self.block_bytes
+        rounded = -(-size // self.block_bytes) * self.block_bytes
+        return cuda_block_bytes(rounded) if self.kind == "cuda" else rounded
 
     def save(self, path: str | Path) -> None:
         """Write the table as JSON. The write is atomic.

@@ -7,9 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import autoac
 from autoac.execute import replay
+from autoac.execute.chains import Chains
+from autoac.execute.engines import ENGINES
 from autoac.execute.program import Program
-from autoac.execute.sac import sac
+from autoac_solver.build.engines import engine_model
 from tests.execute.exact.harness import (
     Case,
     assert_exact,
@@ -226,17 +229,25 @@ def test_saved_tensor_modified_inside_its_region(recompute):
 
 
 def test_torch_whose_policies_see_no_results_is_refused_by_sac(monkeypatch):
-    """As that of older releases, which also ask the policy a second time."""
+    """As that of older releases, which also ask the policy a second time. Profiles and other engines are possible."""
     case = Case(
         build=lambda: nn.Sequential(Block(), nn.Linear(64, 1)),
         forward=lambda model: model(X).square().mean(),
         regions=("0",),
     )
-    model = planned(case, plan_with(case, "sac", lambda region, op, nth: op == "aten.tanh.default"))
-    assert sac.POLICIES_SEE_RESULTS
-    monkeypatch.setattr(sac, "POLICIES_SEE_RESULTS", False)  # not before: profiling measures what sac costs
-    with pytest.raises(RuntimeError, match=r"needs a torch whose checkpoint policies see .* engine=.replay"):
-        case.forward(model)
+    made = plan_with(case, "sac", lambda region, op, nth: op == "aten.tanh.default")
+    assert not ENGINES["sac"].refused
+    reason = "engine sac needs another torch"
+    monkeypatch.setattr(type(ENGINES["sac"]), "refused", reason)
+    with pytest.raises(RuntimeError, match=reason):
+        made.apply(case.model())
+    with pytest.raises(RuntimeError, match=reason):
+        made.context_fn("0")
+    with pytest.raises(RuntimeError, match=reason):
+        autoac.plan(case.model(), X, "1GB", engine="sac")
+    replayed = plan_with(case, "replay", lambda region, op, nth: op == "aten.tanh.default")
+    assert not differences(run(case, replayed), run(case))
+    assert ENGINES["sac"].measure(Chains(X.device)) == engine_model("sac").costs()
 
 
 def test_a_view_that_a_record_keeps_does_not_keep_the_graph_of_its_base():

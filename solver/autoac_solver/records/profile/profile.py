@@ -123,9 +123,14 @@ class Profile(Shown):
     @functools.cached_property
     def lanes(self) -> Lanes:
         """Host and device timelines of the step with nothing recomputed, if it `has_two_clocks`."""
-        host_s = np.array([self.views_s, *(op.host_s for op in self.tape), 0.0])
-        device_s = np.array([0.0, *(op.time_s for op in self.tape), self.outside_s])
-        return run(host_s, device_s, np.array([False, *(op.waits for op in self.tape), False]))
+        host_s = np.array([*(op.host_s + self.views_of_op_s for op in self.tape), 0.0])
+        device_s = np.array([*(op.time_s for op in self.tape), self.outside_s])
+        return run(host_s, device_s, np.array([*(op.waits for op in self.tape), False]))
+
+    @property
+    def views_of_op_s(self) -> float:
+        """The part of `views_s` before each op, with two clocks: the host makes views all along the step."""
+        return self.views_s / max(1, len(self.tape))
 
     @functools.cached_property
     def step_s(self) -> float:

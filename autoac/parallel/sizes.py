@@ -13,12 +13,12 @@ import torch
 from autoac.device import device_for
 from autoac.parallel.elsewhere import optimizer_of
 from autoac.parallel.fsdp2 import FSDP2
-from autoac.record.optimizer import OPTIMIZER_STEP, with_optimizer
+from autoac.record.optimizer import with_optimizer
 from autoac.step.model import device_of
 from autoac.step.optimizer import real_optimizer
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.plan import PlanRecord
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.profile import OPTIMIZER_STEP, Profile
 
 
 @dataclass(frozen=True)

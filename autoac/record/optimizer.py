@@ -31,9 +31,7 @@ from autoac.torch_private import (
     storage_key,
 )
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.profile import NEVER, Op, Profile, Storage
-
-OPTIMIZER_STEP = "optimizer.step"
+from autoac_solver.records.profile import NEVER, OPTIMIZER_STEP, Op, Profile, Storage
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, device: str) -> list[torch.Tensor]:

@@ -13,7 +13,8 @@ NOTE [ The order within a step ]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -31,17 +32,24 @@ class ReservedMemory:
     Args:
         simulator: the problem's.
         resident: sizes of the storages alive before the step, bytes.
+        parts: sizes of the blocks of a lifetime that is several requests in truth, by its index.
         options: the allocator's.
         device_bytes: the device's memory, 0 if unknown.
     """
 
     def __init__(
-        self, simulator: Simulator, resident: Sequence[int], options: AllocatorOptions, device_bytes: int = 0
+        self,
+        simulator: Simulator,
+        resident: Sequence[int],
+        options: AllocatorOptions,
+        device_bytes: int = 0,
+        parts: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         self._simulator, self._resident = simulator, resident
         self._options, self._device_bytes = options, device_bytes
         lifetimes = simulator.problem.lifetimes
         self._bytes = [lifetime.bytes for lifetime in lifetimes]
+        self._requests = [parts.get(index, (size,)) for index, size in enumerate(self._bytes)]
         self._start = np.array([lifetime.start for lifetime in lifetimes], dtype=np.int64)
         # Workspace and random states, which are no storages, come after the storages of the same position.
         last = max((lifetime.storage for lifetime in lifetimes), default=0) + 1
@@ -87,10 +95,11 @@ class ReservedMemory:
         return what[np.lexsort((sequence, kinds, times))].tolist()
 
     def _step(self, allocator: CachingAllocator, events: Sequence[int]) -> None:
-        blocks: dict[int, Block | None] = {}
+        blocks: dict[int, list[Block | None]] = {}
         for event in events:
             if event >= 0:
-                blocks[event] = allocator.malloc(self._bytes[event])
+                blocks[event] = [allocator.malloc(size) for size in self._requests[event]]
             else:
-                allocator.free(blocks.pop(-1 - event))
+                for block in blocks.pop(-1 - event):
+                    allocator.free(block)
         assert not blocks, "what survives the step ends with the axis"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from autoac_solver.problem.simulator import Simulator
 from autoac_solver.problem.solution import Solution
 from autoac_solver.records.errors import AllocatorOptionsError, InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.profile import NEVER, Profile
+from autoac_solver.records.profile import NEVER, OPTIMIZER_STEP, Profile
 
 BUDGETS_OF = ("allocated", "reserved")
 
@@ -59,9 +60,52 @@ def allocator_of(profile: Profile) -> str:
 
 
 def reserved_memory(profile: Profile, built: Built, options: AllocatorOptions) -> ReservedMemory:
-    """A simulator of the memory that the allocator reserves for plans of a problem."""
-    resident = [storage.bytes for storage in profile.storage_table if storage.alloc == NEVER]
-    return ReservedMemory(Simulator(built.problem), resident, options, profile.device_bytes)
+    """A simulator of the memory that the allocator reserves for plans of a problem.
+
+    The optimizer's state and the temporaries of its step are one number each in a profile. They are simulated as blocks
+    of the parameters' sizes, as which optimizers allocate them.
+    """
+    parameters = [s.bytes for s in profile.storage_table if s.kind == "Parameter" and s.alloc == NEVER]
+    resident: list[int] = []
+    for storage in profile.storage_table:
+        if storage.alloc == NEVER:
+            is_state = storage.kind == "Optstate"
+            resident += like_parameters(storage.bytes, parameters) if is_state else [storage.bytes]
+    return ReservedMemory(
+        Simulator(built.problem),
+        resident,
+        options,
+        profile.device_bytes,
+        _parts_of_optimizer(profile, built, parameters),
+    )
+
+
+def _parts_of_optimizer(
+    profile: Profile, built: Built, parameters: Sequence[int]
+) -> dict[int, Sequence[int]]:
+    """The blocks of the optimizer's temporaries, which are one lifetime at the end of the step."""
+    steps = [op for op in profile.tape if op.name == OPTIMIZER_STEP and op.workspace_bytes]
+    if not steps:
+        return {}
+    size = steps[-1].workspace_bytes
+    lifetimes = built.problem.lifetimes
+    last = max(
+        range(len(lifetimes)), key=lambda index: (lifetimes[index].storage < 0, lifetimes[index].start)
+    )
+    return {last: like_parameters(size, parameters)} if lifetimes[last].bytes == size else {}
+
+
+def like_parameters(total: int, parameters: Sequence[int]) -> list[int]:
+    """Sizes of blocks as large as the parameters, in their order and over again, that add up to a total."""
+    if not any(parameters):
+        return [total]
+    sizes: list[int] = []
+    for size in itertools.cycle(filter(None, parameters)):
+        if total <= 0:
+            break
+        sizes.append(min(size, total))
+        total -= sizes[-1]
+    return sizes
 
 
 def reserved_bytes(profile: Profile, built: Built, decisions: Sequence[int], allocator: str) -> int | None:

@@ -76,6 +76,19 @@ def test_a_second_step_may_reserve_more():
     assert allocator.allocated_bytes == 0
 
 
+def test_several_requests_at_once_fit_where_one_does_not():
+    """30 MiB in one block need a segment of their own; as 20 and 10 they take the place of what has died."""
+    lifetimes = [
+        Lifetime(20 * MIB, 0, 4, storage=0),
+        Lifetime(12 * MIB, 0, 4, storage=1),
+        Lifetime(30 * MIB, 4, 8),
+    ]
+    simulator, options = problem(lifetimes), parse_options("")
+    parts = {2: (20 * MIB, 10 * MIB)}
+    assert ReservedMemory(simulator, (), options).peak_bytes((0,)) == (20 + 12 + 30) * MIB
+    assert ReservedMemory(simulator, (), options, parts=parts).peak_bytes((0,)) == (20 + 12) * MIB
+
+
 def test_frees_before_allocations_in_order():
     lifetimes = [
         Lifetime(100, 2, 5, storage=2),

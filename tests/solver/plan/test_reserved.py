@@ -1,6 +1,7 @@
 """Plans and what CUDA's caching allocator reserves for them."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from autoac_solver.build.build import build
 from autoac_solver.plan.partitions import named_calls
 from autoac_solver.plan.planning import plan_profile
 from autoac_solver.plan.recorded.step import step_of
-from autoac_solver.plan.reserved import reserved_bytes
+from autoac_solver.plan.reserved import like_parameters, reserved_bytes
 from autoac_solver.problem.simulator import simulate
 from autoac_solver.records.errors import AllocatorOptionsError, InfeasibleBudgetError, ProfileError
 from autoac_solver.records.plan import PlanRecord
@@ -20,6 +21,7 @@ from autoac_solver.show.explanation import explain
 from tests.solver.profiles import two_blocks
 from tests.solver.show.page.synthetic import decoder_profile
 
+ROOT = Path(__file__).resolve().parents[3]
 CONF = "PYTORCH_CUDA_ALLOC_CONF"
 
 
@@ -33,6 +35,34 @@ def no_options(monkeypatch: pytest.MonkeyPatch) -> None:
 def decoder() -> Profile:
     """Three layers on a GPU."""
     return dataclasses.replace(decoder_profile(3), device="cuda", device_bytes=80 * 10**9)
+
+
+H200 = json.loads((ROOT / "benchmarks" / "results" / "h200" / "results.json").read_text())["results"]
+
+
+@pytest.mark.parametrize("number", [0, 3, 7])
+@pytest.mark.parametrize(("name", "file"), [("gpt", "gpt2-medium-h200"), ("llama", "llama-1b-h200")])
+def test_what_was_measured_on_a_gpu(name: str, file: str, number: int):
+    """Recorded profiles of the models; the peak is that of `max_memory_allocated`, and what was reserved at that."""
+    measured = H200[f"{name}/ours {number}"]
+    # The profiles do not count the rests that stay with large blocks.
+    plan = plan_profile(
+        Profile.load(ROOT / "profiles" / f"{file}.json"), measured["budget_bytes"] + 2 * MIB, gap=0.02
+    )
+    assert plan.predicted_peak_bytes == pytest.approx(measured["allocated_bytes"], rel=0.02)
+    assert plan.predicted_reserved_bytes is not None
+    # Another plan for the same budget reserves other segments.
+    over = plan.predicted_reserved_bytes - plan.predicted_peak_bytes
+    assert over == pytest.approx(
+        measured["reserved_bytes"] - measured["allocated_bytes"], abs=0.04 * plan.budget_bytes
+    )
+
+
+def test_the_optimizers_blocks_are_like_the_parameters():
+    assert like_parameters(100, [30, 0, 20]) == [30, 20, 30, 20]
+    assert like_parameters(45, [30, 20]) == [30, 15]
+    assert like_parameters(45, []) == [45]
+    assert like_parameters(0, [30]) == []
 
 
 def in_mib(profile: Profile) -> Profile:

@@ -10,6 +10,9 @@ from autoac_solver.records.disk.limits import Seconds, Size, one_of
 
 NEVER = -1
 
+OPTIMIZER_STEP = "optimizer.step"
+"""Name of the op that stands for the step of an optimizer, at the end."""
+
 SCALAR_BYTES = 8
 """Size of a number that autograd saves as its own tensor, made by no op."""
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from autoac.torch_private import current_raw_stream
-from autoac_solver.allocator.options import options_in_environment, parse_options
+from autoac_solver.allocator.options import AllocatorOptions, options_in_environment, parse_options
 from autoac_solver.records.devices import cuda_block_bytes
 from autoac_solver.records.errors import AllocatorOptionsError
 
@@ -309,7 +309,11 @@ class CudaDevice:
 
     def allocated_bytes(self, size_bytes: int) -> int:
         rounded = -(-size_bytes // self.block_bytes) * self.block_bytes
-        return rounded if _splits_every_block() else cuda_block_bytes(rounded)
+        options = _allocator_options()
+        if options.expandable_segments:
+            return rounded
+        is_whole = options.max_split_bytes is not None and rounded >= options.max_split_bytes
+        return cuda_block_bytes(rounded, is_whole)
 
     def memory_allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -343,12 +347,12 @@ class CudaDevice:
 
 
 @functools.cache
-def _splits_every_block() -> bool:
-    """Whether the allocator's options in the environment are such that a rest never stays with a block."""
+def _allocator_options() -> AllocatorOptions:
+    """The options of CUDA's allocator in this process."""
     try:
-        return parse_options(options_in_environment()).expandable_segments
+        return parse_options(options_in_environment())
     except AllocatorOptionsError:  # others than those that are simulated; a plan's notes name them
-        return False
+        return AllocatorOptions()
 
 
 def _event() -> torch.cuda.Event:

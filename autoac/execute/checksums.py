@@ -13,14 +13,18 @@ import torch
 from autoac.torch_private import disable_dispatch_modes, is_fake, local_part
 
 _WORDS = 1 << 20  # 8-byte words summed at once on a device; takes about 50 MB
+_FEW_WORDS = 1 << 16  # takes about 3 MB, and more time on a GPU: 16 times as many kernels
 _PIECES = 64  # number of pieces in which a tensor with gaps is copied
 
 
-def checksum_of(tensor: torch.Tensor) -> int | None:
+def checksum_of(tensor: torch.Tensor, words: int = _WORDS) -> int | None:
     """A checksum of a tensor's elements, in memory order; None if they cannot be read.
 
     Tensors of equal sizes, strides and bits have equal checksums. On CPU only a tensor with gaps between its elements
     is copied, piece by piece.
+
+    Args:
+        words: number of 8-byte words summed at once on a device. Other numbers make other checksums.
     """
     tensor = local_part(tensor)
     if tensor.layout is not torch.strided or is_fake(tensor) or tensor.device.type == "meta":
@@ -28,14 +32,17 @@ def checksum_of(tensor: torch.Tensor) -> int | None:
     if tensor.device.type == "cpu":
         return _on_cpu(tensor)
     with disable_dispatch_modes(), torch.no_grad():
-        return on_device(tensor)
+        return on_device(tensor, words)
 
 
 def checksum_in_little_memory(tensor: torch.Tensor) -> int | None:
-    """As `checksum_of`; None also for tensors with gaps that would be copied on their device."""
+    """A checksum that takes some three megabytes on a device; None also for tensors with gaps, which would be copied.
+
+    It is another than that of `checksum_of`.
+    """
     if tensor.device.type != "cpu" and tensor.layout is torch.strided and not is_dense(tensor):
         return None
-    return checksum_of(tensor)
+    return checksum_of(tensor, _FEW_WORDS)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -73,7 +80,7 @@ def _product(dims: Sequence[tuple[int, int]]) -> int:
     return count
 
 
-def on_device(tensor: torch.Tensor) -> int:
+def on_device(tensor: torch.Tensor, words: int = _WORDS) -> int:
     """A checksum by torch ops, on any device: 8-byte words, weighted by position and summed."""
     if not tensor.numel():
         return 0
@@ -89,7 +96,7 @@ def on_device(tensor: torch.Tensor) -> int:
     flat = flat.clone() if flat.data_ptr() % 8 else flat
     whole = flat.numel() // 8 * 8
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in (*flat[:whole].view(torch.int64).split(_WORDS), flat[whole:].long()):
+    for part in (*flat[:whole].view(torch.int64).split(words), flat[whole:].long()):
         weights = (2 * torch.arange(part.numel(), device=part.device) + 1) * _MIX
         # Upper halves are added once more: the weights are odd, so a word's top bit adds 2**63 at any position.
         total = total * _MIX + (part * weights).sum() + ((part >> 32) * (weights >> 7)).sum()

@@ -34,8 +34,13 @@ def default_engine(*, compiled: bool) -> str:
 
     Args:
         compiled: whether `torch.compile` has compiled the model as a whole.
+
+    Raises:
+        RuntimeError: the torch of this process cannot run it.
     """
-    return next(name for name, engine in ENGINES.items() if not (compiled and engine.eager_only))
+    name = next(name for name, engine in ENGINES.items() if not (compiled and engine.eager_only))
+    check_engine(name)
+    return name
 
 
 for _engine in (ReplayEngine(), SacEngine(), CompileEngine()):

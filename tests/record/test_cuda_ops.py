@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoac
+from autoac.execute.cross_entropy import lean
 from autoac.record import cuda_ops
 from autoac.record.cuda_attention import EFFICIENT_SHARES_HEADS, choice
 from autoac.record.cuda_ops import CudaOps, capability_elsewhere, capability_of
@@ -237,3 +238,13 @@ def test_cross_entropy_under_autocast_is_computed_as_on_each_device(dtype: torch
         ops = [op.name.split(".")[1] for op in found.tape]
         loss = ops.index("nll_loss_forward")
         assert ops[loss - 2 : loss] == last
+
+
+def test_what_autocast_does_is_tried_without_a_trace():
+    """In the first loss of a process, which may be recorded."""
+    lean._found_cast.cache_clear()
+    sample = torch.randn(3, 4), torch.tensor([0, 2, 1])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        first, second = (autoac.profile(Classifier(), sample) for _ in range(2))
+    assert [op.name for op in first.tape] == [op.name for op in second.tape]
+    assert not [note for note in first.notes if "varies" in note]

@@ -128,9 +128,10 @@ def _is_cast_first(input: torch.Tensor, target: torch.Tensor) -> bool:
 @functools.cache
 def _found_cast(kind: str, dtype: torch.dtype, autocast: torch.dtype, device: torch.device) -> bool:
     """As `_is_cast_first`; tried once for each combination, under autocast."""
-    return _tried_cast(
-        torch.zeros(1, 2, dtype=dtype, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    )
+    with disable_dispatch_modes(), torch.no_grad():
+        input = torch.zeros(1, 2, dtype=dtype, device=device)
+        target = torch.zeros(1, dtype=torch.int64, device=device)
+    return _tried_cast(input, target)
 
 
 def _tried_cast(input: torch.Tensor, target: torch.Tensor) -> bool:

@@ -4,8 +4,8 @@ NOTE [ Two clocks ]
   1. Each op is a piece: the host launches it, the device computes it. Its replay is another piece, with the engine's
      bookkeeping for a recorded op added to the host. (This includes the part of the bookkeeping done in forward.)
   2. The cost of wrapping a region is host time at the region's first op.
-  3. Views launch no kernels: their time is host time at the beginning of the step. Time that belongs to no op is device
-     time at the end of the step.
+  3. Views launch no kernels: their time is host time, an equal part before each op. Time that belongs to no op is
+     device time at the end of the step.
   4. The integer program adds up prices, see NOTE [ Prices of one path ].
 """
 

@@ -78,20 +78,21 @@ class Link:
 _OWN_SEGMENT_BYTES, _SEGMENT_UNIT_BYTES, _LEAST_REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
 
 
-def cuda_block_bytes(rounded: int) -> int:
+def cuda_block_bytes(rounded: int, is_whole: bool = False) -> int:
     """Bytes that CUDA's caching allocator counts for a request.
 
     A request of 10 MiB or more has a segment of its own, in units of 2 MiB. A rest of up to 1 MiB stays with the block.
 
     Args:
         rounded: the request, rounded up to the allocator's unit.
+        is_whole: blocks of this size are not split, whatever the rest.
 
     Source: `get_allocation_size` and `should_split` in torch's c10/cuda/CUDACachingAllocator.cpp.
     """
     if rounded < _OWN_SEGMENT_BYTES:
         return rounded
     segment = -(-rounded // _SEGMENT_UNIT_BYTES) * _SEGMENT_UNIT_BYTES
-    return segment if segment - rounded <= _LEAST_REST_BYTES else rounded
+    return segment if is_whole or segment - rounded <= _LEAST_REST_BYTES else rounded
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,7 @@ def test_large_blocks_of_cuda_keep_a_rest_of_up_to_one_mib():
     assert cuda_block_bytes(125 * mib) == 126 * mib
     assert cuda_block_bytes(16 * mib) == 16 * mib
     assert cuda_block_bytes(17 * mib - 512) == 17 * mib - 512  # more than 1 MiB is split off
+    assert cuda_block_bytes(16 * mib + 512, is_whole=True) == 18 * mib
     assert cuda_block_bytes(9 * mib + 512) == 9 * mib + 512  # below 10 MiB segments are shared
     table = find_device("h100")
     assert table.allocated(125 * mib - 100) == 126 * mib

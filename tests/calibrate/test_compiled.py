@@ -65,6 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def profile(folder: Path) -> Profile:
     """Three equal blocks with dropout, compiled at three points; the model is as it was."""
+    torch._dynamo.reset()
+    compiled.cache_clear()  # what other tests have compiled in this process is in no folder
     model = make()
     before, random = attributes(model), torch.get_rng_state()
     found = autoac.profile(model, batch(), loss=loss, engine="compile")

@@ -191,7 +191,7 @@ def _read(func: Any) -> OpInfo:
 
 
 def _is_in_place(func: Any) -> bool:
-    """Whether an op writes what it is called on; before torch 2.13 there is no tag for it, but the name says so."""
+    """Whether an op writes what it is called on; older torch (2.11) has no tag for it, but the name says so."""
     if hasattr(torch.Tag, "inplace"):
         return torch.Tag.inplace in func.tags
     name = schema_of(func).name.partition("::")[2]

@@ -149,7 +149,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     try:
         return int(formula(*args, **kwargs, out_val=result))
     except AssertionError:
-        # Before torch 2.13 the formulas of attention refuse key heads that several queries share.
+        # The formulas of older torch (2.11) refuse key heads that several queries share.
         if not str(packet).startswith("aten._scaled_dot_product_"):
             raise
         return int(formula(*_with_all_heads(str(packet), args), **kwargs, out_val=result))

@@ -48,11 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="jobs whose names contain this")
     parser.add_argument("--without", nargs="*", default=[], metavar="JOB", help="leave out these jobs")
     given = parser.parse_args(arguments)
-    if given.device == "cuda":  # deterministic products ask for it; 32 MiB are Hopper's default, too
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = current_device(given.device)
     if device is None:
         parser.error("there is no CUDA device here; --device cpu --tiny tries the command itself.")
+    if device.type == "cuda":  # deterministic products ask for it; 32 MiB are Hopper's default, too
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     deadline = time.monotonic() + 60 * given.minutes
     name = "tiny" if given.tiny else "full"
     conditions = {"device": device_for(device).name() or "CPU", "torch": torch.__version__, "size": name}

@@ -16,7 +16,7 @@ FLASH, BACKWARD = (
 
 @pytest.mark.parametrize("op", [FLASH, BACKWARD])
 def test_key_heads_that_queries_share_count_in_full(op, monkeypatch: pytest.MonkeyPatch):
-    """Also with formulas that refuse them, as torch's did before 2.13."""
+    """Also with formulas that refuse them, as those of torch 2.11 do."""
     query, key = torch.empty(2, 8, 16, 4, device="meta"), torch.empty(2, 2, 16, 4, device="meta")
     gradient = (query,) if op is BACKWARD else ()
     backward = (query, query) if op is BACKWARD else ()

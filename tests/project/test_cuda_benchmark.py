@@ -16,6 +16,8 @@ from benchmarks.cuda.jobs import jobs
 from benchmarks.cuda.report import render
 from benchmarks.cuda.training import SIZES
 
+ROOT = Path(__file__).resolve().parents[2]
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = ["--device", "cpu", "--tiny", "--output"]
@@ -118,3 +120,22 @@ def test_without_a_gpu_it_says_what_can_be_done(capsys: pytest.CaptureFixture, t
     with pytest.raises(SystemExit):
         main(["--output", str(tmp_path)])
     assert "no CUDA device here; --device cpu --tiny" in capsys.readouterr().err
+
+
+def test_the_page_says_what_the_report_says():
+    """Budgets, peaks and times of the plans in docs/measured.md are those of the results that are kept."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "h200" / "results.json").read_text())["results"]
+    section = (ROOT / "docs" / "measured.md").read_text().split("## On an H200")[1]
+    rows = [line for line in section.splitlines() if re.match(r"\| \d", line)]
+    said = [re.findall(r"-?\d+\.\d", row) for row in rows]
+    expected = []
+    for name in ("gpt", "llama"):
+        none, about = results[f"{name}/none"]["step_s"], results[f"{name}/profile"]["predicted_step_s"]
+        for number in range(8):
+            row = results[f"{name}/ours {number}"]
+            sizes = row["budget_bytes"], row["predicted_peak_bytes"], row["peak_bytes"]
+            shares = (row["predicted_step_s"] - about) / none, row["step_s"] / none - 1
+            expected.append(
+                [f"{size / 1e6:.1f}" for size in sizes] + [f"{100 * share:.1f}" for share in shares]
+            )
+    assert said == expected

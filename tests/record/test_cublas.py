@@ -24,6 +24,11 @@ def noted(found: Profile, words: str) -> list[str]:
     return [note for note in found.notes if words in note]
 
 
+@pytest.fixture(autouse=True)
+def unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+
 @pytest.fixture
 def torch_that_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.13.0")

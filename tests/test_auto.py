@@ -9,6 +9,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -466,6 +467,19 @@ def test_larger_batch_is_an_error_before_it_runs():
     with pytest.raises(ValueError, match="Nothing was run"):
         larger(run.model, torch.optim.SGD(run.model.parameters(), lr=0.1))
     assert torch.equal(run.model.seen, seen)
+
+
+def test_workspaces_of_cublas_are_added_to_the_first_recorded_step_only(monkeypatch: pytest.MonkeyPatch):
+    """Later ones begin with them, on a GPU; here is none, so only a note tells."""
+    noting = lambda profile, _: replace(profile, notes=(*profile.notes, "workspaces"))  # noqa: E731
+    monkeypatch.setattr(autoac.automatic.recording, "with_workspaces", noting)
+    run = Run(bare, ENOUGH, steps=2, on_larger="replan")
+    assert "workspaces" in run.plan.record.profile.notes
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+    larger(run.model, optimizer)
+    larger(run.model, optimizer)
+    assert "[128,16]" in run.plan.record.profile.sample
+    assert "workspaces" not in run.plan.record.profile.notes
 
 
 def test_larger_batch_is_planned_for_and_measured():

@@ -69,6 +69,7 @@ class Recording:
         self._is_paused = False
         self._unseen_steps = 0  # optimizer steps while nothing is recorded and there is no plan
         self._had_gradients = False  # whether there were any when the step began
+        self._has_recorded = False  # a step, to its end
 
     @property
     def is_on(self) -> bool:
@@ -144,7 +145,10 @@ class Recording:
             profile = live.finish()
         if not self._model.training:
             profile = replace(profile, notes=(*profile.notes, "the model was put in eval mode in the step"))
-        self.profile = with_workspaces(profile, None)
+        if not self._has_recorded:
+            # Later steps begin with cuBLAS's workspaces, and count them with the rest that is there.
+            profile = with_workspaces(profile, None)
+        self.profile, self._has_recorded = profile, True
         self._survivors, self._workspaces = live.survivors, live.workspaces
 
     def pause(self, paused: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -153,6 +154,22 @@ def _check_sample(sample: Any) -> None:
             _OF_LISTS if isinstance(sample, list) else _OF_LOADERS if isinstance(sample, DataLoader) else ""
         )
         raise ProfilingError(f"sample is a {type(sample).__name__}; it must be {possible}.{hint}")
+    elif is_whole_step(sample) and (needed := _needed_arguments(sample)):
+        raise ProfilingError(
+            f"sample is a callable that needs arguments ({', '.join(needed)}): it is called without any, and runs one "
+            "whole step (forward, loss, backward) of the model that was passed. Take them from its surroundings, or "
+            "pass functools.partial(sample, ...)."
+        )
+
+
+def _needed_arguments(function: Any) -> list[str]:
+    """Names of the arguments without a default; none of a callable that does not tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of some written in C
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
 def _check_loss(loss: Any, sample: Any) -> None:

@@ -1,6 +1,7 @@
 """The user's step as one object: what it refuses, and what is a whole step."""
 
 from collections import UserDict
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -101,3 +102,15 @@ def test_containers_and_tensors_are_the_models_own():
     assert given["x"] is x
     assert (x.requires_grad, x.grad_fn, x._version) == (False, None, 0)
     assert x.tolist() == [2, 2]
+
+
+def test_a_step_that_needs_arguments_is_refused_before_it_runs():
+    model, x = make(), batch()
+
+    def step(net: nn.Module, scale: float = 1.0) -> None:
+        (net(x).sum() * scale).backward()
+
+    with pytest.raises(autoac.ProfilingError, match=r"needs arguments \(net\).*functools\.partial"):
+        TrainingStep(model, step)
+    for whole in (lambda: step(model), lambda *_, **__: step(model), partial(step, model)):
+        TrainingStep(model, whole).run()

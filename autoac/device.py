@@ -1,7 +1,7 @@
 """Device-specific code: clock, memory, name, random numbers. CPU and CUDA each have a class here.
 
 On any other kind (`OtherDevice`) neither clock nor memory is read: times are the host's, bytes those of the tensors.
-For the ops that a device takes see `autoac.record.cuda_ops`.
+For the ops that a device takes see `autoac.record.cuda.ops`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from autoac.parallel.elsewhere import record_sharded
 from autoac.parallel.protocol import Plain, Sharded, check_parallel
 from autoac.parallel.wrapped import found_on
 from autoac.progress import Progress, Tell, part, progress_shown
-from autoac.record.cublas import with_workspaces
-from autoac.record.cuda_ops import capability_elsewhere
+from autoac.record.cuda.cublas import with_workspaces
+from autoac.record.cuda.ops import capability_elsewhere
 from autoac.record.on_fake import record_fake
 from autoac.record.optimizer import with_optimizer
 from autoac.record.recorder import recorded_step

@@ -14,7 +14,7 @@ import torch
 
 from autoac.automatic.once import Once
 from autoac.execute.on_top import OnTop
-from autoac.record.cublas import with_workspaces
+from autoac.record.cuda.cublas import with_workspaces
 from autoac.record.live import LiveStep, with_leftovers
 from autoac.step.model import has_gradients, runs_compiled, unwrapped
 from autoac.torch_private import local_part, storage_key

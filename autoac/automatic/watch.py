@@ -9,8 +9,8 @@ import torch
 
 from autoac.automatic.recording import Recording
 from autoac.automatic.wanted import called_in
-from autoac.execute.newcomers import outermost, unwatch_newcomers, watch_newcomers
-from autoac.execute.unplanned_calls import UnplannedCalls, unwatch_calls
+from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_newcomers
+from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
 from autoac.step.inputs import elements_of
 from autoac.step.model import has_gradients

@@ -15,13 +15,13 @@ import torch
 
 from autoac.device import device_for
 from autoac.execute.attach import attach, attach_losses, attach_root, check_no_units, covered, detach
-from autoac.execute.backward_autocast import unwatch_backward, watch_backward
 from autoac.execute.cross_entropy.chunked import same_by_chunks
 from autoac.execute.cross_entropy.lean import same_in_place
 from autoac.execute.engines import ENGINES, check_engine
-from autoac.execute.following import Following, NotFollowed, unwatch_following, watch_following
 from autoac.execute.program import Program
-from autoac.execute.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
+from autoac.execute.watch.backward_autocast import unwatch_backward, watch_backward
+from autoac.execute.watch.following import Following, NotFollowed, unwatch_following, watch_following
+from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
 from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.carried import planned
 from autoac.step.model import OWN_CHECKPOINTING, device_of, model_fingerprint, trained_sizes, unwrapped

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from autoac.execute.following import Following
+from autoac.execute.watch.following import Following
 from autoac.ops.info import OpInfo, op_info
 from autoac.torch_private import OpOverload
 from autoac_solver.records.compiled import EAGER

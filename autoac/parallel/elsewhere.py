@@ -10,7 +10,7 @@ import torch
 
 from autoac.parallel.protocol import Sharded
 from autoac.progress import Tell
-from autoac.record.cuda_ops import capability_elsewhere
+from autoac.record.cuda.ops import capability_elsewhere
 from autoac.record.on_fake import record_fake
 from autoac.record.optimizer import with_optimizer
 from autoac.step.model import device_of, model_fingerprint

@@ -16,10 +16,10 @@ import torch
 from autoac.check.timeline import measured_memory
 from autoac.check.verify import Report, verify
 from autoac.execute.engines import ENGINES, check_engine
-from autoac.execute.following import NotFollowed
 from autoac.execute.placement import Placement
 from autoac.execute.program import Program
 from autoac.execute.sac import sac
+from autoac.execute.watch.following import NotFollowed
 from autoac.plans.view import PlanView
 from autoac.step.model import unwrapped
 from autoac.step.step import TrainingStep

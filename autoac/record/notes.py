@@ -9,7 +9,7 @@ import torch
 from autoac.device import device_for
 from autoac.price.isolated_ops import Measured
 from autoac.price.meters import Disturbance, OpTime, unsteady
-from autoac.record.cuda_ops import CudaOps
+from autoac.record.cuda.ops import CudaOps
 from autoac.record.tape.tape import Tape
 from autoac.step.model import OWN_CHECKPOINTING, own_checkpointing
 from autoac.step.uncompiled import compiled_modules

@@ -14,8 +14,8 @@ from autoac.ops.private_results import PrivateResults
 from autoac.price.engine_costs import device_rates, engine_costs
 from autoac.price.isolated_ops import Measured, measure_on_scratch
 from autoac.price.meters import Disturbance, OpTime, SignatureMeter
-from autoac.record.cuda_attention import Capability
-from autoac.record.cuda_ops import CudaOps, CudaResults
+from autoac.record.cuda.attention import Capability
+from autoac.record.cuda.ops import CudaOps, CudaResults
 from autoac.record.fake import Faked, explained, fake_model
 from autoac.record.notes import (
     note_if_unsteady,

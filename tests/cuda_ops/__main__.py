@@ -10,7 +10,7 @@ Torch's caching allocator and streams are host code as well. `allocator` compare
 call by call, `streams` checks what the engines rely on, and `workspaces` the sizes of cuBLAS's workspaces. They run
 after the families; `host-code` runs them alone.
 
-`--write` puts what CUDA does into recorded.json, against which `tests/record/test_cuda_ops.py` holds every CPU build.
+`--write` puts what CUDA does into recorded.json, against which `tests/record/cuda/test_ops.py` holds every CPU build.
 """
 
 from __future__ import annotations

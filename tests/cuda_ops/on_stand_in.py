@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoac
-from autoac.record.cuda_attention import choice
+from autoac.record.cuda.attention import choice
 from tests.cuda_ops import attention
 from tests.cuda_ops.families import ALL
 from tests.cuda_ops.steps import DECIDED_BY_MODEL, kinds, run

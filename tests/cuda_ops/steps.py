@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from autoac.record.cuda_attention import Capability
-from autoac.record.cuda_ops import CudaOps, CudaResults
+from autoac.record.cuda.attention import Capability
+from autoac.record.cuda.ops import CudaOps, CudaResults
 from autoac.record.fake import fake_model
 from autoac.step.step import TrainingStep
 from autoac.torch_private import TorchDispatchMode, is_fake, tree_leaves, tree_map_only

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from autoac.record.cublas import keeps_workspaces, workspace_bytes
+from autoac.record.cuda.cublas import keeps_workspaces, workspace_bytes
 
 CAPABILITIES = "7.5", "8.0", "8.9", "9.0", "10.0", "12.0"
 CONFIGS = "", ":4096:2:16:8", ":16:8"

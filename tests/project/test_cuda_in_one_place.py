@@ -9,10 +9,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "autoac/device.py"
 ALLOWED = {
-    "autoac/record/cublas.py": "whether a profile is of a step on a GPU",
-    "autoac/record/cuda_autocast.py": "a model's own autocast, where fake CPU tensors stand for CUDA's",
-    "autoac/record/cuda_attention.py": "which kernels the user has switched off",
-    "autoac/record/cuda_ops.py": "whether a table's device takes other ops than the one here",
+    "autoac/record/cuda/cublas.py": "whether a profile is of a step on a GPU",
+    "autoac/record/cuda/autocast.py": "a model's own autocast, where fake CPU tensors stand for CUDA's",
+    "autoac/record/cuda/attention.py": "which kernels the user has switched off",
+    "autoac/record/cuda/ops.py": "whether a table's device takes other ops than the one here",
     "autoac/torch_private/planner.py": "torch's own planner has a benchmark of ops for CUDA only",
 }
 FILES = {str(file.relative_to(ROOT)): file for file in sorted((ROOT / "autoac").rglob("*.py"))}

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 import autoac
 from autoac.execute.cross_entropy import lean
-from autoac.record import cuda_ops
-from autoac.record.cuda_attention import EFFICIENT_SHARES_HEADS, choice
-from autoac.record.cuda_ops import CudaOps, capability_elsewhere, capability_of
+from autoac.record.cuda import ops as cuda_ops
+from autoac.record.cuda.attention import EFFICIENT_SHARES_HEADS, choice
+from autoac.record.cuda.ops import CudaOps, capability_elsewhere, capability_of
 from tests.cuda_ops import attention
 from tests.cuda_ops.__main__ import RECORDED
 from tests.cuda_ops.families import ALL

@@ -2,7 +2,7 @@
 
 A CPU build of torch cannot record fake CUDA tensors: its autograd has no device guard for them. So the step is recorded
 on fake CPU tensors, and functions that choose their op by device run CUDA's op instead: attention (see
-`cuda_attention`), dropout (one op with a byte mask), batch norm (cuDNN) and `rms_norm` (fused). Sources: `Dropout.cpp`,
+`attention`), dropout (one op with a byte mask), batch norm (cuDNN) and `rms_norm` (fused). Sources: `Dropout.cpp`,
 `Normalization.cpp` and `layer_norm.cpp` in ATen. `python -m tests.cuda_ops` checks all of it against a CUDA build. Not
 covered: recurrent layers (cuDNN's), and device checks in a model's own code.
 """
@@ -19,8 +19,8 @@ import torch
 from torch.nn import functional as F
 
 from autoac.execute.cross_entropy.lean import LeavesLosses
-from autoac.record.cuda_attention import Capability, attention
-from autoac.record.cuda_autocast import CASTS, casting, in_float32, in_half
+from autoac.record.cuda.attention import Capability, attention
+from autoac.record.cuda.autocast import CASTS, casting, in_float32, in_half
 from autoac.torch_private import CAN_REPLACE_CASTS, TorchDispatchMode, any_autocast, call_below_autograd
 from autoac_solver.records.devices import DeviceTable
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from autoac.execute.attach import covered
-from autoac.execute.following import Following
+from autoac.execute.watch.following import Following
 from autoac.step.inputs import autocast_in, described, elements_in, elements_of, under_autocast
 from autoac.step.model import checkpointing_switches, own_checkpointing, trained_sizes
 from autoac.torch_private import remove_forward_pre_hooks

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 import torch
 
-from autoac.record.cuda_ops import capability_of
+from autoac.record.cuda.ops import capability_of
 from autoac_solver.records.devices import DeviceTable
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import NEVER, Profile, Storage

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import autoac
-from autoac.record import cublas
-from autoac.record.cublas import keeps_workspaces, workspace_bytes
+from autoac.record.cuda import cublas
+from autoac.record.cuda.cublas import keeps_workspaces, workspace_bytes
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import Profile
 

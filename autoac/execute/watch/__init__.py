@@ -1,0 +1,1 @@
+"""Warnings about steps that run otherwise than planned: other ops, larger inputs, more modules, another autocast."""

@@ -1,0 +1,1 @@
+"""What a step takes on CUDA, known without one: its ops, autocast, attention kernels and cuBLAS workspaces."""

@@ -789,6 +789,10 @@ def attributes_names(model: nn.Module) -> list[list[str]]:
         ),
         (lambda text: changed_json(text, decision_columns={}), "unknown field `decision_columns`"),
         (lambda text: changed_json(text, losses={"nowhere": [None]}), "is about module 'nowhere'"),
+        (
+            lambda text: changed_json(text, predicted_peak_bytes=1),
+            "do not give its predicted peak: 1 bytes were predicted",
+        ),
         (lambda text: changed_json(text, device="cuda:0"), "device is not that of its profile"),
         (
             lambda text: changed_json(text, schema_version=8),
@@ -894,7 +898,7 @@ def test_timeline(plan: Plan):
 def test_decisions(plan: Plan):
     decisions = plan.decisions
     assert list(decisions.columns) == [
-        "region", "module", "op", "bytes", "decision", "time_s", "must_save", "unit", "storage",
+        "region", "module", "op", "bytes", "decision", "time_s", "must_save", "reason", "unit", "storage",
     ]  # fmt: skip
     assert set(decisions["region"]) == {region.name for region in plan.regions}
     assert set(decisions["decision"]) <= {"save", "recompute", "skip"}

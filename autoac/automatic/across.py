@@ -52,7 +52,7 @@ class Meeting:
     def one_plan(
         self, profile: Profile | None, at_hand: Plan | None, make: Callable[[Profile], Plan]
     ) -> Plan | None:
-        """The plan for all: that of the rank whose step keeps the most bytes; None if no rank has any.
+        """The plan of the rank whose step keeps the most bytes, for all ranks; None if no rank has a plan.
 
         Args:
             profile: a step that this rank has recorded and has no plan for.

@@ -55,7 +55,7 @@ class Compiling:
         self._recorded: list[str] = []  # what the last recorded step's calls were given
         self._calls: list[str] = []  # what those of the step that is measured were given
         self._measured = 0  # steps under the plan
-        self.is_judged = True  # whether the plan's peak is known, as far as it will be
+        self.is_judged = True  # whether measuring the plan's peak is over
         self.best: Plan | None = None  # of those that were measured to be within the budget
 
     def recording_begins(self) -> None:

@@ -63,7 +63,7 @@ class LoopPlan:
         self._peak = StepPeak(self._model, wanted.measure)
         self._across = Across(model, self._model, wanted)
         self._compiling = Compiling(self._model, wanted.names, on_top) if compiles(wanted.engine) else None
-        self._is_off: Profile | None = None  # what a measured step has taught; the plan is made anew from it
+        self._corrected: Profile | None = None  # by a measured step; the next plan is made from it
 
     def remove(self) -> None:
         """Take the plan off the model, restoring it."""
@@ -135,8 +135,8 @@ class LoopPlan:
         self._take(plan, args, kwargs)
 
     def _plan_again(self, args: Any, kwargs: Any) -> None:
-        """Put a plan on that is made from what a measured step has taught."""
-        profile, self._is_off = self._is_off, None
+        """Apply a plan made from the profile that a measured step has corrected."""
+        profile, self._corrected = self._corrected, None
         assert profile is not None
         self._take_plan_off()
         assert self._compiling is not None
@@ -235,7 +235,7 @@ class LoopPlan:
 
     def _take_plan_off(self) -> None:
         plan, self._plan = self._plan, None
-        self._is_off = None
+        self._corrected = None
         if plan is not None:
             self._watch.take_off()
             with self._on_top.aside():
@@ -268,11 +268,11 @@ class LoopPlan:
             self.measured_peak_bytes = self._plan.resident_bytes + above_start_bytes
             LOGGER.info("%s", peak_in_a_line(self._plan, self.measured_peak_bytes))
             if self._compiling is not None:
-                self._is_off = self._compiling.better_known(self._plan, self.measured_peak_bytes)
+                self._corrected = self._compiling.better_known(self._plan, self.measured_peak_bytes)
                 limit_bytes = self._plan.budget_bytes - self._plan.record.headroom_bytes
                 if (
                     self._compiling.is_judged
-                    and self._is_off is None
+                    and self._corrected is None
                     and self.measured_peak_bytes > limit_bytes
                 ):
                     self._warn(

@@ -29,7 +29,7 @@ _BETWEEN = ("autoac", "torch", "accelerate", "contextlib")
 """Packages whose code stands between a loop and its model's forward."""
 
 _NAMES_OF_LOCALS = frozenset({"locals", "vars", "eval", "exec", "f_locals"})
-"""Names that code which gets hold of its own variables uses."""
+"""Names that code uses to read its own local variables."""
 
 _OF_NOBODY_ELSE = 3
 """References to a dictionary held by its frame, one variable, and the call that counts them."""
@@ -209,7 +209,7 @@ def storages_of_caller() -> frozenset[int]:
 
 
 def _locals_of(frame: types.FrameType) -> list[Any]:
-    """The values of a frame's local variables; none where to read them would change what its code has from `locals()`.
+    """The values of a frame's local variables; none if reading them would change what its code has from `locals()`.
 
     Before Python 3.13, reading a function's variables updates one dictionary, which the frame keeps. `locals()` returns
     the same one, and a debugger may hold it, too.

@@ -26,7 +26,7 @@ from autoac.compare.workload import Workload
 from autoac.device import device_for
 from autoac.measure import in_turn, measure_peak
 from autoac.price.meters import Disturbance
-from autoac.step.restore import tensors_of, untouched
+from autoac.step.restore import tensors_of, untouched, values_kept
 
 SEED = 1
 _ATTEMPTS = 4
@@ -231,17 +231,9 @@ class Bench:
     @contextmanager
     def _kept(self) -> Iterator[None]:
         """Context that restores attributes, gradients, random states and values, even if a step fails."""
-        tensors = list(self.model.buffers())
-        if self.workload.runs_itself:  # it may train
-            tensors += self.model.parameters()
-        values = [tensor.detach().clone() for tensor in tensors]
-        try:
-            with from_zero_grad(self.workload):
-                yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in zip(tensors, values, strict=True):
-                    tensor.copy_(value)
+        trained = self.model.parameters() if self.workload.runs_itself else ()
+        with values_kept((*self.model.buffers(), *trained)), from_zero_grad(self.workload):
+            yield
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
-import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,9 +16,9 @@ from autoac.execute.attach import attach, attach_losses, attach_root, check_no_u
 from autoac.execute.cross_entropy.chunked import same_by_chunks
 from autoac.execute.cross_entropy.lean import same_in_place
 from autoac.execute.engines import ENGINES, check_engine
-from autoac.execute.program import Program
+from autoac.execute.plan_programs import PlanPrograms
 from autoac.execute.watch.backward_autocast import unwatch_backward, watch_backward
-from autoac.execute.watch.following import Following, NotFollowed, unwatch_following, watch_following
+from autoac.execute.watch.following import NotFollowed, unwatch_following, watch_following
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
 from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.carried import planned
@@ -28,12 +26,9 @@ from autoac.step.model import OWN_CHECKPOINTING, device_of, model_fingerprint, t
 from autoac.step.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
 from autoac.step.units import own_name
 from autoac.torch_private import note_untried
-from autoac_solver.plan.recorded.step import step_of
-from autoac_solver.records.errors import PlanMismatchError, ProfileError
+from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.plan import PlanRecord, names_in
-from autoac_solver.records.profile import VARIES
 
-_NUMBER = re.compile(r"\d+")
 _LOG_SOFTMAX = "aten._log_softmax.default"
 
 
@@ -46,7 +41,7 @@ class Placement:
 
     def __init__(self, record: PlanRecord):
         self.record = record
-        self._copies: dict[str, Program] = {}
+        self._programs = PlanPrograms(record)
         self._unplanned = UnplannedCalls("", 0, 0)  # until `prepare`
 
     @functools.cached_property
@@ -71,8 +66,8 @@ class Placement:
         inner = unwrapped(model)
         self.attach(inner)
         self._unwatch(inner)  # a plan that recomputes nothing leaves no other trace
-        if self._programs:
-            watch_following(inner, self._following)
+        if self._programs.of_modules:
+            watch_following(inner, self._programs.following)
         watch_calls(inner, self._unplanned)
         self.watch_autocast(inner)
 
@@ -86,16 +81,16 @@ class Placement:
         check_engine(self.record.engine)
         note_untried()
         self._try_losses(unwrapped(model))
-        self._following.start_anew(waits=True)
+        self._programs.following.start_anew(waits=True)
         profile = self.record.profile
         self._unplanned = UnplannedCalls(
             *(profile.sample, self.record.predicted_peak_bytes, self.record.budget_bytes),
-            following=self._following,
+            following=self._programs.following,
             one_call=profile.is_one_call,
             trained=trained_sizes(unwrapped(model))[0],
             checkpointed=any(note.startswith(OWN_CHECKPOINTING) for note in profile.notes),
         )
-        for program in (*itertools.chain.from_iterable(self._programs.values()), *self._copies.values()):
+        for program in self._programs.all:
             program.warned = False
 
     def attach(self, inner: torch.nn.Module) -> None:
@@ -105,7 +100,7 @@ class Placement:
             inner: the model without wrappers.
         """
         try:
-            programs_of = {**self._programs, **self._alike(inner)}
+            programs_of = {**self._programs.of_modules, **self._programs.alike(inner)}
             compiled = compiled_modules(inner)
             for fqn in to_uncompile(compiled, programs_of, eager_only=ENGINES[self.record.engine].eager_only):
                 uncompile(compiled[fqn], self.plan_id)
@@ -129,7 +124,7 @@ class Placement:
 
     def ends(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn if the call ran other ops than planned. For models without hooks: call it after each call."""
-        self._following.root_is_over(args, kwargs)
+        self._programs.following.root_is_over(args, kwargs)
 
     def can_detach(self, model: torch.nn.Module) -> bool:
         """Whether `detach` is possible: no other code has replaced the plan's forwards."""
@@ -152,7 +147,7 @@ class Placement:
         """
         _check_is_module(model)
         modules = self._carriers(model)
-        if not modules and (self._programs or self.record.losses):
+        if not modules and (self._programs.of_modules or self.record.losses):
             raise PlanMismatchError("this plan is not applied to this model, so there is nothing to remove.")
         for name, module in modules.items():
             if covered(module):
@@ -209,7 +204,7 @@ class Placement:
         missing = sorted(names_in(self.record) - dict(model.named_modules(remove_duplicate=False)).keys())
         if found == self.record.model_fingerprint and not missing:
             self._check_device(device_of(model).type)
-            for fqn in self._programs:
+            for fqn in self._programs.of_modules:
                 check_no_units(model.get_submodule(fqn), fqn)
             return
         if inner := self._place_in(model):
@@ -269,101 +264,14 @@ class Placement:
             if uncompiled_by(module) == self.plan_id:
                 recompile(module)
 
-    @functools.cached_property
-    def _programs(self) -> dict[str, list[Program]]:
-        """The programs of each module with something to recompute, one per call.
-
-        Each application of the plan uses the same objects: for new ones, torch.compile would compile again.
-        """
-        programs: dict[str, list[Program]] = {}
-        profile = self.record.profile
-        compiled = () if profile.compiled is None else profile.compiled.regions
-        inputs = {
-            (profile.calls[call].fqn, profile.calls[call].call): region.inputs
-            for region in compiled
-            for call in region.calls
-        }
-        for region in self.record.regions:
-            untouched = Program(region.fqn, (), wrapped=False)
-            calls = programs.setdefault(region.fqn, [untouched] * region.calls)
-            calls[region.call] = Program(
-                *(region.name, region.steps, region.wrapped, self._following, region.point),
-                unchecked=self._unchecked,
-                inputs=inputs.get((region.fqn, region.call), ""),
-            )
-        return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
-
-    def _alike(self, model: torch.nn.Module) -> dict[str, list[Program]]:
-        """Programs for modules that the profiled step did not call (a skipped layer), taken from similar modules.
-
-        Two modules are similar if their names differ in numbers only and their fingerprints are equal. Among the
-        programs of similar modules, the one that recomputes the most ops is taken.
-        """
-        called = {call.fqn for call in self.record.profile.calls}
-        known: dict[str, list[str]] = {}
-        for fqn in self._programs:
-            known.setdefault(_NUMBER.sub("*", fqn), []).append(fqn)
-        found: dict[str, list[Program]] = {}
-        for fqn, module in model.named_modules():
-            if fqn in called or not (others := known.get(_NUMBER.sub("*", fqn))):
-                continue
-            built = model_fingerprint(module)
-            alike = [name for name in others if model_fingerprint(model.get_submodule(name)) == built]
-            if alike:
-                other = max(alike, key=lambda name: max(map(_recomputed, self._programs[name])))
-                found[fqn] = [self._copied(max(self._programs[other], key=_recomputed), fqn)]
-        return found
-
-    def _copied(self, program: Program, fqn: str) -> Program:
-        """A copy of a region's program for another module; the same object every time, see `_programs`."""
-        if fqn not in self._copies:
-            self._copies[fqn] = Program(
-                *(fqn, program.names, program.wrapped, self._following, program.point),
-                unchecked=self._unchecked,
-                inputs=program.inputs,
-            )
-        return self._copies[fqn]
-
-    @contextlib.contextmanager
-    def unlooked(self) -> Iterator[None]:
+    def unlooked(self) -> contextlib.AbstractContextManager[None]:
         """Context in which planned steps do not check recomputed values, because the caller checks the whole step."""
-        programs = (*itertools.chain.from_iterable(self._programs.values()), *self._copies.values())
-        before = [program.unchecked for program in programs]
-        for program in programs:
-            program.unchecked = False
-        try:
-            yield
-        finally:
-            for program, unchecked in zip(programs, before, strict=True):
-                program.unchecked = unchecked
-
-    @property
-    def _unchecked(self) -> bool:
-        """Whether the engine recomputes in a way that profiling has not run and compared."""
-        return self.record.profile.mode == "fake" or ENGINES[self.record.engine].model.runs_code_twice
-
-    @functools.cached_property
-    def _following(self) -> Following:
-        profile = self.record.profile
-        return Following(profile.sample, any(VARIES in note for note in profile.notes), self._peaks_if)
-
-    def _peaks_if(self, regions: Collection[str]) -> tuple[int, int]:
-        """The peak if these regions recompute nothing, and the planned peak; zeros if it cannot be predicted."""
-        try:
-            step = step_of(self.record)
-        except ProfileError:  # its programs were changed since, as in-model calibration does
-            return 0, 0
-        return step.peak_if_saved(regions), self.record.predicted_peak_bytes
+        return self._programs.unlooked()
 
     @property
     def is_not_followed(self) -> NotFollowed:
         """Regions that have run ops that the profiled step did not run, since the plan was last put on a model."""
-        return self._following.report()
-
-
-def _recomputed(program: Program) -> int:
-    """Number of ops that the program recomputes."""
-    return sum(again for _, again in program.names)
+        return self._programs.following.report()
 
 
 def _types(names: Iterable[str]) -> list[torch.dtype]:

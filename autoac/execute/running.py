@@ -1,4 +1,4 @@
-"""Contexts around regions whose code an engine runs twice: planned modules inside one run as a part of it."""
+"""Contexts of a region's first and second run, in which planned modules inside of the region run without their plan."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from autoac.step.step import TrainingStep
 from autoac.torch_private import is_one_of_several_ranks
 from autoac_solver.plan.recorded.made import predicted_anew
 from autoac_solver.plan.recorded.programs import with_regions
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.collectives import may_repeat
 from autoac_solver.records.compiled import EAGER, TORCHS
 from autoac_solver.records.errors import PlanMismatchError
@@ -51,9 +52,12 @@ class Plan(PlanView):
         """Read a plan.
 
         Raises:
-            ProfileError: the file is damaged, of another kind, or from a newer version.
+            ProfileError: the file is damaged, of another kind, or from a newer version; or its programs do not give
+                its predicted peak.
         """
-        return cls(PlanRecord.load(path))
+        record = PlanRecord.load(path)
+        step_of(record)
+        return cls(record)
 
     def apply(self, model: Model) -> Model:
         """Put the plan on the model, and return the model; train it as before.

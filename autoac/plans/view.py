@@ -83,8 +83,21 @@ class PlanView:
         return self.record.regions
 
     @property
+    def refused(self) -> dict[str, str]:
+        """Why modules can be no regions under the engine: reasons by the name of the outermost module ("" for all).
+
+        A module that is in no region for another reason (the planner's choice, nothing to recompute) is not listed;
+        `why` answers for every module.
+        """
+        return dict(refusals.modules_that_are_refused(self.record))
+
+    @property
     def decisions(self) -> pd.DataFrame:
-        """One row per value: region, module, op, bytes, decision ("save", "recompute" or "skip"), time_s."""
+        """One row per value.
+
+        Columns: region, module, op, bytes, decision ("save", "recompute" or "skip"), time_s, must_save and the reason,
+        unit (the index of the values that are decided together), storage.
+        """
         return step_of(self.record).decisions.copy()
 
     @property

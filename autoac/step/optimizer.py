@@ -34,7 +34,7 @@ def real_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimi
 
 
 def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """As `real_optimizer`, whatever it trains.
+    """The optimizer inside of wrappers, as `real_optimizer`, whatever it trains.
 
     Raises:
         ProfilingError: it is no optimizer, or wraps another one in an unknown way.

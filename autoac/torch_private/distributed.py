@@ -349,7 +349,7 @@ def resizes_seen(seen: Callable[[torch.UntypedStorage, int, int], None]) -> Iter
 
 
 def gloo_threads() -> list[Path]:
-    """Where the system tells the states of the threads that run gloo's collectives; empty if it does not tell.
+    """The files in /proc with the states of the threads that run gloo's collectives; empty without /proc.
 
     Source: `ProcessGroupGloo::runLoop` (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp) is such a thread;
     /proc/[pid]/task/[tid]/stat (proc(5)) has its name and state.

@@ -231,7 +231,7 @@ def test_a_region_around_units_is_an_error_though_it_were_let_through(
     engine: str, words: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Without the refusal: parameters are not there when values are computed again, which the first step finds."""
-    monkeypatch.setattr("autoac_solver.build.regions.refuses_units", lambda *_: iter(()))
+    monkeypatch.setattr("autoac_solver.build.regions.refused_by_all", lambda *_: iter(()))
     monkeypatch.setattr("autoac.execute.attach.check_no_units", lambda *_: None)
     monkeypatch.setattr("autoac.execute.placement.check_no_units", lambda *_: None, raising=False)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Random numbers in the second run that torch's checkpoint leaves to chance: beside other threads, and the host's own.
+"""Random numbers that torch's checkpoint does not restore: drawn beside other threads, or by Python and numpy.
 
 NOTE [ The second run's random numbers ]
   1. torch stashes the states of its generators where the region begins, and sets them back for the second run. Threads

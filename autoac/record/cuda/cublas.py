@@ -41,7 +41,7 @@ _SIDES = {"forward": False, "backward": True}
 
 
 def with_workspaces(profile: Profile, table: DeviceTable | None) -> Profile:
-    """The profile of a step on a GPU with cuBLAS's workspaces, and a note on what is counted; others as they are.
+    """Add cuBLAS's workspaces, and a note on them, to the profile of a step on a GPU; others stay as they are.
 
     Args:
         profile: already of the table's device.

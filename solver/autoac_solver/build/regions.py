@@ -93,28 +93,31 @@ def choose_regions(
 
 def _reasons(step: Step, region: Region, engine: EngineModel) -> Iterator[str]:
     """Reasons why a module call cannot be a region."""
-    yield from refuses_units(step.profile, region.call)
-    if step.profile.calls[region.call].once == STREAMS:
-        yield (
-            "it runs on more than one stream of the GPU: what is computed again is freed early, while another stream "
-            "may still read it. Modules inside of it that keep to one stream can be regions"
-        )
-    yield from engine.refuses(step, region)
+    yield from refused_by_all(step.profile, region.call)
     if not step.profile.calls[region.call].grad:
         yield "it runs with gradients off, so autograd saves nothing in it"
+    yield from engine.refuses(step, region)
     if not region.ops:
         yield "it runs no op"
     if region.begin_backward == NEVER:
         yield "backward needs nothing that autograd saves in it"
 
 
+def refused_by_all(profile: Profile, call: int) -> Iterator[str]:
+    """Reasons why a call that autograd saves tensors in is no region under any engine, and alternatives."""
+    if profile.calls[call].once == STREAMS:
+        yield (
+            "it runs on more than one stream of the GPU: what is computed again is freed early, while another stream "
+            "may still read it. Modules inside of it that keep to one stream can be regions"
+        )
+    if profile.calls[call].once == SHARDED:
+        yield _contains_units(profile, call)
+
+
 _SHOWN = 3
 
 
-def refuses_units(profile: Profile, call: int) -> Iterator[str]:
-    """Why a call of a module that contains FSDP2 units is no region under any engine, and alternatives."""
-    if profile.calls[call].once != SHARDED:
-        return
+def _contains_units(profile: Profile, call: int) -> str:
     inside, names = {call}, []
     for index, other in enumerate(profile.calls):
         if other.parent in inside:
@@ -127,7 +130,7 @@ def refuses_units(profile: Profile, call: int) -> Iterator[str]:
     known = list(dict.fromkeys(profile.calls[index].fqn for index in blocks))
     shown = ", ".join(map(repr, known[:_SHOWN]))
     more = f" and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-    yield (
+    return (
         "it contains units of FSDP2, whose parameters are gathered only around their own forward and backward: regions "
         f"can be {shown}{more}, and modules inside of these"
     )

@@ -29,7 +29,7 @@ class Choice:
     Args:
         profile: the profile to plan for.
         calls: the module calls that are regions.
-        engine: "replay" or "sac".
+        engine: the engine's name.
         policies: the user's policies.
     """
 

@@ -70,7 +70,7 @@ class Tradeoff:
 
     Args:
         profile: the profile that was planned for.
-        engine, engine_reason: "replay" or "sac", and why.
+        engine, engine_reason: the engine's name, and why it was chosen.
         points: one per budget, ascending.
         baselines: manual strategies, one row each: name, blocks, peak_bytes, extra_s, overhead; see `baselines`.
         notes: missing budgets, and why.

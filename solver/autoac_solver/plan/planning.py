@@ -53,7 +53,7 @@ def plan_profile(
 
     Args:
         budget, max_overhead: exactly one must be given.
-        engine: "replay", "sac", or "auto", which is "replay" here.
+        engine: an engine's name, or "auto", which is "replay" here.
         engine_reason: why this engine; "" for a default text.
         regions: names or globs of modules; None chooses them automatically.
         policies: constraints and hints, see `policies`.

@@ -76,7 +76,7 @@ class PlanRecord(Shown):
     Args:
         model, model_fingerprint, op_fingerprint, device, torch_version: as in the profile.
         root_calls: number of calls of the root module in the profiled step.
-        engine, engine_reason: the engine's name ("replay", "sac"), and why it was chosen.
+        engine, engine_reason: the engine's name, and why it was chosen.
         budget_bytes: limit of the peak; headroom_bytes of it were left free on purpose.
         resident_bytes: bytes alive before the step.
         predicted_peak_bytes, unplanned_peak_bytes: peak of the step with the plan, and with nothing recomputed.

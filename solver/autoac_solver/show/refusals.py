@@ -9,7 +9,7 @@ import pandas as pd
 
 from autoac_solver.build.built import Built
 from autoac_solver.build.engines import EngineModel, engine_model
-from autoac_solver.build.regions import Region, choose_regions, refuses_units
+from autoac_solver.build.regions import Region, choose_regions, refused_by_all
 from autoac_solver.build.step import Step
 from autoac_solver.plan.recorded.step import PlannedStep, step_of
 from autoac_solver.records.errors import ProfilingError
@@ -54,14 +54,19 @@ def values_that_must_be_saved(step: PlannedStep, profile: Profile) -> pd.DataFra
 
 
 def modules_that_are_refused(record: PlanRecord) -> tuple[tuple[str, str], ...]:
-    """Name and reason of the outermost modules that cannot be regions under the engine at any budget."""
+    """Name and reason of the outermost modules that cannot be regions under the engine at any budget.
+
+    Modules without a compiled point (engine compile) are left out: most are so by choice, and `why` has the reason.
+    """
     profile, model = record.profile, engine_model(record.engine)
     step, regions = Step(profile), {(region.fqn, region.call) for region in record.regions}
     found: dict[str, str] = {}
     for index, call in enumerate(profile.calls):
         if not call.grad or any(_is_inside(call.fqn, name) for name in found):
             continue
-        reason = next(refuses_units(profile, index), "") or next(model.refuses(step, Region(step, index)), "")
+        reason = next(refused_by_all(profile, index), "")
+        if not reason and not model.compiles:
+            reason = next(model.refuses(step, Region(step, index)), "")
         if reason and (call.fqn, call.call) not in regions:
             found[call.fqn] = reason
     return tuple(found.items())
@@ -74,8 +79,6 @@ def lines(record: PlanRecord, step: PlannedStep) -> Iterator[str]:
         yield f"  must be saved   {values} values, {format_bytes(size)}: {reason}"
     if len(table) > _SHOWN:
         yield f"  must be saved   and for {len(table) - _SHOWN} more reasons"
-    if step.built.points:  # The summary has regions that were not compiled; nothing else is refused.
-        return
     refused = modules_that_are_refused(record)
     for name, reason in refused[:_SHOWN]:
         yield f"  no region       {repr(name) if name else 'the model itself'}: {reason}"
@@ -84,7 +87,7 @@ def lines(record: PlanRecord, step: PlannedStep) -> Iterator[str]:
 
 
 def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
-    profile, call = record.profile, record.profile.calls[index]
+    profile = record.profile
     name = profile.module_name(index) or "the model itself"
     regions = [tape.call for tape in step.built.regions]
     if index in regions:
@@ -95,8 +98,6 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
     within = [region for region in regions if index in _ancestors(profile, region)]
     if within:
         return f"{name}: is not recomputed as one, but in parts: {_some(profile, within)}"
-    if not call.grad:
-        return f"{name}: runs with gradients off, so autograd saves nothing in it"
     reason = next(_refusals(Step(profile), index, engine_model(record.engine)), "")
     inside = {saved.module for saved in profile.saved if saved.module != NEVER}
     if not reason and any(index in (call, *_ancestors(profile, call)) for call in inside):

@@ -125,6 +125,8 @@ def test_a_module_that_ran_on_two_streams_is_no_region(gpu: StandIn, engine: str
     assert gpu.settled  # what is recomputed while it is recorded has not been written over
     plan = autoac.solve(profile, 10**12, engine=engine, regions=["0", "1"])
     assert "more than one stream of the GPU" in plan.why("1")
+    assert "more than one stream of the GPU" in plan.refused[""]
+    assert "no region       the model itself: it runs on more than one stream of the GPU" in plan.explain()
 
 
 @pytest.mark.parametrize("draws", [False, True])

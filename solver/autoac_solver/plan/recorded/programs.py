@@ -54,7 +54,7 @@ def _several(profile: Profile, regions: Sequence[RegionPlan]) -> RootCalls | Non
 
 
 def settled(built: Built, decisions: Sequence[int]) -> tuple[int, ...]:
-    """The decisions, with groups saved whose ops all are spared by early stop (sac): programs do not record those."""
+    """The decisions; a group whose ops all lie behind sac's early stop counts as saved: programs do not record it."""
     told = {built.loss}
     for tape in built.regions:
         told.update(g for g, spared in zip(tape.group_of, tape.free_of_choice, strict=True) if not spared)
@@ -117,7 +117,7 @@ def _point_of(region: RegionPlan, points: Sequence[str]) -> int:
     """The option of a compiled region's point."""
     if region.point not in points:
         raise ProfileError(
-            f"the plan compiles region {region.name!r} at a point ({region.point}) that its profile has no "
-            "measurement of, or a better one than. Make it again."
+            f"the plan compiles region {region.name!r} at a point ({region.point}) that its profile did not "
+            "measure, or that a better point replaces. Make it again."
         )
     return points.index(region.point)

@@ -17,15 +17,16 @@ from autoac_solver.records.compiled import in_words
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import IN_A_LOOP, KINDS, NEVER, Profile
 
-_COLUMNS = ["region", "module", "op", "bytes", "decision", "time_s", "must_save", "unit", "storage"]
+_COLUMNS = ["region", "module", "op", "bytes", "decision", "time_s", "must_save", "reason", "unit", "storage"]
 
 
 def decisions_table(profile: Profile, built: Built, decisions: Sequence[int]) -> pd.DataFrame:
     """One row per value: its region, the op that makes it, bytes, and decision.
 
     `decision` is "recompute"; "save" if it is kept because backward needs it; "skip" if it is not needed. `time_s`: the
-    seconds that recomputing its decision group adds to the step. `unit`: index of the group. A compiled region has one
-    row for everything it keeps; `op` names its point, and `decision` is "compiled" or "save".
+    seconds that recomputing its decision group adds to the step. `must_save`, `reason`: whether it cannot be
+    recomputed, and why. `unit`: index of the group. A compiled region has one row for everything it keeps; `op` names
+    its point, and `decision` is "compiled" or "save".
     """
     made_by = {storage: op for op in profile.tape for storage in op.creates}
     needed = _needed_storages(profile, built, decisions)
@@ -45,6 +46,7 @@ def decisions_table(profile: Profile, built: Built, decisions: Sequence[int]) ->
                     "decision": "recompute" if again else kept,
                     "time_s": group.options[-1].time_s,
                     "must_save": group.must_save,
+                    "reason": group.reason,
                     "unit": index,
                     "storage": storage,
                 }
@@ -64,7 +66,7 @@ def _of_compiled(profile: Profile, built: Built, decisions: Sequence[int]) -> li
         assert measured is not None  # Otherwise it would be no region.
         point = next(p for p in measured.points if p.name == built.point(region, decisions))
         words, action = in_words(point.name, measured.heavy), option.action.value
-        values = (name, name, words, point.kept_bytes, action, option.time_s, "", group, NEVER)
+        values = (name, name, words, point.kept_bytes, action, option.time_s, False, "", group, NEVER)
         rows.append(dict(zip(_COLUMNS, values, strict=True)))
     return rows
 

@@ -1,0 +1,131 @@
+"""A plan's programs for the modules of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+from collections.abc import Collection, Iterator
+
+import torch
+
+from autoac.execute.engines import ENGINES
+from autoac.execute.program import Program
+from autoac.execute.watch.following import Following
+from autoac.step.model import model_fingerprint
+from autoac_solver.plan.recorded.step import step_of
+from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.profile import VARIES
+
+_NUMBER = re.compile(r"\d+")
+
+
+class PlanPrograms:
+    """The programs that carry out a plan's decisions, and the report of how they are followed.
+
+    Args:
+        record: the plan.
+    """
+
+    def __init__(self, record: PlanRecord):
+        self._record = record
+        self._copies: dict[str, Program] = {}
+
+    @functools.cached_property
+    def of_modules(self) -> dict[str, list[Program]]:
+        """The programs of each module with something to recompute, one per call.
+
+        Each application of the plan uses the same objects: for new ones, torch.compile would compile again.
+        """
+        programs: dict[str, list[Program]] = {}
+        profile = self._record.profile
+        compiled = () if profile.compiled is None else profile.compiled.regions
+        inputs = {
+            (profile.calls[call].fqn, profile.calls[call].call): region.inputs
+            for region in compiled
+            for call in region.calls
+        }
+        for region in self._record.regions:
+            untouched = Program(region.fqn, (), wrapped=False)
+            calls = programs.setdefault(region.fqn, [untouched] * region.calls)
+            calls[region.call] = Program(
+                *(region.name, region.steps, region.wrapped, self.following, region.point),
+                unchecked=self._unchecked,
+                inputs=inputs.get((region.fqn, region.call), ""),
+            )
+        return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
+
+    def alike(self, model: torch.nn.Module) -> dict[str, list[Program]]:
+        """Programs for modules that the profiled step did not call (a skipped layer), taken from similar modules.
+
+        Two modules are similar if their names differ in numbers only and their fingerprints are equal. Among the
+        programs of similar modules, the one that recomputes the most ops is taken.
+        """
+        called = {call.fqn for call in self._record.profile.calls}
+        known: dict[str, list[str]] = {}
+        for fqn in self.of_modules:
+            known.setdefault(_NUMBER.sub("*", fqn), []).append(fqn)
+        found: dict[str, list[Program]] = {}
+        for fqn, module in model.named_modules():
+            if fqn in called or not (others := known.get(_NUMBER.sub("*", fqn))):
+                continue
+            built = model_fingerprint(module)
+            alike = [name for name in others if model_fingerprint(model.get_submodule(name)) == built]
+            if alike:
+                other = max(alike, key=lambda name: max(map(_recomputed, self.of_modules[name])))
+                found[fqn] = [self._copied(max(self.of_modules[other], key=_recomputed), fqn)]
+        return found
+
+    def _copied(self, program: Program, fqn: str) -> Program:
+        """A copy of a region's program for another module; the same object every time, see `of_modules`."""
+        if fqn not in self._copies:
+            self._copies[fqn] = Program(
+                *(fqn, program.names, program.wrapped, self.following, program.point),
+                unchecked=self._unchecked,
+                inputs=program.inputs,
+            )
+        return self._copies[fqn]
+
+    @contextlib.contextmanager
+    def unlooked(self) -> Iterator[None]:
+        """Context in which planned steps do not check recomputed values, because the caller checks the whole step."""
+        programs = self.all
+        before = [program.unchecked for program in programs]
+        for program in programs:
+            program.unchecked = False
+        try:
+            yield
+        finally:
+            for program, unchecked in zip(programs, before, strict=True):
+                program.unchecked = unchecked
+
+    @property
+    def _unchecked(self) -> bool:
+        """Whether the engine recomputes in a way that profiling has not run and compared."""
+        return self._record.profile.mode == "fake" or ENGINES[self._record.engine].model.runs_code_twice
+
+    @functools.cached_property
+    def following(self) -> Following:
+        """Collects ops that the profiled step did not run, from all programs."""
+        profile = self._record.profile
+        return Following(profile.sample, any(VARIES in note for note in profile.notes), self._peaks_if)
+
+    def _peaks_if(self, regions: Collection[str]) -> tuple[int, int]:
+        """The peak if these regions recompute nothing, and the planned peak; zeros if it cannot be predicted."""
+        try:
+            step = step_of(self._record)
+        except ProfileError:  # its programs were changed since, as in-model calibration does
+            return 0, 0
+        return step.peak_if_saved(regions), self._record.predicted_peak_bytes
+
+    @property
+    def all(self) -> tuple[Program, ...]:
+        """Every program made so far."""
+        return (*itertools.chain.from_iterable(self.of_modules.values()), *self._copies.values())
+
+
+def _recomputed(program: Program) -> int:
+    """Number of ops that the program recomputes."""
+    return sum(again for _, again in program.names)

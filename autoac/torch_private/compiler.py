@@ -119,6 +119,18 @@ def is_recompile_limit(error: BaseException) -> bool:
     return dynamo is not None and isinstance(error, dynamo.FailOnRecompileLimitHit)
 
 
+def is_of_compiler(error: BaseException) -> bool:
+    """Whether the compiler raised this before the compiled function ran: nothing of the function has happened yet.
+
+    Source: `TorchDynamoException`, `BackendCompilerFailed` (torch/_dynamo/exc.py); `fullgraph=True` compiles a function
+    as a whole before it runs.
+    """
+    dynamo = sys.modules.get("torch._dynamo.exc")
+    return dynamo is not None and (
+        isinstance(error, dynamo.TorchDynamoException) or is_recompile_limit(error)
+    )
+
+
 def raised_in_compiler(error: BaseException, kind: type[Raised]) -> Raised | None:
     """The error of this kind that a backend raised, inside an error of `torch.compile`; None if there is none.
 
@@ -138,6 +150,13 @@ def innermost(error: BaseException) -> BaseException:
     while (inner := _inner(error)) is not None:
         error = inner
     return error
+
+
+def first_line(error: BaseException) -> str:
+    """The type of the original error inside an error of `torch.compile`, and its first line, printable only."""
+    error = innermost(error)
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return "".join(c for c in f"{type(error).__name__}: {text}"[:300] if c.isprintable())
 
 
 def _inner(error: BaseException) -> BaseException | None:

@@ -34,6 +34,7 @@ __all__ = [
     "cache_folder",
     "hash_of_files",
     "partitioned",
+    "settings",
 ]
 
 hash_of_files: Callable[[tuple[str, ...]], bytes] = get_hash_for_files
@@ -61,6 +62,9 @@ _TORCHS_OWN = frozenset(
 )
 """Namespaces of ops whose cost torch itself judges; an op of any other may take arbitrarily long."""
 _SEEDS = frozenset(("inductor_seed", "inductor_seeds", "inductor_lookup_seed"))
+_CHOICES = frozenset(("topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "searchsorted", "bucketize"))
+"""Ops that pick by comparing: on values that are computed again in another fused kernel, with other last bits, they may
+pick otherwise (another expert of a router)."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,13 @@ class HeavyOp:
 
     Args:
         name: of the op, without overload.
+        overload: its full name, such as "aten.mm.default".
         flops: by torch's formulas, 0 where it has none; used only to order candidates.
         bytes: of its result.
     """
 
     name: str
+    overload: str
     flops: int
     bytes: int
 
@@ -97,7 +103,7 @@ class JointGraph:
     def heavy(self) -> tuple[HeavyOp, ...]:
         """Its heavy ops in order."""
         return tuple(
-            HeavyOp(node.target._opname, _flops(node), _value_bytes(node.meta.get("val")))
+            HeavyOp(node.target._opname, str(node.target), _flops(node), _value_bytes(node.meta.get("val")))
             for node in self._heavy
         )
 
@@ -105,6 +111,11 @@ class JointGraph:
     def draws(self) -> bool:
         """Whether it has a random op."""
         return any(map(_draws, self._graph.nodes))
+
+    @property
+    def has_once(self) -> bool:
+        """Whether it has an op that must run once: one that draws or chooses, or a higher-order op."""
+        return any(map(_runs_once, self._graph.nodes))
 
     @property
     def is_tagged(self) -> bool:
@@ -117,11 +128,16 @@ class JointGraph:
         return _text(self._graph)
 
     def kept_with(self, heavy: Iterable[int]) -> list[Any]:
-        """The values kept if these heavy ops must not run again, nor any random op draw again."""
+        """The values kept if these heavy ops must not run again.
+
+        Neither do random ops, higher-order ops (nothing is known of the code in them), and ops that choose.
+        """
         kept = set(heavy)
-        firm = [node for index, node in enumerate(self._heavy) if index in kept]
-        firm += [node for node in self._graph.nodes if _draws(node) and node not in firm]
-        free = OrderedSet(node for index, node in enumerate(self._heavy) if index not in kept)
+        never = OrderedSet(node for node in self._graph.nodes if _runs_once(node))
+        firm = OrderedSet(node for index, node in enumerate(self._heavy) if index in kept) | never
+        free = OrderedSet(
+            node for index, node in enumerate(self._heavy) if index not in kept and node not in never
+        )
         options = partitioners.MinCutOptions(
             ban_if_used_far_apart=False,
             ban_if_long_fusible_chains=False,
@@ -186,6 +202,14 @@ def cache_folder() -> str | None:
     return None if torch._inductor.config.force_disable_caches else cache_dir()
 
 
+def settings() -> str:
+    """A hash of inductor's settings.
+
+    Source: `ConfigModule.get_hash` (torch/utils/_config_module.py).
+    """
+    return torch._inductor.config.get_hash().hex()
+
+
 def _text(graph: Any) -> str:
     lines = []
     for node in graph.nodes:
@@ -227,6 +251,15 @@ def _draws(node: Any) -> bool:
             given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name, 0.0)
             return given != 0.0
     return True
+
+
+def _runs_once(node: Any) -> bool:
+    """Whether an op must not run again at any point of ours."""
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    return _draws(node) or _opname(node) in _CHOICES
 
 
 def _is_heavy(node: Any) -> bool:

@@ -278,12 +278,19 @@ def test_a_damaged_file_of_points_counts_as_none(
     assert profile.compiled is not None
     points, cpu = profile.compiled.regions[0].points, torch.device("cpu")
     before = set((folder / "autoac").iterdir())
-    kept = on_disk.PointsOnDisk(Survey((), (), True, "graph"), cpu, False)
+    kept = on_disk.PointsOnDisk(Survey((), (), True, "graph"), "float32[2]", cpu, False)
     assert kept.read() is None
     kept.write(points)
     assert kept.read() == points
-    for graph, named, eager in (("other", (), False), ("graph", ("save:",), False), ("graph", (), True)):
-        assert on_disk.PointsOnDisk(Survey((), named, True, graph), cpu, eager).read() is None
+    for graph, named, inputs, eager in (
+        ("other", (), "float32[2]", False),
+        ("graph", ("save:",), "float32[2]", False),
+        ("graph", (), "float32[3]", False),
+        ("graph", (), "float32[2]", True),
+    ):
+        assert on_disk.PointsOnDisk(Survey((), named, True, graph), inputs, cpu, eager).read() is None
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert on_disk.PointsOnDisk(Survey((), (), True, "graph"), "float32[2]", cpu, False).read() is None
     (file,) = set((folder / "autoac").iterdir()) - before
     file.write_text(file.read_text().replace('"kept_bytes": [', '"kept_bytes": [-1, '))
     assert kept.read() is None

@@ -14,6 +14,10 @@ class Op:
     flops: int
     bytes: int
 
+    @property
+    def overload(self) -> str:
+        return f"my.{self.name}.default"
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -22,6 +26,10 @@ class Graph:
     heavy: tuple[Op, ...]
     draws: bool = False
     is_tagged: bool = False
+
+    @property
+    def has_once(self) -> bool:
+        return self.draws
 
     @property
     def text(self) -> str:
@@ -38,6 +46,11 @@ class Graph:
 
 
 OPS = (Op("a", 100, 10), Op("b", 10, 10), Op("c", 1000, 10), Op("d", 500, 100))
+
+
+def test_an_op_that_gives_other_values_when_run_again_is_saved_at_every_point():
+    found = survey(Graph(OPS), 9, never={"my.b.default", "my.unknown.default"})
+    assert found.points == ("torch:1", "save:0,1,2,3", "save:0,1,2", "save:1,2", "save:1")
 
 
 def test_what_gives_up_the_fewest_operations_for_a_byte_goes_first():

@@ -51,6 +51,8 @@ def found(function: Callable[..., Any], *args: Any, **said: Any) -> Any:
     stopped = torch_private.raised_in_compiler(caught.value, Stopped)
     assert stopped is not None
     assert torch_private.innermost(caught.value) is stopped
+    assert torch_private.is_of_compiler(caught.value)
+    assert torch_private.first_line(caught.value).startswith("Stopped: ")
     return stopped.args[0]
 
 
@@ -122,6 +124,44 @@ def test_what_is_kept():
     assert torchs[1] >= attention[1]
 
 
+def test_ops_that_choose_run_once():
+    """A router's experts: values computed again may differ in the last bits, and give others."""
+
+    def routed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        weights, chosen = (x @ weight).softmax(-1).topk(2)
+        return x * (weights * (chosen == 0)).sum(-1, keepdim=True)
+
+    x, weight = inputs()
+    forward, backward = found(routed, x, weight, choose=staticmethod(lambda graph: graph.kept_with(())))
+    assert any("topk" in str(node.target) for node in forward.graph.nodes)
+    assert not any("topk" in str(node.target) for node in backward.graph.nodes)
+
+
+def test_attention_that_draws_is_not_run_again(monkeypatch: pytest.MonkeyPatch):
+    """On CUDA its dropout is inside of the kernel: another run would have another mask."""
+    draws = partitioner._draws
+    monkeypatch.setattr(partitioner, "_draws", lambda node: "attention" in str(node.target) or draws(node))
+
+    def chosen(graph: JointGraph) -> list[Any]:
+        assert [op.name for op in graph.heavy] == ["mm", "_scaled_dot_product_flash_attention_for_cpu", "mm"]
+        return graph.kept_with(())
+
+    _, backward = found(block, *inputs(), choose=staticmethod(chosen))
+    ops = [str(node.target) for node in backward.graph.nodes]
+    assert not any("flash_attention_for_cpu.default" in op for op in ops)
+
+
+def test_higher_order_ops_run_once():
+    def branches(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        found = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x @ weight,))
+        return found * found
+
+    x, weight = inputs()
+    _, backward = found(branches, x, weight, choose=staticmethod(lambda graph: graph.kept_with(())))
+    conditions = [node for node in backward.graph.nodes if "cond" in str(node.target)]
+    assert len(conditions) == 1  # that of the gradient
+
+
 def test_forward_and_backward_keep_what_was_chosen():
     before = partitioners.choose_saved_values_set
     forward, backward = found(block, *inputs(), choose=staticmethod(lambda graph: graph.kept_with(())))
@@ -146,4 +186,6 @@ def test_partitioners_can_be_copied_and_pickled_and_are_told_apart():
 def test_recompile_limit():
     assert torch_private.is_recompile_limit(exc.FailOnRecompileLimitHit("limit"))
     assert not torch_private.is_recompile_limit(RuntimeError("limit"))
+    assert torch_private.is_of_compiler(exc.FailOnRecompileLimitHit("limit"))
+    assert not torch_private.is_of_compiler(RuntimeError("limit"))
     assert torch_private.raised_in_compiler(RuntimeError("limit"), Surveyed) is None

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from autoac.ops.geometry import clone_with_geometry
 from autoac.step.inputs import described
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import uncompiled
-from autoac.torch_private import disable_dispatch_modes, hooked_inside, tree_flatten, tree_map
+from autoac.torch_private import disable_dispatch_modes, hooked_inside, is_dense, tree_flatten, tree_map
 from autoac_solver.records.errors import ProfilingError
 
 _DEVICES = ("cpu", "cuda")
@@ -39,7 +40,7 @@ class Captured:
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the region's code gets them: tensors that need a gradient are results of ops."""
-        return tree_map(_computed, self.args), tree_map(_computed, self.kwargs)
+        return _each_once(_computed, (self.args, self.kwargs))
 
     @property
     def described(self) -> str:
@@ -108,10 +109,10 @@ class Catcher:
         if (name, call) not in self.missing:
             return
         hooked = hooked_inside(module)
-        kind = self._kinds[name, call], _described(args), _described(kwargs), _autocast(), hooked
+        kind = self._kinds[name, call], _described((args, kwargs)), _autocast(), hooked
         if kind not in self._groups:
             with disable_dispatch_modes():  # a step that is being recorded does not see the copies
-                region = Captured(module, _copied(args), _copied(kwargs), _autocast(), hooked)
+                region = Captured(module, *_each_once(_copy, (args, kwargs)), _autocast(), hooked)
             self._groups[kind] = region, []
         self._groups[kind][1].append((name, call))
         self.missing.remove((name, call))
@@ -167,7 +168,13 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
 def _described(value: Any) -> Hashable:
     """The properties of arguments that the compiler specialises for."""
     leaves, structure = tree_flatten(value)
-    return str(structure), tuple(_of_leaf(leaf) for leaf in leaves)
+    first: dict[int, int] = {}
+    same = tuple(first.setdefault(id(leaf), index) for index, leaf in enumerate(leaves) if _is_tensor(leaf))
+    return str(structure), tuple(map(_of_leaf, leaves)), same
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
 
 
 def _of_leaf(leaf: Any) -> Hashable:
@@ -184,22 +191,29 @@ def _unpacked(_: Any) -> Any:
     )
 
 
-def _copied(value: Any) -> Any:
-    return tree_map(_copy, value)
+def _each_once(make: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
+    """Apply a function to each tensor but parameters; one that is passed twice (`attention(x, x, x)`) stays one."""
+    made: dict[int, torch.Tensor] = {}
+
+    def of(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+            return value
+        if id(value) not in made:
+            made[id(value)] = make(value)
+        return made[id(value)]
+
+    return tree_map(of, values)
 
 
-def _copy(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, torch.nn.Parameter):
-        return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf with the same values and strides."""
+    dense = type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_dense(tensor)
+    value = tensor.detach()
+    return (value.clone() if dense else clone_with_geometry(value)).requires_grad_(tensor.requires_grad)
 
 
-def _computed(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, torch.nn.Parameter):
-        return value.clone()
-    return value
+def _computed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.requires_grad else tensor
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:

@@ -18,6 +18,7 @@ from autoac.calibrate.compiled import measured
 from autoac.device import device_for, processor
 from autoac.execute.compiled.survey import Survey
 from autoac.progress import LOGGER
+from autoac.torch_private.kernel_flags import kernel_flags
 from autoac_solver.records.compiled import CompiledPoint
 from autoac_solver.records.disk.files import read_json, write_json
 from autoac_solver.records.disk.schema import checked, columns, rows, table
@@ -32,17 +33,22 @@ class PointsOnDisk:
 
     Args:
         survey: of the graph.
+        inputs: the region's inputs in words.
         device: where they are measured.
         eager: whether the uncompiled region was measured, too.
     """
 
-    def __init__(self, survey: Survey, device: torch.device, eager: bool) -> None:
+    def __init__(self, survey: Survey, inputs: str, device: torch.device, eager: bool) -> None:
         from autoac.torch_private import partitioner
 
         known = device_for(device)
         on = known.name() or f"{processor()}, {torch.get_num_threads()} of {os.cpu_count()} threads"
         code = partitioner.hash_of_files((partitioner.__file__, measured.__file__)).hex()
-        parts = (survey.graph, *survey.points, str(eager), str(device.type), on, torch.__version__, code)
+        settings = repr(kernel_flags()), partitioner.settings()
+        parts = (
+            *(survey.graph, *survey.points, inputs, str(eager)),
+            *(str(device.type), on, torch.__version__, *settings, code),
+        )
         name = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         folder = partitioner.cache_folder()
         self._path = None if folder is None else Path(folder) / "autoac" / f"{name}.json"

@@ -18,7 +18,7 @@ from autoac.step.model import device_of
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import uncompiled
-from autoac.torch_private import innermost, raised_in_compiler
+from autoac.torch_private import first_line, raised_in_compiler
 from autoac_solver.plan.partitions import blocks, named_calls, whole
 from autoac_solver.plan.planning import Progress
 from autoac_solver.records.compiled import CompiledRegion, CompiledTable
@@ -137,7 +137,7 @@ def _regions(
             values_kept(region.module.buffers()),
             uncompiled(model),
         ):
-            regions.append(_region(region, tuple(group), device, tell))
+            regions.append(_region(region, tuple(group), _never(profile, group), device, tell))
     return regions
 
 
@@ -159,8 +159,24 @@ def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:
     return type(module), ops, tensors, modes
 
 
-def _region(region: Captured, calls: tuple[int, ...], device: torch.device, tell: Any) -> CompiledRegion:
-    """Compile and measure one region; the reason if that fails."""
+def _never(profile: Profile, calls: Sequence[int]) -> frozenset[str]:
+    """Names of ops in these calls that profiling found to give other values when they run again."""
+    windows = [(profile.calls[call].start, profile.calls[call].end) for call in calls]
+    return frozenset(
+        op.name
+        for op in profile.tape
+        if not (op.replayable or op.backward) and any(start <= op.tick < end for start, end in windows)
+    )
+
+
+def _region(
+    region: Captured, calls: tuple[int, ...], never: frozenset[str], device: torch.device, tell: Any
+) -> CompiledRegion:
+    """Compile and measure one region; the reason if that fails.
+
+    Args:
+        never: names of ops that must not run again.
+    """
     if "forward" in region.module.__dict__:
         return CompiledRegion(calls, (), (), "some library has given the module a forward of its own")
     if region.hooked:
@@ -169,36 +185,29 @@ def _region(region: Captured, calls: tuple[int, ...], device: torch.device, tell
         )
     try:
         tell("what it could keep")
-        survey = _survey(region)
+        survey = _survey(region, never)
         # Uncompiled random ops draw other numbers: with an eager point, results would depend on the budget.
         eager = not survey.draws
-        on_disk = PointsOnDisk(survey, device, eager)
+        on_disk = PointsOnDisk(survey, region.described, device, eager)
         points = on_disk.read()
         if points is None:
             points = measured_points(region, survey.points, device, tell, eager)
             on_disk.write(points)
     except Exception as error:
-        return CompiledRegion(calls, (), (), _reason(error))
+        return CompiledRegion(calls, (), (), first_line(error))
     return CompiledRegion(calls, survey.heavy, points, inputs=region.described)
 
 
-def _survey(region: Captured) -> Any:
+def _survey(region: Captured, never: frozenset[str]) -> Any:
     from autoac.execute.compiled.partitioner import Surveyed
 
     args, kwargs = region.arguments()
     try:
         with region.around():
-            surveying(MOST_POINTS)(region.module, args, kwargs)
+            surveying(MOST_POINTS, never)(region.module, args, kwargs)
     except Exception as error:
         surveyed = raised_in_compiler(error, Surveyed)
         if surveyed is None:
             raise
         return surveyed.found
     raise ProfilingError("torch.compile has made no graph of it with a backward")
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of the first error, printable characters only."""
-    error = innermost(error)
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return "".join(c for c in f"{type(error).__name__}: {text}"[:300] if c.isprintable())

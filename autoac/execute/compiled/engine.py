@@ -10,10 +10,12 @@ import torch
 
 from autoac.execute.chains import Chains
 from autoac.execute.compiled.code import compiled
+from autoac.execute.cross_entropy.lean import loss_may_follow
 from autoac.execute.program import Program
 from autoac.execute.replay.engine import ReplayEngine
+from autoac.step.carried import LOSS_KEY, REGION_KEY
 from autoac.step.inputs import described
-from autoac.torch_private import hooked_inside, is_recompile_limit
+from autoac.torch_private import first_line, hooked_inside, is_of_compiler, is_recompile_limit
 from autoac_solver.build.engines import engine_model
 from autoac_solver.build.engines.compile import CompileCosts
 from autoac_solver.records.compiled import EAGER
@@ -51,28 +53,52 @@ class CompileEngine:
                 f"has hooks on module {hooked!r} since it was planned, which compiled code may not run, so it runs "
                 "uncompiled: the budget may not hold. Plan again with the hooks."
             )
-        else:
-            try:
-                return self._code(program, args, kwargs, module)(module, args, kwargs)
-            except Exception as error:
-                if not is_recompile_limit(error):
-                    raise
+        elif _has_another_forward(module):
             why = (
-                "was called with more kinds of arguments than torch compiles code for, so it runs uncompiled for this "
-                "one: the budget may not hold. Pad batches to a few lengths, or raise torch.compiler's recompile limit."
+                "was given another forward since it was planned (some libraries wrap it), which compiled code would "
+                "leave out, so it runs uncompiled: the budget may not hold. Plan again for the model as it is."
             )
-        if not program.warned:
+        else:
+            given = described(args, kwargs)
+            others = bool(program.inputs) and given != program.inputs
+            if given not in program.not_compiled:
+                try:
+                    result = compiled(type(module), program.point, program.inputs, others)(
+                        module, args, kwargs
+                    )
+                except Exception as error:
+                    if not is_of_compiler(error):
+                        raise
+                    why = _why_not(error)
+                    program.not_compiled.add(given)
+                else:
+                    if (losses := module.__dict__.get(LOSS_KEY)) is not None:
+                        loss_may_follow(losses.side)
+                    return result
+            else:
+                why = ""  # it was said
+        if why and not program.warned:
             program.warned = True
             warnings.warn(f"region {program.region!r} {why}", stacklevel=2)
         return forward(*args, **kwargs)
 
-    @staticmethod
-    def _code(
-        program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], module: torch.nn.Module
-    ) -> Callable[..., Any]:
-        """The compiled code for these arguments."""
-        others = bool(program.inputs) and described(args, kwargs) != program.inputs
-        return compiled(type(module), program.point, program.inputs, others)
-
     def measure(self, chains: Chains) -> CompileCosts:
         return CompileCosts()
+
+
+def _has_another_forward(module: torch.nn.Module) -> bool:
+    """Whether the module's own forward, below the plan's, is not that of its class."""
+    carried = module.__dict__.get(LOSS_KEY) or module.__dict__.get(REGION_KEY)
+    return getattr(carried, "forward", None) is not None
+
+
+def _why_not(error: Exception) -> str:
+    if is_recompile_limit(error):
+        return (
+            "was called with more kinds of arguments than torch compiles code for, so it runs uncompiled for this "
+            "one: the budget may not hold. Pad batches to a few lengths, or raise torch.compiler's recompile limit."
+        )
+    return (
+        f"cannot be compiled for these inputs, so it runs uncompiled for them: the budget may not hold. The compiler's "
+        f"error is {first_line(error)}"
+    )

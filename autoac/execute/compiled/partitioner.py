@@ -49,18 +49,18 @@ class Surveyor(CustomPartitionerFn):
     """Surveys a region's graph for points it could be compiled at; compiles nothing.
 
     Args:
-        most: maximum number of points to propose.
+        most, never: as for `survey`.
 
     Raises:
         Surveyed: always.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, never: frozenset[str]) -> None:
+        self.most, self.never = most, never
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         def look(graph: JointGraph) -> list[Any]:
-            raise Surveyed(survey(graph, self.most))
+            raise Surveyed(survey(graph, self.most, self.never))
 
         return partitioned(look, gm, joint_inputs, **kwargs)
 

@@ -7,12 +7,12 @@ dropped. Sets are found greedily: from all heavy ops, drop one at a time the op 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 FRACTIONS = 1.0, 0.5
-"""Torch's memory budgets to propose. Below 1 only without random ops: there torch 2.13 draws masks anew."""
+"""Torch's memory budgets to propose. Below 1 only without ops that must run once: there torch 2.13 runs any op again."""
 
 _EXACT = 12
 """With more heavy ops than this, the bytes freed by dropping one are taken to be its own size."""
@@ -25,6 +25,8 @@ class Graph(Protocol):
     def heavy(self) -> Sequence[Any]: ...
     @property
     def draws(self) -> bool: ...
+    @property
+    def has_once(self) -> bool: ...
     @property
     def is_tagged(self) -> bool: ...
     @property
@@ -51,13 +53,15 @@ class Survey:
     graph: str
 
 
-def survey(graph: Graph, most: int) -> Survey:
+def survey(graph: Graph, most: int, never: Collection[str] = ()) -> Survey:
     """The points of a region's graph that are worth compiling.
 
     Args:
         most: maximum number of points, at least 2.
+        never: full names of ops whose results are other ones when they run again; every point saves them.
     """
     heavy = graph.heavy
+    pinned = frozenset(index for index, op in enumerate(heavy) if op.overload in never)
     names = tuple(op.name for op in heavy)
     identity = hashlib.sha256(graph.text.encode()).hexdigest()
     if graph.is_tagged:  # the user's own checkpoints in it decide what is saved
@@ -67,10 +71,10 @@ def survey(graph: Graph, most: int) -> Survey:
     def propose(name: str, values: list[Any]) -> None:
         proposed.setdefault(frozenset(values), (name, graph.kept_bytes(values)))
 
-    for fraction in FRACTIONS if not graph.draws else FRACTIONS[:1]:
+    for fraction in FRACTIONS if not (graph.has_once or pinned) else FRACTIONS[:1]:
         propose(_of_torch(fraction), graph.kept_by_torch(fraction))
     torchs = list(proposed.values())
-    for kept in _chain(graph, heavy):
+    for kept in _chain(graph, heavy, pinned):
         propose(_of_ours(kept), graph.kept_with(kept))
     ours = sorted((v for v in proposed.values() if v not in torchs), key=lambda found: found[1])
     chosen = _spread([size for _, size in ours], most - len(torchs))
@@ -86,12 +90,12 @@ def _of_ours(kept: Iterable[int]) -> str:
     return "save:" + ",".join(map(str, sorted(kept)))
 
 
-def _chain(graph: Graph, heavy: Sequence[Any]) -> list[frozenset[int]]:
-    """Sets of heavy ops to save, from all to none, each with one op less."""
+def _chain(graph: Graph, heavy: Sequence[Any], pinned: frozenset[int]) -> list[frozenset[int]]:
+    """Sets of heavy ops to save, from all to those that must be, each with one op less."""
     kept = frozenset(range(len(heavy)))
     chain = [kept]
     exact = len(heavy) <= _EXACT
-    while kept:
+    while kept != pinned:
         size = graph.kept_bytes(graph.kept_with(kept)) if exact else 0
 
         def price(op: int, kept: frozenset[int] = kept, size: int = size) -> tuple[float, int]:
@@ -99,7 +103,7 @@ def _chain(graph: Graph, heavy: Sequence[Any]) -> list[frozenset[int]]:
             saved = size - graph.kept_bytes(graph.kept_with(kept - {op})) if exact else heavy[op].bytes
             return (heavy[op].flops / saved if saved > 0 else float("inf")), heavy[op].flops
 
-        kept -= {min(kept, key=price)}
+        kept -= {min(kept - pinned, key=price)}
         chain.append(kept)
     return chain
 

@@ -326,9 +326,14 @@ def run_with_losses(side: Side, original: Callable[..., Any], args: Any, kwargs:
             result = original(*args, **kwargs)
     else:
         result = original(*args, **kwargs)
+    loss_may_follow(side)
+    return result
+
+
+def loss_may_follow(side: Side) -> None:
+    """After a call of a module that runs last before a loss: losses of the module around it are lean from here on."""
     if side.opens and (window := getattr(_running, "window", None)) is not None:
         window.open()
-    return result
 
 
 class _Window:

@@ -129,7 +129,7 @@ class Auto(LoopPlan):
                 self._settle(args, kwargs)
             if self._plan is None and self._recording.profile is None:
                 self._take_up_saved(args, kwargs)
-            if self._plan is not None and self._is_off is not None:
+            if self._plan is not None and self._corrected is not None:
                 self._plan_again(args, kwargs)
         if self._plan is not None:
             self._look_at(args, kwargs, begins)

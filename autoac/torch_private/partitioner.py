@@ -98,6 +98,7 @@ class JointGraph:
     def __init__(self, graph: Any, info: Any, torchs: Callable[..., list[Any]]) -> None:
         self._graph, self._info, self._torchs = graph, info, torchs
         self._heavy = [node for node in graph.nodes if _is_heavy(node) and info.is_required_fw(node)]
+        self._written = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
 
     @property
     def heavy(self) -> tuple[HeavyOp, ...]:
@@ -130,10 +131,15 @@ class JointGraph:
     def kept_with(self, heavy: Iterable[int]) -> list[Any]:
         """The values kept if these heavy ops must not run again.
 
-        Neither do random ops, higher-order ops (nothing is known of the code in them), and ops that choose.
+        Neither do random ops, higher-order ops (nothing is known of the code in them), ops that choose, and ops on an
+        input that the region writes in the end.
         """
         kept = set(heavy)
-        never = OrderedSet(node for node in self._graph.nodes if _runs_once(node))
+        never = OrderedSet(
+            node
+            for node in self._graph.nodes
+            if _runs_once(node) or not self._written.isdisjoint(node.all_input_nodes)
+        )
         firm = OrderedSet(node for index, node in enumerate(self._heavy) if index in kept) | never
         free = OrderedSet(
             node for index, node in enumerate(self._heavy) if index not in kept and node not in never
@@ -158,6 +164,10 @@ class JointGraph:
         """The values that torch's own partitioner keeps at a budget, a fraction."""
         return self._torchs(self._graph, self._info, memory_budget=budget)
 
+    def is_sound(self, values: Sequence[Any]) -> bool:
+        """Whether no kept value is an input that the region writes in the end: backward would read what was written."""
+        return self._written.isdisjoint(values)
+
     def kept_bytes(self, values: Sequence[Any]) -> int:
         """Bytes of values, each storage once, and those of inputs left out."""
         given = {get_node_storage(node) for node in self._graph.nodes if node.op == "placeholder"}
@@ -180,7 +190,11 @@ def partitioned(
     torchs = partitioners.choose_saved_values_set
 
     def chosen(joint: Any, info: Any, memory_budget: float = 1) -> list[Any]:
-        return choose(JointGraph(joint, info, torchs))
+        joint_graph = JointGraph(joint, info, torchs)
+        values = choose(joint_graph)
+        if not joint_graph.is_sound(values):
+            raise RuntimeError("a kept value is written before backward")
+        return values
 
     with mock.patch.object(partitioners, "choose_saved_values_set", chosen), _no_sync():
         return partitioners.min_cut_rematerialization_partition(graph, joint_inputs, **options)

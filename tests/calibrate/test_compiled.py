@@ -17,6 +17,7 @@ from autoac.calibrate.compiled.tried import peak_with, tried
 from autoac.compare.run import AT_BUDGET, compare
 from autoac.compare.table import render
 from autoac.compare.workload import Workload
+from autoac.execute.compiled import code
 from autoac.execute.compiled.code import compiled
 from autoac.execute.compiled.survey import Survey
 from autoac.measure import measure_peak
@@ -273,7 +274,7 @@ def test_points_are_kept_on_disk(profile: Profile, folder: Path):
 
 
 def test_a_damaged_file_of_points_counts_as_none(
-    profile: Profile, folder: Path, caplog: pytest.LogCaptureFixture
+    profile: Profile, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     assert profile.compiled is not None
     points, cpu = profile.compiled.regions[0].points, torch.device("cpu")
@@ -289,7 +290,8 @@ def test_a_damaged_file_of_points_counts_as_none(
         ("graph", (), "float32[2]", True),
     ):
         assert on_disk.PointsOnDisk(Survey((), named, True, graph), inputs, cpu, eager).read() is None
-    with torch.backends.mkldnn.flags(enabled=False):
+    with monkeypatch.context() as patch:
+        patch.setattr(on_disk, "kernel_flags", lambda: ("others",))
         assert on_disk.PointsOnDisk(Survey((), (), True, "graph"), "float32[2]", cpu, False).read() is None
     (file,) = set((folder / "autoac").iterdir()) - before
     file.write_text(file.read_text().replace('"kept_bytes": [', '"kept_bytes": [-1, '))
@@ -391,9 +393,14 @@ def test_where_nothing_can_be_compiled_it_says_so(folder: Path):
         )
 
 
-def test_more_kinds_of_arguments_than_torch_compiles_code_for(profile: Profile):
+def test_more_kinds_of_arguments_than_torch_compiles_code_for(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
     plan, model = planned(profile, budgets(profile)[0]), make()
-    with plan.applied(model), torch._dynamo.config.patch(recompile_limit=1):
+    compiled.cache_clear()
+    request.addfinalizer(compiled.cache_clear)
+    monkeypatch.setattr(code, "_RECOMPILATIONS", {"recompile_limit": 1})
+    with plan.applied(model):
         step(model)
         step(model, batch()[:7])
         with pytest.warns(UserWarning, match=r"region 'blocks\.\d' was called with more kinds of arguments"):

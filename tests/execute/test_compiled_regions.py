@@ -16,7 +16,7 @@ from autoac.calibrate.compiled import table
 from autoac.calibrate.compiled.capture import captured
 from autoac.measure import measure_peak
 from autoac.step.step import TrainingStep
-from autoac_solver.records.compiled import CompiledTable
+from autoac_solver.records.compiled import CompiledRegion, CompiledTable
 from autoac_solver.records.profile import Profile
 
 WIDTH = 32
@@ -72,6 +72,13 @@ def profiled(model: nn.Module, sample: torch.Tensor, **options: Any) -> Profile:
     return found
 
 
+def blocks_of(profile: Profile) -> CompiledRegion:
+    """The compiled blocks, which are alike."""
+    assert profile.compiled is not None
+    [found] = [r for r in profile.compiled.regions if profile.calls[r.calls[0]].fqn == "blocks.0"]
+    return found
+
+
 def at_least_memory(profile: Profile) -> autoac.Plan:
     """The plan in which each region keeps the least."""
     return autoac.tradeoff(profile, points=2, engine="compile").plans[0]
@@ -111,13 +118,12 @@ def test_an_op_that_draws_where_the_compiler_does_not_see_it_runs_once():
     """A second run would draw another mask: gradients equal those by the mask that forward has used."""
     model, sample = Stack(Drops(), Drops()), batch()
     profile = profiled(model, sample)
-    assert profile.compiled is not None
-    [region] = profile.compiled.regions
+    region = blocks_of(profile)
     index = region.heavy.index("drop")
     points = [point.name for point in region.points if point.name.startswith("save:")]
     assert points
     assert all(str(index) in name.partition(":")[2].split(",") for name in points)
-    assert not any(point.name == "torch:0.5" for point in region.points)
+    assert not any(point.name.startswith("torch:0") for point in region.points)
     with at_least_memory(profile).applied(model):
         torch.manual_seed(3)
         found = copy.deepcopy(gradients(model, sample))
@@ -131,10 +137,7 @@ def test_sizes_measured_in_one_process_are_not_mixed_up():
     model = Stack(Mlp(), Mlp())
     kept = {}
     for rows in (16, 64, 256):
-        profile = profiled(model, batch(rows))
-        assert profile.compiled is not None
-        [region] = profile.compiled.regions
-        kept[rows] = region.points[0].kept_bytes
+        kept[rows] = blocks_of(profiled(model, batch(rows))).points[0].kept_bytes
     assert kept[256] == 4 * kept[64] == 16 * kept[16] > 0
 
 
@@ -259,10 +262,13 @@ class Codebook(nn.Module):
         return result
 
 
-def test_a_buffer_that_is_read_and_then_written():
+def test_a_buffer_that_is_read_and_then_written_is_not_left_to_the_compiler():
+    """Torch's own compiled backward reads the buffer anew (2.13): its gradients are wrong by a hundredth here."""
     model, sample = Stack(Codebook(), Codebook()), batch()
     before = copy.deepcopy(model.state_dict())
     profile = profiled(model, sample)
+    assert "it reads a buffer or an argument and writes it afterwards" in blocks_of(profile).failure
+    assert any("writes it afterwards" in note for note in profile.notes)
     expected = copy.deepcopy(gradients(model, sample))
     after = copy.deepcopy(model.state_dict())
     for plan in autoac.tradeoff(profile, points=3, engine="compile").plans:

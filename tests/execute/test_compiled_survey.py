@@ -41,6 +41,9 @@ class Graph:
     def kept_by_torch(self, budget: float) -> list[Any]:
         return [*self.heavy, "more"] if budget == 1 else [self.heavy[0], "more"]
 
+    def is_sound(self, values: Sequence[Any]) -> bool:
+        return True
+
     def kept_bytes(self, values: Sequence[Any]) -> int:
         return sum(100 if value == "more" else value.bytes for value in values)
 
@@ -50,7 +53,7 @@ OPS = (Op("a", 100, 10), Op("b", 10, 10), Op("c", 1000, 10), Op("d", 500, 100))
 
 def test_an_op_that_gives_other_values_when_run_again_is_saved_at_every_point():
     found = survey(Graph(OPS), 9, never={"my.b.default", "my.unknown.default"})
-    assert found.points == ("torch:1", "save:0,1,2,3", "save:0,1,2", "save:1,2", "save:1")
+    assert found.points == ("torch:1", "save:1", "save:1,2", "save:0,1,2", "save:0,1,2,3")
 
 
 def test_what_gives_up_the_fewest_operations_for_a_byte_goes_first():
@@ -61,7 +64,8 @@ def test_what_gives_up_the_fewest_operations_for_a_byte_goes_first():
 
 
 def test_torchs_budgets_are_proposed_where_nothing_is_random():
-    assert survey(Graph(OPS), 9).points[:2] == ("torch:1", "torch:0.5")
+    assert survey(Graph(OPS), 9).points[:2] == ("torch:1", "torch:0.8")
+    assert survey(Graph(OPS), 3).points == ("torch:1", "save:", "save:0,1,2,3")
     assert survey(Graph(OPS, is_tagged=True), 9).points == ("torch:1",)
 
 

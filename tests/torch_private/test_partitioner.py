@@ -179,7 +179,7 @@ def test_partitioners_can_be_copied_and_pickled_and_are_told_apart():
         for copied in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
             assert copied.uuid() == one.uuid()
     assert len({one.uuid() for one in partitioners}) == 4
-    assert Surveyor(3).uuid() is None
+    assert Surveyor(3, frozenset()).uuid() is None
     assert partitioner.hash_of_files((__file__,)) != partitioner.hash_of_files((partitioner.__file__,))
 
 

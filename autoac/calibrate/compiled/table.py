@@ -29,7 +29,7 @@ BLOCKS, WHOLE = "blocks", "whole"
 GRANULARITIES = (BLOCKS, WHOLE)
 """The extent of a compiled region if none are named: one block of the model, or the whole model."""
 
-MOST_POINTS = 6
+MOST_POINTS = 9
 """Points compiled per region. Each takes the compiler some seconds, once for all alike regions."""
 
 
@@ -160,12 +160,14 @@ def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:
 
 
 def _never(profile: Profile, calls: Sequence[int]) -> frozenset[str]:
-    """Names of ops in these calls that profiling found to give other values when they run again."""
+    """Names of ops in these calls that draw, or that profiling found to give other values when they run again."""
     windows = [(profile.calls[call].start, profile.calls[call].end) for call in calls]
     return frozenset(
         op.name
         for op in profile.tape
-        if not (op.replayable or op.backward) and any(start <= op.tick < end for start, end in windows)
+        if (op.random_bytes or not op.replayable)
+        and not op.backward
+        and any(start <= op.tick < end for start, end in windows)
     )
 
 

@@ -11,8 +11,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-FRACTIONS = 1.0, 0.5
-"""Torch's memory budgets to propose. Below 1 only without ops that must run once: there torch 2.13 runs any op again."""
+FRACTIONS = 0.8, 0.4, 0.25, 0.125
+"""Torch's memory budgets to propose, beside 1, if no op must run once: below 1, torch 2.13 runs any op again."""
+
+WRITTEN = "it reads a buffer or an argument and writes it afterwards, and compiled backward would read the new values"
+"""Why a region is not compiled. Torch compiles such code: its gradients are wrong."""
 
 _EXACT = 12
 """With more heavy ops than this, the bytes freed by dropping one are taken to be its own size."""
@@ -34,6 +37,7 @@ class Graph(Protocol):
     def kept_with(self, heavy: Iterable[int]) -> list[Any]: ...
     def kept_by_torch(self, budget: float) -> list[Any]: ...
     def kept_bytes(self, values: Sequence[Any]) -> int: ...
+    def is_sound(self, values: Sequence[Any]) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,9 @@ def survey(graph: Graph, most: int, never: Collection[str] = ()) -> Survey:
     Args:
         most: maximum number of points, at least 2.
         never: full names of ops whose results are other ones when they run again; every point saves them.
+
+    Raises:
+        RuntimeError: torch's own choice would read in backward what the region has written.
     """
     heavy = graph.heavy
     pinned = frozenset(index for index, op in enumerate(heavy) if op.overload in never)
@@ -69,17 +76,22 @@ def survey(graph: Graph, most: int, never: Collection[str] = ()) -> Survey:
     proposed: dict[frozenset[Any], tuple[str, int]] = {}
 
     def propose(name: str, values: list[Any]) -> None:
-        proposed.setdefault(frozenset(values), (name, graph.kept_bytes(values)))
+        if graph.is_sound(values):
+            proposed.setdefault(frozenset(values), (name, graph.kept_bytes(values)))
 
-    for fraction in FRACTIONS if not (graph.has_once or pinned) else FRACTIONS[:1]:
-        propose(_of_torch(fraction), graph.kept_by_torch(fraction))
-    torchs = list(proposed.values())
+    propose(_of_torch(1.0), graph.kept_by_torch(1.0))
+    if not proposed:
+        raise RuntimeError(WRITTEN)
     for kept in _chain(graph, heavy, pinned):
         propose(_of_ours(kept), graph.kept_with(kept))
-    ours = sorted((v for v in proposed.values() if v not in torchs), key=lambda found: found[1])
-    chosen = _spread([size for _, size in ours], most - len(torchs))
-    points = (name for name, _ in [*torchs, *(ours[i] for i in chosen)])
-    return Survey(names, tuple(points), graph.draws, identity)
+    first, *ours = proposed.values()
+    for fraction in FRACTIONS if not (graph.has_once or pinned) else ():
+        propose(_of_torch(fraction), graph.kept_by_torch(fraction))
+    torchs = [value for value in proposed.values() if value != first and value not in ours]
+    half = max(1, most // 2) - 1  # of torch's, beside the first
+    some = _spread(torchs, max(half, most - 1 - len(ours)))
+    points = (first, *some, *_spread(ours, most - 1 - len(some)))
+    return Survey(names, tuple(name for name, _ in points), graph.draws, identity)
 
 
 def _of_torch(fraction: float) -> str:
@@ -108,16 +120,14 @@ def _chain(graph: Graph, heavy: Sequence[Any], pinned: frozenset[int]) -> list[f
     return chain
 
 
-def _spread(sizes: Sequence[int], most: int) -> list[int]:
-    """Indices of at most `most` sizes: the smallest, the largest, and others spread over the range between them.
-
-    Args:
-        sizes: ascending.
-    """
-    if len(sizes) <= most:
-        return list(range(len(sizes)))
+def _spread(found: Sequence[tuple[str, int]], most: int) -> list[tuple[str, int]]:
+    """At most `most` of some points with their bytes, by bytes: the smallest, the largest, and others in between."""
+    found = sorted(found, key=lambda point: point[1])
+    if len(found) <= most:
+        return list(found)
     if most <= 1:
-        return [0][:most]
+        return found[:most]
+    sizes = [size for _, size in found]
     wanted = [sizes[0] + (sizes[-1] - sizes[0]) * i / (most - 1) for i in range(most)]
     nearest = (min(range(len(sizes)), key=lambda i: abs(sizes[i] - want)) for want in wanted)
-    return sorted({0, len(sizes) - 1, *nearest})
+    return [found[i] for i in sorted({0, len(sizes) - 1, *nearest})]

@@ -299,7 +299,7 @@ def test_damaged_plans_are_refused(tmp_path: Path):
     path = tmp_path / "plan.json"
     for wrong, message in (
         (changed(record, wrapped=False), "wrapped and neither compiled nor recomputed"),
-        (changed(record, point="save:9"), r"a point .* no measurement"),
+        (changed(record, point="save:9"), r"a point .* did not measure"),
         (changed(record, point="torch:1"), "programs do not give its predicted peak"),
         (replace(changed(record), engine="replay"), "in a plan of engine 'replay'"),
     ):

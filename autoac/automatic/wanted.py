@@ -16,6 +16,7 @@ from autoac.step.inputs import elements_in
 from autoac.step.model import device_bytes, device_of, model_fingerprint
 from autoac_solver.plan.planning import limits
 from autoac_solver.records.engines import EngineName
+from autoac_solver.records.errors import StalePlanError
 from autoac_solver.records.profile import Profile
 
 
@@ -60,7 +61,11 @@ class Wanted:
         """
         if self.path is None or not self.path.exists():
             return None
-        plan = Plan.load(self.path)
+        try:
+            plan = Plan.load(self.path)
+        except StalePlanError as error:
+            LOGGER.warning("%s: %s Planning anew, and the new plan will replace it there.", self.path, error)
+            return None
         if self.is_met_by(plan, model):
             return plan
         LOGGER.warning(

@@ -92,6 +92,7 @@ class Placement:
         )
         for program in self._programs.all:
             program.warned = False
+            program.not_compiled.clear()
 
     def attach(self, inner: torch.nn.Module) -> None:
         """Attach the programs to the model, after `prepare`. Adds no hooks that watch the model's calls.

@@ -64,7 +64,7 @@ class Program:
             None  # Python's or numpy's random numbers; None until a call was seen
         )
         self.warned = False
-        self.not_compiled: set[str] = set()  # inputs that the compiler has failed on (engine compile)
+        self.not_compiled: set[tuple[str, bool]] = set()  # inputs and modes that the compiler has failed on
         self.unnamed = _unnamed(self.names) if region else self
         self._steps: tuple[Step, ...] | None = None
         self._by_call: dict[tuple[Any, int], bool] | None = None

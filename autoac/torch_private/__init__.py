@@ -55,6 +55,7 @@ from autoac.torch_private.compiler import (
     is_recompile_limit,
     put_compiled_back,
     raised_in_compiler,
+    recompile_limit,
     wrapped_module,
 )
 from autoac.torch_private.dispatch import (
@@ -278,6 +279,7 @@ __all__ = [
     "is_tried",
     "is_zero_tensor",
     "raised_in_compiler",
+    "recompile_limit",
     "key_of_storage",
     "negative_view",
     "next_node_number",

@@ -110,6 +110,14 @@ Source: torch/_inductor/config.py.
 """
 
 
+def recompile_limit() -> int:
+    """How often the user lets one function be compiled.
+
+    Source: `recompile_limit` (torch/_dynamo/config.py).
+    """
+    return int(torch._dynamo.config.recompile_limit)
+
+
 def is_recompile_limit(error: BaseException) -> bool:
     """Whether this was raised because a compiled function has met too many kinds of arguments.
 

@@ -98,7 +98,8 @@ class JointGraph:
     def __init__(self, graph: Any, info: Any, torchs: Callable[..., list[Any]]) -> None:
         self._graph, self._info, self._torchs = graph, info, torchs
         self._heavy = [node for node in graph.nodes if _is_heavy(node) and info.is_required_fw(node)]
-        self._written = {node.args[0] for node in graph.nodes if node.target is torch.ops.aten.copy_.default}
+        copies = (node for node in graph.nodes if node.target is torch.ops.aten.copy_.default)
+        self._written = {get_node_storage(node.args[0]) for node in copies} - {None}
 
     @property
     def heavy(self) -> tuple[HeavyOp, ...]:
@@ -138,7 +139,7 @@ class JointGraph:
         never = OrderedSet(
             node
             for node in self._graph.nodes
-            if _runs_once(node) or not self._written.isdisjoint(node.all_input_nodes)
+            if _runs_once(node) or self._is_of_written(node.all_input_nodes)
         )
         firm = OrderedSet(node for index, node in enumerate(self._heavy) if index in kept) | never
         free = OrderedSet(
@@ -165,8 +166,11 @@ class JointGraph:
         return self._torchs(self._graph, self._info, memory_budget=budget)
 
     def is_sound(self, values: Sequence[Any]) -> bool:
-        """Whether no kept value is an input that the region writes in the end: backward would read what was written."""
-        return self._written.isdisjoint(values)
+        """Whether no kept value lies on an input that the region writes in the end: backward would see it written."""
+        return not self._is_of_written(values)
+
+    def _is_of_written(self, nodes: Iterable[Any]) -> bool:
+        return bool(self._written) and not self._written.isdisjoint(map(get_node_storage, nodes))
 
     def kept_bytes(self, values: Sequence[Any]) -> int:
         """Bytes of values, each storage once, and those of inputs left out."""

@@ -399,8 +399,8 @@ def test_more_kinds_of_arguments_than_torch_compiles_code_for(
     plan, model = planned(profile, budgets(profile)[0]), make()
     compiled.cache_clear()
     request.addfinalizer(compiled.cache_clear)
-    monkeypatch.setattr(code, "_RECOMPILATIONS", {"recompile_limit": 1})
-    with plan.applied(model):
+    monkeypatch.setattr(code, "RECOMPILATIONS", 1)
+    with plan.applied(model), torch._dynamo.config.patch(recompile_limit=1):
         step(model)
         step(model, batch()[:7])
         with pytest.warns(UserWarning, match=r"region 'blocks\.\d' was called with more kinds of arguments"):

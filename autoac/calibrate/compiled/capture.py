@@ -207,13 +207,22 @@ def _each_once(make: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """A leaf with the same values and strides."""
-    dense = type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_dense(tensor)
     value = tensor.detach()
-    return (value.clone() if dense else clone_with_geometry(value)).requires_grad_(tensor.requires_grad)
+    return (clone_with_geometry(value) if _has_gaps(value) else value.clone()).requires_grad_(
+        tensor.requires_grad
+    )
 
 
 def _computed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.requires_grad else tensor
+    if not tensor.requires_grad:
+        return tensor
+    # A clone would have no gaps: other code would be compiled.
+    return tensor.view_as(tensor) if _has_gaps(tensor) else tensor.clone()
+
+
+def _has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor's elements lie with gaps or overlap (slices, expanded tensors)."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not is_dense(tensor)
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:

@@ -3,13 +3,14 @@
 Dynamo caches compiled code per traced code object, and counts recompilations there. So equal blocks of one class share
 the code compiled at a point, and points share neither cache entries nor recompile limits. Planned inputs always get the
 code that was measured: on a shared code object, code for dynamic shapes, made after a batch of another size, would
-serve them as well. Their sizes are constants (`dynamic=False`): Dynamo remembers by a function's name which sizes have
-changed, so otherwise a second plan's sizes would be symbols.
+serve them as well. Each code object has a name of its own: Dynamo remembers by a function's name which of its sizes
+have changed, and a second plan's sizes would be symbols.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import types
 from collections.abc import Callable
@@ -17,13 +18,11 @@ from typing import Any
 
 import torch
 
-from autoac.torch_private import COMPILE_OPTION
+from autoac.torch_private import COMPILE_OPTION, recompile_limit
 
-_RECOMPILATIONS: dict[str, Any] = (
-    {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
-)
-"""Blocks of one class may differ in numbers that the compiler takes for constants (a rate of layer drop that grows with
-depth). Each is compiled on the same code object; torch's default limit there is 8."""
+RECOMPILATIONS = 64
+"""Most recompilations of one code object, if the user allows no more. Blocks of one class may differ in numbers that the
+compiler takes for constants (a rate of layer drop that grows with depth). Torch's own limit is 8; 2.11 has no other."""
 
 
 def run_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,19 +44,21 @@ def compiled(
     """
     from autoac.execute.compiled.partitioner import PointPartitioner
 
-    return _compiled(PointPartitioner(point), dynamic=others if inputs else None)
+    name = hashlib.sha256(repr((kind.__module__, kind.__qualname__, point, inputs, others)).encode())
+    return _compiled(PointPartitioner(point), name.hexdigest()[:16], dynamic=True if others else None)
 
 
 def surveying(most: int, never: frozenset[str] = frozenset()) -> Callable[..., Any]:
     """`run_module` whose first call raises the survey of its graph; see `partitioner.Surveyor`."""
     from autoac.execute.compiled.partitioner import Surveyor
 
-    return _compiled(Surveyor(most, never), dynamic=False)
+    return _compiled(Surveyor(most, never), "survey", dynamic=False)
 
 
-def _compiled(partitioner: Any, dynamic: bool | None = None) -> Callable[..., Any]:
-    code = run_module.__code__.replace(co_name=run_module.__name__)
-    own = types.FunctionType(code, run_module.__globals__, run_module.__name__)
-    return torch.compile(
-        own, fullgraph=True, dynamic=dynamic, options={COMPILE_OPTION: partitioner}, **_RECOMPILATIONS
-    )
+def _compiled(partitioner: Any, name: str, dynamic: bool | None) -> Callable[..., Any]:
+    name = f"{run_module.__name__}_{name}"
+    own = types.FunctionType(run_module.__code__.replace(co_name=name), run_module.__globals__, name)
+    options: dict[str, Any] = {"options": {COMPILE_OPTION: partitioner}}
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = max(RECOMPILATIONS, recompile_limit())
+    return torch.compile(own, fullgraph=True, dynamic=dynamic, **options)

@@ -61,7 +61,7 @@ class CompileEngine:
         else:
             given = described(args, kwargs)
             others = bool(program.inputs) and given != program.inputs
-            if given not in program.not_compiled:
+            if (given, module.training) not in program.not_compiled:
                 try:
                     result = compiled(type(module), program.point, program.inputs, others)(
                         module, args, kwargs
@@ -70,7 +70,7 @@ class CompileEngine:
                     if not is_of_compiler(error):
                         raise
                     why = _why_not(error)
-                    program.not_compiled.add(given)
+                    program.not_compiled.add((given, module.training))
                 else:
                     if (losses := module.__dict__.get(LOSS_KEY)) is not None:
                         loss_may_follow(losses.side)
@@ -96,7 +96,7 @@ def _why_not(error: Exception) -> str:
     if is_recompile_limit(error):
         return (
             "was called with more kinds of arguments than torch compiles code for, so it runs uncompiled for this "
-            "one: the budget may not hold. Pad batches to a few lengths, or raise torch.compiler's recompile limit."
+            "one: the budget may not hold. Pad batches to a few lengths, or raise torch._dynamo.config.recompile_limit."
         )
     return (
         f"cannot be compiled for these inputs, so it runs uncompiled for them: the budget may not hold. The compiler's "

@@ -19,6 +19,10 @@ class ProfileError(AutoacError):
     """A profile or plan file that is damaged, incomplete, or written by a newer version."""
 
 
+class StalePlanError(ProfileError):
+    """A plan's programs do not give its predictions: the file was changed, or another version counts otherwise."""
+
+
 class PlanMismatchError(AutoacError):
     """A plan was applied to a model or step that it was not made for."""
 

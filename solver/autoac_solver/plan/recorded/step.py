@@ -22,7 +22,7 @@ from autoac_solver.plan.reserved import reserved_bytes
 from autoac_solver.problem.problem import SAVE
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.records.clocks import Lanes
-from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.errors import StalePlanError
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import NEVER
 
@@ -38,7 +38,8 @@ class PlannedStep:
         options: the decisions that the plan's programs carry out: the option of each group of `built`.
 
     Raises:
-        ProfileError: the programs do not belong to the profile, or do not give the predicted peak and reserved memory.
+        ProfileError: the programs do not belong to the profile.
+        StalePlanError: they do not give the predicted peak and reserved memory.
     """
 
     def __init__(self, record: PlanRecord, built: Built) -> None:
@@ -49,13 +50,13 @@ class PlannedStep:
         self._simulator = Simulator(built.problem)
         found = self._simulator.simulate(self.options)
         if found.peak_bytes != record.predicted_peak_bytes:
-            raise ProfileError(
+            raise StalePlanError(
                 f"the plan's programs do not give its predicted peak: {record.predicted_peak_bytes} bytes were "
                 f"predicted, and its profile says {found.peak_bytes}. Make it again."
             )
         reserved = reserved_bytes(record.profile, built, self.options, record.allocator)
         if reserved != record.predicted_reserved_bytes:
-            raise ProfileError(
+            raise StalePlanError(
                 f"the plan's programs do not reserve what was predicted: {record.predicted_reserved_bytes} bytes were "
                 f"predicted, and its profile says {reserved}. Make it again."
             )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from autoac.torch_private import current_raw_stream
+from autoac_solver.allocator.caching import rounded_size
 from autoac_solver.allocator.options import AllocatorOptions, options_in_environment, parse_options
 from autoac_solver.records.devices import cuda_block_bytes
 from autoac_solver.records.errors import AllocatorOptionsError
@@ -305,11 +306,15 @@ class CudaDevice:
         return torch.cuda.get_device_properties(self.device).total_memory
 
     def free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self.device)[0]
+        # What the allocator has reserved and not handed out (after a step, or one that ran out of memory) is free, too.
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + cached
 
     def allocated_bytes(self, size_bytes: int) -> int:
-        rounded = -(-size_bytes // self.block_bytes) * self.block_bytes
+        if not size_bytes:
+            return 0
         options = _allocator_options()
+        rounded = rounded_size(size_bytes, options)
         if options.expandable_segments:
             return rounded
         is_whole = options.max_split_bytes is not None and rounded >= options.max_split_bytes

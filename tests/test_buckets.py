@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autoac
 from autoac.measure import measure_peak
@@ -191,3 +192,23 @@ def test_plans_that_cannot_take_turns_are_refused(made: tuple[Blocks, autoac.Buc
         autoac.plan_buckets(model, [x], 10**9, engine="compile")
     with pytest.raises(autoac.InfeasibleBudgetError):
         autoac.plan_buckets(model, [torch.randn(4, WIDTH), x], 1000)
+
+
+def test_of_samples_with_as_many_elements_the_largest_step_is_planned_for():
+    """Sixteen rows of attention over 4 columns need less than 4 rows over 16."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                y = block(x[..., None])
+                x = (y @ y.transpose(-1, -2)).tanh().mean(-1)
+            return x
+
+    model, wide, long = Attends(), torch.randn(64, 4), torch.randn(4, 64)
+    for samples in ([wide, long], [long, wide]):
+        [plan] = autoac.plan_buckets(model, samples, 10**9).plans
+        assert plan.record.profile.sample == "float32[4,64]"

@@ -18,6 +18,7 @@ from autoac.device import (
     gpu_random_states,
 )
 from autoac.measure import measure_peak
+from autoac_solver.allocator.options import parse_options
 
 CPU, CUDA, OTHER = (device_for(torch.device(kind)) for kind in ("cpu", "cuda", "meta"))
 ALL = (CPU, CUDA, OTHER)
@@ -96,6 +97,7 @@ class Cuda:
         functions: dict[str, Callable[..., Any]] = {
             "synchronize": lambda device=None: None,
             "memory_allocated": lambda device: self.allocated,
+            "memory_reserved": lambda device: self.allocated + 1000,
             "max_memory_allocated": lambda device: self.peak,
             "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.allocated),
             "device_count": lambda: 1,
@@ -134,7 +136,7 @@ def test_peak_by_cudas_allocator(monkeypatch: pytest.MonkeyPatch):
 
 def test_answers_that_are_torchs(monkeypatch: pytest.MonkeyPatch):
     cuda = Cuda(monkeypatch)
-    assert CUDA.free_bytes() == 5
+    assert CUDA.free_bytes() == 5 + 1000
     assert CUDA.memory_allocated() == 1000
     assert CUDA.name() == "a GPU"
     assert CUDA.is_here()
@@ -162,3 +164,24 @@ def test_on_a_gpu():
     kept, count = CUDA.counted(lambda: torch.ones(1000, device="cuda"))
     assert count.after_bytes - count.before_bytes == CUDA.allocated_bytes(kept.nbytes)
     assert 0 < CUDA.free_bytes() <= CUDA.total_bytes()
+
+
+def test_memory_that_the_allocator_holds_in_reserve_is_free(monkeypatch: pytest.MonkeyPatch):
+    """After a step that ran out of memory, the device has none left, but the allocator may hand out what it has."""
+    for name, value in {
+        "mem_get_info": (300, 80_000),
+        "memory_reserved": 79_000,
+        "memory_allocated": 20_000,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert CUDA.free_bytes() == 59_300
+
+
+def test_options_of_the_allocator_count_in_sizes(monkeypatch: pytest.MonkeyPatch):
+    mib = 2**20
+    options = "autoac.device._allocator_options"
+    monkeypatch.setattr(options, lambda: parse_options("roundup_power2_divisions:4"))
+    assert CUDA.allocated_bytes(65 * mib) == 80 * mib
+    assert CUDA.allocated_bytes(0) == 0
+    monkeypatch.setattr(options, lambda: parse_options("expandable_segments:True"))
+    assert CUDA.allocated_bytes(65 * mib + 1) == 65 * mib + 512

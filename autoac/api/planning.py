@@ -209,5 +209,10 @@ def plan_buckets(
         raise ValueError(
             "several sizes are not planned where several ranks plan together (DDP, FSDP2): plan for the largest batch."
         )
-    by_size = {elements_of((batch,), {}): batch for batch in batches}
-    return Buckets(plan(model, by_size[size], budget, **options) for size in sorted(by_size, reverse=True))
+    by_size: dict[int, list[Any]] = {}
+    for batch in batches:
+        by_size.setdefault(elements_of((batch,), {}), []).append(batch)
+    return Buckets(
+        plan(model, same[0] if len(same) == 1 else Samples(same), budget, **options)
+        for _, same in sorted(by_size.items(), key=lambda found: -found[0])
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoac.automatic.ahead import Ahead
 from autoac.automatic.loop_plan import LoopPlan
-from autoac.automatic.optimizers import trained_in
+from autoac.automatic.optimizers import counts_optimizer, is_frozen, trained_in
+from autoac.automatic.recording import MOST_RECORDINGS
 from autoac.automatic.wanted import Wanted
 from autoac.execute.attach import restart_calls
 from autoac.execute.on_top import OnTop
@@ -32,7 +34,11 @@ class Auto(LoopPlan):
 
     def __init__(self, model: torch.nn.Module, wanted: Wanted, optimizer: Any):
         super().__init__(model, wanted, optimizer, OnTop(model, self))
+        _give_up_abandoned()
         self._running = False
+        self._retrained = (
+            0  # recordings in a row that were dropped because other parameters were trained next
+        )
         self._ahead = Ahead(model, self._about_to_be_called)
         self._ahead.put_on()
         before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
@@ -50,6 +56,16 @@ class Auto(LoopPlan):
         super().remove()
         self._ahead.take_off()
         _remove(self._hooks)
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether a step is being recorded."""
+        return self._recording.is_on
+
+    def give_up_recording(self) -> None:
+        """Stop recording the step that runs; the next call of the model begins another one."""
+        self._cycle.has_stepped = True
+        self._give_up_step()
 
     def __repr__(self) -> str:
         return f"Auto({type(self._model).__name__}, {self._plan or self._state()})"
@@ -72,6 +88,8 @@ class Auto(LoopPlan):
         try:
             return self._on_top.run(args, kwargs)
         except BaseException:
+            # The loop goes on with another batch, if at all: a step that was recorded begins anew with it.
+            self._cycle.has_stepped |= self._recording.is_on
             self._give_up_step()
             raise
         finally:
@@ -79,8 +97,13 @@ class Auto(LoopPlan):
 
     @property
     def _counts(self) -> bool:
-        """Whether a call now is the loop's: not evaluation, not a second run in backward, not within another call."""
-        return self._model.training and torch.is_grad_enabled() and not in_backward() and not self._running
+        """Whether a call now is the loop's.
+
+        Not evaluation, not a second run in backward, not within another call, and not of a model that is frozen for now
+        (a discriminator in its generator's step).
+        """
+        is_step = self._model.training and torch.is_grad_enabled() and not in_backward() and not self._running
+        return is_step and not is_frozen(self._model)
 
     def _about_to_be_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle a call of the model before FSDP2 has gathered anything for it."""
@@ -107,7 +130,9 @@ class Auto(LoopPlan):
         """
         if begins and self._peak.is_running:  # no optimizer has stepped since
             self._tell_peak(self._peak.end())
-        self._recording.end_if_over(begins and not (self._cycle.is_one and has_gradients(self._model)))
+        begins |= self._recording.end_if_over(
+            begins and not (self._cycle.is_one and has_gradients(self._model))
+        )
         if not self._cycle.is_told:
             self._cycle.has_stepped = False
         meet = begins and self._across.step_begins()  # counts steps, also while one is recorded
@@ -120,8 +145,10 @@ class Auto(LoopPlan):
         if begins:
             self._begin_cycle()
         if begins and self._trained != trained_in(self._model) and (self._recording.profile or self._plan):
-            LOGGER.info("other parameters are trained than in the recorded step: recording this step")
-            self._record_again(is_new=True)
+            if self._retrained < MOST_RECORDINGS:
+                self._other_parameters_are_trained()
+            elif self._plan is None and not self._across.several:
+                return  # the plan is put on in a step that trains what it was made for
         if meet:
             self._meet(args, kwargs)
         elif begins and not self._across.several:
@@ -141,7 +168,9 @@ class Auto(LoopPlan):
         if not self._optimizers.trains(optimizer):
             return None
         if self._optimizers.are_joined_by(optimizer):
-            self._watch.uncounted = self._plan is not None and not self._was_saved
+            self._watch.uncounted = self._plan is not None and not (
+                self._was_saved and counts_optimizer(self._plan.record.profile, optimizer)
+            )
         if kwargs.get("closure") is not None:
             return args, {**kwargs, "closure": self._then_over(kwargs["closure"], optimizer)}
         if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
@@ -205,12 +234,25 @@ class Auto(LoopPlan):
                 "those that were recorded, and others may take more than the budget. Leave headroom=.",
             )
 
+    def _other_parameters_are_trained(self) -> None:
+        """Record the step that begins, unless every step trains others."""
+        self._retrained = 0 if self._plan is not None else self._retrained + 1
+        LOGGER.info("other parameters are trained than in the recorded step: recording this step")
+        self._record_again(is_new=True)
+        if self._retrained == MOST_RECORDINGS:
+            self._warn(
+                "other parameters",
+                "the parameters that are trained change from step to step: the plan is for this one and those that "
+                "train the same, and others may take more than the budget. Leave headroom=.",
+            )
+
     def _record(self, args: Any, kwargs: Any) -> None:
         """Record the step that begins."""
         if self._recording.begin(args, kwargs, self._optimizers.states(), self._cycle.ends_with_optimizer):
             if self._compiling is not None:
                 self._compiling.recording_begins()
                 self._compiling.recorded(args, kwargs, begins=True)
+            _RECORDING[self] = threading.get_ident()
             self._was_saved = False
             self._trained = trained_in(self._model)
             self._across.ask()
@@ -230,6 +272,18 @@ class Auto(LoopPlan):
                 self._peak.begin()
         elif self._plan is not None and self._compiling is not None:
             self._compiling.step_goes_on(args, kwargs)
+
+
+_RECORDING: weakref.WeakKeyDictionary[Auto, int] = weakref.WeakKeyDictionary()
+"""Handles that have recorded, with the thread of the last recording."""
+
+
+def _give_up_abandoned() -> None:
+    """End recordings that a failed step has left on this thread: nobody begins a handle within another one's step."""
+    for handle, thread in list(_RECORDING.items()):
+        if thread == threading.get_ident() and handle.is_recording:
+            handle.give_up_recording()
+            LOGGER.info("the step that autoac.auto recorded for another model was never over: given up")
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -21,7 +21,7 @@ from autoac.calibrate.compiled.table import BLOCKS
 from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import LOGGER
-from autoac.step.model import unwrapped
+from autoac.step.model import device_of, model_fingerprint, unwrapped
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError
 from autoac_solver.records.profile import Profile
@@ -106,6 +106,13 @@ class LoopPlan:
             self._recording.count = 0
         if not self._recording.may_begin_again:
             return False
+        if self._plan is not None and not self._can_take_off(self._plan):
+            self._warn(
+                "covered",
+                "other code has replaced the forward of a planned module, so the plan stays on, and steps that it was "
+                "not made for may take more than the budget. Take that off, then call remove() and autoac.auto again.",
+            )
+            return False
         self._take_plan_off()
         self._recording.forget()
         self._optimizers.hold(False)
@@ -115,6 +122,11 @@ class LoopPlan:
     def _settle(self, args: Any, kwargs: Any) -> None:
         """Plan for the recorded step when the next one begins."""
         if self._recording.began_otherwise and self._record_again():
+            return
+        recorded = self._recording.profile
+        assert recorded is not None
+        if _is_of_another(recorded, self._model) and self._record_again():
+            LOGGER.info("the model has changed since the recorded step began: recording this step")
             return
         profile = self._counted()
         kept, self._kept = self._kept, None
@@ -233,13 +245,17 @@ class LoopPlan:
         self._plan = plan
         LOGGER.info("%s", in_a_line(verb, plan))
 
+    def _can_take_off(self, plan: Plan) -> bool:
+        """Whether no other code has replaced the plan's forwards."""
+        with self._on_top.aside():
+            return plan.placement.can_detach(self._model)
+
     def _take_plan_off(self) -> None:
-        plan, self._plan = self._plan, None
-        self._corrected = None
-        if plan is not None:
-            self._watch.take_off()
+        if self._plan is not None:
             with self._on_top.aside():
-                plan.remove(self._given)
+                self._plan.remove(self._given)
+            self._watch.take_off()
+        self._plan = self._corrected = None
 
     def _verify(self, plan: Plan, args: Any, kwargs: Any) -> None:
         """Verify on this batch that gradients are equal.
@@ -281,3 +297,10 @@ class LoopPlan:
                         f"{peak_in_a_line(self._plan, self.measured_peak_bytes)}. Leave headroom=, or take "
                         "engine='replay'.",
                     )
+
+
+def _is_of_another(profile: Profile, model: torch.nn.Module) -> bool:
+    """Whether a model has other modules or parameters than in the recorded step, or is on another device."""
+    if profile.device.split(":")[0] != device_of(model).type:
+        return True
+    return profile.model_fingerprint != model_fingerprint(model)

@@ -86,6 +86,17 @@ class Optimizers:
         return [] if any(id(p) in held for p in own) else own
 
 
+def is_frozen(model: torch.nn.Module) -> bool:
+    """Whether the model has parameters, and none of them requires a gradient."""
+    parameters = list(model.parameters())
+    return bool(parameters) and not any(p.requires_grad for p in parameters)
+
+
+def counts_optimizer(profile: Profile, optimizer: Any) -> bool:
+    """Whether a profile counts the state of an optimizer of this class."""
+    return any(r.kind == "Optstate" and r.name == type(optimizer).__name__ for r in profile.storage_table)
+
+
 def trained_in(model: torch.nn.Module) -> str:
     """A cheap fingerprint of the parameters, and of which of them require gradients."""
     parameters = list(model.parameters())

@@ -114,21 +114,26 @@ class Recording:
         self._had_gradients = has_gradients(self._model)
         return True
 
-    def end_if_over(self, begins: bool) -> None:
+    def end_if_over(self, begins: bool) -> bool:
         """Handle a call of the model: end the recording if it begins the next step, or if no backward can follow.
 
         Args:
             begins: whether the call begins a step, provided that the recorded one has gone backward.
+
+        Returns:
+            Whether the recording was given up: nothing came of its calls, and this call begins a step.
         """
         if self._live is None:
-            return
+            return False
         self.pause(False)  # an optimizer's step may have failed
         tape = self._live.tape
         if tape.is_given_up:
             self.give_up()
-        elif tape.is_over or (tape.went_backward and begins):
+            return True
+        if tape.is_over or (tape.went_backward and begins):
             self.end()
             self.ended_early = not self.is_on
+        return False
 
     def end(self) -> None:
         """End the recording and make the step's profile."""

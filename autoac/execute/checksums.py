@@ -29,6 +29,8 @@ def checksum_of(tensor: torch.Tensor, words: int = _WORDS) -> int | None:
     tensor = local_part(tensor)
     if tensor.layout is not torch.strided or is_fake(tensor) or tensor.device.type == "meta":
         return None
+    if not _has_bytes(tensor):
+        return None
     if tensor.device.type == "cpu":
         return _on_cpu(tensor)
     with disable_dispatch_modes(), torch.no_grad():
@@ -43,6 +45,18 @@ def checksum_in_little_memory(tensor: torch.Tensor) -> int | None:
     if tensor.device.type != "cpu" and tensor.layout is torch.strided and not is_dense(tensor):
         return None
     return checksum_of(tensor, _FEW_WORDS)
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the elements are in memory: a wrapper subclass (quantised weights) has none there."""
+    if not tensor.numel():
+        return True
+    storage, item = tensor.untyped_storage(), tensor.element_size()
+    end = int(tensor.storage_offset()) + sum(stride * (size - 1) for stride, size in _dims(tensor)) + 1
+    try:
+        return storage.data_ptr() != 0 and storage.nbytes() >= end * item
+    except RuntimeError:  # a wrapper's storage has no address at all
+        return False
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

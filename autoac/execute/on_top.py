@@ -76,7 +76,16 @@ class OnTop:
         self.owner = owner
 
     def put_on(self) -> None:
-        """Put our forward on the model."""
+        """Put our forward on the model.
+
+        One without an owner is there in a copy, or where other code had replaced it when its owner was done: the former
+        is taken off, the latter is given to the new owner.
+        """
+        carried: _Carried | None = self.model.__dict__.get(_KEY)
+        if carried is not None and self._is_covered():
+            carried.owner = self.owner
+            return
+        self.take_off()
         below = self.model.__dict__.get("forward")
         bound = functools.partial(on_top_forward, self.model)
         # For `inspect.signature`, as in `execute.attach`.

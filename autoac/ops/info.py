@@ -46,10 +46,20 @@ _COLLECTIVE_NAMESPACES = {
 }
 _TORCHS_NAMESPACES = {"aten", "prims", "prim", "quantized", "inductor"} | _COLLECTIVE_NAMESPACES
 # Writes that schemas do not declare: the first argument of c10d's ops with a name that ends in "_", and these.
-_UNDECLARED_WRITES: dict[str, int] = {"fsdp::all_gather_copy_in": 1}
+_UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
+    "fsdp::all_gather_copy_in": (1,),
+    # Running statistics, whatever the mode (`SyncBatchNorm`).
+    "aten::batch_norm_gather_stats": (3, 4),
+    "aten::batch_norm_gather_stats_with_counts": (3, 4),
+    "aten::batch_norm_update_stats": (1, 2),
+}
 _NO_WRITES = {"c10d::monitored_barrier_"}
+_ONLY_TOLD = {
+    "aten::record_stream"
+}  # its schema says that it writes, but it only tells the allocator something
 _RESIZES = {"aten::resize_", "aten::resize_as_", "aten::set_"}
 _NOT_REPLAYABLE = {"aten::set_", "aten::_cudnn_rnn", "aten::_batch_norm_with_update"}
+_NOT_REPLAYABLE |= {name for name in _UNDECLARED_WRITES if name.startswith("aten::")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +166,7 @@ def _read(func: Any) -> OpInfo:
             writes.append(where)
     declared = tuple(writes)
     if schema.name in _UNDECLARED_WRITES:
-        writes.append(_UNDECLARED_WRITES[schema.name])
+        writes.extend(_UNDECLARED_WRITES[schema.name])
     elif func.namespace == "c10d" and schema.name.endswith("_") and schema.name not in _NO_WRITES:
         writes.append(0)
     makes_tensors = any("Tensor" in str(result.type) for result in schema.returns)
@@ -166,6 +176,7 @@ def _read(func: Any) -> OpInfo:
         or schema.name in _UNDECLARED_VIEWS
         or metadata_only
         or (not makes_tensors and not writes)
+        or schema.name in _ONLY_TOLD
     )
     return OpInfo(
         name=str(func),

@@ -187,7 +187,13 @@ class OpTimer:
             self._replayed_as[signature] = Signature.of(func, plain, kwargs)
         if signature in self.repeated or not _repeatable(func, info, args):
             return False
-        self.repeated[signature] = self._repeated(signature, func, info, args, kwargs)
+        try:
+            self.repeated[signature] = self._repeated(signature, func, info, args, kwargs)
+        except (
+            torch.OutOfMemoryError
+        ):  # copies of what it writes do not fit beside the step: it is timed as it runs
+            self.repeated[signature] = []
+            return False
         return True
 
     def _repeated(self, signature: Signature, func: Any, info: OpInfo, args: Any, kwargs: Any) -> list[float]:

@@ -112,7 +112,13 @@ def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> tup
             }
             for group in optimizer.param_groups
         ]
-        # Not by setting attributes: a wrapper class may forward that to the original optimizer.
+        # Not by setting attributes: a wrapper class may forward that to the original optimizer. torch's copy leaves out
+        # what a class of one's own has set; `step` on the instance is a scheduler's, bound to the original.
+        own = {name: value for name, value in vars(optimizer).items() if name not in vars(fake)}
+        own.pop("step", None)
+        vars(fake).update(
+            {name: copy.copy(v) if isinstance(v, (dict, list)) else v for name, v in own.items()}
+        )
         vars(fake).update(state=defaultdict(dict), param_groups=groups)
         with _LiveBytes(device) as first:
             fake.step()

@@ -313,5 +313,6 @@ def names_of(model: torch.nn.Module) -> dict[int, tuple[str, str]]:
             names.setdefault(storage_key(local_part(gradient)), ("Gradient", name))
         names.setdefault(storage_key(local_part(parameter)), ("Parameter", name))
     for name, buffer in model.named_buffers():
-        names.setdefault(storage_key(local_part(buffer)), ("Buffer", name))
+        if local_part(buffer).layout is torch.strided:
+            names.setdefault(storage_key(local_part(buffer)), ("Buffer", name))
     return names

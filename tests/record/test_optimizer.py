@@ -182,3 +182,33 @@ def test_a_gpus_optimizer_takes_all_parameters_at_once(
     assert [taken_bytes / 2**20 for taken_bytes in taken] == [on_cpu, on_gpu]
     states = [storage.bytes for storage in profiles[1].storage_table if storage.kind == "Optstate"]
     assert [bytes_ / 2**20 for bytes_ in states] == [state_on_gpu]
+
+
+class Scaled(torch.optim.Optimizer):
+    """Has settings of its own beside its groups, as optimizers of other libraries do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.scale, self.seen = 0.5, dict[str, int]()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.seen["steps"] = self.seen.get("steps", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state.setdefault("mean", torch.zeros_like(parameter))
+                    parameter.sub_(state["mean"].add_(parameter.grad), alpha=group["lr"] * self.scale)
+
+
+def test_an_optimizer_with_attributes_of_its_own():
+    model, x = nn.Linear(64, 64), torch.randn(8, 64)
+    optimizer = Scaled(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own on the instance
+    plain = autoac.profile(model, x)
+    profile = autoac.profile(model, x, optimizer=optimizer)
+    assert optimizer.seen == {}
+    assert not optimizer.state
+    assert profile.resident_bytes - plain.resident_bytes == 4 * sum(p.numel() for p in model.parameters())
+    assert scheduler.last_epoch == 0

@@ -855,3 +855,30 @@ def test_tensors_that_are_not_counted_are_noted(layout: str):
     (note,) = [note for note in autoac.profile(Masked(), x, loss=loss).notes if "not counted" in note]
     assert f"tensors of layout {layout} in" in note
     assert "plan.verify" in note
+
+
+def test_a_sparse_buffer():
+    """Its storages are not those of one tensor; a graph network's adjacency, for example."""
+
+    class Graph(nn.Module):
+        adjacency: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("adjacency", torch.eye(16).to_sparse())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.adjacency, torch.tanh(self.linear(x)))
+
+    profile = autoac.profile(Graph(), torch.randn(16, 8))
+    assert any(op.name == "aten._sparse_addmm.default" or "mm" in op.name for op in profile.tape)
+
+
+def test_an_op_whose_copies_do_not_fit_is_timed_as_it_runs(monkeypatch: pytest.MonkeyPatch):
+    def none_left(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory for copies")
+
+    monkeypatch.setattr("autoac.price.meters.scratch_arguments", none_left)
+    profile = autoac.profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8))
+    assert all(op.time_s > 0 for op in profile.tape)

@@ -21,8 +21,8 @@ import torch
 from autoac.torch_private import COMPILE_OPTION, recompile_limit
 
 RECOMPILATIONS = 64
-"""Most recompilations of one code object, if the user allows no more. Blocks of one class may differ in numbers that the
-compiler takes for constants (a rate of layer drop that grows with depth). Torch's own limit is 8; 2.11 has no other."""
+"""Most recompilations of one code object, if the user allows no more. Blocks of one class may differ in numbers that
+the compiler takes for constants (a rate of layer drop that grows with depth). Torch's limit is 8."""
 
 
 def run_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

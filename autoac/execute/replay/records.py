@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoac.execute.replay.held import key_of
 from autoac.execute.replay.randoms import Stash
 from autoac.ops.geometry import Geometry, certainly_disjoint, clone_with_geometry, geometry_of, with_geometry
-from autoac.torch_private import backward_keeps_graph, in_compiled_autograd, storage_key, version_of
+from autoac.torch_private import backward_keeps_graph, in_compiled_autograd, version_of
 from autoac.torch_private.kernel_flags import KernelFlags
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Record:
 
     def preserve(self, key: int) -> None:
         """Replace each argument on the storage with this key by a copy."""
-        copies = {id(t): clone_with_geometry(t) for t, _ in self.kept if storage_key(t) == key}
+        copies = {id(t): clone_with_geometry(t) for t, _ in self.kept if key_of(t) == key}
         if copies:
             self.args = tuple(_swap(value, copies) for value in self.args)
             self.kwargs = {name: _swap(value, copies) for name, value in self.kwargs.items()}

@@ -78,10 +78,13 @@ def run(
     Args:
         module: the module of `forward`; its state is restored for the second run.
     """
-    function = functools.partial(forward, **kwargs)
     if torch.compiler.is_compiling() or being_traced():
         context_fn = functools.partial(contexts, program.unnamed)
+        function = functools.partial(forward, **kwargs)
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+    # By position: torch stashes the random states of the devices that it finds among positional arguments.
+    named = functools.partial(_by_name, forward, tuple(kwargs))
+    given = (*args, *kwargs.values())
     objects = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
     by = streams()
     program.unchecked &= not program.found_right
@@ -90,14 +93,20 @@ def run(
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": by is None or not by.capturing()}
     if not debugging():
         context_fn = functools.partial(contexts, program, objects, module, compares)
-        return checkpoint(function, *args, **options, context_fn=context_fn)
+        return checkpoint(named, *given, **options, context_fn=context_fn)
     with hidden_from_torch() as off:
 
         def context_fn() -> tuple[Any, Any]:
             off.close()  # checkpoints inside the region stay in debug mode
             return contexts(program, objects, module, compares)
 
-        return checkpoint(function, *args, **options, context_fn=context_fn)
+        return checkpoint(named, *given, **options, context_fn=context_fn)
+
+
+def _by_name(forward: Callable[..., Any], names: tuple[str, ...], *given: Any) -> Any:
+    """Call a function with the last arguments by these names."""
+    count = len(given) - len(names)
+    return forward(*given[:count], **dict(zip(names, given[count:], strict=True)))
 
 
 def contexts(
@@ -367,6 +376,8 @@ class _Storages:
         self._alive[storage_key(tensor)] = storage_ref(tensor)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided:
+            return False
         storage = self._alive.get(storage_key(tensor))
         return storage is not None and storage() is not None
 

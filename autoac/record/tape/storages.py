@@ -110,7 +110,8 @@ class Storages:
         """Record other live bytes on a CUDA device before the step: cuBLAS's workspace, tensors of other code."""
         if not device_for(self.device).counts_memory:
             return
-        sizes = {storage_key(t): t.untyped_storage().nbytes() for t in known if t.device == self.device}
+        here = [t for t in known if t.device == self.device and t.layout is torch.strided]
+        sizes = {storage_key(t): t.untyped_storage().nbytes() for t in here}
         ours = sum(allocated_bytes(size, self.device) for size in sizes.values())
         others = max(0, device_for(self.device).memory_allocated() - ours)
         self.rows.append({"bytes": others, "alloc": NEVER, "free": NEVER, "backward": False})

@@ -141,12 +141,7 @@ class CachingAllocator:
 
     def round_size(self, size: int) -> int:
         """Rule 1."""
-        if size < BLOCK_BYTES:
-            return BLOCK_BYTES
-        divisions = self.options.divisions(size)
-        if divisions > 1 and size > BLOCK_BYTES * divisions:
-            return _next_division(size, divisions)
-        return _up(size, BLOCK_BYTES)
+        return rounded_size(size, self.options)
 
     def segment_size(self, size: int) -> int:
         """Rule 6."""
@@ -355,6 +350,16 @@ def _free_from(block: Block | None, size: int) -> bool:
         room += block.size
         block = block.after
     return room >= size
+
+
+def rounded_size(size: int, options: AllocatorOptions) -> int:
+    """The size of the block that a request of `size` bytes gets, if it is cut to fit: rule 1."""
+    if size < BLOCK_BYTES:
+        return BLOCK_BYTES
+    divisions = options.divisions(size)
+    if divisions > 1 and size > BLOCK_BYTES * divisions:
+        return _next_division(size, divisions)
+    return _up(size, BLOCK_BYTES)
 
 
 def _next_division(size: int, divisions: int) -> int:

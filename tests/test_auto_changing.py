@@ -1,0 +1,237 @@
+"""`autoac.auto` in loops whose model changes or whose steps fail: what is planned for, and what is said."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import autoac
+from autoac.torch_private import top_dispatch_mode
+from tests.small_models import BATCH, WIDTH, Blocks, make
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ENOUGH = 10**9
+
+
+def batch(seed: int, rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, WIDTH, generator=generator)
+    return x, torch.randint(0, WIDTH, (rows,), generator=generator)
+
+
+def train(model: Blocks, optimizer: torch.optim.Optimizer, seed: int, rows: int = BATCH) -> None:
+    x, y = batch(seed, rows)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def test_a_model_that_is_frozen_for_a_while():
+    """A discriminator in its generator's step: gradients go through it, and it takes no step."""
+    plain, model = make(), make()
+    handle = autoac.auto(model, ENOUGH)
+    ends = []
+    for one in (plain, model):
+        optimizer = adam(one)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            train(one, optimizer, seed)
+            one.requires_grad_(False)
+            x = batch(seed + 50)[0].requires_grad_()
+            one(x).sum().backward()
+            assert x.grad is not None
+            one.requires_grad_(True)
+            ends.append(x.grad)
+    assert handle.plan is not None
+    for ours, others in zip(ends[4:], ends[:4], strict=True):
+        assert torch.equal(ours, others)
+    for ours, others in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, others)
+
+
+def test_a_frozen_model_before_its_first_step():
+    model = make()
+    handle = autoac.auto(model, ENOUGH)
+    model.requires_grad_(False)
+    model(batch(0)[0].requires_grad_()).sum().backward()
+    assert handle.plan is None
+    model.requires_grad_(True)
+    optimizer = adam(model)
+    for seed in range(2):
+        train(model, optimizer, seed)
+    assert handle.plan is not None
+
+
+def test_auto_for_a_copy_of_a_model_that_has_a_handle():
+    model = make()
+    first = autoac.auto(model, ENOUGH)
+    other = copy.deepcopy(model)
+    second = autoac.auto(other, ENOUGH)
+    for one in (model, other):
+        optimizer = adam(one)
+        for seed in range(2):
+            torch.manual_seed(seed)
+            train(one, optimizer, seed)
+    assert first.plan is not None
+    assert second.plan is not None
+    for ours, others in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, others)
+    second.remove()
+    assert "forward" not in vars(other)
+
+
+def test_auto_again_where_another_forward_was_put_over_the_first():
+    """As accelerate's `prepare` does under mixed precision."""
+    model = make()
+    first = autoac.auto(model, ENOUGH)
+    ours = model.forward
+
+    @functools.wraps(ours)
+    def over(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return 2 * ours(*args, **kwargs)
+
+    model.forward = over  # type: ignore[method-assign]
+    first.remove()
+    handle = autoac.auto(model, ENOUGH)
+    optimizer = adam(model)
+    for seed in range(3):
+        train(model, optimizer, seed)
+    assert handle.plan is not None
+    assert first.plan is None
+
+
+def test_a_recorded_step_that_fails_begins_anew_with_the_next_batch():
+    """A larger batch is recorded, runs out of memory and is skipped: the next one is recorded and planned for."""
+    model = make()
+    handle = autoac.auto(model, ENOUGH, on_larger="replan")
+    optimizer = adam(model)
+    for seed in range(3):
+        train(model, optimizer, seed)
+    assert handle.plan is not None
+    block = model.blocks[1].forward
+
+    def fails(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no more")
+
+    model.blocks[1].register_forward_pre_hook(fails)
+    hook = next(reversed(model.blocks[1]._forward_pre_hooks))
+    with pytest.raises(torch.OutOfMemoryError):
+        train(model, optimizer, 3, 4 * BATCH)
+    optimizer.zero_grad()
+    del model.blocks[1]._forward_pre_hooks[hook]
+    assert handle.plan is None
+    train(model, optimizer, 4)
+    train(model, optimizer, 5)
+    assert handle.plan is not None
+    assert block is not None
+
+
+def test_a_step_that_was_never_over_does_not_keep_another_model_from_its_plan():
+    """The cell of a notebook, run again after an error in the loss."""
+    first = make()
+    handle = autoac.auto(first, ENOUGH)
+    with pytest.raises(IndexError):
+        F.cross_entropy(first(batch(0)[0]), torch.full((BATCH,), 10**6))
+    second = make()
+    handle_of_second = autoac.auto(second, ENOUGH)
+    assert top_dispatch_mode() is None
+    optimizer = adam(second)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(2):
+            train(second, optimizer, seed)
+    assert handle_of_second.plan is not None
+    assert handle.plan is None
+    optimizer = adam(first)
+    for seed in range(2):
+        train(first, optimizer, seed)
+    assert handle.plan is not None
+
+
+def test_parameters_that_are_trained_in_turns_are_told():
+    model = make()
+    handle = autoac.auto(model, ENOUGH)
+    optimizer = adam(model)
+
+    def in_turns() -> None:
+        for seed in range(8):
+            model.blocks[0].requires_grad_(seed % 2 == 0)
+            train(model, optimizer, seed)
+
+    with pytest.warns(UserWarning, match="the parameters that are trained change from step to step"):
+        in_turns()
+    assert handle.plan is not None
+
+
+def test_a_saved_plan_for_another_optimizer_is_not_kept(tmp_path: Path):
+    """The state of Adam is twice the parameters; that of SGD is nothing."""
+    path, peaks = tmp_path / "plan.json", []
+    for make_optimizer in (functools.partial(torch.optim.SGD, lr=0.1), torch.optim.Adam, torch.optim.Adam):
+        model = make()
+        handle = autoac.auto(model, ENOUGH, path=path)
+        optimizer = make_optimizer(model.parameters())
+        for seed in range(4):
+            train(model, optimizer, seed)
+        assert handle.plan is not None
+        peaks.append(handle.plan.predicted_peak_bytes)
+    assert peaks[1] == peaks[2]
+    assert peaks[1] - peaks[0] >= 2 * 4 * sum(p.numel() for p in make().parameters())
+
+
+def test_a_plan_that_cannot_be_taken_off_stays_on_and_is_told():
+    model = make()
+    handle = autoac.auto(model, ENOUGH // 10**3, on_larger="replan")
+    optimizer = adam(model)
+    train(model, optimizer, 0)
+    x, y = batch(0)
+    least = autoac.solve(handle.plan.record.profile, 10**12).predicted_peak_bytes  # type: ignore[union-attr]
+    handle.remove()
+    handle = autoac.auto(model, int(0.9 * least), on_larger="replan")
+    for seed in range(2):
+        train(model, optimizer, seed)
+    plan = handle.plan
+    assert plan is not None
+    name = next(region.fqn for region in plan.regions if region.wrapped)
+    module = model.get_submodule(name)
+    ours = module.forward
+    module.forward = lambda *args, **kwargs: ours(*args, **kwargs)  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match="other code has replaced the forward of a planned module"):
+        train(model, optimizer, 3, 2 * BATCH)
+    assert handle.plan is plan
+    train(model, optimizer, 4)
+    module.forward = ours  # type: ignore[method-assign]
+    handle.remove()
+    assert "forward" not in vars(module)
+    assert x.shape[0] == y.shape[0]
+
+
+class Lazy(Blocks):
+    """Makes one of its modules in its first forward."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        if not hasattr(self, "late"):
+            self.late = torch.nn.Linear(WIDTH, WIDTH)
+        return super().forward(torch.tanh(self.late(x)), scale)
+
+
+def test_a_model_that_changes_in_the_recorded_step():
+    model = Lazy()
+    handle = autoac.auto(model, ENOUGH)
+    for seed in range(3):
+        x, y = batch(seed)
+        F.cross_entropy(model(x), y).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        model.zero_grad()
+    assert handle.plan is not None

@@ -102,7 +102,7 @@ def test_auto_again_where_another_forward_was_put_over_the_first():
     def over(*args: Any, **kwargs: Any) -> torch.Tensor:
         return 2 * ours(*args, **kwargs)
 
-    model.forward = over  # type: ignore[method-assign]
+    model.forward = over
     first.remove()
     handle = autoac.auto(model, ENOUGH)
     optimizer = adam(model)
@@ -206,12 +206,12 @@ def test_a_plan_that_cannot_be_taken_off_stays_on_and_is_told():
     name = next(region.fqn for region in plan.regions if region.wrapped)
     module = model.get_submodule(name)
     ours = module.forward
-    module.forward = lambda *args, **kwargs: ours(*args, **kwargs)  # type: ignore[method-assign]
+    module.forward = lambda *args, **kwargs: ours(*args, **kwargs)
     with pytest.warns(UserWarning, match="other code has replaced the forward of a planned module"):
         train(model, optimizer, 3, 2 * BATCH)
     assert handle.plan is plan
     train(model, optimizer, 4)
-    module.forward = ours  # type: ignore[method-assign]
+    module.forward = ours
     handle.remove()
     assert "forward" not in vars(module)
     assert x.shape[0] == y.shape[0]

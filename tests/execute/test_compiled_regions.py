@@ -146,7 +146,7 @@ def test_a_forward_that_was_wrapped_after_planning_is_not_left_out():
     model, sample = Stack(Mlp(), Mlp()), batch()
     plan = at_least_memory(profiled(model, sample))
     inner = model.blocks[0].forward
-    model.blocks[0].forward = lambda x: 2 * inner(x)  # type: ignore[method-assign]
+    model.blocks[0].forward = lambda x: 2 * inner(x)
     expected = model(sample)
     plan.apply(model)
     with pytest.warns(
@@ -177,8 +177,9 @@ def test_inputs_that_the_compiler_fails_on_run_uncompiled_and_are_tried_once(mon
     with plan.applied(model):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for _ in range(3):
-                found = gradients(model, batch(48))
+            for _ in range(2):
+                gradients(model, batch(48))
+            found = gradients(model, batch(48))
         told = [str(w.message) for w in caught if "cannot be compiled for these inputs" in str(w.message)]
         assert len(told) == 2, told  # one a region
         assert "Unsupported" in told[0]

@@ -13,6 +13,7 @@ from torch.utils import checkpoint as torchs
 import autoac
 from autoac.execute.checksums import checksum_in_little_memory, checksum_of
 from autoac.ops.info import op_info, written_tensors
+from autoac.torch_private import tree_leaves, tree_map_only
 
 WIDTH = 16
 ENGINES = ("replay", "sac")
@@ -132,7 +133,7 @@ class Wrapped(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = torch.utils._pytree.tree_map_only(cls, lambda t: t.part, args)
+        plain = tree_map_only(cls, lambda t: t.part, args)
         result = func(*plain, **(kwargs or {}))
         same = func in (torch.ops.aten.detach.default, torch.ops.aten.t.default)
         return Wrapped(result) if same else result
@@ -195,7 +196,7 @@ def test_keyword_arguments_tell_torch_the_devices_whose_random_states_it_stashes
     infer = torchs._infer_device_type
 
     def looking(*args: Any) -> Any:
-        seen.append([t.shape for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)])
+        seen.append([t.shape for t in tree_leaves(args) if isinstance(t, torch.Tensor)])
         return infer(*args)
 
     model, x = CallsByName(), torch.randn(2048, WIDTH)

@@ -112,7 +112,8 @@ class Catcher:
         kind = self._kinds[name, call], _described((args, kwargs)), _autocast(), hooked
         if kind not in self._groups:
             with disable_dispatch_modes():  # a step that is being recorded does not see the copies
-                region = Captured(module, *_each_once(_copy, (args, kwargs)), _autocast(), hooked)
+                own, named = _each_once(_copy, (args, kwargs))
+                region = Captured(module, own, named, _autocast(), hooked)
             self._groups[kind] = region, []
         self._groups[kind][1].append((name, call))
         self.missing.remove((name, call))

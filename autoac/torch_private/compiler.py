@@ -161,7 +161,10 @@ def innermost(error: BaseException) -> BaseException:
 
 
 def first_line(error: BaseException) -> str:
-    """The type of the original error inside an error of `torch.compile`, and its first line, printable only."""
+    """The type of the original error inside an error of `torch.compile`, and its first line, printable only.
+
+    Source: as for `innermost`.
+    """
     error = innermost(error)
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return "".join(c for c in f"{type(error).__name__}: {text}"[:300] if c.isprintable())

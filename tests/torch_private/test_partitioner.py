@@ -187,5 +187,7 @@ def test_recompile_limit():
     assert torch_private.is_recompile_limit(exc.FailOnRecompileLimitHit("limit"))
     assert not torch_private.is_recompile_limit(RuntimeError("limit"))
     assert torch_private.is_of_compiler(exc.FailOnRecompileLimitHit("limit"))
+    with torch._dynamo.config.patch(recompile_limit=77):
+        assert torch_private.recompile_limit() == 77
     assert not torch_private.is_of_compiler(RuntimeError("limit"))
     assert torch_private.raised_in_compiler(RuntimeError("limit"), Surveyed) is None

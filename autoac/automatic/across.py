@@ -95,7 +95,7 @@ class Across:
         if not self._is_known:  # not sooner: the model may be wrapped after `auto` was called
             self._is_known = True
             if is_spread(self._given):
-                self._meetings = Meetings()
+                self._meetings = Meetings(ranks_of(self._given))
                 if self._wanted.path is not None:  # there may be a plan in it
                     self._meetings.step_begins()
                     return True
@@ -114,7 +114,7 @@ class Across:
             ParallelError: a rank has failed, has not come, or trains something else; raised on all ranks.
         """
         wanted = self._wanted
-        with together("settle on a plan for their loop", members=ranks_of(self._model)) as ranks:
+        with together("settle on a plan for their loop", members=ranks_of(self._given)) as ranks:
             same_everywhere(
                 ranks,
                 {

@@ -42,6 +42,7 @@ _COLLECTIVE_NAMESPACES = {
     "_c10d_functional_autograd",
     "c10d_functional",
     "symm_mem",
+    "_dtensor",  # from one sharded dimension to another
     "fsdp",  # copies in and out of the buffers that FSDP2's collectives write
 }
 _TORCHS_NAMESPACES = {"aten", "prims", "prim", "quantized", "inductor"} | _COLLECTIVE_NAMESPACES

@@ -10,18 +10,24 @@ NOTE [ Ranks that run a loop in step ]
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 
 from autoac.torch_private import default_store
 
-_loops = itertools.count()
+_loops: Counter[tuple[int, ...] | None] = Counter()
 
 
 class Meetings:
-    """The meetings of one loop; every rank creates these objects for the same loops in the same order."""
+    """The meetings of one loop; every rank creates these objects for the same loops in the same order.
 
-    def __init__(self) -> None:
-        self._name = f"autoac/loop/{next(_loops)}"
+    Args:
+        members: the ranks that run it, in order; None for all.
+    """
+
+    def __init__(self, members: tuple[int, ...] | None) -> None:
+        of = "all" if members is None else ",".join(map(str, members))
+        self._name = f"autoac/loop/{of}/{_loops[members]}"
+        _loops[members] += 1
         self._store = default_store().clone()
         self._step = 0
         self._held = 0

@@ -18,6 +18,7 @@ from autoac.torch_private import (
     is_compiled_wrapper,
     is_ddp,
     is_fsdp1,
+    is_offloaded,
     local_part,
     wrapped_module,
 )
@@ -47,6 +48,11 @@ def check_model(model: torch.nn.Module) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         raise ProfilingError(
             "no parameter of this model requires grad, so a training step has nothing to do."
+        )
+    if any(map(is_offloaded, model.parameters())):
+        raise ProfilingError(
+            "this model's parameters are offloaded to host memory by FSDP2's CPUOffloadPolicy, which is not planned "
+            "for on a GPU: shard without it."
         )
     devices = {p.device for p in model.parameters() if p.requires_grad}
     if len(devices) > 1:

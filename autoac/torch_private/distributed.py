@@ -102,6 +102,16 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def is_offloaded(tensor: torch.Tensor) -> bool:
+    """Whether a sharded tensor is in host memory between its uses on another device (FSDP2's `CPUOffloadPolicy`).
+
+    Source: `DTensor.device_mesh`; public, here for `is_sharded_type`.
+    """
+    if not is_sharded_type(type(tensor)) or _is_awaited_type(type(tensor)):
+        return False
+    return cast("Any", tensor).device_mesh.device_type != tensor.device.type == "cpu"
+
+
 def sharded_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """A function that makes a DTensor like this one from another local tensor; None if this is no DTensor.
 

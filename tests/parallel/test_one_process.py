@@ -297,3 +297,14 @@ def test_a_pipeline_may_get_its_plan_before_its_first_step(around: type[nn.Modul
     model.zero_grad()
     peak_bytes = plan.resident_bytes + measure_peak(step).peak_above_start_bytes
     assert peak_bytes == plan.predicted_peak_bytes
+
+
+def test_from_one_sharded_dimension_to_another_is_a_collective():
+    """On a GPU, `DTensor.redistribute` calls an op of its own for it."""
+    import torch.distributed.tensor
+
+    from autoac.ops.info import is_collective, op_info
+
+    info = op_info(torch.ops._dtensor.shard_dim_alltoall.default)
+    assert not info.replayable
+    assert is_collective(info.name)

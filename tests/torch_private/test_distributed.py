@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autoac import torch_private
+from autoac.step.model import check_model
 from autoac_solver.records.errors import ProfilingError
 
 
@@ -33,6 +34,17 @@ def test_a_sharded_tensor_has_a_part_here():
         plain = torch.ones(2)
         assert torch_private.local_part(plain) is plain
     assert not dist.is_initialized()
+
+
+def test_parameters_that_wait_in_host_memory():
+    with torch_private.fake_ranks(2):
+        model: Any = fully_shard(nn.Linear(8, 8))
+        assert not torch_private.is_offloaded(model.weight)
+        assert not torch_private.is_offloaded(torch.ones(2))
+        model.weight.device_mesh._device_type = "cuda"  # as on a GPU, with the shard on the CPU
+        assert torch_private.is_offloaded(model.weight)
+        with pytest.raises(ProfilingError, match="CPUOffloadPolicy, which is not planned for on a GPU"):
+            check_model(model)
 
 
 def test_units_have_a_class_of_their_own():

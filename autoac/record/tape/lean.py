@@ -72,10 +72,11 @@ class LeanRecording(Recording):
         self._look(info, args, kwargs or {})
         guard = self.saved.guard
         if guard is None:
-            return self._run(func, info, types, args, kwargs or {}, True)
+            return self._run(func, info, types, args, kwargs or {}, not info.repeatable)
         module = self.tape.calls.rows[self.tape.calls.current]
         info = self.info = guard.about_to_run(info, module["fqn"], module["call"])
-        result = self._run(func, info, types, args, kwargs or {}, True)
+        # A collective runs once: the other ranks may not record this step.
+        result = self._run(func, info, types, args, kwargs or {}, not info.repeatable)
         guard.has_run(len(self.tape.ops) - 1)
         return result
 

@@ -88,8 +88,9 @@ class Optimizers:
 
 def is_frozen(model: torch.nn.Module) -> bool:
     """Whether the model has parameters, and none of them requires a gradient."""
-    parameters = list(model.parameters())
-    return bool(parameters) and not any(p.requires_grad for p in parameters)
+    parameters = model.parameters()  # most calls look at the first one only
+    first = next(parameters, None)
+    return first is not None and not first.requires_grad and not any(p.requires_grad for p in parameters)
 
 
 def counts_optimizer(profile: Profile, optimizer: Any) -> bool:

@@ -36,9 +36,7 @@ class Auto(LoopPlan):
         super().__init__(model, wanted, optimizer, OnTop(model, self))
         _give_up_abandoned()
         self._running = False
-        self._retrained = (
-            0  # recordings in a row that were dropped because other parameters were trained next
-        )
+        self._retrained = 0  # recordings in a row of which none was planned for: others were trained next
         self._ahead = Ahead(model, self._about_to_be_called)
         self._ahead.put_on()
         before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
@@ -56,16 +54,6 @@ class Auto(LoopPlan):
         super().remove()
         self._ahead.take_off()
         _remove(self._hooks)
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether a step is being recorded."""
-        return self._recording.is_on
-
-    def give_up_recording(self) -> None:
-        """Stop recording the step that runs; the next call of the model begins another one."""
-        self._cycle.has_stepped = True
-        self._give_up_step()
 
     def __repr__(self) -> str:
         return f"Auto({type(self._model).__name__}, {self._plan or self._state()})"
@@ -88,12 +76,15 @@ class Auto(LoopPlan):
         try:
             return self._on_top.run(args, kwargs)
         except BaseException:
-            # The loop goes on with another batch, if at all: a step that was recorded begins anew with it.
-            self._cycle.has_stepped |= self._recording.is_on
-            self._give_up_step()
+            self._abandon_step()
             raise
         finally:
             self._running = False
+
+    def _abandon_step(self) -> None:
+        """Give the step up. The loop goes on with another batch, if at all: a recorded step begins anew with it."""
+        self._cycle.has_stepped |= self._recording.is_on
+        self._give_up_step()
 
     @property
     def _counts(self) -> bool:
@@ -281,8 +272,8 @@ _RECORDING: weakref.WeakKeyDictionary[Auto, int] = weakref.WeakKeyDictionary()
 def _give_up_abandoned() -> None:
     """End recordings that a failed step has left on this thread: nobody begins a handle within another one's step."""
     for handle, thread in list(_RECORDING.items()):
-        if thread == threading.get_ident() and handle.is_recording:
-            handle.give_up_recording()
+        if thread == threading.get_ident() and handle._recording.is_on:
+            handle._abandon_step()
             LOGGER.info("the step that autoac.auto recorded for another model was never over: given up")
 
 

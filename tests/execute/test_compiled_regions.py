@@ -40,7 +40,7 @@ class Stack(nn.Module):
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.stem: nn.Module = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -347,17 +347,13 @@ class Normed(nn.Module):
         return x + torch.relu(self.norm(self.conv(x)))
 
 
-class Convolutions(nn.Module):
+class Convolutions(Stack):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Normed(), Normed())
         self.stem = nn.Conv1d(1, 4, 3, padding=1)
-        self.blocks = nn.ModuleList([Normed(), Normed()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x[:, None])
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return super().forward(x[:, None])
 
 
 def test_batch_norm_is_compiled_and_its_statistics_are_updated_once():

@@ -48,35 +48,16 @@ class CompileEngine:
             return self._replay.run(program, forward, args, kwargs, module)
         if torch.compiler.is_compiling():  # an outer torch.compile traces it: the point would be lost
             return forward(*args, **kwargs)
-        if hooked := hooked_inside(module):
-            why = (
-                f"has hooks on module {hooked!r} since it was planned, which compiled code may not run, so it runs "
-                "uncompiled: the budget may not hold. Plan again with the hooks."
-            )
-        elif _has_another_forward(module):
-            why = (
-                "was given another forward since it was planned (some libraries wrap it), which compiled code would "
-                "leave out, so it runs uncompiled: the budget may not hold. Plan again for the model as it is."
-            )
-        else:
-            given = described(args, kwargs)
-            others = bool(program.inputs) and given != program.inputs
-            if (given, module.training) not in program.not_compiled:
-                try:
-                    result = compiled(type(module), program.point, program.inputs, others)(
-                        module, args, kwargs
-                    )
-                except Exception as error:
-                    if not is_of_compiler(error):
-                        raise
-                    why = _why_not(error)
-                    program.not_compiled.add((given, module.training))
-                else:
-                    if (losses := module.__dict__.get(LOSS_KEY)) is not None:
-                        loss_may_follow(losses.side)
-                    return result
-            else:
-                why = ""  # it was said
+        why = _why_never(module)
+        given = described(args, kwargs), module.training
+        if not why and given not in program.not_compiled:
+            try:
+                return _run_compiled(program, args, kwargs, module)
+            except Exception as error:
+                if not is_of_compiler(error):
+                    raise
+                why = _why_not(error)
+                program.not_compiled.add(given)
         if why and not program.warned:
             program.warned = True
             warnings.warn(f"region {program.region!r} {why}", stacklevel=2)
@@ -86,10 +67,30 @@ class CompileEngine:
         return CompileCosts()
 
 
-def _has_another_forward(module: torch.nn.Module) -> bool:
-    """Whether the module's own forward, below the plan's, is not that of its class."""
+def _run_compiled(
+    program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], module: torch.nn.Module
+) -> Any:
+    others = bool(program.inputs) and described(args, kwargs) != program.inputs
+    result = compiled(type(module), program.point, program.inputs, others)(module, args, kwargs)
+    if (losses := module.__dict__.get(LOSS_KEY)) is not None:
+        loss_may_follow(losses.side)
+    return result
+
+
+def _why_never(module: torch.nn.Module) -> str:
+    """Why compiled code would not do what the module's call does, whatever its inputs; "" if it would."""
+    if hooked := hooked_inside(module):
+        return (
+            f"has hooks on module {hooked!r} since it was planned, which compiled code may not run, so it runs "
+            "uncompiled: the budget may not hold. Plan again with the hooks."
+        )
     carried = module.__dict__.get(LOSS_KEY) or module.__dict__.get(REGION_KEY)
-    return getattr(carried, "forward", None) is not None
+    if getattr(carried, "forward", None) is not None:  # below the plan's
+        return (
+            "was given another forward since it was planned (some libraries wrap it), which compiled code would "
+            "leave out, so it runs uncompiled: the budget may not hold. Plan again for the model as it is."
+        )
+    return ""
 
 
 def _why_not(error: Exception) -> str:

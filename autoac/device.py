@@ -17,13 +17,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from autoac.torch_private import current_raw_stream
+from autoac.torch_private import current_raw_stream, keep_busy
 from autoac_solver.allocator.caching import rounded_size
 from autoac_solver.allocator.options import AllocatorOptions, options_in_environment, parse_options
 from autoac_solver.records.devices import cuda_block_bytes
 from autoac_solver.records.errors import AllocatorOptionsError
 
 T = TypeVar("T")
+
+_LEAD_S = 1e-4
+"""Time that a GPU is kept busy for before a measurement, in addition to what launching takes."""
 
 RandomState = tuple[Callable[[Any], Any], Any]
 """A function that sets random states, and the states."""
@@ -82,8 +85,12 @@ class Device(Protocol):
         """Result of a call, and its seconds by the device's own clock."""
         ...
 
-    def launched_s(self, call: Callable[[], object], number: int) -> float:
-        """Total seconds of `number` calls in a row, while the device is kept busy."""
+    def launched_s(self, call: Callable[[], object], number: int, launching_s: float) -> float:
+        """Seconds that the device itself takes for `number` calls in a row.
+
+        Args:
+            launching_s: `launching_s` of these calls, which the device is kept busy for before it comes to them.
+        """
         ...
 
     def launching_s(self, call: Callable[[], object], number: int) -> float:
@@ -157,7 +164,7 @@ class _TimedByHost:
         result = call()
         return result, time.perf_counter() - start
 
-    def launched_s(self, call: Callable[[], object], number: int) -> float:
+    def launched_s(self, call: Callable[[], object], number: int, launching_s: float) -> float:
         call()
         start = time.perf_counter()
         for _ in range(number):
@@ -265,8 +272,10 @@ class CudaDevice:
         end.synchronize()
         return result, start.elapsed_time(end) * 1e-3
 
-    def launched_s(self, call: Callable[[], object], number: int) -> float:
-        call()  # keeps the device busy while the host launches the others
+    def launched_s(self, call: Callable[[], object], number: int, launching_s: float) -> float:
+        call()
+        # Without it kernels that are shorter than their launch would seem to take as long as that.
+        keep_busy(self.device, 2 * launching_s + _LEAD_S)
         start, end = self._recorded(), _event()
         for _ in range(number):
             call()

@@ -63,7 +63,7 @@ def test_the_hosts_clock():
     assert busy_s < wall_s
     assert wall_s >= 0.05
     calls: list[int] = []
-    CPU.launched_s(lambda: calls.append(1), 4)
+    CPU.launched_s(lambda: calls.append(1), 4, 0.0)
     assert len(calls) == 5  # one before, which is not timed
 
 
@@ -185,3 +185,15 @@ def test_options_of_the_allocator_count_in_sizes(monkeypatch: pytest.MonkeyPatch
     assert CUDA.allocated_bytes(0) == 0
     monkeypatch.setattr(options, lambda: parse_options("expandable_segments:True"))
     assert CUDA.allocated_bytes(65 * mib + 1) == 65 * mib + 512
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpus_own_time_is_not_that_of_the_launch():
+    """The host takes some 10 us and more to launch a copy of a few bytes, the device a tenth of it."""
+    known = device_for(torch.device("cuda:0"))
+    small, large = (torch.zeros(size, device="cuda") for size in (4, 2**28))
+    call = small.neg_
+    launching_s = min(known.launching_s(call, 16) for _ in range(5))
+    assert known.launched_s(call, 16, launching_s) < 0.7 * launching_s
+    launching_s = min(known.launching_s(large.neg_, 4) for _ in range(5))
+    assert known.launched_s(large.neg_, 4, launching_s) > 4 * launching_s

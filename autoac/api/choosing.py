@@ -37,7 +37,7 @@ def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tu
         return otherwise, reason
     if not all(map(is_compiled_by_inductor, compiled)):
         against = against or "code of another compiler than inductor"
-    elif device_of(unwrapped(model)).type != "cpu":
+    elif device_of(unwrapped(model)).type not in ("cpu", "cuda"):  # where it was measured
         against = against or f"{device_of(unwrapped(model)).type} by itself yet: ask for it to have it"
     if not against:
         return COMPILE, "auto: the model is compiled"

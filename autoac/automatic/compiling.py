@@ -7,7 +7,8 @@ NOTE [ Compiled regions of a loop ]
      If that step is smaller than an earlier one, further steps are recorded, up to `_MOST_CAUGHT`.
   3. The second step under the plan whose calls are like the recorded ones is measured; in the first one the compiler
      may still run. Where the prediction was off, or the budget was exceeded, the plan is made anew with the measured
-     peak, as `autoac.plan` does by steps of its own (`calibrate.compiled.tried`).
+     peak, as `autoac.plan` does by steps of its own (`calibrate.compiled.tried`). A peak far below the prediction is
+     not believed: loops reset the allocator's counter in the middle of a step, to log it. The budget holds anyway.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ _MOST_CAUGHT = 3
 """At most this many steps are recorded in search of the calls of the step before."""
 _MOST_CORRECTIONS = 4
 """A plan is made anew at most this often, and then the best one is taken."""
+_LEAST_OF_PREDICTED = 0.9
+"""A measured peak below this share of the predicted one is not believed."""
 _MOST_MEASURED = 8
 """At most this many steps are measured under a plan in search of one whose calls are like the recorded ones."""
 
@@ -134,6 +137,8 @@ class Compiling:
             self.is_judged = self._measured >= _MOST_MEASURED
             return None
         self.is_judged = True
+        if measured_bytes < _LEAST_OF_PREDICTED * plan.predicted_peak_bytes:
+            return None
         known = corrected(plan, measured_bytes, with_optimizer=True)
         error = abs(known.predicted_peak_bytes - plan.predicted_peak_bytes)
         fits = measured_bytes <= plan.budget_bytes - plan.record.headroom_bytes

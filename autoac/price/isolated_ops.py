@@ -126,8 +126,8 @@ def _timed(signature: Signature, timer: OpTimer, evicted: torch.Tensor) -> OpTim
     host_s = 0.0
     if timer.known.asynchronous:
         timer.time(signature.func, args, kwargs, [])  # the first run of a shape may set things up
-        samples = timer.launched(signature.func, args, kwargs)
         host_s = timer.launching_s(signature.func, args, kwargs)
+        samples = timer.launched(signature.func, args, kwargs, host_s)
     else:
         for _ in range(_RUNS):
             evicted.add_(1.0)

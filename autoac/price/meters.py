@@ -200,8 +200,8 @@ class OpTimer:
         with scratch_arguments(info, args, kwargs, self.device) as (args, kwargs):
             first = self.time(func, args, kwargs, [])[1]  # the first run of a shape may set things up
             if self.known.asynchronous:
-                self.hosts[signature] = self.launching_s(func, args, kwargs)
-                return self.launched(func, args, kwargs)
+                host_s = self.hosts[signature] = self.launching_s(func, args, kwargs)
+                return self.launched(func, args, kwargs, host_s)
             samples: list[float] = []
             for _ in range(_repeats(first)):
                 self.time(func, args, kwargs, samples)
@@ -217,10 +217,15 @@ class OpTimer:
         samples.append(elapsed)
         return result, elapsed
 
-    def launched(self, func: Any, args: Any, kwargs: Any) -> list[float]:
-        """Device seconds per launch, from several in a row: a single one would include the host's part."""
+    def launched(self, func: Any, args: Any, kwargs: Any, host_s: float) -> list[float]:
+        """Device seconds per launch, from several in a row.
+
+        Args:
+            host_s: what `launching_s` returned.
+        """
         call = functools.partial(func, *args, **kwargs)
-        return [self.known.launched_s(call, _LAUNCHES) / _LAUNCHES for _ in range(_BATCHES)]
+        launching_s = _LAUNCHES * host_s
+        return [self.known.launched_s(call, _LAUNCHES, launching_s) / _LAUNCHES for _ in range(_BATCHES)]
 
     def launching_s(self, func: Any, args: Any, kwargs: Any) -> float:
         """Host seconds per launch."""

@@ -24,7 +24,7 @@ from autoac.plans import Plan
 from autoac.price.engine_costs import MOST_BETWEEN_BYTES, engine_costs
 from autoac.step.step import TrainingStep
 from autoac_solver.allocator.options import options_in_environment
-from autoac_solver.plan.planning import plan_profile
+from autoac_solver.plan.planning import least_budget_bytes, plan_profile
 from autoac_solver.records.engines import EngineName
 from benchmarks.cuda.bandwidth import copies
 from benchmarks.cuda.training import Size, Training, flash_attention
@@ -33,6 +33,7 @@ Job = tuple[str, Callable[[], Any]]
 
 MODELS = ("gpt", "llama")
 COMPILING: EngineName = "compile"
+CAPTURED = ("none", "least", "middle")
 _SOLVE_S, _GAP = 8.0, 5e-3
 _LARGEST_S, _LARGEST_GAP = 4.0, 0.05
 
@@ -81,7 +82,16 @@ def jobs(device: torch.device, size: Size, folder: Path, with_table: bool) -> It
                 functools.partial(compiled, functools.partial(training, name), budget),
             )
     for name in size.compiled:
-        yield f"{name}/ours compiled", functools.partial(ours_compiled, functools.partial(training, name))
+        make = functools.partial(training, name)
+        for number in range(size.compiled_budgets):
+            yield f"{name}/ours compiled {number}", functools.partial(ours_compiled, make, number)
+    if device.type == "cuda":
+        for name in MODELS:
+            for what in CAPTURED:
+                yield (
+                    f"{name}/captured, {what}",
+                    functools.partial(captured, functools.partial(training, name), what),
+                )
     if with_table:
         path = folder / "device.json"
         yield "device table", functools.partial(device_table, device, size, path)
@@ -174,30 +184,35 @@ def middle(training: Training) -> int:
     return (training.least_bytes + most) // 2
 
 
-def ours_compiled(make: Callable[[], Training]) -> dict[str, Any]:
-    """Our plan of engine compile at the middle of the range of budgets."""
+def ours_compiled(make: Callable[[], Training], number: int) -> dict[str, Any]:
+    """Our plan of engine compile at one of the budgets from the least to that which needs no recomputation."""
     training = make()
-    budget = middle(training)
-    start = time.perf_counter()
-    with flash_attention():
-        plan = autoac.plan(
-            training.model,
-            training.sample,
-            budget,
-            optimizer=training.optimizer,
-            engine=COMPILING,
-            time_limit_s=_SOLVE_S,
-            gap=_GAP,
-            progress=False,
-        )
-    seconds = time.perf_counter() - start
-    strategy = Strategy("ours compiled", "ours", plan.apply, budget, compiled=True)
+    profile = training.profile_of(COMPILING)
+    solve = functools.partial(autoac.solve, profile, engine=COMPILING, time_limit_s=_SOLVE_S, gap=_GAP)
+    least = least_budget_bytes(profile, engine=COMPILING)
+    most = solve(2**60).predicted_peak_bytes
+    budget = budgets_between(least, most, training.size.compiled_budgets)[number]
+    plan = solve(budget)
+    strategy = Strategy(f"ours compiled {number}", "ours", plan.apply, budget, compiled=True)
     return {
         "budget_bytes": budget,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "predicted_overhead": plan.predicted_overhead,
-        "plan_s": seconds,
         **training.measure(strategy),
+    }
+
+
+def captured(make: Callable[[], Training], what: str) -> dict[str, Any]:
+    """Forward and backward as a CUDA graph, with nothing recomputed or with our plan at the least or middle budget."""
+    training = make()
+    if what == "none":
+        return training.captured(lambda model: None)
+    budget = training.least_bytes if what == "least" else middle(training)
+    plan = Plan(plan_profile(training.profile, budget, time_limit_s=_SOLVE_S, gap=_GAP))
+    return {
+        "budget_bytes": budget,
+        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        **training.captured(plan.apply),
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.cuda.jobs import MODELS
 
-_COMPILED = "ours compiled"
+_COMPILED, _CAPTURED = "ours compiled", "captured"
 _TITLES = {"gpt": "GPT-2 medium's shape", "llama": "a Llama"}
 
 
@@ -80,6 +80,8 @@ def _model(name: str, results: Mapping[str, Any]) -> list[str]:
         _goals(name, results),
         _ours_table(name, results),
         _others_table(name, results),
+        _compiled_table(name, results),
+        _captured_table(name, results),
     ]
 
 
@@ -128,20 +130,23 @@ def _predicted(row: Mapping[str, Any], about: Mapping[str, Any], none: Mapping[s
 
 
 def _is_eager(label: str) -> bool:
-    return not label.startswith("compiled") and label != _COMPILED
+    return not label.startswith("compiled")
 
 
 def _ours(name: str, results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    left_out = f"{name}/{_COMPILED}"
-    return [row for key, row in results.items() if key.startswith(f"{name}/ours ") and key != left_out]
+    rows = _labelled(name, results, "ours ").items()
+    return [row for label, row in rows if not label.startswith(_COMPILED)]
 
 
 def _others(name: str, results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    left_out = ("profile", "largest batch")
+    left_out = ("profile", "largest batch", "ours ", _CAPTURED)
+    return {k: row for k, row in _labelled(name, results, "").items() if not k.startswith(left_out)}
+
+
+def _labelled(name: str, results: Mapping[str, Any], start: str) -> dict[str, dict[str, Any]]:
+    """A model's results whose label begins so, by label."""
     found = {key.partition("/")[2]: row for key, row in results.items() if key.startswith(f"{name}/")}
-    return {k: row for k, row in found.items() if not k.startswith("ours ") and k not in left_out} | {
-        k: row for k, row in found.items() if k == _COMPILED
-    }
+    return {label: row for label, row in found.items() if label.startswith(start)}
 
 
 def _ours_table(name: str, results: Mapping[str, Any]) -> str:
@@ -198,6 +203,44 @@ def _others_table(name: str, results: Mapping[str, Any]) -> str:
                 "none" if best is None else _overhead(best, none),
             )
         )
+    return "\n".join(lines)
+
+
+def _compiled_table(name: str, results: Mapping[str, Any]) -> str:
+    rows, none = _labelled(name, results, _COMPILED), results.get(f"{name}/none", {})
+    if not rows:
+        return ""
+    lines = _header(
+        "engine compile, budget MB", "peak MB: predicted", "measured", "off", "reserved MB", "time"
+    )
+    for label, row in rows.items():
+        if "error" in row:
+            lines.append(_line(label, row["error"].replace("|", "/"), *[""] * 4))
+            continue
+        lines.append(
+            _line(
+                _mb(row, "budget_bytes"),
+                _mb(row, "predicted_peak_bytes"),
+                _mb(row, "peak_bytes"),
+                f"{row['peak_bytes'] / row['predicted_peak_bytes'] - 1:+.2%}",
+                _mb(row, "reserved_bytes"),
+                f"{_ms(row)}, {_overhead(row, none)}",
+            )
+        )
+    return "\n".join(lines)
+
+
+def _captured_table(name: str, results: Mapping[str, Any]) -> str:
+    rows, none = _labelled(name, results, _CAPTURED), results.get(f"{name}/{_CAPTURED}, none", {})
+    if not rows:
+        return ""
+    lines = _header("forward and backward as a CUDA graph", "pool MB", "time", "gradients")
+    for label, row in rows.items():
+        if "error" in row:
+            lines.append(_line(label, "", row["error"].replace("|", "/"), ""))
+            continue
+        equal = "equal" if row["bits"] == results.get(f"{name}/none", {}).get("bits") else "differ"
+        lines.append(_line(label, _mb(row, "pool_bytes"), f"{_ms(row)}, {_overhead(row, none)}", equal))
     return "\n".join(lines)
 
 

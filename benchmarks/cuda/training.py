@@ -20,6 +20,7 @@ from autoac.compare.workload import Workload
 from autoac.device import device_for
 from autoac.measure import measure_peak
 from autoac_solver.plan.planning import least_budget_bytes
+from autoac_solver.records.engines import EngineName
 from autoac_solver.records.profile import Profile
 from benchmarks.models import GPT
 
@@ -35,6 +36,7 @@ class Size:
         llama: the decoder's shape.
         budgets: number of budgets for our plans.
         compile_budgets: fractions of torch's own budget, for compiled blocks.
+        compiled: models for engine compile, and the number of its budgets.
         size: of the models of `autoac.calibrate.models`, for selfcheck and table.
         rounds: number of timed steps.
         copied_bytes: size of the copies that measure bandwidth.
@@ -46,6 +48,7 @@ class Size:
     budgets: int
     compile_budgets: tuple[float, ...]
     compiled: tuple[str, ...]
+    compiled_budgets: int
     size: str
     rounds: int
     copied_bytes: int
@@ -58,14 +61,24 @@ SIZES = {
         8,
         LlamaShape(16, 2048, 5632, 16, 8, 32000, 2048, 4),
         8,
-        (0.25, 0.5, 0.75, 1.0),
+        (0.0, 0.15, 0.25, 0.4, 0.5, 0.75, 1.0),
         ("gpt", "llama"),
+        6,
         "small",
         7,
         2**28,
     ),
     "tiny": Size(
-        (2, 32, 2, 16, 64), 2, LlamaShape(2, 32, 64, 2, 1, 64, 16, 2), 2, (0.5,), ("gpt",), "tiny", 1, 2**20
+        (2, 32, 2, 16, 64),
+        2,
+        LlamaShape(2, 32, 64, 2, 1, 64, 16, 2),
+        2,
+        (0.5,),
+        ("gpt",),
+        2,
+        "tiny",
+        1,
+        2**20,
     ),
 }
 
@@ -93,6 +106,7 @@ class Training:
         blocks = find_blocks(self.model)
         self.workload = Workload(name, name, self.model, self.sample, blocks, None, self.optimizer)
         self._plain = self.workload.step()
+        self._profiles: dict[EngineName, Profile] = {}
         with flash_attention():
             self.step()  # makes the optimizer's state, and what torch sets up once
 
@@ -100,6 +114,15 @@ class Training:
     def profile(self) -> Profile:
         with flash_attention():
             return autoac.profile(self.model, self.sample, optimizer=self.optimizer)
+
+    def profile_of(self, engine: EngineName) -> Profile:
+        """The profile with what this engine measures beforehand; recorded on first use."""
+        if engine not in self._profiles:
+            with flash_attention():
+                self._profiles[engine] = autoac.profile(
+                    self.model, self.sample, optimizer=self.optimizer, engine=engine, progress=False
+                )
+        return self._profiles[engine]
 
     @functools.cached_property
     def least_bytes(self) -> int:
@@ -134,11 +157,53 @@ class Training:
         found["step_s"] = statistics.median(seconds)
         return found | {"spread_s": max(seconds) - min(seconds)}
 
+    def captured(self, install: Callable[[torch.nn.Module], object]) -> dict[str, Any]:
+        """Time, pool and gradients of forward and backward, captured as a CUDA graph after warm-up steps."""
+        zero_grad = functools.partial(self.optimizer.zero_grad, set_to_none=True)
+        with Costume(self.model, install).worn(), flash_attention():
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(2):
+                    self._plain()
+                    zero_grad()
+            torch.cuda.current_stream().wait_stream(aside)
+            self.known.release_cache()
+            before = torch.cuda.memory_reserved()
+            graph = self._graph()
+            pool_bytes = torch.cuda.memory_reserved() - before
+            seconds = [self.known.step_seconds(graph.replay)[1] for _ in range(self.size.rounds)]
+            del graph
+            zero_grad()
+            with deterministic():
+                graph = self._graph()
+                graph.replay()
+                bits = self._bits_of_gradients()
+                del graph
+            zero_grad()
+            self.known.release_cache()
+        return {
+            "pool_bytes": pool_bytes,
+            "bits": bits,
+            "step_s": statistics.median(seconds),
+            "spread_s": max(seconds) - min(seconds),
+        }
+
+    def _graph(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._plain()
+        return graph
+
     def _bits(self) -> str:
-        """Checksums of the gradients: equal for equal gradients, and almost never for others."""
+        """Checksums of the gradients of an eager step."""
         torch.manual_seed(SEED)
         with deterministic():
             self._plain()
+        return self._bits_of_gradients()
+
+    def _bits_of_gradients(self) -> str:
+        """Checksums of the gradients, then dropped: equal for equal gradients, and almost never for others."""
         total, every_second = 0, 0
         for parameter in self.model.parameters():
             if parameter.grad is not None:

@@ -14,6 +14,21 @@ def test_current_raw_stream():
         assert torch_private.current_raw_stream(0) == side.cuda_stream
 
 
-def test_the_name_is_there_in_builds_for_cuda():
-    """Builds without CUDA do not have it, nor anything else that could ask for it."""
-    assert hasattr(torch._C, "_cuda_getCurrentRawStream") is torch.backends.cuda.is_built()
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_keep_busy():
+    device = torch.device("cuda:0")
+    torch_private.keep_busy(device, 1e-3)  # measures the clock's rate
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch_private.keep_busy(device, 0.02)
+    end.record()
+    assert not end.query()  # the host does not wait
+    end.synchronize()
+    assert start.elapsed_time(end) == pytest.approx(20, rel=0.2)
+
+
+def test_the_names_are_there_in_builds_for_cuda():
+    """Builds without CUDA do not have them, nor anything else that could ask for them."""
+    for name in ("_cuda_getCurrentRawStream", "_cuda_sleep"):
+        assert hasattr(torch._C, name) is torch.backends.cuda.is_built()
+    assert hasattr(torch.cuda, "_sleep")

@@ -49,10 +49,11 @@ class CompileEngine:
         if torch.compiler.is_compiling():  # an outer torch.compile traces it: the point would be lost
             return forward(*args, **kwargs)
         why = _why_never(module)
-        given = described(args, kwargs), module.training
+        inputs = described(args, kwargs)
+        given = inputs, module.training
         if not why and given not in program.not_compiled:
             try:
-                return _run_compiled(program, args, kwargs, module)
+                return _run_compiled(program, inputs, args, kwargs, module)
             except Exception as error:
                 if not is_of_compiler(error):
                     raise
@@ -68,9 +69,9 @@ class CompileEngine:
 
 
 def _run_compiled(
-    program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], module: torch.nn.Module
+    program: Program, inputs: str, args: tuple[Any, ...], kwargs: dict[str, Any], module: torch.nn.Module
 ) -> Any:
-    others = bool(program.inputs) and described(args, kwargs) != program.inputs
+    others = bool(program.inputs) and inputs != program.inputs
     result = compiled(type(module), program.point, program.inputs, others)(module, args, kwargs)
     if (losses := module.__dict__.get(LOSS_KEY)) is not None:
         loss_may_follow(losses.side)

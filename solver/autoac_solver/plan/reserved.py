@@ -126,8 +126,14 @@ def reserved_bytes(profile: Profile, built: Built, decisions: Sequence[int], all
     return reserved_memory(profile, built, options).peak_bytes_or_none(decisions)
 
 
-def about_unknown(allocator: str) -> str:
-    """Why a plan's reserved memory is unknown on CUDA under these options."""
+def about_unknown(allocator: str, compiles: bool) -> str:
+    """Why a plan's reserved memory is unknown on CUDA under these options.
+
+    Args:
+        compiles: whether the plan has compiled regions.
+    """
+    if compiles:
+        return "the blocks that compiled code allocates are not known."
     try:
         parse_options(allocator)
     except AllocatorOptionsError as error:

@@ -171,7 +171,8 @@ def _reserved(record: PlanRecord) -> list[str]:
     if not is_cuda(record.profile):
         return []
     if record.predicted_reserved_bytes is None:
-        return [_row("reserved", f"not predicted: {about_unknown(record.allocator)}")]
+        compiles = record.profile.compiled is not None
+        return [_row("reserved", f"not predicted: {about_unknown(record.allocator, compiles)}")]
     more = record.predicted_reserved_bytes - record.predicted_peak_bytes
     under = f" with {record.allocator}" if record.allocator else ""
     return [

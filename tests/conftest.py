@@ -21,8 +21,15 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported out of the garbage collector's sight: the ruler collects and looks through all objects."""
     importlib.import_module("torch._dynamo")  # nearly every test needs it, and most objects are its
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> None:
+    """Keep what was imported and what other modules have left out of the garbage collector's sight.
+
+    The ruler collects and looks through all objects: with compiled code around it takes a hundred times as long.
+    """
     gc.collect()
     gc.freeze()
 

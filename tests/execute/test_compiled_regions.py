@@ -133,8 +133,9 @@ def test_an_op_that_draws_where_the_compiler_does_not_see_it_runs_once():
         torch.testing.assert_close(ours, eager)
 
 
-def test_sizes_measured_in_one_process_are_not_mixed_up():
+def test_sizes_measured_in_one_process_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch):
     """Dynamo makes symbols of sizes that have changed; each plan's region is compiled and measured for its own."""
+    monkeypatch.setattr(table, "MOST_POINTS", 1)
     model = Stack(Mlp(), Mlp())
     kept = {}
     for rows in (16, 64, 256):
@@ -195,8 +196,9 @@ def test_inputs_that_the_compiler_fails_on_run_uncompiled_and_are_tried_once(mon
     "recompile_limit" not in inspect.signature(torch.compile).parameters,
     reason="older torch has one limit for all",
 )
-def test_many_blocks_with_a_number_of_their_own_run_compiled():
+def test_many_blocks_with_a_number_of_their_own_run_compiled(monkeypatch: pytest.MonkeyPatch):
     """The compiler takes such a number for a constant; torch's limit of code for one function is eight."""
+    monkeypatch.setattr(table, "MOST_POINTS", 1)
     model, sample = Stack(*(Mlp(scale=0.1 * (i + 1)) for i in range(10))), batch()
     profile = profiled(model, sample)
     assert profile.compiled is not None

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*region.* ran ops that the profiled step did not run"),
 ]
 
-MODELS, MUTATIONS = 80, 12
+MODELS, MUTATIONS = 40, 12
 
 
 def check_mutations(spec: ModelSpec, tally: Counter[str], folder: Path) -> None:

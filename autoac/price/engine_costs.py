@@ -19,6 +19,8 @@ from autoac_solver.records.profile import EngineCosts
 _LEAST_BETWEEN_BYTES = 2**18
 MOST_BETWEEN_BYTES = 2**24
 """Limits of the bytes between two ops: fewer leave the interpreter in the cache, more would take seconds to measure."""
+_LONG_S = 0.01
+"""A larger product is not tried if one takes so long: in half precision it would take seconds on many CPUs."""
 _AROUND = 4
 """Bytes between two ops, as a multiple of what an op reads and writes.
 
@@ -52,12 +54,9 @@ def _costs_of(engine: str, device: torch.device, bytes_between: int) -> Any:
 @functools.cache
 def device_rates(device: torch.device) -> DeviceTable:
     """Rates of this device for ops that are not run; measured once per process, in about a second."""
-    size = 2**10 if device.type == "cpu" else 2**13
     rates: dict[str, float] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        seconds = _least_seconds(functools.partial(torch.mm, left, right), device)
-        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+        rates[str(dtype).removeprefix("torch.")] = _matrix_flops(dtype, device)
     rates[""] = rates["float32"]
     block = torch.ones(2**25, device=device)
     copy = torch.empty_like(block)  # not a new one per run: the system maps new pages slowly
@@ -76,6 +75,18 @@ def device_rates(device: torch.device) -> DeviceTable:
         source="measured",
         made={"torch": torch.__version__},
     )
+
+
+def _matrix_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a square matrix product: a large one, but for types that a CPU has no instructions for."""
+    rate = 0.0
+    for size in (2**8, 2**10) if device.type == "cpu" else (2**13,):
+        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        seconds = _least_seconds(functools.partial(torch.mm, left, right), device)
+        rate = 2 * size**3 / seconds
+        if seconds > _LONG_S:
+            break
+    return rate
 
 
 def _least_seconds(run: Callable[[], torch.Tensor], device: torch.device) -> float:

@@ -115,7 +115,7 @@ def test_in_profile():
     total = count_ops(lambda: autoac.profile(model, X, mode="real"))
     model.register_forward_hook(lambda *_: None)
     for position, error, after in faults(total):
-        if position % 23:
+        if position % 37:
             continue
         with unchanged(model), nothing_leaks():
             fail(lambda: autoac.profile(model, X, mode="real"), FailAt(position, error, after), may_end=True)
@@ -132,7 +132,7 @@ def test_in_plan(engine: str):
     model = make()
     call = lambda: autoac.plan(model, X, 10**9, engine=engine)  # noqa: E731
     for position, error, after in faults(count_ops(call)):
-        if position % 73 == 0:
+        if position % 127 == 0:
             with unchanged(model):
                 fail(call, FailAt(position, error, after), may_end=True)
 

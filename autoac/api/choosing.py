@@ -10,7 +10,7 @@ import torch
 from autoac.execute.engines import default_engine
 from autoac.step.model import device_of, runs_compiled, unwrapped
 from autoac.step.uncompiled import compiled_modules
-from autoac.torch_private import compiled_attribute, is_compiled_by_inductor
+from autoac.torch_private import compiled_attribute, has_own_compile_settings, is_compiled_by_inductor
 from autoac_solver.records.engines import COMPILE
 
 
@@ -37,6 +37,8 @@ def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tu
         return otherwise, reason
     if not all(map(is_compiled_by_inductor, compiled)):
         against = against or "code of another compiler than inductor"
+    elif any(map(has_own_compile_settings, compiled)):
+        against = against or "settings of your own (mode=, options=)"
     elif device_of(unwrapped(model)).type not in ("cpu", "cuda"):  # where it was measured
         against = against or f"{device_of(unwrapped(model)).type} by itself yet: ask for it to have it"
     if not against:

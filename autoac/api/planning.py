@@ -17,6 +17,7 @@ from autoac.api.together import plan_together
 from autoac.buckets import Buckets
 from autoac.calibrate.compiled.table import BLOCKS, NothingCompiled
 from autoac.calibrate.compiled.tried import tried, with_measured
+from autoac.device import device_for
 from autoac.outcomes import with_outcomes
 from autoac.parallel.protocol import Plain, check_parallel
 from autoac.parallel.wrapped import found_on
@@ -24,7 +25,7 @@ from autoac.plans import Plan
 from autoac.policies import Policies, listed
 from autoac.progress import Progress, part, progress_shown
 from autoac.step.inputs import elements_of
-from autoac.step.model import unwrapped
+from autoac.step.model import device_of, unwrapped
 from autoac.step.modules import RegionChoice
 from autoac.step.samples import Samples, batches_of
 from autoac.step.step import Loss, TrainingStep
@@ -83,8 +84,8 @@ def plan(
             selective checkpointing, or several of these; see `autoac.policies`.
         engine: "replay" (runs single ops again), "sac" (a policy for torch's selective checkpointing), "compile"
             (torch.compile compiles the regions, and the plan chooses what each saves), or "auto": replay; for a
-            compiled model compile on CPU, and sac on other devices or if compile does not support what is asked for.
-            The plan's explanation says why.
+            compiled model compile on CPU and CUDA, and sac on other devices, or if compile does not support what is
+            asked for, or the model was compiled with settings of its own. The plan's explanation says why.
         granularity: for engine compile without named regions: compile each of the model's "blocks" separately, equal
             ones once, or the model as a "whole".
         headroom: part of the budget to leave free, for memory that no plan can see (fragmentation, other libraries).
@@ -146,18 +147,9 @@ def plan(
             device=device,
             parallel=wrapped,
         )
-        try:
-            profiles = profiled(engine=engine)
-        except NothingCompiled as error:
-            if asked != "auto":
-                raise
-            engine = engine_for(model, asked)[0]
-            reason = f"auto: nothing of the model can be compiled: {error.why}"
-            profiles = profiled(engine=engine)
-        (batch, recorded), *others = profiles
         solving = part(tell, 0.7, 1.0)
 
-        def solved(recorded: Profile) -> Plan:
+        def solved(recorded: Profile, engine: EngineName, reason: str) -> Plan:
             return plan_recorded(
                 model,
                 recorded,
@@ -174,14 +166,29 @@ def plan(
                 progress=solving,
             )
 
-        if not compiles(engine):
-            found = solved(recorded)
-            return with_outcomes(found, [other for _, other in others])
-        assert budget is not None
-        budget_bytes, headroom_bytes = limits(budget, headroom, recorded.device_bytes or None)
-        step_with = functools.partial(TrainingStep, unwrapped(model), loss=loss, optimizer=optimizer)
-        found = tried(recorded, step_with(batch), budget_bytes - headroom_bytes, solved)
-        return with_measured(found, [(step_with(other), profile) for other, profile in others])
+        def found(engine: EngineName, reason: str) -> Plan:
+            (batch, recorded), *others = profiled(engine=engine)
+            if not compiles(engine):
+                return with_outcomes(solved(recorded, engine, reason), [other for _, other in others])
+            assert budget is not None
+            budget_bytes, headroom_bytes = limits(budget, headroom, recorded.device_bytes or None)
+            step_with = functools.partial(TrainingStep, unwrapped(model), loss=loss, optimizer=optimizer)
+            solve = functools.partial(solved, engine=engine, reason=reason)
+            plan = tried(recorded, step_with(batch), budget_bytes - headroom_bytes, solve)
+            return with_measured(plan, [(step_with(other), profile) for other, profile in others])
+
+        try:
+            return found(engine, reason)
+        except NothingCompiled as error:
+            why = f"nothing of the model can be compiled: {error.why}"
+            if asked != "auto":
+                raise
+        except torch.OutOfMemoryError:
+            why = "the step does not fit here while its blocks are compiled and measured"
+            if asked != "auto" or not compiles(engine):
+                raise
+        device_for(device_of(unwrapped(model))).release_cache()
+        return found(engine_for(model, asked)[0], f"auto: {why}")
 
 
 def plan_buckets(

@@ -79,6 +79,17 @@ def is_compiled_by_inductor(module: torch.nn.Module) -> bool:
     return configuration is not None and configuration() is not None
 
 
+def has_own_compile_settings(module: torch.nn.Module) -> bool:
+    """Whether a module was compiled by inductor under other settings (`mode=`, `options=`) than the current ones.
+
+    Source: as for `is_compiled_by_inductor`; `get_patched_config_dict` (torch/_inductor/compile_fx.py).
+    """
+    from torch._inductor.compile_fx import get_patched_config_dict
+
+    compiled: Any = module if is_compiled_wrapper(module) else module.__dict__.get("_compiled_call_impl")
+    return compiled.get_compiler_config() != get_patched_config_dict()
+
+
 def put_compiled_back(module: torch.nn.Module, attribute: Any) -> None:
     """Make calls of a module run compiled again, by its earlier attribute, unless it was compiled anew.
 

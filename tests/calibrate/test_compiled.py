@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autoac
-from autoac.calibrate.compiled import on_disk, table
+from autoac.calibrate.compiled import measured, on_disk, table
 from autoac.calibrate.compiled.capture import captured
 from autoac.calibrate.compiled.tried import peak_with, tried
 from autoac.compare.run import AT_BUDGET, compare
@@ -227,6 +227,34 @@ def test_a_compiled_model_of_which_no_block_can_be_compiled(folder: Path):
     plan = autoac.plan(compiled_model, batch(), "1GB", loss=loss)
     assert plan.engine == "sac"
     assert "engine compile is not for code of another compiler than inductor" in plan.explain()
+    tuned = torch.compile(make(), options={"max_autotune": True})
+    plan = autoac.plan(tuned, batch(), "1GB", loss=loss)
+    assert plan.engine == "sac"
+    assert "engine compile is not for settings of your own" in plan.explain()
+
+
+def test_points_that_do_not_fit_on_the_device_are_left_out(profile: Profile, monkeypatch: pytest.MonkeyPatch):
+    """Nor are the others kept on disk: another time more of them may fit."""
+    fits = [TORCHS]
+
+    def point(kind: Any, name: str, inputs: str) -> Any:
+        def run(*call: Any) -> Any:
+            if name not in fits:
+                raise torch.OutOfMemoryError("too large")
+            return compiled(kind, name, inputs)(*call)
+
+        return run
+
+    monkeypatch.setattr(measured, "compiled", point)
+    monkeypatch.setattr(on_disk.PointsOnDisk, "read", lambda self: None)
+    monkeypatch.setattr(on_disk.PointsOnDisk, "write", lambda self, points: pytest.fail("kept"))
+    found = autoac.profile(make(), batch(), loss=loss, engine="compile")
+    assert isinstance(found.compiled, CompiledTable)
+    [region] = found.compiled.regions
+    assert [point.name for point in region.points] == fits
+    fits.clear()
+    with pytest.raises(autoac.ProfilingError, match=r"no region of the model can be compiled: .*too large"):
+        autoac.profile(make(), batch(), loss=loss, engine="compile")
 
 
 def test_another_plan_never_gets_the_code_of_the_first(

@@ -209,6 +209,8 @@ def test_on_cuda_ops_are_timed_by_events_around_several_launches(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: setattr(Event, "idle", True))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    busy_s: list[float] = []
+    monkeypatch.setattr("autoac.device.keep_busy", lambda device, seconds: busy_s.append(seconds))
     launches = 0
 
     class Launched(TorchDispatchMode):
@@ -231,3 +233,5 @@ def test_on_cuda_ops_are_timed_by_events_around_several_launches(monkeypatch: py
     assert timer.times().keys() == {signature}
     assert time.time_s == pytest.approx(1e-3)
     assert time.host_s > 0
+    assert len(busy_s) == 3  # the device is busy until the host has launched all four
+    assert min(busy_s) > 4 * time.host_s

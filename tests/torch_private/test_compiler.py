@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,15 @@ def test_is_compiled_by_inductor():
     assert torch_private.is_compiled_by_inductor(model)
     model.compile(backend="eager")
     assert not torch_private.is_compiled_by_inductor(model)
+
+
+def test_compile_settings_of_ones_own():
+    model: Any = nn.Linear(2, 2)
+    assert not torch_private.has_own_compile_settings(torch.compile(model))
+    for own in ({"mode": "max-autotune"}, {"options": {"max_autotune": True}}):
+        assert torch_private.has_own_compile_settings(torch.compile(model, **own))
+        model.compile(**own)
+        assert torch_private.has_own_compile_settings(model)
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")

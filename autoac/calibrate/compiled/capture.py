@@ -12,6 +12,7 @@ import torch
 
 from autoac.ops.geometry import clone_with_geometry
 from autoac.step.inputs import described
+from autoac.step.model import device_of
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import uncompiled
@@ -134,7 +135,7 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
     """Catch calls of some modules in the user's own step, which ends after the last of them.
 
     Autograd tracks `requires_grad` but saves no tensors, so that forward takes no more memory than without gradients.
-    A callable step may run backward, so there tensors are saved as usual.
+    A callable step may run backward, so there tensors are saved, in the host's memory.
 
     Args:
         kinds: as for `Catcher`.
@@ -143,6 +144,7 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
         ProfilingError: the step does not make one of the calls.
     """
     model, catcher = step.model, _UntilComplete(step.model, kinds)
+    on_host = device_of(model).type == "cpu"
     written = [*model.parameters(), *model.buffers()]
     keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _unpacked)
     with (
@@ -153,8 +155,9 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
         restorer.later(catcher.take_off)
         catcher.put_on()
         with contextlib.suppress(_Enough):
-            if step.is_whole:
-                step.run()
+            if step.is_whole:  # the plan that makes it fit is still to come
+                with contextlib.nullcontext() if on_host else torch.autograd.graph.save_on_cpu():
+                    step.run()
             else:
                 with keeps_nothing:
                     step.forward()

@@ -38,15 +38,27 @@ def measured_points(
         eager: also measure the uncompiled region.
 
     Returns:
-        The measured points in the same order, then `EAGER` if measured.
+        The measured points in the same order, then `EAGER` if measured. Points that do not fit on the device are left
+        out.
+
+    Raises:
+        torch.OutOfMemoryError: none fits.
     """
     runs: dict[str, Run] = {}
-    for name in points:
+    too_large = ""
+    for name in [*points, *([EAGER] if eager else [])]:
         tell(name)
-        runs[name] = compiled(type(region.module), name, region.described)
-        _forward_and_backward(region, runs[name], device)  # compiles
-    if eager:
-        runs[EAGER] = run_module
+        run = run_module if name == EAGER else compiled(type(region.module), name, region.described)
+        try:
+            _forward_and_backward(region, run, device)  # compiles
+        except torch.OutOfMemoryError as error:
+            too_large = str(error)
+        else:
+            runs[name] = run
+            continue
+        device_for(device).release_cache()
+    if not runs:
+        raise torch.OutOfMemoryError(too_large)
     sizes = {name: _sizes(region, run, device) for name, run in runs.items()}
     once = {name: functools.partial(_forward_and_backward, region, run, device) for name, run in runs.items()}
     round_s = sum(sum(run()) for run in once.values())

@@ -19,6 +19,7 @@ from autoac.device import device_for, processor
 from autoac.execute.compiled.survey import Survey
 from autoac.progress import LOGGER
 from autoac.torch_private.kernel_flags import kernel_flags
+from autoac_solver.allocator.options import options_in_environment
 from autoac_solver.records.compiled import CompiledPoint
 from autoac_solver.records.disk.files import read_json, write_json
 from autoac_solver.records.disk.schema import checked, columns, rows, table
@@ -48,6 +49,7 @@ class PointsOnDisk:
         parts = (
             *(survey.graph, *survey.points, inputs, str(eager)),
             *(str(device.type), on, torch.__version__, *settings, code),
+            options_in_environment() if known.counts_memory else "",
         )
         name = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         folder = partitioner.cache_folder()

@@ -14,6 +14,7 @@ from autoac.calibrate.compiled.measured import measured_points
 from autoac.calibrate.compiled.on_disk import PointsOnDisk
 from autoac.execute.compiled.code import surveying
 from autoac.measure import ONE_AT_A_TIME
+from autoac.step.autocast import forward_autocast
 from autoac.step.model import device_of
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
@@ -70,7 +71,8 @@ def with_compiled_regions(
     with ONE_AT_A_TIME:
         tell("what the regions are called with", 0.0)
         found = captured(step, kinds)
-    return with_caught_regions(profile, step.model, step.inputs, found, tell)
+    with forward_autocast() as without, without:  # regions enter the autocast of their own calls
+        return with_caught_regions(profile, step.model, step.inputs, found, tell)
 
 
 def kinds_of(
@@ -194,7 +196,8 @@ def _region(
         points = on_disk.read()
         if points is None:
             points = measured_points(region, survey.points, device, tell, eager)
-            on_disk.write(points)
+            if len(points) == len(survey.points) + eager:  # where more is free, more may fit
+                on_disk.write(points)
     except Exception as error:
         return CompiledRegion(calls, (), (), first_line(error))
     return CompiledRegion(calls, survey.heavy, points, inputs=region.described)

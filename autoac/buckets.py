@@ -12,7 +12,7 @@ import torch
 
 from autoac.check.verify import Report
 from autoac.execute.engines import ENGINES
-from autoac.execute.on_top import OnTop, has_owner
+from autoac.execute.on_top import OnTop, owner_of
 from autoac.plans import Model, Plan
 from autoac.step.inputs import autocast_in, elements_in, elements_of
 from autoac.step.model import unwrapped
@@ -85,7 +85,7 @@ class Buckets:
             PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
         """
         inner = unwrapped(model)
-        if has_owner(inner):
+        if owner_of(inner) is not None:
             raise PlanMismatchError(
                 "autoac.auto, or a plan for each bucket, is on this model: call remove() on it first."
             )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from autoac.torch_private import current_raw_stream, keep_busy
+from autoac.torch_private import current_raw_stream, sleep_cycles
 from autoac_solver.allocator.caching import rounded_size
 from autoac_solver.allocator.options import AllocatorOptions, options_in_environment, parse_options
 from autoac_solver.records.devices import cuda_block_bytes
@@ -27,6 +27,9 @@ T = TypeVar("T")
 
 _LEAD_S = 1e-4
 """Time that a GPU is kept busy for before a measurement, in addition to what launching takes."""
+_CYCLES = 10**7
+_CYCLES_PER_S: dict[torch.device, float] = {}
+"""Clock rates of GPUs, measured once per process."""
 
 RandomState = tuple[Callable[[Any], Any], Any]
 """A function that sets random states, and the states."""
@@ -275,13 +278,25 @@ class CudaDevice:
     def launched_s(self, call: Callable[[], object], number: int, launching_s: float) -> float:
         call()
         # Without it kernels that are shorter than their launch would seem to take as long as that.
-        keep_busy(self.device, 2 * launching_s + _LEAD_S)
+        self.keep_busy(2 * launching_s + _LEAD_S)
         start, end = self._recorded(), _event()
         for _ in range(number):
             call()
         self._record(end)
         end.synchronize()
         return start.elapsed_time(end) * 1e-3
+
+    def keep_busy(self, seconds: float) -> None:
+        """Let the current stream be busy for about so long, without waiting for it."""
+        with torch.cuda.device(self.device):
+            sleep_cycles(int(seconds * self._cycles_per_s()))
+
+    def _cycles_per_s(self) -> float:
+        if self.device not in _CYCLES_PER_S:
+            sleep_cycles(_CYCLES)  # the first launch takes longer
+            _, seconds = self.timed(lambda: sleep_cycles(_CYCLES))
+            _CYCLES_PER_S[self.device] = _CYCLES / seconds
+        return _CYCLES_PER_S[self.device]
 
     def launching_s(self, call: Callable[[], object], number: int) -> float:
         call()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,45 @@ def test_a_saved_plan_for_another_optimizer_is_not_kept(tmp_path: Path):
         peaks.append(handle.plan.predicted_peak_bytes)
     assert peaks[1] == peaks[2]
     assert peaks[1] - peaks[0] >= 2 * 4 * sum(p.numel() for p in make().parameters())
+
+
+def test_a_saved_plan_for_less_state_of_the_same_optimizer_is_not_kept(tmp_path: Path):
+    peaks = []
+    for momentum in (0.0, 0.9, 0.9):
+        model = make()
+        handle = autoac.auto(model, ENOUGH, path=tmp_path / "plan.json")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        for seed in range(4):
+            train(model, optimizer, seed)
+        assert handle.plan is not None
+        peaks.append(handle.plan.predicted_peak_bytes)
+    assert peaks[1] == peaks[2]
+    assert peaks[1] - peaks[0] >= 4 * sum(p.numel() for p in make().parameters())
+
+
+def trained_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        train(model, optimizer, seed)
+
+
+def test_a_step_above_the_budget_is_told():
+    """The second batch is as large as the first; what the model keeps besides is not."""
+    model = make()
+    first = autoac.auto(model, ENOUGH)
+    optimizer = adam(model)
+    for seed in range(2):
+        train(model, optimizer, seed)
+    assert first.plan is not None
+    budget = first.plan.predicted_peak_bytes
+    first.remove()
+    handle = autoac.auto(model, budget, measure=True)
+    kept: list[torch.Tensor] = []
+    train(model, optimizer, 2)
+    model.register_forward_hook(lambda *_: kept.append(torch.zeros(10**6)))
+    with pytest.warns(UserWarning, match="a step under the plan took more than the budget: measured peak"):
+        trained_on(model, optimizer, range(3, 6))
+    assert handle.measured_peak_bytes is not None
+    assert handle.measured_peak_bytes > budget
 
 
 def test_a_plan_that_cannot_be_taken_off_stays_on_and_is_told():

@@ -196,4 +196,6 @@ def test_a_gpus_own_time_is_not_that_of_the_launch():
     launching_s = min(known.launching_s(call, 16) for _ in range(5))
     assert known.launched_s(call, 16, launching_s) < 0.7 * launching_s
     launching_s = min(known.launching_s(large.neg_, 4) for _ in range(5))
+    assert isinstance(known, CudaDevice)
+    assert known.timed(lambda: known.keep_busy(0.02))[1] == pytest.approx(0.02, rel=0.3)
     assert known.launched_s(large.neg_, 4, launching_s) > 4 * launching_s

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autoac.device import device_for
 from autoac.execute.engines import default_engine
 from autoac.step.model import device_of, runs_compiled, unwrapped
 from autoac.step.uncompiled import compiled_modules
@@ -39,7 +40,7 @@ def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tu
         against = against or "code of another compiler than inductor"
     elif any(map(has_own_compile_settings, compiled)):
         against = against or "settings of your own (mode=, options=)"
-    elif device_of(unwrapped(model)).type not in ("cpu", "cuda"):  # where it was measured
+    elif not device_for(device_of(unwrapped(model))).known:
         against = against or f"{device_of(unwrapped(model)).type} by itself yet: ask for it to have it"
     if not against:
         return COMPILE, "auto: the model is compiled"

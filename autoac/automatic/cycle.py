@@ -52,6 +52,11 @@ class Cycle:
         """Whether the optimizer step counted last ends the loop's step."""
         return self.is_one or (self._length is not None and self._count >= self._length)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether fewer optimizers have stepped in an announced step than in an earlier one (every n-th batch more)."""
+        return self.is_told and self._length is not None and self._count < self._length
+
     def may_begin(self, has_gradients: bool) -> bool:
         """Whether a call of the model, not announced by a trainer, begins a step."""
         if self.is_told:

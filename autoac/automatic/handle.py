@@ -21,6 +21,9 @@ from autoac.progress import LOGGER
 from autoac.step.model import has_gradients
 from autoac.torch_private import in_backward
 
+_MOST_SHORT = 12
+"""At most so many recordings are dropped in search of a step in which all optimizers step."""
+
 
 class Auto(LoopPlan):
     """The handle of `autoac.auto`: receives the loop's events.
@@ -36,6 +39,8 @@ class Auto(LoopPlan):
         super().__init__(model, wanted, optimizer, OnTop(model, self))
         _give_up_abandoned()
         self._running = False
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, under a saved plan
+        self._short = 0  # recordings dropped, because other batches step more optimizers
         self._retrained = 0  # recordings in a row of which none was planned for: others were trained next
         self._ahead = Ahead(model, self._about_to_be_called)
         self._ahead.put_on()
@@ -51,9 +56,11 @@ class Auto(LoopPlan):
 
     def remove(self) -> None:
         """Take the plan and this handle's hooks off the model, restoring it."""
-        super().remove()
-        self._ahead.take_off()
-        _remove(self._hooks)
+        try:
+            super().remove()
+        finally:
+            self._ahead.take_off()
+            _remove(self._hooks)
 
     def __repr__(self) -> str:
         return f"Auto({type(self._model).__name__}, {self._plan or self._state()})"
@@ -110,14 +117,19 @@ class Auto(LoopPlan):
             args, kwargs: arguments of the call, which hold the batch.
         """
         self._cycle.is_told = True
-        self._begins(args, kwargs, self._cycle.has_stepped or not has_gradients(self._model))
+        self._begins(
+            args, kwargs, self._cycle.has_stepped or not has_gradients(self._model), is_announced=True
+        )
         self._cycle.has_stepped = False
 
-    def _begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], begins: bool) -> None:
+    def _begins(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], begins: bool, is_announced: bool = False
+    ) -> None:
         """Handle a call of the model.
 
         Args:
             begins: whether a step begins with the call.
+            is_announced: whether it is no call, but announced by a trainer.
         """
         if begins and self._peak.is_running:  # no optimizer has stepped since
             self._tell_peak(self._peak.end())
@@ -127,6 +139,14 @@ class Auto(LoopPlan):
         if not self._cycle.is_told:
             self._cycle.has_stepped = False
         meet = begins and self._across.step_begins()  # counts steps, also while one is recorded
+        if (
+            begins
+            and self._cycle.is_short
+            and self._recording.profile is not None
+            and self._short < _MOST_SHORT
+        ):
+            self._short += 1
+            self._recording.drop()
         if self._recording.is_on:
             if self._compiling is not None:
                 self._compiling.recorded(args, kwargs, begins=False)
@@ -150,7 +170,7 @@ class Auto(LoopPlan):
             if self._plan is not None and self._corrected is not None:
                 self._plan_again(args, kwargs)
         if self._plan is not None:
-            self._look_at(args, kwargs, begins)
+            self._look_at(args, kwargs, begins, is_announced or not self._cycle.is_told)
         if self._plan is None and self._recording.profile is None and begins:
             self._record(args, kwargs)
 
@@ -176,6 +196,11 @@ class Auto(LoopPlan):
         if not self._optimizers.trains(optimizer) or in_backward():
             return
         self._recording.pause(False)
+        if (
+            self._plan is not None and self._was_saved and optimizer not in self._stepped
+        ):  # it has its state now
+            self._stepped.add(optimizer)
+            self._watch.uncounted |= not counts_optimizer(self._plan.record.profile, optimizer)
         if self._peak.is_running and self._cycle.is_over:
             self._tell_peak(self._peak.end())
 
@@ -248,10 +273,15 @@ class Auto(LoopPlan):
             self._trained = trained_in(self._model)
             self._across.ask()
 
-    def _look_at(self, args: Any, kwargs: Any, begins: bool) -> None:
-        """Check a call under the plan: record anew or warn if the plan was not made for it."""
-        found = self._watch.found(args, kwargs, begins, self._recording)
-        if found is not None:
+    def _look_at(self, args: Any, kwargs: Any, begins: bool, checks: bool) -> None:
+        """Check a call under the plan: record anew or warn if the plan was not made for it.
+
+        Args:
+            checks: whether the call is one of those that the plan was made for; not one inside of an announced step.
+        """
+        if checks and (
+            found := self._watch.found(args, kwargs, begins, self._cycle.is_told, self._recording)
+        ):
             self._act_on(found)
         if begins and self._plan is not None:
             if not self._cycle.is_one or self._cycle.ends_with_optimizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,10 +41,12 @@ class LoopPlan:
         measured_peak_bytes: peak of the first step under the plan, with the optimizer's step and resident bytes; None
             until it is over, or if it is not to be measured.
         measured_plan: the plan of that step; None as long as nothing was measured.
+        trial: for `verify`, from a trainer that announces steps: runs one on the announced batch, forward to backward.
     """
 
     def __init__(self, model: torch.nn.Module, wanted: Wanted, optimizer: Any, on_top: OnTop):
         self.report: Any = None
+        self.trial: Callable[[], torch.Tensor] | None = None
         self.measured_peak_bytes: int | None = None
         self.measured_plan: Plan | None = None
         self._given = model
@@ -66,11 +69,18 @@ class LoopPlan:
         self._corrected: Profile | None = None  # by a measured step; the next plan is made from it
 
     def remove(self) -> None:
-        """Take the plan off the model, restoring it."""
+        """Take the plan off the model, restoring it.
+
+        Raises:
+            PlanMismatchError: other code has replaced a planned module's forward, and the plan stays on; all else is
+                taken off.
+        """
         self._give_up_step()
         self._optimizers.hold(False)
-        self._take_plan_off()
-        self._on_top.take_off()
+        try:
+            self._take_plan_off()
+        finally:
+            self._on_top.take_off()
 
     def _give_up_step(self) -> None:
         """Stop recording and measuring the step that runs."""
@@ -264,7 +274,7 @@ class LoopPlan:
             AutoacError: they are not; the model is left without a plan.
         """
         with self._on_top.aside():
-            self.report = verified(plan, self._model, args, kwargs)
+            self.report = verified(plan, self._model, args, kwargs, self.trial)
         if not self.report.equal:
             self.remove()
             raise AutoacError(f"the plan does not give the same gradients, so it is not used:\n{self.report}")
@@ -285,18 +295,21 @@ class LoopPlan:
             LOGGER.info("%s", peak_in_a_line(self._plan, self.measured_peak_bytes))
             if self._compiling is not None:
                 self._corrected = self._compiling.better_known(self._plan, self.measured_peak_bytes)
-                limit_bytes = self._plan.budget_bytes - self._plan.record.headroom_bytes
-                if (
-                    self._compiling.is_judged
-                    and self._corrected is None
-                    and self.measured_peak_bytes > limit_bytes
-                ):
-                    self._warn(
-                        "over budget",
-                        f"no plan of compiled regions was measured to be within the budget: "
-                        f"{peak_in_a_line(self._plan, self.measured_peak_bytes)}. Leave headroom=, or take "
-                        "engine='replay'.",
-                    )
+                if not self._compiling.is_judged or self._corrected is not None:
+                    return
+            if self.measured_peak_bytes > self._plan.budget_bytes:
+                self._warn_of_budget(self._plan, self.measured_peak_bytes)
+
+    def _warn_of_budget(self, plan: Plan, measured_bytes: int) -> None:
+        peak = peak_in_a_line(plan, measured_bytes)
+        if self._compiling is not None:
+            words = f"no plan of compiled regions was measured to be within the budget: {peak}. Leave headroom=, or "
+            self._warn("over budget", f"{words}take engine='replay'.")
+        else:
+            words = (
+                f"a step under the plan took more than the budget: {peak}. Leave headroom=, or find out what "
+            )
+            self._warn("over budget", f"{words}differs from the recorded step.")
 
 
 def _is_of_another(profile: Profile, model: torch.nn.Module) -> bool:

@@ -16,6 +16,8 @@ from autoac.torch_private import is_profiled, local_part
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import NEVER, Profile, Storage
 
+_LITTLE_MORE = 1.01
+
 
 class Optimizers:
     """The optimizers of a model, as they are found; referenced weakly, so that a dropped one frees its state.
@@ -94,8 +96,15 @@ def is_frozen(model: torch.nn.Module) -> bool:
 
 
 def counts_optimizer(profile: Profile, optimizer: Any) -> bool:
-    """Whether a profile counts the state of an optimizer of this class."""
-    return any(r.kind == "Optstate" and r.name == type(optimizer).__name__ for r in profile.storage_table)
+    """Whether a profile counts the state of an optimizer of this class, and no less of it than there is now.
+
+    The same class keeps more with other options (momentum, amsgrad), or for more parameters.
+    """
+    counted = [
+        r for r in profile.storage_table if r.kind == "Optstate" and r.name == type(optimizer).__name__
+    ]
+    state_bytes = unique_storage_bytes(state_tensors(optimizer, profile.device.split(":")[0]))
+    return bool(counted) and state_bytes <= _LITTLE_MORE * sum(r.bytes for r in counted)
 
 
 def trained_in(model: torch.nn.Module) -> str:

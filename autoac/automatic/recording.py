@@ -179,6 +179,12 @@ class Recording:
         self.forget()
         return profile
 
+    def drop(self) -> None:
+        """Drop the profile, as if that step had not been recorded."""
+        self.forget()
+        self.count -= 1
+        self.ended_early = False
+
     def forget(self) -> None:
         """Drop the profile."""
         self.profile, self._survivors = None, {}

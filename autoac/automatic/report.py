@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +32,22 @@ def peak_in_a_line(plan: Plan, measured_bytes: int) -> str:
     )
 
 
-def verified(plan: Plan, model: torch.nn.Module, args: Any, kwargs: Any) -> Report:
+def verified(
+    plan: Plan,
+    model: torch.nn.Module,
+    args: Any,
+    kwargs: Any,
+    trial: Callable[[], torch.Tensor] | None = None,
+) -> Report:
     """Run `verify` on a batch, with the output's loss.
 
     Args:
         model: without wrappers, and without our forward.
         args, kwargs: arguments of the model's call.
+        trial: runs a step on the batch, forward to backward, where a trainer does not call the model itself.
     """
+    if trial is not None:
+        return verify(plan, TrainingStep(model, trial))
 
     def step() -> torch.Tensor:
         loss = default_loss(model(*args, **kwargs))

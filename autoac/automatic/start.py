@@ -12,7 +12,7 @@ from autoac.api.checks import check_compiling, check_together
 from autoac.automatic.handle import Auto
 from autoac.automatic.wanted import Wanted
 from autoac.calibrate.compiled.table import BLOCKS
-from autoac.execute.on_top import has_owner
+from autoac.execute.on_top import owner_of
 from autoac.parallel.wrapped import found_on
 from autoac.policies import Policies, listed
 from autoac.step.model import check_model, unwrapped
@@ -87,7 +87,7 @@ def auto(
     if compiles(engine) and found_on(model).is_here:
         check_together(engine, BLOCKS, None)
     check_model(unwrapped(model))
-    if has_owner(model):
+    if owner_of(model) is not None:
         raise ProfilingError(
             "autoac.auto (or a plan for each bucket) is on this model already: call remove() on its handle first."
         )

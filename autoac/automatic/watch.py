@@ -73,17 +73,20 @@ class Watch:
         """Stop checking, when the plan is taken off."""
         unwatch_newcomers(self._model)
 
-    def found(self, args: Any, kwargs: Any, begins: bool, recording: Recording) -> Finding | None:
+    def found(
+        self, args: Any, kwargs: Any, begins: bool, is_told: bool, recording: Recording
+    ) -> Finding | None:
         """A deviation from the plan in this call of the model, or in the steps before it; None if there is none.
 
         Args:
             args, kwargs: arguments of the call.
             begins: whether a step begins with it.
+            is_told: whether a trainer announces the steps, before it enters their autocast.
 
         Raises:
             ValueError: the call is larger than planned for, and `on_larger` is "error".
         """
-        if begins and self._unplanned.is_other_autocast():
+        if begins and not is_told and self._unplanned.is_other_autocast():
             words = self._unplanned.words_on_autocast()
             return Finding("autocast", words, f"{words}: recording this step anew")
         if self._unplanned.is_larger(args, kwargs):

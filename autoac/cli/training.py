@@ -92,6 +92,7 @@ def train(
                     update()
                     times_s += [seconds] if index else []
             losses.append(None if loss is None else float(loss))
+            del loss  # the next step begins without it, as the profiled one did
     return Training(name, losses, times_s, peak_bytes, state_bytes)
 
 

@@ -57,10 +57,10 @@ def on_top_forward(bound: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return (below or functools.partial(type(module).forward, module))(*args, **kwargs)
 
 
-def has_owner(model: torch.nn.Module) -> bool:
-    """Whether the model already has a forward on top with an owner."""
+def owner_of(model: torch.nn.Module) -> Owner | None:
+    """The owner of the model's forward on top, None if it has none."""
     carried: _Carried | None = model.__dict__.get(_KEY)
-    return carried is not None and carried.owner is not None
+    return None if carried is None else carried.owner
 
 
 class OnTop:

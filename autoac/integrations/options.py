@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from typing import Any, Literal
 
 import torch
@@ -10,11 +12,13 @@ from autoac.api.checks import check_compiling
 from autoac.automatic import Auto, auto
 from autoac.automatic.start import check_options
 from autoac.calibrate.compiled.table import BLOCKS
+from autoac.execute.on_top import owner_of
 from autoac.plans import Plan
 from autoac.policies import listed
 from autoac.progress import LOGGER
-from autoac.step.model import own_checkpointing, unwrapped
+from autoac.step.model import checkpointing_switches, own_checkpointing, unwrapped
 from autoac_solver.records.engines import EngineName
+from autoac_solver.records.errors import PlanMismatchError
 
 
 class Planned:
@@ -54,6 +58,7 @@ class Planned:
         self._last: Plan | None = None
         self._last_peak_bytes: int | None = None
         self._told: Plan | None = None
+        self._switches: list[tuple[Any, Any]] = []  # of the model's own checkpointing, as they were
 
     @property
     def plan(self) -> Plan | None:
@@ -84,18 +89,48 @@ class Planned:
         self.stop()
         self._told = None
         inner = unwrapped(model)
-        if turned_off := turn_checkpointing_off(inner):
+        take_off_leftovers(model)
+        switches: list[tuple[Any, Any]] = [
+            (m, m.gradient_checkpointing) for m in checkpointing_switches(inner)
+        ]
+        turned_off = turn_checkpointing_off(inner)
+        try:
+            self.handle = auto(model, self.budget, **self.options, measure=True)
+        except BaseException:
+            _put_back(switches)
+            raise
+        _STARTED.add(self.handle)
+        if turned_off:
+            self._switches = switches
             LOGGER.info(
                 "%s of %s is off: the plan decides what is recomputed", turned_off, type(inner).__name__
             )
-        self.handle = auto(model, self.budget, **self.options, measure=True)
 
     def stop(self) -> None:
-        """Take the plan off; `plan` and `measured_peak_bytes` stay available."""
+        """Take the plan off, and restore the model; `plan` and `measured_peak_bytes` stay available."""
         handle, self.handle = self.handle, None
-        if handle is not None:
-            self._last, self._last_peak_bytes = handle.known_plan, handle.measured_peak_bytes
+        if handle is None:
+            return
+        self._last = handle.known_plan or handle.measured_plan
+        self._last_peak_bytes = handle.measured_peak_bytes
+        _put_back(self._switches)
+        self._switches = []
+        try:
             handle.remove()
+        except PlanMismatchError as error:  # the training itself has succeeded
+            warnings.warn(f"the plan stays on the model: {error}", stacklevel=3)
+
+
+_STARTED: weakref.WeakSet[Auto] = weakref.WeakSet()
+"""Handles of callbacks. A trainer whose `train` fails or is interrupted need not tell its callbacks."""
+
+
+def take_off_leftovers(model: torch.nn.Module) -> None:
+    """Take off what another callback has left on a model, whose training has failed or was interrupted."""
+    for module in (model, unwrapped(model)):
+        if isinstance(left := owner_of(module), Auto) and left in _STARTED:
+            LOGGER.info("taking off what an earlier training run has left on %s", type(module).__name__)
+            left.remove()
 
 
 def turn_checkpointing_off(model: torch.nn.Module) -> str:
@@ -104,3 +139,8 @@ def turn_checkpointing_off(model: torch.nn.Module) -> str:
     if name:
         getattr(model, f"{name}_disable")()
     return name
+
+
+def _put_back(switches: list[tuple[Any, Any]]) -> None:
+    for module, value in switches:
+        module.gradient_checkpointing = value

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from autoac.integrations.options import Planned
+from autoac.integrations.options import Planned, take_off_leftovers
 from autoac.plans import Plan
 from autoac.torch_private import is_compiled_wrapper
 
@@ -37,6 +37,17 @@ class AutoACCallback(TrainerCallback):
     def measured_peak_bytes(self) -> int | None:
         """Measured peak of the first step under the plan, resident bytes included; None before."""
         return self._planned.measured_peak_bytes
+
+    def remove(self) -> None:
+        """Take the plan off the model, where training has not come to its end (an exception, an interrupt)."""
+        self._planned.stop()
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: torch.nn.Module | None = None, **_: Any
+    ) -> None:
+        """Take off what an interrupted run has left: the trainer reads the signature of the model's forward."""
+        if model is not None:
+            take_off_leftovers(model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: torch.nn.Module | None = None, **_: Any

@@ -152,7 +152,7 @@ from autoac.torch_private.storages import (
     storage_ref,
     storage_users,
 )
-from autoac.torch_private.streams import current_raw_stream, keep_busy
+from autoac.torch_private.streams import current_raw_stream, sleep_cycles
 from autoac.torch_private.tensors import (
     alias_unseen,
     base_of,
@@ -284,7 +284,7 @@ __all__ = [
     "is_zero_tensor",
     "raised_in_compiler",
     "recompile_limit",
-    "keep_busy",
+    "sleep_cycles",
     "key_of_storage",
     "negative_view",
     "next_node_number",

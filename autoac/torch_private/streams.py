@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 
@@ -19,23 +17,9 @@ def current_raw_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
-def keep_busy(device: torch.device, seconds: float) -> None:
-    """Let the device's current stream be busy for about so long, without waiting for it.
+def sleep_cycles(cycles: int) -> None:
+    """Let the current GPU's current stream be busy for so many cycles of its clock, without waiting for it.
 
-    Source: `torch.cuda._sleep` (aten/src/ATen/cuda/Sleep.cu), a kernel that counts clock cycles.
+    Source: `torch.cuda._sleep`, `THCPModule_cudaSleep` (torch/csrc/cuda/Module.cpp).
     """
-    with torch.cuda.device(device):
-        torch.cuda._sleep(int(seconds * _cycles_per_s(device)))
-
-
-@functools.cache
-def _cycles_per_s(device: torch.device) -> float:
-    cycles = 10**7
-    stream = torch.cuda.current_stream(device)
-    torch.cuda._sleep(cycles)  # the first launch takes longer
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record(stream)
-    torch.cuda._sleep(cycles)
-    end.record(stream)
-    end.synchronize()
-    return cycles / (start.elapsed_time(end) * 1e-3)
+    torch._C._cuda_sleep(cycles)

@@ -16,6 +16,7 @@ import autoac
 from autoac.calibrate.device_table import calibrate, entries_of
 from autoac.calibrate.models import LLAMA, RESNET, llama, resnet
 from autoac.compare.selfcheck import selfcheck
+from autoac.device import CudaDevice
 from autoac.ops.info import op_info
 from autoac.ops.signatures import Signature, TensorSpec
 from autoac.price.meters import OpTimer
@@ -210,7 +211,7 @@ def test_on_cuda_ops_are_timed_by_events_around_several_launches(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: setattr(Event, "idle", True))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     busy_s: list[float] = []
-    monkeypatch.setattr("autoac.device.keep_busy", lambda device, seconds: busy_s.append(seconds))
+    monkeypatch.setattr(CudaDevice, "keep_busy", lambda self, seconds: busy_s.append(seconds))
     launches = 0
 
     class Launched(TorchDispatchMode):

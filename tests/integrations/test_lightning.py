@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -102,12 +103,16 @@ class Told(lightning.pytorch.loggers.logger.Logger):
 
 
 def trained(
-    setting: str, callback: AutoACCallback | None, steps: int = 5, logger: Told | None = None
+    setting: str,
+    callback: AutoACCallback | None,
+    steps: int = 5,
+    logger: Told | None = None,
+    task: Any = None,
 ) -> torch.nn.Module:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     lightning.seed_everything(0, verbose=False)
     several = setting == "two optimizers"
-    task: Any = Adversarial() if several else Task(setting == "manual")
+    task = task or (Adversarial() if several else Task(setting == "manual"))
     data = torch.utils.data.TensorDataset(
         torch.randn(10 * BATCH, WIDTH), torch.randint(0, WIDTH, (10 * BATCH,))
     )
@@ -151,6 +156,63 @@ def test_trains_as_without_within_the_budget(setting: str):
     }
     assert logger.plans == [told]
     assert "forward" not in task.__dict__
+
+
+class Called(Task):
+    """Its `training_step` calls the module itself, on a part of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__(manual=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.log("loss", loss)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("setting", ["fp32", "bf16"])
+def test_a_module_that_calls_itself_is_planned_without_a_false_alarm(setting: str):
+    callback = AutoACCallback(ENOUGH, verify=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        task = trained(setting, callback, task=Called())
+    assert not [str(w.message) for w in caught if "autoac" in str(w.filename) or "plan" in str(w.message)]
+    assert callback.plan is not None
+    assert callback.measured_peak_bytes == callback.plan.predicted_peak_bytes
+    assert "log" not in task.__dict__
+
+
+def test_a_step_of_ones_own_optimizers_is_not_verified():
+    with pytest.raises(ValueError, match="automatic_optimization is False"):
+        trained("manual", AutoACCallback(ENOUGH, verify=True))
+
+
+class Seldom(Adversarial):
+    """The generator is trained on every third batch."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        x, _ = batch
+        for optimizer, trains_critic in zip(self.optimizers(), (True, False), strict=True):
+            if not trains_critic and index % 3 < 2:
+                continue
+            self.toggle_optimizer(optimizer)
+            loss = F.softplus(self.critic(x)).mean() if trains_critic else self(x).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+def test_the_batch_in_which_all_optimizers_step_is_planned_for():
+    callback = AutoACCallback(ENOUGH)
+    trained("two optimizers", callback, steps=9, task=Seldom())
+    assert callback.plan is not None
+    called = {call.fqn.partition(".")[0] for call in callback.plan.record.profile.calls}
+    assert {"critic", "generator"} <= called
 
 
 @pytest.mark.slow

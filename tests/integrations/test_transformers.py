@@ -63,11 +63,12 @@ def trained(
     steps: int = 4,
     resume: bool = False,
     dropout: float = 0.1,
+    model: torch.nn.Module | None = None,
     **settings: Any,
 ) -> Any:
     """The trainer after a few steps from always the same start."""
     transformers.set_seed(0)
-    model, data = tiny(dropout), texts(32)
+    model, data = tiny(dropout) if model is None else model, texts(32)
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=4,
@@ -158,6 +159,44 @@ def test_resumes_and_starts_again(tmp_path: Path):
         resumed[name] = trained(folder, using, steps=6, resume=True, save_strategy="no")
     assert_same_weights(resumed["plain"].model, resumed["planned"].model)
     assert callback.plan is not None
+
+
+@pytest.mark.parametrize("step", [0, 2], ids=["recorded", "planned"])
+def test_a_run_that_was_interrupted_leaves_nothing_in_the_way(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Trainer does not tell its callbacks: the next run takes off what is left, or the callback's `remove` does."""
+    made: list[torch.nn.Module] = []
+    run = transformers.Trainer.training_step
+
+    def interrupted(self: Any, model: Any, inputs: Any, *args: Any) -> Any:
+        made.append(model)
+        if self.state.global_step == step:
+            loss = run(self, model, inputs, *args)
+            if len(made) == step + 1:
+                raise KeyboardInterrupt
+            return loss
+        return run(self, model, inputs, *args)
+
+    callback = AutoACCallback(ENOUGH)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.Trainer, "training_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path, callback)
+    model = made[0]
+    again = AutoACCallback(ENOUGH)
+    trainer = trained(tmp_path, again, model=model)
+    assert again.plan is not None
+    assert trainer.state.global_step == 4
+    callback.remove()
+    assert "autoac" not in str(model.__dict__.keys())
+
+
+def test_its_own_checkpointing_is_as_it_was_after_training(tmp_path: Path):
+    model = tiny()
+    model.gradient_checkpointing_enable()
+    trained(tmp_path, AutoACCallback(ENOUGH), model=model)
+    assert model.is_gradient_checkpointing
 
 
 def test_smaller_batch_is_found_and_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -95,9 +95,12 @@ def test_is_compiled_by_inductor():
 
 def test_compile_settings_of_ones_own():
     model: Any = nn.Linear(2, 2)
-    assert not torch_private.has_own_compile_settings(torch.compile(model))
-    for own in ({"mode": "max-autotune"}, {"options": {"max_autotune": True}}):
-        assert torch_private.has_own_compile_settings(torch.compile(model, **own))
+    compiled: Any = torch.compile(model)
+    assert not torch_private.has_own_compile_settings(compiled)
+    settings: list[dict[str, Any]] = [{"mode": "max-autotune"}, {"options": {"max_autotune": True}}]
+    for own in settings:
+        compiled = torch.compile(model, **own)
+        assert torch_private.has_own_compile_settings(compiled)
         model.compile(**own)
         assert torch_private.has_own_compile_settings(model)
 

@@ -15,20 +15,15 @@ def test_current_raw_stream():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_keep_busy():
-    device = torch.device("cuda:0")
-    torch_private.keep_busy(device, 1e-3)  # measures the clock's rate
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    torch_private.keep_busy(device, 0.02)
+def test_sleep_cycles():
+    end = torch.cuda.Event()
+    torch_private.sleep_cycles(10**8)  # a twentieth of a second
     end.record()
     assert not end.query()  # the host does not wait
     end.synchronize()
-    assert start.elapsed_time(end) == pytest.approx(20, rel=0.2)
 
 
 def test_the_names_are_there_in_builds_for_cuda():
     """Builds without CUDA do not have them, nor anything else that could ask for them."""
     for name in ("_cuda_getCurrentRawStream", "_cuda_sleep"):
         assert hasattr(torch._C, name) is torch.backends.cuda.is_built()
-    assert hasattr(torch.cuda, "_sleep")

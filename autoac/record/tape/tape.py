@@ -44,7 +44,7 @@ from autoac.record.tape.clock import Clock, Suspended
 from autoac.record.tape.formulas import Formulas
 from autoac.record.tape.saved import SavedTensors
 from autoac.record.tape.storages import Storages
-from autoac.step.inputs import described, larger
+from autoac.step.inputs import autocast_in, described, larger, without_autocast
 from autoac.step.restore import tensors_of
 from autoac.torch_private import (
     HigherOrderOperator,
@@ -296,7 +296,10 @@ class Tape(TorchDispatchMode):
         """A module's forward begins."""
         self.storages.poll()
         if not fqn:
-            self.sample = larger(self.sample, described(*inputs))
+            own = described(*inputs)
+            # A trainer may have announced the batch before it has entered its autocast.
+            told = without_autocast(self.sample) + autocast_in(own) if own else self.sample
+            self.sample = larger(told, own)
         given = [(tensor, behind_transforms(tensor)) for tensor in tensors_of(inputs)]
         tick = self.clock.next()
         storages = dict.fromkeys(self.storages.indices_of(behind for _, behind in given))

@@ -205,7 +205,7 @@ def test_a_saved_plan_for_less_state_of_the_same_optimizer_is_not_kept(tmp_path:
     assert peaks[1] - peaks[0] >= 4 * sum(p.numel() for p in make().parameters())
 
 
-def trained_on(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seeds: Iterable[int]) -> None:
+def trained_on(model: Blocks, optimizer: torch.optim.Optimizer, seeds: Iterable[int]) -> None:
     for seed in seeds:
         train(model, optimizer, seed)
 

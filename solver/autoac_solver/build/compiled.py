@@ -208,7 +208,7 @@ def _code(compiled: _Compiled) -> Iterator[Lifetime]:
     for option, point in enumerate(compiled.points):
         when = _when(compiled, option)
         yield Lifetime(point.forward_bytes, first, end, when)
-        yield Lifetime(point.kept_bytes, end, last, when)
+        yield Lifetime(point.kept_bytes, end, last, when, call=compiled.region.call)
         yield Lifetime(point.backward_bytes, begin, last, when)
 
 

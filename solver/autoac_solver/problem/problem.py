@@ -212,6 +212,7 @@ class Lifetime:
         exists: the condition under which it is allocated.
         extensions: may prolong it beyond `end`.
         storage: index of the profile's storage, -1 for workspace and random-number states.
+        call: index of the profile's module call whose compiled code keeps it for backward, -1 for all else.
     """
 
     bytes: int
@@ -220,6 +221,7 @@ class Lifetime:
     exists: Condition = ALWAYS
     extensions: tuple[Extension, ...] = ()
     storage: int = -1
+    call: int = -1
 
 
 @dataclass(frozen=True, slots=True)

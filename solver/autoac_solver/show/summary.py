@@ -8,6 +8,7 @@ from autoac_solver.build.engines import engine_model
 from autoac_solver.plan.recorded.report import about_caches, about_torchs_loss, left_bytes
 from autoac_solver.plan.recorded.step import PlannedStep, step_of
 from autoac_solver.plan.reserved import about_unknown, is_cuda
+from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.format import format_bytes, format_seconds
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import Profile
@@ -113,6 +114,8 @@ def _head(record: PlanRecord, step: PlannedStep) -> list[str]:
     of = " of reserved memory" if record.budget_of == "reserved" else ""
     headroom = f", {format_bytes(record.headroom_bytes)} of it headroom" if record.headroom_bytes else ""
     untouched = sum(not region.wrapped for region in record.regions)
+    compiled = sum(region.point != EAGER for region in record.regions)
+    words = f"{compiled} are compiled, and {untouched} " if compiled else f"{untouched} "
     times = about_times(record.profile)
     return [
         f"Plan for {record.model} on {record.device}, engine {record.engine} ({record.engine_reason}).",
@@ -138,7 +141,7 @@ def _head(record: PlanRecord, step: PlannedStep) -> list[str]:
         *([_row("sample", record.profile.sample)] if record.profile.sample else []),
         _row(
             "regions",
-            f"{len(record.regions)}, of which {untouched} are left untouched (nothing to recompute)",
+            f"{len(record.regions)}, of which {words}are left untouched (nothing to recompute)",
         ),
     ]
 

@@ -52,6 +52,15 @@ def test_two_blocks_by_hand() -> None:
     )
 
 
+def test_what_compiled_modules_keep_is_theirs() -> None:
+    profile = Profile.load(PROFILES / "gpt2-medium-compiled-h200.json")
+    record = plan_profile(profile, "7.6GB", engine="compile", gap=0.02)
+    kept = step_of(record).decisions.query("decision == 'compiled'")["bytes"].sum()
+    by_module = explanation(record).peak_by_module.set_index(["kind", "module"])["bytes"]
+    assert by_module["Activation", "blocks.*"] >= kept > 3e9
+    assert "24, of which 24 are compiled, and 0 are left untouched" in explain(record)
+
+
 def test_more_memory_that_buys_nothing_is_not_priced() -> None:
     """Ten samples take 3880 bytes; a wide value of 1000 is recomputed until there is room for all of it."""
     profile, names = scaled(two_blocks(), 10), ["blocks.0", "blocks.1"]

@@ -104,6 +104,8 @@ def timeline_table(profile: Profile, built: Built, decisions: Sequence[int]) -> 
 
 
 def _kind(profile: Profile, lifetime: Lifetime) -> str:
+    if lifetime.call >= 0:
+        return "Activation"
     return "Temp" if lifetime.storage < 0 else profile.storage_table[lifetime.storage].kind
 
 
@@ -135,6 +137,8 @@ def holders_at(
         op = made_by.get(lifetime.storage)
         name = profile.storage_table[lifetime.storage].name if lifetime.storage >= 0 else ""
         module = name.rpartition(".")[0] if name else profile.module_name(op.module) if op else ""
+        if lifetime.call >= 0:
+            module = profile.module_name(lifetime.call)
         kind = _kind(profile, lifetime)
         add(kind, "" if kind == "Gradient" else module, lifetime.bytes)
     rows = [(kind, module, size) for (kind, module), size in held.items()]

@@ -19,6 +19,7 @@ from autoac_solver.plan.recorded.programs import region_calls
 from autoac_solver.plan.recorded.report import KINDS
 from autoac_solver.plan.recorded.step import PlannedStep
 from autoac_solver.problem.simulator import Simulator
+from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import NEVER, Profile
@@ -73,7 +74,7 @@ def page_content(plans: Sequence[PlanRecord], chosen: int) -> dict[str, Any]:
             "backward": encode(op.backward for op in profile.tape),
         },
         "storages": _storages(profile, modules),
-        "axes": [axis.data() for axis in axes.values()],
+        "axes": [axis.data(profile, modules) for axis in axes.values()],
         "plans": rows,
         "names": names.things,
         "modules": modules.things,
@@ -137,6 +138,7 @@ class _Axis:
             "status": plan.status,
             "regions": len(plan.regions),
             "wrapped": sum(region.wrapped for region in plan.regions),
+            "compiled": sum(region.point != EAGER for region in plan.regions),
             "chunked": plan.chunked_losses,
             "lasts": changes(self.lasts, lasts),
             "decided": changes(self.decided, decided),
@@ -144,9 +146,10 @@ class _Axis:
         self.lasts, self.decided = lasts, decided
         return row
 
-    def data(self) -> dict[str, Any]:
+    def data(self, profile: Profile, modules: Numbered) -> dict[str, Any]:
         """The data that all plans on this axis share."""
         problem = self.built.problem
+        nameless = [lifetime for lifetime in problem.lifetimes if lifetime.storage < 0]
         return {
             "op": encode(problem.position_op),
             "again": encode(problem.position_replayed),
@@ -159,6 +162,9 @@ class _Axis:
             "value_unit": encode(group for _, group in self.values),
             "start": encode(self.start),
             "storage": encode(i.storage for i in problem.lifetimes),
-            # Lifetimes that are no storages: workspace and random-number states.
-            "nameless_bytes": encode(i.bytes for i in problem.lifetimes if i.storage < 0),
+            # Lifetimes that are no storages: workspace, random-number states, and what compiled modules keep.
+            "nameless_bytes": encode(i.bytes for i in nameless),
+            "nameless_keeper": encode(
+                modules(profile.module_name(i.call)) if i.call >= 0 else -1 for i in nameless
+            ),
         }

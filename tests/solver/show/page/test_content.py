@@ -78,8 +78,10 @@ def budget(profile: Profile) -> int:
     return peak * 3 // 4
 
 
-@pytest.mark.parametrize("engine", ["replay", "sac"])
+@pytest.mark.parametrize("engine", ["replay", "sac", "compile"])
 def test_the_page_adds_up_the_memory_of_every_plan_at_every_op(profile: Profile, engine: str) -> None:
+    if engine == "compile":
+        profile = Profile.load(ROOT / "profiles" / "gpt2-medium-compiled-h200.json")
     plans = list(plan_budgets(profile, points=4, engine=engine).plans)
     content = page_content(plans, 1)
     sizes = [content["storages"]["sizes_bytes"][i] for i in decode(content["storages"]["size"])]
@@ -94,10 +96,11 @@ def test_the_page_adds_up_the_memory_of_every_plan_at_every_op(profile: Profile,
         for name, column in columns.items():
             column[decode(row[name]["at"])] = decode(row[name]["to"])
         live = np.zeros((len(KINDS), len(axis["op"]) + 1), dtype=np.int64)
-        nameless = iter(axis["nameless_bytes"])
+        nameless = iter(zip(axis["nameless_bytes"], axis["nameless_keeper"], strict=True))
         for start, lasts, storage in zip(axis["start"], columns["lasts"], axis["storage"], strict=True):
-            size = sizes[storage] if storage >= 0 else next(nameless)
-            kind = kind_of[storage] if storage >= 0 else KINDS.index("Temp")
+            size, keeper = (sizes[storage], -1) if storage >= 0 else next(nameless)
+            without = KINDS.index("Temp" if keeper < 0 else "Activation")
+            kind = kind_of[storage] if storage >= 0 else without
             if lasts:
                 live[kind, start] += size
                 live[kind, start + lasts] -= size
@@ -108,6 +111,7 @@ def test_the_page_adds_up_the_memory_of_every_plan_at_every_op(profile: Profile,
         names = [content["names"][decode(content["ops"]["name"])[op]] for op in axis["op"]]
         assert names == table["op"].tolist()
         decisions = step_of(plan).decisions
+        decisions = decisions[decisions["storage"] >= 0]  # of values; a compiled region's has none
         assert [DECISIONS[i] for i in columns["decided"]] == decisions["decision"].tolist()
         assert axis["value_storage"] == decisions["storage"].tolist()
         assert [axis["regions"][axis["unit_region"][u]] for u in axis["value_unit"]] == decisions[

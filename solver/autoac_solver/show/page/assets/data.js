@@ -18,7 +18,7 @@ const source = JSON.parse(byId("data").textContent);
 byId("data").remove(); // frees megabytes that are decoded now
 
 const { kinds, modules, names } = source;
-const TEMP = kinds.indexOf("Temp");
+const [TEMP, ACTIVATION] = ["Temp", "Activation"].map((kind) => kinds.indexOf(kind));
 const RECOMPUTE = source.decisions.indexOf("recompute");
 
 const ops = {
@@ -48,11 +48,15 @@ function decodeAxis(data) {
       mustSave: decode(data.unit_must_save),
     },
     value: { storage: decode(data.value_storage), unit: decode(data.value_unit) },
-    life: { start: decode(data.start), storage: decode(data.storage), bytes: [] },
+    life: { start: decode(data.start), storage: decode(data.storage), bytes: [], keeper: [] },
   };
-  const nameless = decode(data.nameless_bytes);
+  const nameless = { bytes: decode(data.nameless_bytes), keeper: decode(data.nameless_keeper) };
   let next = 0;
-  axis.life.bytes = axis.life.storage.map((storage) => (storage < 0 ? nameless[next++] : storages.bytes[storage]));
+  axis.life.storage.forEach((storage, life) => {
+    axis.life.bytes[life] = storage < 0 ? nameless.bytes[next] : storages.bytes[storage];
+    axis.life.keeper[life] = storage < 0 ? nameless.keeper[next] : -1; // the compiled module that keeps it
+    if (storage < 0) next += 1;
+  });
   axis.length = axis.op.length;
   axis.forward = new Map(); // op -> position of its first run
   axis.op.forEach((op, position) => {
@@ -95,6 +99,7 @@ function decodePlans() {
       status: data.status,
       regions: data.regions,
       wrapped: data.wrapped,
+      compiled: data.compiled,
       chunked: data.chunked,
       lasts: last.lasts,
       decided: last.decided,
@@ -105,7 +110,10 @@ function decodePlans() {
 const plans = decodePlans();
 const chosenPlan = plans[source.chosen];
 
-const kindOfLife = (axis, life) => (axis.life.storage[life] < 0 ? TEMP : storages.kind[axis.life.storage[life]]);
+function kindOfLife(axis, life) {
+  if (axis.life.storage[life] >= 0) return storages.kind[axis.life.storage[life]];
+  return axis.life.keeper[life] >= 0 ? ACTIVATION : TEMP;
+}
 
 /** Live bytes at every position, by kind and in total. */
 function memoryOf(plan) {
@@ -146,7 +154,8 @@ function aliveAt(plan, position) {
   axis.life.start.forEach((start, life) => {
     if (start > position || position >= start + lasts[life]) return;
     const storage = axis.life.storage[life];
-    add(kindOfLife(axis, life), storage < 0 ? 0 : storages.holder[storage], axis.life.bytes[life]);
+    const holder = storage < 0 ? Math.max(0, axis.life.keeper[life]) : storages.holder[storage];
+    add(kindOfLife(axis, life), holder, axis.life.bytes[life]);
   });
   return Array.from(held, ([key, bytes]) => ({
     kind: Math.floor(key / modules.length),

@@ -66,7 +66,8 @@ const regionsView = (() => {
     const gap = Math.min(6, pitch * 0.2);
     svg.append(...valueLines(ticks(0, highest, 2), y, left, right, formatBytes));
     const read = byId("regions-read");
-    const hint = `${plan.wrapped} of ${plural(plan.regions, "region")} recompute something; the others are left untouched.` +
+    const what = plan.compiled ? `are compiled (${plan.compiled}) or recompute something` : "recompute something";
+    const hint = `${plan.wrapped} of ${plural(plan.regions, "region")} ${what}; the others are left untouched.` +
       (plan.chunked ? " The loss is computed over chunks of rows." : "");
     read.textContent = hint;
     shown.forEach((region, i) => {

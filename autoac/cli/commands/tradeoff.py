@@ -30,6 +30,7 @@ from autoac.cli.options import (
 )
 from autoac.cli.output import Output, in_one_unit, table
 from autoac.cli.target import Recorded, is_recorded, load_target, no_arguments, recorded
+from autoac_solver.records.engines import compiles
 
 if TYPE_CHECKING:
     from autoac_solver.plan.curve import Tradeoff
@@ -85,7 +86,7 @@ def main(
     """
     out = Output(context)
     files = [_curve_file(path) for path in output or ()]
-    found = _recorded(out, source, engine, arguments)
+    found = _recorded(out, source, engine, regions, arguments)
     from autoac_solver.plan.planning import plan_budgets
 
     with out.progress("Planning") as tell, noticing_ctrl_c() as ctrl_c:
@@ -117,7 +118,9 @@ def main(
         raise typer.Exit(130)
 
 
-def _recorded(out: Output, source: str, engine: str, arguments: list[str] | None) -> Recorded:
+def _recorded(
+    out: Output, source: str, engine: str, regions: list[str] | None, arguments: list[str] | None
+) -> Recorded:
     if is_recorded(source):
         no_arguments(arguments)
         return recorded(source)
@@ -132,6 +135,7 @@ def _recorded(out: Output, source: str, engine: str, arguments: list[str] | None
                 loss=target.loss,
                 optimizer=target.optimizer,
                 engine=engine,
+                regions=regions if compiles(engine) else None,  # these are compiled while profiling
                 progress=tell,
             )
         )

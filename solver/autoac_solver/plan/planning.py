@@ -157,7 +157,11 @@ def plan_budgets(
         least, most = feasible_range(choices, time_limit_s)
         given = [least + (most - least) * i // (points - 1) for i in range(points)]
     found, notes = sweep(choices, given, time_limit_s, gap, tell)
-    return Tradeoff(profile, engine, engine_reason or reason, found, by_hand, notes, tuple(policies))
+    curve = Tradeoff(profile, engine, engine_reason or reason, found, by_hand, notes, tuple(policies))
+    if curve.step_s != profile.step_s:  # compiled at its fastest points: one base for all
+        by_hand["extra_s"] += profile.step_s - curve.step_s
+        by_hand["overhead"] = by_hand["extra_s"] / curve.step_s
+    return curve
 
 
 def resolve_engine(engine: str) -> tuple[str, str]:

@@ -220,3 +220,13 @@ def test_notebooks_show_a_picture_and_tables_and_no_markup_of_the_models(
     assert "<table" in html
     with pytest.raises(ImportError, match=r"pip install autoac\[plot\]"):
         curve.plot()
+
+
+def test_strategies_beside_compiled_regions_have_one_base():
+    """Extra time of both is over the step compiled at its fastest points, not over the uncompiled one."""
+    profile = Profile.load(PROFILES / "gpt2-medium-compiled-h200.json")
+    curve = plan_budgets(profile, points=2, engine="compile", gap=0.05)
+    table = curve.baselines.set_index("name")
+    assert curve.step_s != profile.step_s
+    assert table.loc["none", "extra_s"] == pytest.approx(profile.step_s - curve.step_s)
+    assert table["overhead"].tolist() == pytest.approx((table["extra_s"] / curve.step_s).tolist())

@@ -88,6 +88,10 @@ class Device(Protocol):
         """Result of a call, and its seconds by the device's own clock."""
         ...
 
+    def keep_busy(self, seconds: float) -> None:
+        """Let the current stream be busy for about so long, without waiting for it; nothing on a synchronous device."""
+        ...
+
     def launched_s(self, call: Callable[[], object], number: int, launching_s: float) -> float:
         """Seconds that the device itself takes for `number` calls in a row.
 
@@ -166,6 +170,9 @@ class _TimedByHost:
         start = time.perf_counter()
         result = call()
         return result, time.perf_counter() - start
+
+    def keep_busy(self, seconds: float) -> None:
+        return
 
     def launched_s(self, call: Callable[[], object], number: int, launching_s: float) -> float:
         call()
@@ -287,7 +294,6 @@ class CudaDevice:
         return start.elapsed_time(end) * 1e-3
 
     def keep_busy(self, seconds: float) -> None:
-        """Let the current stream be busy for about so long, without waiting for it."""
         with torch.cuda.device(self.device):
             sleep_cycles(int(seconds * self._cycles_per_s()))
 

@@ -17,6 +17,7 @@ from autoac.calibrate.compiled.tried import peak_with, tried
 from autoac.compare.run import AT_BUDGET, compare
 from autoac.compare.table import render
 from autoac.compare.workload import Workload
+from autoac.device import CpuDevice
 from autoac.execute.compiled import code
 from autoac.execute.compiled.code import compiled
 from autoac.execute.compiled.survey import Survey
@@ -231,6 +232,31 @@ def test_a_compiled_model_of_which_no_block_can_be_compiled(folder: Path):
     plan = autoac.plan(tuned, batch(), "1GB", loss=loss)
     assert plan.engine == "sac"
     assert "engine compile is not for settings of your own" in plan.explain()
+
+
+def test_an_asynchronous_devices_own_time_counts(monkeypatch: pytest.MonkeyPatch):
+    """It is busy until the host has launched the kernels of a region, as it took to launch them the time before."""
+    busy_s: list[float] = []
+
+    class Asynchronous(CpuDevice):
+        def keep_busy(self, seconds: float) -> None:
+            busy_s.append(seconds)
+
+        def timed(self, call: Any) -> Any:
+            return call(), 0.25
+
+    monkeypatch.setattr(measured, "device_for", Asynchronous)
+    block = make().blocks[0]
+    x = torch.ones(4, WIDTH, requires_grad=True)
+    region = measured.Captured(block, (x,), {}, (), "")
+    launches, lasted = measured._Launches(), []
+    for _ in range(2):
+        lasted.append((launches.forward_s, launches.backward_s))
+        seconds = measured._forward_and_backward(region, code.run_module, torch.device("cpu"), launches)
+        assert seconds == (0.25, 0.25)
+    assert lasted[0] == (0, 0)
+    assert min(lasted[1]) > 0
+    assert busy_s == [2 * host_s for host_s in lasted[1]]
 
 
 def test_points_that_do_not_fit_on_the_device_are_left_out(profile: Profile, monkeypatch: pytest.MonkeyPatch):

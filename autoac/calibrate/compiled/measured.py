@@ -7,7 +7,9 @@ which touches neither the model's own gradients nor hooks on them.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,7 +62,10 @@ def measured_points(
     if not runs:
         raise torch.OutOfMemoryError(too_large)
     sizes = {name: _sizes(region, run, device) for name, run in runs.items()}
-    once = {name: functools.partial(_forward_and_backward, region, run, device) for name, run in runs.items()}
+    once = {
+        name: functools.partial(_forward_and_backward, region, run, device, _Launches())
+        for name, run in runs.items()
+    }
     round_s = sum(sum(run()) for run in once.values())
     rounds = min(max(int(_TIME_S / max(round_s, 1e-9)), _ROUNDS[0]), _ROUNDS[1])
     times = in_turn(once, rounds)
@@ -76,18 +81,47 @@ def measured_points(
     )
 
 
-def _forward_and_backward(region: Captured, run: Run, device: torch.device) -> tuple[float, float]:
-    """Seconds of one forward and one backward."""
-    now = device_for(device).now
+@dataclass
+class _Launches:
+    """Host seconds of a run's last launches: an asynchronous device is kept busy for longer before the next ones.
+
+    Otherwise kernels that are shorter than their launch would seem to take as long as that.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+
+def _forward_and_backward(
+    region: Captured, run: Run, device: torch.device, launches: _Launches | None = None
+) -> tuple[float, float]:
+    """Seconds of one forward and one backward, by the device's own clock."""
+    launches = launches or _Launches()
     args, kwargs = region.arguments()
     with region.around():
-        start = now()
-        outputs = _outputs(run(region.module, args, kwargs))
-        forward_s = now() - start
+        result, forward_s, launches.forward_s = _timed(
+            lambda: run(region.module, args, kwargs), device, launches.forward_s
+        )
+    outputs = _outputs(result)
     gradients = [torch.ones_like(output) for output in outputs]
-    start = now()
-    _backward(region, outputs, gradients)
-    return forward_s, now() - start
+    _, backward_s, launches.backward_s = _timed(
+        lambda: _backward(region, outputs, gradients), device, launches.backward_s
+    )
+    return forward_s, backward_s
+
+
+def _timed(call: Callable[[], Any], device: torch.device, launching_s: float) -> tuple[Any, float, float]:
+    """Result of a call, its seconds by the device's clock, and those of the host until it returned."""
+    known = device_for(device)
+    if launching_s:
+        known.keep_busy(2 * launching_s)
+
+    def timed_by_host() -> tuple[Any, float]:
+        start = time.perf_counter()
+        return call(), time.perf_counter() - start
+
+    (result, host_s), seconds = known.timed(timed_by_host)
+    return result, seconds, host_s
 
 
 def _sizes(region: Captured, run: Run, device: torch.device) -> tuple[int, int, int, bool]:

@@ -71,5 +71,5 @@ def _outcome(spec: ModelSpec, plan: Plan, expected: dict[str, Any]) -> str:
 def test_mutated_plans(tmp_path: Path):
     tally: Counter[str] = Counter()
     run_examples(lambda spec: check_mutations(spec, tally, tmp_path), MODELS, seed=77)
-    assert tally["mutations"] >= 800, dict(tally)
-    assert min(tally["right"], tally["refused by the engine"], tally["refused when loaded"]) > 10, dict(tally)
+    assert tally["mutations"] >= 500, dict(tally)
+    assert min(tally["right"], tally["refused by the engine"], tally["refused when loaded"]) > 5, dict(tally)

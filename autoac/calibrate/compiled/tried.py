@@ -88,14 +88,15 @@ def peak_with(plan: Plan, step: TrainingStep) -> int:
     """Measured peak bytes of a step with a plan above its start: of the second such step, as the first compiles."""
     model = step.model
     # Copies of the parameters might not fit beside the step, and only a whole step writes them.
-    parameters = [] if step.is_whole else list(model.parameters())
+    parameters = {} if step.is_whole else {id(p): p for p in model.parameters()}
+    written = [tensor for tensor in step.written if id(tensor) not in parameters]
     optimizers = OptimizerStates(copies=True)  # copied in the first step, which is not measured
     peak = 0
     for measures in (False, True):
         with (
             ONE_AT_A_TIME,
             untouched(model, step.inputs, plan.gradient_at_start),
-            values_kept(step.written if step.is_whole else [*model.buffers(), *step.inputs], parameters),
+            values_kept(written, parameters.values()),
             optimizers,
             plan.applied(model),
         ):

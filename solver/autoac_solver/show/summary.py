@@ -174,8 +174,8 @@ def _reserved(record: PlanRecord) -> list[str]:
     if not is_cuda(record.profile):
         return []
     if record.predicted_reserved_bytes is None:
-        compiles = record.profile.compiled is not None
-        return [_row("reserved", f"not predicted: {about_unknown(record.allocator, compiles)}")]
+        why = about_unknown(record.allocator, engine_model(record.engine).compiles)
+        return [_row("reserved", f"not predicted: {why}")]
     more = record.predicted_reserved_bytes - record.predicted_peak_bytes
     under = f" with {record.allocator}" if record.allocator else ""
     return [

@@ -108,8 +108,7 @@ class Profile(Shown):
     @property
     def is_one_call(self) -> bool:
         """Whether the step calls the root module once and begins without gradients."""
-        # Lightning clears gradients after forward: these are alive when the first op runs.
-        gradients = any(s.kind == "Gradient" and s.alloc <= 0 for s in self.storage_table)
+        gradients = any(s.kind == "Gradient" and s.alloc == NEVER for s in self.storage_table)
         return not gradients and sum(call.grad and not call.fqn for call in self.calls) == 1
 
     @functools.cached_property

@@ -271,13 +271,14 @@ class LoopPlan:
         """Verify on this batch that gradients are equal.
 
         Raises:
-            AutoacError: they are not; the model is left without a plan.
+            AutoacError: they are not, or two steps without a plan differ; the model is left without a plan.
         """
         with self._on_top.aside():
             self.report = verified(plan, self._model, args, kwargs, self.trial)
         if not self.report.equal:
             self.remove()
-            raise AutoacError(f"the plan does not give the same gradients, so it is not used:\n{self.report}")
+            why = "does not give the same gradients" if self.report.repeats else "cannot be verified"
+            raise AutoacError(f"the plan {why}, so it is not used:\n{self.report}")
 
     def _act_on(self, found: Finding) -> None:
         plan = self._plan

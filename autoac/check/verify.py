@@ -36,8 +36,7 @@ class Report:
     Args:
         equal: whether loss, gradients, buffers and random states are bitwise equal; for a callable sample, also the
             parameters after the step and their optimizer states.
-        first_difference: the first difference, "" if there is none. If two steps without the plan differ as well, it
-            says so, and the plan cannot be judged.
+        first_difference: the first difference, "" if there is none.
         predicted_peak_bytes, measured_peak_bytes: of the planned step, resident bytes included.
         unplanned_peak_bytes: measured without the plan.
         profiled_peak_bytes: predicted without the plan, for the step that was profiled.
@@ -45,6 +44,8 @@ class Report:
         time_ratio: median step time with the plan / without, from interleaved steps.
         predicted_overhead: the plan's prediction of `time_ratio - 1`.
         peaks_bytes: the measured peak of each planned step, of which `measured_peak_bytes` is the largest.
+        repeats: whether the first step that differs from its planned one equals itself when it is run again without the
+            plan. If not, `first_difference` is between these two, and nothing is known about the plan.
         tolerance: 0, or for engine compile the relative difference up to which floating-point values count as equal (in
             float32; proportionally more in dtypes with a larger epsilon). Its step is compared with the same regions
             compiled as torch does; peak and time without the plan are of that step.
@@ -61,6 +62,21 @@ class Report:
     predicted_overhead: float
     tolerance: float = 0.0
     peaks_bytes: tuple[int, ...] = ()
+    repeats: bool = True
+
+    @property
+    def equality(self) -> str:
+        """Whether the planned step equals the other, in words."""
+        if self.equal:
+            return f"equal within {self.tolerance:g}" if self.tolerance else "equal to the bit"
+        if self.repeats:
+            return f"DIFFERENT, first in {self.first_difference}"
+        return (
+            f"cannot be compared: two steps without the plan differ, first in {self.first_difference}. "
+            "Some kernels sum in another order each time. For this comparison, use "
+            "torch.use_deterministic_algorithms(True) or, on CPU, torch.set_num_threads(1); random numbers that do "
+            "not come from torch's generators have to be the same in each step"
+        )
 
     @property
     def within_budget(self) -> bool:
@@ -79,10 +95,8 @@ class Report:
 
     def __str__(self) -> str:
         peak = self.measured_peak_bytes
-        equal = f"equal within {self.tolerance:g}" if self.tolerance else "equal to the bit"
         lines = [
-            "gradients, loss, buffers and random states: "
-            + (equal if self.equal else f"DIFFERENT, first in {self.first_difference}"),
+            f"gradients, loss, buffers and random states: {self.equality}",
             f"measured peak {format_bytes(peak)}, predicted {format_bytes(self.predicted_peak_bytes)} "
             f"({peak / self.predicted_peak_bytes - 1:+.3%}), budget {format_bytes(self.budget_bytes)}"
             + ("" if self.within_budget else ": EXCEEDED"),
@@ -159,23 +173,25 @@ def _verify(plan: AnyPlan, step: TrainingStep, reference: AnyPlan | None, steps:
             "stepped. Have it return the loss and leave the gradients."
         )
 
-    def differs(without: _Outcome, with_plan: _Outcome) -> str:
+    def compared(without: _Outcome, with_plan: _Outcome) -> tuple[str, bool]:
+        """The first difference, and whether the step without the plan repeats."""
         difference = without.first_difference(with_plan, tolerance)
         if not difference:
-            return ""
+            return "", True
         by_itself = without.first_difference(run(False), tolerance)
         if by_itself:
-            return f"{by_itself}, which differs between two steps without a plan, too"
+            return by_itself, False
         if reference is not None:  # a dispatch mode does not see the ops of compiled code
-            return difference
-        return first_op(step, plan, optimizers, difference == _LOSS) or difference
+            return difference, True
+        return first_op(step, plan, optimizers, difference == _LOSS) or difference, True
 
-    difference = differs(without, with_plan)
+    difference, repeats = compared(without, with_plan)
     unplanned_bytes, planned_bytes = [without.peak_bytes], [with_plan.peak_bytes]
     for seed in range(1, steps):
         with other_random_numbers(model, seed):
             without, with_plan = run(False, measure=True), run(True, measure=True)
-            difference = difference or differs(without, with_plan)
+            if not difference:
+                difference, repeats = compared(without, with_plan)
         unplanned_bytes.append(without.peak_bytes)
         planned_bytes.append(with_plan.peak_bytes)
     del without, with_plan
@@ -194,6 +210,7 @@ def _verify(plan: AnyPlan, step: TrainingStep, reference: AnyPlan | None, steps:
         predicted_overhead=plan.predicted_overhead,
         tolerance=tolerance,
         peaks_bytes=tuple(plan.resident_bytes + peak for peak in planned_bytes),
+        repeats=repeats,
     )
 
 

@@ -119,6 +119,7 @@ def _document(plan: Plan, training: Training, report: Report | None) -> dict[str
             "equal": report.equal,
             "tolerance": report.tolerance,
             "first_difference": report.first_difference,
+            "repeats": report.repeats,
             "unplanned_peak_bytes": report.unplanned_peak_bytes,
             "is_larger_step": report.is_larger_step,
             "time_ratio": report.time_ratio,
@@ -144,11 +145,8 @@ def _rows(plan: Plan, training: Training, report: Report | None) -> list[tuple[s
         ("loss", _losses(training.losses)),
     ]
     if report is not None:
-        within = f"within {report.tolerance:g}" if report.tolerance else "to the bit"
-        equal = f"equal {within}: loss, gradients, buffers and random states"
-        rows.append(
-            ("verified", equal if report.equal else f"FAILED: differs first in {report.first_difference}")
-        )
+        equal = f"{report.equality}: loss, gradients, buffers and random states"
+        rows.append(("verified", equal if report.equal else f"FAILED: {report.equality}"))
         ratio = f"a step with the plan takes {report.time_ratio:.2f} x as long"
         # A compiled plan is compared with the same regions compiled as torch does.
         without = "as torch compiles" if report.tolerance else "without plan"

@@ -1,7 +1,17 @@
-"""The generators that an op may draw from."""
+"""The generators that an op may draw from, and their states.
+
+NOTE [ States of generators and other threads ]
+  Torch holds a generator's C++ lock while it makes the Python object of the state it returns, and waits for that lock
+  without releasing Python's (THPGenerator_getState in torch/csrc/Generator.cpp). Before Python 3.12, making an object
+  may run the garbage collector, whose finalizers may let another thread run. If that thread asks for the state of the
+  same generator, the two wait for each other forever. So states are read and set by one thread at a time, and without
+  garbage collection. Other libraries' threads that read states do not take part.
+"""
 
 from __future__ import annotations
 
+import gc
+import threading
 from typing import Any
 
 import torch
@@ -20,6 +30,27 @@ def generators_of(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     tensors = [tensor for tensor in read_tensors(info, args, kwargs) if not is_fake(tensor)]
     devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != "meta")
     return [default_generator(device) for device in {torch.device("cpu"): None} | devices]
+
+
+_one_at_a_time = threading.RLock()
+
+
+def state_of(generator: torch.Generator) -> torch.Tensor:
+    """A generator's state, see NOTE [ States of generators and other threads ]."""
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return generator.get_state()
+        finally:
+            if collects:
+                gc.enable()
+
+
+def set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Set a generator's state, see NOTE [ States of generators and other threads ]."""
+    with _one_at_a_time:
+        generator.set_state(state)
 
 
 def _device(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from autoac.device import device_for
+from autoac.ops.generators import set_state, state_of
 from autoac.ops.info import OpInfo, is_collective, written_tensors
 from autoac.ops.signatures import Signature
 from autoac.torch_private import AllocationRanges, HigherOrderOperator, default_generator, is_wait
@@ -268,7 +269,7 @@ def scratch_arguments(
             default_generator(device),
             *([own] if own else []),
         ]
-    states = [generator.get_state() for generator in generators]
+    states = [state_of(generator) for generator in generators]
     copies = {id(tensor): tensor.clone() for tensor in written_tensors(info, args, kwargs)}
 
     def replaced(value: Any) -> Any:
@@ -280,7 +281,7 @@ def scratch_arguments(
         yield list(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
     finally:
         for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+            set_state(generator, state)
 
 
 def spread(samples: list[float]) -> float:

@@ -24,7 +24,7 @@ import torch
 
 from autoac.execute.checksums import checksum_of
 from autoac.execute.replay import Handle, Record, Slot
-from autoac.ops.generators import generators_of
+from autoac.ops.generators import generators_of, state_of
 from autoac.ops.info import OpInfo
 from autoac.ops.private_results import may_stay_unwritten
 
@@ -216,7 +216,7 @@ class Draws:
 
     def __init__(self, info: OpInfo, args: Any, kwargs: Any):
         generators = generators_of(info, args, kwargs) if info.unknown else []
-        self.states = [(generator, generator.get_state()) for generator in generators]
+        self.states = [(generator, state_of(generator)) for generator in generators]
 
     def note(self, keep: Callable[[torch.Generator, torch.Tensor], Any], on_fakes: bool) -> int:
         """After the op: pass each generator that it advanced, with its earlier state, to `keep`.
@@ -226,7 +226,7 @@ class Draws:
         """
         if on_fakes:
             return sum(state.nbytes for _, state in self.states)
-        drawn = [(g, state) for g, state in self.states if not torch.equal(g.get_state(), state)]
+        drawn = [(g, state) for g, state in self.states if not torch.equal(state_of(g), state)]
         for generator, state in drawn:
             keep(generator, state)
         return sum(state.nbytes for _, state in drawn)

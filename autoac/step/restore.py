@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autoac.device import gpu_random_states
+from autoac.ops.generators import set_state, state_of
 from autoac.ops.geometry import Geometry, geometry_of
 from autoac.step.interrupts import held_back
 from autoac.step.units import roots_of_units, settle_units
@@ -246,13 +247,17 @@ def host_random_states() -> list[tuple[Any, Any]]:
 
 
 def _random_states(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    states: list[tuple[Any, Any]] = [(torch.set_rng_state, torch.get_rng_state()), *host_random_states()]
+    states: list[tuple[Any, Any]] = [_state(torch.default_generator), *host_random_states()]
     states += gpu_random_states()
     for module in model.modules():
         for value in module.__dict__.values():
             if isinstance(value, torch.Generator):
-                states.append((value.set_state, value.get_state()))
+                states.append(_state(value))
     return states
+
+
+def _state(generator: torch.Generator) -> tuple[Any, Any]:
+    return functools.partial(set_state, generator), state_of(generator)
 
 
 _CONTAINERS = (dict, set, list)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from autoac.ops.generators import disturbed
+from autoac.ops.generators import disturbed, set_state, state_of
 from autoac.ops.info import op_info
 from autoac.torch_private import overload_with_generator
 
@@ -34,7 +34,7 @@ class Stash:
 
     def __init__(self, generator: torch.Generator):
         self.generator = generator
-        self.state = generator.get_state()
+        self.state = state_of(generator)
         self.end: int | None = None
 
     def op_is_over(self) -> None:
@@ -44,7 +44,7 @@ class Stash:
 
     def has_drawn(self) -> bool:
         """Whether the generator's state has changed."""
-        return not torch.equal(self.state, self.generator.get_state())
+        return not torch.equal(self.state, state_of(self.generator))
 
 
 def draw_again(
@@ -60,13 +60,13 @@ def draw_again(
         private = None if alone or len(stashes) > 1 else _with_generator(func, args, kwargs)
         if private is not None:
             generator = _private(stashes[0].generator.device)
-            generator.set_state(stashes[0].state)
+            set_state(generator, stashes[0].state)
             result = private(generator)
             _check(stashes[0], generator, func, region)
             return result
-        found = [stash.generator.get_state() for stash in stashes]
+        found = [state_of(stash.generator) for stash in stashes]
         for stash in stashes:
-            stash.generator.set_state(stash.state)
+            set_state(stash.generator, stash.state)
         try:
             result = func(*args, **kwargs)
             for stash in stashes:
@@ -75,7 +75,7 @@ def draw_again(
             return result
         finally:
             for stash, state in zip(stashes, found, strict=True):
-                stash.generator.set_state(state)
+                set_state(stash.generator, state)
 
 
 def _check(stash: Stash, generator: torch.Generator, func: Any, region: str) -> None:
@@ -112,5 +112,5 @@ def _private(device: torch.device) -> torch.Generator:
 
 
 def _checksum(generator: torch.Generator) -> int:
-    state = generator.get_state()
+    state = state_of(generator)
     return zlib.crc32((ctypes.c_char * state.nbytes).from_address(state.data_ptr()))

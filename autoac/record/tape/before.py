@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from autoac.ops.generators import set_state
 from autoac.step.restore import Graph, Seen, put_back
 from autoac.torch_private import base_of
 
@@ -73,7 +74,7 @@ class BeforeStep:
                     *(functools.partial(write, index, copy) for index, copy in self._copies.items()),
                     *(functools.partial(setattr, leaf, "grad", gradient) for leaf, gradient in self._leaves),
                     *(graph.put_back for graph in reversed(self._graphs.values())),
-                    *(functools.partial(g.set_state, state) for g, state in self._generators.items()),
+                    *(functools.partial(set_state, g, state) for g, state in self._generators.items()),
                 ]
             )
         finally:

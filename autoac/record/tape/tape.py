@@ -33,6 +33,7 @@ import torch
 
 from autoac.device import streams
 from autoac.execute.replay import ReplayCall
+from autoac.ops.generators import state_of
 from autoac.ops.info import OpInfo, is_collective, op_info, read_tensors, tensors_in, written_tensors
 from autoac.ops.signatures import Signature, flops_of
 from autoac.price.meters import OpTimer, SignatureMeter, WorkspaceMeter
@@ -273,7 +274,7 @@ class Tape(TorchDispatchMode):
         if not info.draws_random(args):
             return 0
         generator = info.generator(args, kwargs) or torch.default_generator
-        state = generator.get_state()
+        state = state_of(generator)
         self.before.keep_state(generator, state)
         return state.nbytes
 

@@ -13,8 +13,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated"),
 ]
 
-SHARDS, CASES = 4, 90
-"""More than 350 cases together; `python -m tests.fuzz` goes on from there."""
+SHARDS, CASES = 4, 60
+"""More than 240 cases together; `python -m tests.fuzz` goes on from there."""
 EXAMPLES = 15
 """Models in a round; rounds with further seeds follow until there are enough cases."""
 MOST_FAULTS = 0.03

@@ -203,7 +203,8 @@ def plan_buckets(
     Args:
         model, budget: as for `plan`.
         samples: batches of different sizes, the largest among them; `Samples`, or its argument.
-        options: other arguments of `plan`; not engine "compile".
+        options: other arguments of `plan`; not engine "compile", and only budgets of allocated memory. Engine "auto"
+            is sac for a compiled model.
 
     Raises:
         InfeasibleBudgetError: no plan fits the largest batch, which is planned for first.
@@ -212,6 +213,12 @@ def plan_buckets(
     batches = batches_of(samples if isinstance(samples, Samples) else Samples(samples))
     if compiles(options.get("engine")):
         raise ValueError("engine 'compile' cannot be planned by buckets: plan for the largest batch.")
+    if options.get("budget_of", "allocated") != "allocated":
+        raise ValueError(
+            "sizes that take turns reserve more memory than each would alone, so a budget of reserved memory is not "
+            "planned by buckets: leave out budget_of, with headroom=, or plan for the largest batch."
+        )
+    options["engine"] = engine_for(model, options.get("engine", "auto"))[0]  # compiled code cannot take turns
     if (options.get("parallel") or found_on(model)).is_here:
         raise ValueError(
             "several sizes are not planned where several ranks plan together (DDP, FSDP2): plan for the largest batch."

@@ -41,6 +41,8 @@ class Report:
         unplanned_peak_bytes: measured without the plan.
         profiled_peak_bytes: predicted without the plan, for the step that was profiled.
         budget_bytes: the plan's budget.
+        budget_of: the memory that the budget limits. Only allocated memory is measured, so a budget of "reserved"
+            memory counts as kept if the allocated memory is within it.
         time_ratio: median step time with the plan / without, from interleaved steps.
         predicted_overhead: the plan's prediction of `time_ratio - 1`.
         peaks_bytes: the measured peak of each planned step, of which `measured_peak_bytes` is the largest.
@@ -63,6 +65,7 @@ class Report:
     tolerance: float = 0.0
     peaks_bytes: tuple[int, ...] = ()
     repeats: bool = True
+    budget_of: str = "allocated"
 
     @property
     def equality(self) -> str:
@@ -99,6 +102,7 @@ class Report:
             f"gradients, loss, buffers and random states: {self.equality}",
             f"measured peak {format_bytes(peak)}, predicted {format_bytes(self.predicted_peak_bytes)} "
             f"({peak / self.predicted_peak_bytes - 1:+.3%}), budget {format_bytes(self.budget_bytes)}"
+            + (" of reserved memory, which is not measured" if self.budget_of == "reserved" else "")
             + ("" if self.within_budget else ": EXCEEDED"),
             *self._spread(),
             f"measured peak without the plan {format_bytes(self.unplanned_peak_bytes)}",
@@ -211,6 +215,7 @@ def _verify(plan: AnyPlan, step: TrainingStep, reference: AnyPlan | None, steps:
         tolerance=tolerance,
         peaks_bytes=tuple(plan.resident_bytes + peak for peak in planned_bytes),
         repeats=repeats,
+        budget_of=plan.record.budget_of,
     )
 
 

@@ -26,6 +26,7 @@ from autoac.step.model import OWN_CHECKPOINTING, device_of, model_fingerprint, t
 from autoac.step.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
 from autoac.step.units import own_name
 from autoac.torch_private import note_untried
+from autoac_solver.allocator.options import options_in_environment, same_options
 from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.plan import PlanRecord, names_in
 
@@ -80,6 +81,7 @@ class Placement:
         self.check(model)
         check_engine(self.record.engine)
         note_untried()
+        self._compare_allocator()
         self._try_losses(unwrapped(model))
         self._programs.following.start_anew(waits=True)
         profile = self.record.profile
@@ -238,6 +240,16 @@ class Placement:
             raise PlanMismatchError(
                 f"this plan was made for {self.record.model} on {self.record.device}, and the model is on {found}: "
                 "bytes, times and ops are other ones there. Move the model before applying the plan, or plan again."
+            )
+
+    def _compare_allocator(self) -> None:
+        """Warn if a budget of reserved memory was planned for other allocator options than this process has."""
+        planned, here = self.record.allocator, "".join(options_in_environment().split())
+        if self.record.budget_of == "reserved" and not same_options(planned, here):
+            warnings.warn(
+                f"this plan keeps reserved memory within its budget with PYTORCH_CUDA_ALLOC_CONF={planned!r}, and here "
+                f"it is {here!r}: the allocator may reserve more. Set it as planned, or plan again here.",
+                stacklevel=4,
             )
 
     def _try_losses(self, model: torch.nn.Module) -> None:

@@ -108,6 +108,7 @@ def _document(plan: Plan, training: Training, report: Report | None) -> dict[str
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "measured_peak_bytes": training.measured_peak_bytes,
+        "budget_of": plan.record.budget_of,
         "is_within_budget": training.measured_peak_bytes <= plan.budget_bytes,
         "predicted_step_s": plan.record.predicted_step_s + plan.record.predicted_extra_s,
         "step_time_s": training.step_time_s,
@@ -131,7 +132,9 @@ def _rows(plan: Plan, training: Training, report: Report | None) -> list[tuple[s
     measured, predicted = training.measured_peak_bytes, plan.predicted_peak_bytes
     mb = _amounts(plan, training, report)
     over_bytes = measured - plan.budget_bytes
-    verdict = "within it" if over_bytes <= 0 else f"FAILED: {over_bytes} bytes over it"
+    reserved = plan.record.budget_of == "reserved"
+    kept = "not measured, it is of reserved memory" if reserved else "within it"
+    verdict = kept if over_bytes <= 0 else f"FAILED: {over_bytes} bytes over it"
     rows = [
         ("model", f"{plan.record.model}, engine {plan.engine}, {training.optimizer}"),
         ("peak", f"{mb(measured)} measured, {mb(predicted)} predicted ({measured / predicted - 1:+.3%})"),

@@ -97,6 +97,14 @@ def parse_options(text: str) -> AllocatorOptions:
     return options
 
 
+def same_options(one: str, other: str) -> bool:
+    """Whether two texts are the same options; a text that is not understood is the same as itself only."""
+    try:
+        return one == other or parse_options(one) == parse_options(other)
+    except AllocatorOptionsError:
+        return False
+
+
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
     """Split into names and values; a value in brackets keeps its commas."""
     rest = "".join(text.split())

@@ -162,8 +162,9 @@ class WithinReserved:
         self._options = parse_options(allocator)
         self._memory: dict[int, ReservedMemory] = {}
         self._best: tuple[Choice, Solution] | None = None
-        self._least: tuple[int, tuple[int, ...], Choice] | None = None
-        """Reserved bytes of the plan of least peak, its decisions, and its choice of regions."""
+        self._least: tuple[int, Sequence[int], Choice] | None = None
+        """The least reserved bytes of any plan above the limit, its decisions, and its choice of regions."""
+        self._late = False
 
     def solve(
         self, time_limit_s: float, gap: float, tell: Callable[[str, float], None]
@@ -172,33 +173,40 @@ class WithinReserved:
 
         Raises:
             InfeasibleBudgetError, NoPlanInTimeError: as for `Choices.best`.
+            AllocatorOptionsError: every plan exceeds the share of the device that the options allow.
         """
         deadline = time.perf_counter() + time_limit_s
         step_s = self._choices.profile.step_s
         fits, fails, target, bound_s = 0, self._limit + 1, self._limit, 0.0
+        tried: set[int] = set()
         self._best = self._least = None
+        self._late = False
         for round_ in range(_ROUNDS):
             left_s = deadline - time.perf_counter()
             if round_ and left_s <= 0:
+                self._late = True
                 break
+            tried.add(target)
             tell(f"reserved memory: at most {format_bytes(target)} allocated", round_ / _ROUNDS)
             try:
-                choice, solution = self._choices.best(target, max(0.1, left_s), gap)
+                choice, solution = self._choices.best(target, max(0.1, left_s / 2), gap)
             except InfeasibleBudgetError as error:
-                fails, target = target, error.minimum_bytes
-                reserves_too_much = self._reserves_too_much(error)
-                if self._least is None:
+                self._note_least(error)
+                if not round_ and self._least is None:
                     raise
-                if self._best is not None or reserves_too_much or target > self._limit:
+                # Another plan of the same peak as the error's may reserve less.
+                target = error.minimum_bytes
+                if self._best is not None or target > self._limit or target in tried:
                     break  # Reserved memory is at least allocated memory.
                 continue
             except NoPlanInTimeError:
                 if not round_:
                     raise
+                self._late = True
                 break
             bound_s = bound_s if round_ else solution.bound_s
             reserved = self._reserved_by(choice, solution.decisions)
-            if reserved <= self._limit:
+            if reserved is not None and reserved <= self._limit:
                 fits = max(fits, target)
                 if self._best is None or solution.objective_s < self._best[1].objective_s:
                     self._best = choice, solution
@@ -206,10 +214,10 @@ class WithinReserved:
                     break
             else:
                 fails = min(fails, target)
-                self._least = reserved, solution.decisions, choice
+                self._note(reserved, solution.decisions, choice)
             if fails - fits <= _NEAR * self._limit:
                 break
-            over = reserved - self._limit
+            over = self._limit // 20 if reserved is None else reserved - self._limit
             target = (fits + fails) // 2 if self._best else min(solution.peak_bytes, fails) - max(over, 512)
             if target <= 0:
                 break
@@ -218,26 +226,28 @@ class WithinReserved:
         choice, solution = self._best
         return choice, solution.bounded(bound_s, gap, step_s)
 
-    def _reserves_too_much(self, error: InfeasibleBudgetError) -> bool:
-        """Whether the error's plan of least peak reserves too much."""
+    def _note_least(self, error: InfeasibleBudgetError) -> None:
+        """Note what the error's plan of least peak reserves."""
         for choice in self._choices.built:
             if len(choice.built.problem.groups) != len(error.decisions):
                 continue
             if choice.prepared.simulator.simulate(error.decisions).peak_bytes == error.minimum_bytes:
-                reserved = self._reserved_by(choice, error.decisions)
-                self._least = reserved, error.decisions, choice
-                return reserved > self._limit
-        return False
+                self._note(self._reserved_by(choice, error.decisions), error.decisions, choice)
+                return
 
-    def _reserved_by(self, choice: Choice, decisions: Sequence[int]) -> int:
-        """Reserved bytes of a plan; above the limit if it exceeds the process's memory fraction."""
+    def _note(self, reserved: int | None, decisions: Sequence[int], choice: Choice) -> None:
+        if reserved is not None and reserved > self._limit and (not self._least or reserved < self._least[0]):
+            self._least = reserved, decisions, choice
+
+    def _reserved_by(self, choice: Choice, decisions: Sequence[int]) -> int | None:
+        """Reserved bytes of a plan; None if it exceeds the process's memory fraction."""
         if id(choice) not in self._memory:
             self._memory[id(choice)] = reserved_memory(self._choices.profile, choice.built, self._options)
-        found = self._memory[id(choice)].peak_bytes_or_none(settled(choice.built, decisions))
-        return self._limit + self._limit // 20 if found is None else found
+        return self._memory[id(choice)].peak_bytes_or_none(settled(choice.built, decisions))
 
-    def _infeasible(self) -> InfeasibleBudgetError:
-        assert self._least is not None
+    def _infeasible(self) -> InfeasibleBudgetError | AllocatorOptionsError:
+        if self._least is None:
+            return AllocatorOptionsError(f"no plan was found: {about_unknown(self._allocator, False)}")
         reserved, decisions, choice = self._least
         peak = choice.prepared.simulator.simulate(decisions)
         error = InfeasibleBudgetError(self._limit, reserved, False, decisions, peak.peak_position)
@@ -257,4 +267,6 @@ class WithinReserved:
                     f"{format_bytes(less)}",
                     *error.suggestions,
                 )
+        if self._late:
+            error.suggestions = (*error.suggestions, "more time (time_limit_s): the search was cut short")
         return error

@@ -202,7 +202,12 @@ def _more_memory(record: PlanRecord, step: PlannedStep) -> str:
     if not record.predicted_extra_s:
         return "More memory would buy nothing."
     more = 10**9 if record.budget_bytes >= 10**10 else max(1, record.budget_bytes // 10)
-    limit = record.budget_bytes - record.headroom_bytes + more
+    # A budget of reserved memory has no such limit.
+    is_reserved = record.budget_of == "reserved"
+    limit = more + (
+        record.predicted_peak_bytes if is_reserved else record.budget_bytes - record.headroom_bytes
+    )
+    of = " of allocated memory" if is_reserved else ""
     try:
         solution = solve(step.built.problem, limit, time_limit_s=_TIME_LIMIT_S, start=step.options)
     except NoPlanInTimeError:  # Only if the plan's own decisions exceed its budget, as in an edited file.
@@ -212,11 +217,11 @@ def _more_memory(record: PlanRecord, step: PlannedStep) -> str:
         # Policies may demand recomputation at any budget.
         needed = 0 if record.policies else record.unplanned_peak_bytes - (limit - more)
         enough = f"; with {format_bytes(needed)} more nothing has to be recomputed" if needed > more else ""
-        return f"{format_bytes(more)} more would buy next to nothing{enough}."
+        return f"{format_bytes(more)} more{of} would buy next to nothing{enough}."
     least = "" if solution.status == "optimal" else "at least "
     after, before = (share_of_step(s, record) for s in (solution.extra_s, record.predicted_extra_s))
     return (
-        f"{format_bytes(more)} more would buy {least}{format_seconds(bought_s)} a step: an overhead of {after:.1%} "
+        f"{format_bytes(more)} more{of} would buy {least}{format_seconds(bought_s)} a step: an overhead of {after:.1%} "
         f"instead of {before:.1%}, {_per_amount(bought_s, more)}."
     )
 

@@ -61,7 +61,16 @@ def notes(record: PlanRecord) -> tuple[str, ...]:
 def needless(record: PlanRecord) -> tuple[str, ...]:
     """A note if the budget needs no checkpointing, else nothing."""
     spare_bytes = record.budget_bytes - record.headroom_bytes - record.unplanned_peak_bytes
-    if spare_bytes < 0 or record.predicted_extra_s or record.budget_of == "reserved":
+    if record.predicted_extra_s:
+        return ()
+    if record.budget_of == "reserved":
+        if record.chunked_losses or any(region.wrapped for region in record.regions):
+            return ()
+        return (
+            f"no checkpointing is needed: with nothing recomputed the step reserves "
+            f"{format_bytes(record.predicted_reserved_bytes or 0)}, which the budget leaves room for",
+        )
+    if spare_bytes < 0:
         return ()
     return (
         f"no checkpointing is needed: with nothing recomputed the step takes "

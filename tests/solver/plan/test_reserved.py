@@ -1,6 +1,7 @@
 """Plans and what CUDA's caching allocator reserves for them."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from autoac_solver.records.errors import AllocatorOptionsError, InfeasibleBudget
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import Profile
 from autoac_solver.show.explanation import explain
+from autoac_solver.show.page.render import render_report
 from tests.solver.profiles import two_blocks
 from tests.solver.show.page.synthetic import decoder_profile
 
@@ -122,6 +124,32 @@ def test_a_share_of_the_device_that_is_too_small(monkeypatch: pytest.MonkeyPatch
     assert "not fit the share of the device" in explain(record)
 
 
+def test_no_plan_is_refused_for_more_than_another_reserves(decoder: Profile):
+    """The plan of least peak need not be the one that reserves least among those of its peak."""
+    refused, reserved = [], []
+    for budget in range(2_400_000_000, 3_300_000_001, 100_000_000):
+        try:
+            record = plan_profile(decoder, budget, budget_of="reserved")
+        except InfeasibleBudgetError as error:
+            refused.append(budget)
+            assert error.minimum_bytes > budget
+        else:
+            assert record.predicted_reserved_bytes is not None
+            assert record.predicted_reserved_bytes <= budget
+            reserved.append((record.predicted_reserved_bytes, record.predicted_extra_s))
+    assert max(refused) < min(size for size, _ in reserved)
+    gap_s = 2e-3 * decoder.step_s
+    assert all(later[1] <= former[1] + gap_s for former, later in itertools.pairwise(reserved))
+
+
+def test_no_plan_within_the_share_of_the_device_is_no_number(
+    monkeypatch: pytest.MonkeyPatch, decoder: Profile
+):
+    monkeypatch.setenv(CONF, "per_process_memory_fraction:0.02")
+    with pytest.raises(AllocatorOptionsError, match="per_process_memory_fraction"):
+        plan_profile(decoder, "9GB", budget_of="reserved")
+
+
 @pytest.mark.parametrize("share", [0.5, 0.65, 0.8])
 def test_reserved_memory_fits_the_budget(decoder: Profile, share: float):
     nothing = plan_profile(decoder, "200GB")
@@ -132,6 +160,10 @@ def test_reserved_memory_fits_the_budget(decoder: Profile, share: float):
     assert record.predicted_peak_bytes <= record.predicted_reserved_bytes <= budget
     assert record.budget_of == "reserved"
     assert "of reserved memory" in explain(record)
+    assert "more of allocated memory would buy" in explain(record)
+    page = render_report(record, points=0)
+    assert "bytes of reserved memory" in page
+    assert '"budget_of":"reserved"' in page
     allocated = plan_profile(decoder, budget)
     # What reserves no more than the budget allocates no more: it cannot be faster than the plan for allocated memory.
     assert record.predicted_extra_s >= allocated.bound_s - 1e-9
@@ -140,7 +172,9 @@ def test_reserved_memory_fits_the_budget(decoder: Profile, share: float):
 
 
 def test_where_the_first_plan_fits_it_is_the_plan(decoder: Profile):
-    assert plan_profile(decoder, "200GB", budget_of="reserved").predicted_extra_s == 0
+    record = plan_profile(decoder, "200GB", budget_of="reserved")
+    assert record.predicted_extra_s == 0
+    assert "no checkpointing is needed: with nothing recomputed the step reserves" in explain(record)
 
 
 def test_the_least_that_was_found_works(decoder: Profile):

@@ -63,6 +63,7 @@ def page_content(plans: Sequence[PlanRecord], chosen: int) -> dict[str, Any]:
             "optimizer": any(storage.kind == "Optstate" for storage in profile.storage_table),
             "policies": bool(plans[chosen].policies),
             "headroom_bytes": plans[chosen].headroom_bytes,
+            "budget_of": plans[chosen].budget_of,
         },
         "resident_bytes": [
             sum(s.bytes for s in profile.storage_table if s.alloc == NEVER and s.kind == kind)

@@ -208,13 +208,14 @@ def _figures(record: PlanRecord) -> list[_Figure]:
     step_s, extra_s = record.predicted_step_s, record.predicted_extra_s
     headroom = f", {format_bytes(record.headroom_bytes)} of it headroom" if record.headroom_bytes else ""
     needed = "; no checkpointing is needed" if needless(record) else ""
+    of = " of reserved memory" if record.budget_of == "reserved" else ""
     share = record.predicted_peak_bytes / max(1, record.unplanned_peak_bytes)
     unplanned = _two_ways(record.unplanned_peak_bytes)[0]
     return [
         _Figure(
             "Budget",
             *_two_ways(record.budget_bytes),
-            f"{record.budget_bytes:,} bytes{headroom}{needed}",
+            f"{record.budget_bytes:,} bytes{of}{headroom}{needed}",
         ),
         _Figure(
             "Predicted peak",

@@ -3,11 +3,12 @@
 const useView = (() => {
   const place = byId("use");
   const copied = byId("copied");
-  const { engine, optimizer, policies, headroom_bytes: headroom } = source.use;
+  const { engine, optimizer, policies, headroom_bytes: headroom, budget_of: budgetOf } = source.use;
 
   function lines(plan) {
     const more = [`budget=${plan.budget}`, `engine="${engine}"`];
     if (plan === chosenPlan && headroom) more.push(`headroom=${headroom}`);
+    if (plan === chosenPlan && budgetOf !== "allocated") more.push(`budget_of="${budgetOf}"`); // not the curve's
     if (optimizer) more.push("optimizer=optimizer");
     if (policies) more.push("policies=policies");
     return `plan = autoac.plan(model, sample, ${more.join(", ")})\nplan.apply(model)  # then train as before`;

@@ -14,7 +14,7 @@ from autoac.api.profiling import profile
 from autoac.plans import Tradeoff
 from autoac.progress import Progress, progress_shown
 from autoac_solver.plan.batches import BatchTradeoff, plan_batches
-from autoac_solver.records.engines import EngineName
+from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.profile import Profile
 
 
@@ -24,7 +24,7 @@ def batch_tradeoff(
     batch_sizes: Iterable[int] | None = None,
     *,
     optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None = None,
-    mode: Mode = "fake",
+    mode: Mode | None = None,
     device: str | Path | None = None,
     engine: EngineName = "auto",
     regions: str | Iterable[str] | None = None,
@@ -40,7 +40,7 @@ def batch_tradeoff(
         batch_sizes: the sizes to plan for. None takes all given profiles; with a function it searches for the largest
             batch that fits the largest budget, by doubling from 1 and then bisecting.
         optimizer: from a model to its optimizer, which then counts as in `profile`.
-        mode, device: as for `profile`; by default no step is run, so nothing has to fit.
+        mode, device: as for `profile`. Left out, no step is run, so nothing has to fit; engine compile runs steps.
         engine, regions, gap, progress: as for `solve`.
         time_limit_s: solver seconds for each batch size and budget.
 
@@ -65,13 +65,14 @@ def batch_tradeoff(
             sample,
             loss=loss[0] if loss else None,
             optimizer=None if optimizer is None else optimizer(model),
-            mode=mode,
+            mode=mode or ("real" if compiles(engine) else "fake"),
             device=device,
             engine=engine,
+            regions=regions if compiles(engine) else None,  # these are compiled while profiling
             progress=False,
         )
 
-    if isinstance(make, Mapping) and (optimizer is not None or mode != "fake" or device is not None):
+    if isinstance(make, Mapping) and (optimizer is not None or mode is not None or device is not None):
         raise ValueError("optimizer, mode and device are for profiles to be made; these are there already.")
     with progress_shown("planning", progress) as tell:
         found = plan_batches(

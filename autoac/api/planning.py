@@ -174,7 +174,7 @@ def plan(
             budget_bytes, headroom_bytes = limits(budget, headroom, recorded.device_bytes or None)
             step_with = functools.partial(TrainingStep, unwrapped(model), loss=loss, optimizer=optimizer)
             solve = functools.partial(solved, engine=engine, reason=reason)
-            plan = tried(recorded, step_with(batch), budget_bytes - headroom_bytes, solve)
+            plan = tried(recorded, step_with(batch), budget_bytes, solve, headroom_bytes)
             return with_measured(plan, [(step_with(other), profile) for other, profile in others])
 
         try:

@@ -48,8 +48,8 @@ def main(
 ) -> None:
     """Plan activation checkpointing for PyTorch: a peak memory budget in bytes, the least extra time.
 
-    MODEL is package.module:factory or file.py:factory, a function without
-    arguments that returns (model, sample), (model, sample, loss), or a mapping
+    MODEL is package.module:factory or file.py:factory, a function (--arg gives
+    it arguments) that returns (model, sample), (model, sample, loss), or a mapping
     with the keys model, sample, and if you like loss and optimizer.
 
     plan and tradeoff also take a file that `autoac profile` or `autoac plan`

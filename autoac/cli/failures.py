@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,13 @@ _WRITERS = {
     "plan": ("-o plan.json", "plan"),
     "tradeoff": ("-o curve.json", "curve"),
 }
+_CHECKS = (
+    "autoac.api.checks",
+    "autoac_solver.plan.planning",
+    "autoac_solver.plan.reserved",
+    "autoac_solver.records.arguments",
+)
+"""Modules whose ValueErrors are about arguments."""
 ERROR, USAGE, INFEASIBLE, NO_PLAN_IN_TIME = 1, 2, 3, 4
 
 
@@ -63,7 +71,7 @@ def understand(error: Exception) -> Failure:
     if isinstance(error, InfeasibleBudgetError):
         return _infeasible(error)
     if isinstance(error, NoPlanInTimeError):
-        hint = "Give the solver more seconds with --time-limit, or a larger --budget."
+        hint = "Give the solver more seconds (`autoac plan` has --time-limit), or a larger --budget."
         return Failure(NO_PLAN_IN_TIME, "no_plan_in_time", _first_sentences(error), hint)
     if isinstance(error, BudgetFormatError):
         return Failure(USAGE, "usage", str(error))
@@ -76,8 +84,16 @@ def understand(error: Exception) -> Failure:
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return Failure(ERROR, "error", f"{where}{error.strerror}")
+    if type(error) is ValueError and _is_about_arguments(error):
+        return Failure(USAGE, "usage", str(error))
     line = f"{type(error).__name__}{where_in(error)}: {str(error).strip() or 'no message'}".split("\n")[0]
     return Failure(ERROR, "error", line, _own_note(error), is_unexpected=True)
+
+
+def _is_about_arguments(error: Exception) -> bool:
+    """Whether one of our checks of arguments has raised it."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__") in _CHECKS
 
 
 def _own_note(error: Exception) -> str:
@@ -112,6 +128,13 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
         ]
     if error.suggestions:
         details += ["What would lower it:", *(f"  - {suggestion}" for suggestion in error.suggestions)]
+    if error.policies:
+        least = error.minimum_without_policies_bytes
+        without = f"; without them the least is {format_bytes(least)}" if least else ""
+        details += [
+            f"Policies that have to be followed{without}:",
+            *(f"  - {text}" for text in error.policies),
+        ]
     return Failure(
         INFEASIBLE,
         "infeasible_budget",
@@ -127,6 +150,8 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
             "where": error.where,
             "holders": [dict(zip(("kind", "module", "bytes"), row, strict=True)) for row in error.holders],
             "suggestions": list(error.suggestions),
+            "policies": list(error.policies),
+            "minimum_without_policies_bytes": error.minimum_without_policies_bytes or None,
         },
     )
 
@@ -134,6 +159,8 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
 def _hint_for(error: AutoacError) -> str:
     if isinstance(error, PlanMismatchError):
         return "`autoac plan MODEL --budget ... -o plan.json` makes a plan for the model as it is."
+    if "autoac.profile(model, sample, engine='compile')" in str(error):
+        return "`autoac profile MODEL --engine compile -o profile.json` records one."
     if isinstance(error, ProfileError) and "'autoac.profile', but 'autoac.plan' was" in str(error):
         return "This is a profile: `autoac plan FILE --budget ... -o plan.json` makes a plan of it."
     for command, (option, made) in _WRITERS.items():

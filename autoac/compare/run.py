@@ -12,9 +12,10 @@ import autoac
 from autoac.compare import ours, torch_milp
 from autoac.compare.measure import Bench, Configuration, Tell, from_zero_grad
 from autoac.compare.results import ModelResult, Row
-from autoac.compare.strategies import Strategy, by_hand, policies_for
+from autoac.compare.strategies import AGAIN, Strategy, by_hand, policies_for
 from autoac.compare.workload import Workload
 from autoac.device import device_for, processor
+from autoac.record.optimizer import without_its_step
 from autoac.step.model import device_bytes, device_of
 from autoac.step.step import TrainingStep
 from autoac_solver.records.engines import compiles
@@ -72,6 +73,7 @@ def compare(
             engine=engine,
             progress=Part(tell, 0.0, 0.1),
         )
+    profile = without_its_step(profile)  # as the steps that are measured
     profile_s = time.perf_counter() - start
     bench = Bench(workload, device, profile.resident_bytes)
     strategies = by_hand(workload.blocks, policies_for(profile, workload.blocks))
@@ -84,6 +86,13 @@ def compare(
         raise ProfilingError(
             "the step leaves no gradients to compare: it drops them itself. Have it leave them; a comparison drops "
             "them before each step."
+        )
+    again = next(c for c in found if c.strategy.name == AGAIN)
+    if not again.error and not (again.gradients_equal and again.buffers_equal):
+        raise ProfilingError(
+            "two steps without checkpointing differ by themselves, so no strategy can be compared with them: some "
+            "kernels sum in another order each time. Call torch.use_deterministic_algorithms(True) where the model is "
+            "made, or, on CPU, compare with one thread."
         )
     tell("torch's sac_milp", 0.25)
     advice_for = asked or _middle([c.peak_bytes for c in found if not c.error])

@@ -58,6 +58,10 @@ class Strategy:
     compiled: bool = False
 
 
+AGAIN = "none again"
+"""The second of two equal strategies: what differs between them is noise."""
+
+
 def by_hand(
     blocks: Sequence[str],
     policies: Mapping[str, SavePolicy],
@@ -72,7 +76,7 @@ def by_hand(
         every: checkpoint every 2nd, 3rd, ... block.
         early_stops: whether recomputation under a policy ends with the last value that is needed.
     """
-    strategies = [Strategy(name, "none", lambda model: model) for name in ("none", "none again")]
+    strategies = [Strategy(name, "none", lambda model: model) for name in ("none", AGAIN)]
     strategies.append(_full("full, each block", blocks))
     for k in every:
         chosen = blocks[::k]

@@ -45,6 +45,12 @@ def is_counted(profile: Profile) -> bool:
     return any(op.name == OPTIMIZER_STEP for op in profile.tape)
 
 
+def without_its_step(profile: Profile) -> Profile:
+    """The profile with the optimizer's state, but without the temporaries of its `step()`."""
+    tape = (replace(op, workspace_bytes=0) if op.name == OPTIMIZER_STEP else op for op in profile.tape)
+    return replace(profile, tape=tuple(tape))
+
+
 def with_optimizer(
     profile: Profile,
     optimizer: torch.optim.Optimizer,

@@ -196,7 +196,9 @@ def test_no_plan_in_time(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert result.exit_code == 4
     error, hint = result.stderr.splitlines()
     assert error.startswith("error: No plan within 1 GB = 953.7 MiB was found in ")
-    assert hint == "hint: Give the solver more seconds with --time-limit, or a larger --budget."
+    assert (
+        hint == "hint: Give the solver more seconds (`autoac plan` has --time-limit), or a larger --budget."
+    )
     assert (
         answer("plan", recorded, "--budget", "1GB", "--time-limit", 0, code=4)["error"]["kind"]
         == "no_plan_in_time"

@@ -29,7 +29,13 @@ CLOSE = 0.01
 _TRIES = 5
 
 
-def tried(profile: Profile, step: TrainingStep, limit: int, solve: Callable[[Profile], Plan]) -> Plan:
+def tried(
+    profile: Profile,
+    step: TrainingStep,
+    budget_bytes: int,
+    solve: Callable[[Profile], Plan],
+    headroom_bytes: int = 0,
+) -> Plan:
     """The plan that `solve` finds, after a step with it was measured to be within the limit.
 
     Args:
@@ -40,7 +46,7 @@ def tried(profile: Profile, step: TrainingStep, limit: int, solve: Callable[[Pro
     Raises:
         InfeasibleBudgetError: as `solve`, or no plan that was tried is within the limit.
     """
-    plan = solve(profile)
+    plan, limit = solve(profile), budget_bytes - headroom_bytes
     if device_for(device_of(step.model)).not_measurable():
         return plan
     best: Plan | None = None
@@ -65,7 +71,9 @@ def tried(profile: Profile, step: TrainingStep, limit: int, solve: Callable[[Pro
             break
     if best is None:
         assert least is not None
-        raise InfeasibleBudgetError(limit, least.predicted_peak_bytes, False, (), -1)
+        error = InfeasibleBudgetError(limit, least.predicted_peak_bytes, False, (), -1)
+        error.leave(headroom_bytes)
+        raise error
     return best
 
 

@@ -99,7 +99,7 @@ def main(
         str | None,
         typer.Option(
             show_default=False,
-            help="With --hf or --fsdp: a GPU, h200 and the like, or a cost table (.json).",
+            help="With --hf, --fsdp or --tp: a GPU, h200 and the like, or a cost table (.json).",
         ),
     ] = None,
     fsdp: Ranks = None,

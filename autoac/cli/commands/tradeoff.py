@@ -30,7 +30,6 @@ from autoac.cli.options import (
 )
 from autoac.cli.output import Output, in_one_unit, table
 from autoac.cli.target import Recorded, is_recorded, load_target, no_arguments, recorded
-from autoac_solver.records.engines import compiles
 
 if TYPE_CHECKING:
     from autoac_solver.plan.curve import Tradeoff
@@ -109,6 +108,7 @@ def main(
         {**data, "output": [str(path) for path in files]},
         shown(curve),
         by_hand(curve),
+        *[f"note: {note}" for note in data["notes"]],
         *[f"Written: {path}" for path in files],
     )
     if ctrl_c.pressed:
@@ -126,6 +126,7 @@ def _recorded(
         return recorded(source)
     target = load_target(source, arguments)
     import autoac
+    from autoac_solver.records.engines import compiles
 
     with out.progress("Profiling") as tell:
         return Recorded(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from autoac_solver.build.stacking import stacked
 from autoac_solver.optimise.ilp import RuledOut, solve
 from autoac_solver.optimise.search import Prepared
+from autoac_solver.plan.partitions import partitions
 from autoac_solver.plan.recorded.report import (
     about_caches,
     about_torchs_loss,
@@ -242,7 +243,8 @@ class Choices:
         profile, built = self.profile, choice.built
         error.where = describe_position(profile, built, error.peak_position)
         error.holders = holders_at(profile, built, error.decisions, error.peak_position)[:10]
-        error.suggestions = suggestions(error.holders, finer_regions=len(self) == 1)
+        named = len(self) == 1 and list(self._all_calls) != partitions(profile, self.engine)
+        error.suggestions = suggestions(error.holders, named, error.where)
         abouts = about_caches(profile, self.engine), about_torchs_loss(profile, error.where)
         error.suggestions = (*filter(None, abouts), *error.suggestions)
         error.policies = tuple(str(policy) for policy in self.policies if policy.is_must)

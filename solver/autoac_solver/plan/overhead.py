@@ -40,12 +40,13 @@ def least_memory(
     def left_s() -> float:
         return max(0.1, deadline - time.perf_counter())
 
-    most_s = max_overhead * choices.profile.step_s
     tell("the least feasible budget", 0.0)
     least, most = feasible_range(choices, left_s())
     best = choices.best(most, left_s(), gap)
+    step_s = best[0].built.problem.step_s  # with compiled regions another one than the profile's
+    most_s = max_overhead * step_s
     if best[1].extra_s > most_s:
-        share = best[1].extra_s / choices.profile.step_s
+        share = best[1].extra_s / step_s
         raise PolicyError(
             f"with these policies a plan adds {share:.1%} to the step's time at any budget, and max_overhead is "
             f"{max_overhead:.1%}: raise it, or drop policies that demand recomputation."

@@ -226,7 +226,8 @@ def region_choices(
         engine: as for `partitions`.
 
     Raises:
-        ProfilingError: one matches no module, or only modules inside others; or no module was called with gradients on.
+        ProfilingError: one matches no module, or only modules inside others, or was not compiled for engine compile; or
+            no module was called with gradients on.
         ValueError: they are no names.
     """
     if regions is None:
@@ -238,4 +239,11 @@ def region_choices(
         raise ProfilingError(
             f"none of the regions {names} was called with gradients on in the profiled step."
         )
+    if engine_model(engine).compiles and profile.compiled is not None:
+        measured = {profile.calls[call].fqn for region in profile.compiled.regions for call in region.calls}
+        if missing := sorted({profile.calls[call].fqn for call in calls} - measured):
+            raise ProfilingError(
+                f"region {missing[0]!r} was not compiled and measured when this profile was made; these were: "
+                f"{', '.join(sorted(measured))}. Profile again with engine='compile' and these regions=."
+            )
     return [tuple(calls)]

@@ -162,7 +162,7 @@ class WithinReserved:
         self._options = parse_options(allocator)
         self._memory: dict[int, ReservedMemory] = {}
         self._best: tuple[Choice, Solution] | None = None
-        self._least: tuple[int, Sequence[int], Choice] | None = None
+        self._least: tuple[int, tuple[int, ...], Choice] | None = None
         """The least reserved bytes of any plan above the limit, its decisions, and its choice of regions."""
         self._late = False
 
@@ -235,7 +235,7 @@ class WithinReserved:
                 self._note(self._reserved_by(choice, error.decisions), error.decisions, choice)
                 return
 
-    def _note(self, reserved: int | None, decisions: Sequence[int], choice: Choice) -> None:
+    def _note(self, reserved: int | None, decisions: tuple[int, ...], choice: Choice) -> None:
         if reserved is not None and reserved > self._limit and (not self._least or reserved < self._least[0]):
             self._least = reserved, decisions, choice
 

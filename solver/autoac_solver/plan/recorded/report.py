@@ -15,7 +15,7 @@ from autoac_solver.problem.problem import ALWAYS, Lifetime
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.records.compiled import in_words
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.profile import IN_A_LOOP, KINDS, NEVER, Profile
+from autoac_solver.records.profile import IN_A_LOOP, KINDS, NEVER, OPTIMIZER_STEP, Op, Profile
 
 _COLUMNS = ["region", "module", "op", "bytes", "decision", "time_s", "must_save", "reason", "unit", "storage"]
 
@@ -90,7 +90,7 @@ def timeline_table(profile: Profile, built: Built, decisions: Sequence[int]) -> 
             "op": [profile.tape[op].name for op in problem.position_op],
             "module": [profile.module_name(profile.tape[op].module) for op in problem.position_op],
             "phase": [
-                "recompute" if again else "backward" if profile.tape[op].backward else "forward"
+                "recompute" if again else _phase(profile.tape[op])
                 for op, again in zip(problem.position_op, problem.position_replayed, strict=True)
             ],
             "live_bytes": simulator.live_bytes(decisions),
@@ -103,6 +103,10 @@ def timeline_table(profile: Profile, built: Built, decisions: Sequence[int]) -> 
     return frame
 
 
+def _phase(op: Op) -> str:
+    return op.name if op.name == OPTIMIZER_STEP else "backward" if op.backward else "forward"
+
+
 def _kind(profile: Profile, lifetime: Lifetime) -> str:
     if lifetime.call >= 0:
         return "Activation"
@@ -112,8 +116,10 @@ def _kind(profile: Profile, lifetime: Lifetime) -> str:
 def describe_position(profile: Profile, built: Built, position: int) -> str:
     """Op, module and phase of a position, as text."""
     op = profile.tape[built.problem.position_op[position]]
+    if op.name == OPTIMIZER_STEP:
+        return f"{op.name}, after backward"
     again = built.problem.position_replayed[position]
-    phase = "recomputation" if again else "backward" if op.backward else "forward"
+    phase = "recomputation" if again else _phase(op)
     module = profile.module_name(op.module)
     return f"{op.name} in {phase}" + (f" of module {module!r}" if module else "")
 
@@ -196,10 +202,13 @@ def left_bytes(profile: Profile) -> int:
     return max(0, survive - replaced)
 
 
-def suggestions(holders: Sequence[tuple[str, str, int]], finer_regions: bool) -> tuple[str, ...]:
+def suggestions(
+    holders: Sequence[tuple[str, str, int]], finer_regions: bool, where: str = ""
+) -> tuple[str, ...]:
     """Suggestions to lower the peak, from its holders.
 
     Args:
+        where: the peak's place, from `describe_position`.
         finer_regions: whether to suggest smaller regions than those tried.
     """
     by_kind: dict[str, int] = {}
@@ -207,7 +216,12 @@ def suggestions(holders: Sequence[tuple[str, str, int]], finer_regions: bool) ->
         by_kind[kind] = by_kind.get(kind, 0) + size
     total = max(1, sum(by_kind.values()))
     found = []
-    if by_kind.get("Activation", 0) + by_kind.get("Temp", 0) > 0.3 * total:
+    if where.startswith(OPTIMIZER_STEP) and by_kind.get("Temp", 0) > 0.1 * total:
+        found.append(
+            f"the optimizer's step holds {format_bytes(by_kind['Temp'])} of temporaries: fused=True, or foreach=False, "
+            "makes it work on little at a time"
+        )
+    elif by_kind.get("Activation", 0) + by_kind.get("Temp", 0) > 0.3 * total:
         found.append("a smaller batch or shorter sequences: activations and temporaries shrink with them")
     fixed = by_kind.get("Parameter", 0) + by_kind.get("Gradient", 0) + by_kind.get("Optstate", 0)
     if fixed > 0.5 * total:

@@ -190,8 +190,16 @@ def test_plans_that_cannot_take_turns_are_refused(made: tuple[Blocks, autoac.Buc
         autoac.plan_buckets(model, [lambda: model(x).mean().backward()], 10**9)
     with pytest.raises(ValueError, match="compile"):
         autoac.plan_buckets(model, [x], 10**9, engine="compile")
+    with pytest.raises(ValueError, match="sizes that take turns reserve more"):
+        autoac.plan_buckets(model, [x], 10**9, budget_of="reserved")
     with pytest.raises(autoac.InfeasibleBudgetError):
         autoac.plan_buckets(model, [torch.randn(4, WIDTH), x], 1000)
+
+
+def test_a_compiled_models_sizes_run_under_sac():
+    compiled = torch.compile(make(blocks=2))
+    buckets = autoac.plan_buckets(compiled, [torch.randn(4, WIDTH), torch.randn(8, WIDTH)], 10**9)
+    assert {plan.engine for plan in buckets.plans} == {"sac"}
 
 
 def test_of_samples_with_as_many_elements_the_largest_step_is_planned_for():

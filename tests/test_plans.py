@@ -349,6 +349,19 @@ def test_backward_in_another_thread(plan: Plan):
     assert_same([p.grad for p in planned.parameters() if p.grad is not None], expected[1:-2])
 
 
+def test_reserved_memory_under_other_allocator_options_warns(plan: Plan, monkeypatch: pytest.MonkeyPatch):
+    """The options that the plan was simulated with are those of its process."""
+    planned = Plan(dataclasses.replace(plan.record, budget_of="reserved", allocator="max_split_size_mb:64"))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb: 64")
+    planned.apply(model := make())
+    planned.remove(model)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.warns(
+        UserWarning, match="PYTORCH_CUDA_ALLOC_CONF='max_split_size_mb:64', and here it is 'exp"
+    ):
+        planned.apply(model)
+
+
 # -- on and off --------------------------------------------------------------------------------------------------------
 
 

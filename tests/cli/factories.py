@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -27,6 +28,13 @@ def with_optimizer() -> dict[str, Any]:
         "loss": lambda output: output.square().mean(),
         "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1),
     }
+
+
+def differs() -> tuple[Any, ...]:
+    """A model whose steps differ by themselves."""
+    model = make(blocks=2)
+    model.register_forward_pre_hook(lambda _, args: (args[0] + int.from_bytes(os.urandom(4)) / 2**32,))
+    return model, batch()
 
 
 def without_dropout() -> tuple[Any, ...]:

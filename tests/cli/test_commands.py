@@ -120,6 +120,16 @@ def test_plans_from_a_plan_follow_its_policies_and_its_engine(recorded: Path, tm
     assert [applied.policy for applied in made.record.policies] == policies
     assert answer("tradeoff", path, "--points", 2)["engine"] == "sac"
     done("report", path, "-o", tmp_path / "page.html", "--points", 2)
+    error = answer("plan", path, "--budget", 1, code=3)["error"]
+    assert error["policies"] == [str(policies[0])]
+    assert 0 < error["minimum_without_policies_bytes"] <= error["minimum_bytes"]
+    assert "Policies that have to be followed; without them" in invoke("plan", path, "--budget", 1).stderr
+
+
+def test_arguments_that_do_not_go_together_are_usage_errors(recorded: Path) -> None:
+    result = invoke("plan", recorded, "--budget", "1GB", "--budget-of", "reserved")
+    assert result.exit_code == 2
+    assert "budget_of='reserved' is for CUDA" in result.stderr
 
 
 def test_plan_from_a_model(between: int, tmp_path: Path) -> None:

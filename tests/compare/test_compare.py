@@ -79,6 +79,18 @@ def test_everybody_takes_part_and_ours_stands_beside_each(tmp_path: Path) -> Non
     )  # AdamW's moments count
 
 
+def test_the_optimizers_step_counts_on_neither_side() -> None:
+    """Its temporaries are larger than this model's activations."""
+    rows = compare("with_optimizer", "--rounds", "1")["strategies"]
+    assert not [row["error"] for row in rows if row["error"] and row["kind"] == "ours"]
+
+
+def test_steps_that_differ_by_themselves_cannot_be_compared() -> None:
+    result = invoke("compare", f"{FACTORIES}:differs", "--rounds", 1)
+    assert result.exit_code == 1
+    assert "two steps without checkpointing differ by themselves" in result.stderr
+
+
 def test_the_table_says_what_failed_and_what_noise_is() -> None:
     result = done("compare", f"{FACTORIES}:no_blocks", "--rounds", 1, "--budget", "1KB", "--budget", "1MB")
     lines = result.stdout.splitlines()

@@ -12,7 +12,7 @@ import pytest
 from autoac_solver.plan.curve import Tradeoff, knee_of
 from autoac_solver.plan.planning import plan_budgets, plan_profile
 from autoac_solver.plan.recorded.step import step_of
-from autoac_solver.records.errors import InfeasibleBudgetError, ProfileError
+from autoac_solver.records.errors import InfeasibleBudgetError, ProfileError, ProfilingError
 from autoac_solver.records.profile import Profile
 from autoac_solver.show import notebook  # noqa: F401  (what makes records show themselves)
 from tests.solver.profiles import two_blocks
@@ -220,6 +220,22 @@ def test_notebooks_show_a_picture_and_tables_and_no_markup_of_the_models(
     assert "<table" in html
     with pytest.raises(ImportError, match=r"pip install autoac\[plot\]"):
         curve.plot()
+
+
+def test_regions_that_were_not_compiled_are_refused():
+    profile = Profile.load(PROFILES / "gpt2-medium-compiled-h200.json")
+    with pytest.raises(ProfilingError, match="'blocks.0.up' was not compiled .*these were: blocks.0, "):
+        plan_profile(profile, "20GB", regions="blocks.*.up", engine="compile")
+    few = plan_profile(profile, "20GB", regions=["blocks.0", "blocks.1"], engine="compile")
+    assert [region.fqn for region in few.regions] == ["blocks.0", "blocks.1"]
+
+
+def test_a_peak_in_the_optimizers_step_says_so_and_what_helps():
+    profile = Profile.load(PROFILES / "gpt2-medium-h200.json")
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan_profile(profile, "3GB", engine="replay")
+    assert caught.value.where == "optimizer.step, after backward"
+    assert any("fused=True, or foreach=False" in text for text in caught.value.suggestions)
 
 
 def test_strategies_beside_compiled_regions_have_one_base():

@@ -27,6 +27,12 @@ def test_two_blocks_by_hand(max_overhead: float | str, peak_bytes: int) -> None:
     assert (plan.predicted_peak_bytes, plan.budget_bytes) == (peak_bytes, peak_bytes + 7)
 
 
+def test_with_compiled_regions_it_is_over_their_fastest_step() -> None:
+    profile = Profile.load(PROFILES / "gpt2-medium-compiled-h200.json")
+    record = plan_profile(profile, None, max_overhead="5%", engine="compile", gap=0.002)
+    assert 0.04 < record.predicted_extra_s / record.predicted_step_s <= 0.05
+
+
 def test_less_memory_takes_longer_than_that() -> None:
     """On a recorded step: the plan keeps to the slowdown, and a budget that is smaller by the precision has none."""
     profile = Profile.load(PROFILES / "gpt-8-blocks-cpu.json")

@@ -197,7 +197,7 @@ def test_plans_that_cannot_take_turns_are_refused(made: tuple[Blocks, autoac.Buc
 
 
 def test_a_compiled_models_sizes_run_under_sac():
-    compiled = torch.compile(make(blocks=2))
+    compiled: Any = torch.compile(make(blocks=2))
     buckets = autoac.plan_buckets(compiled, [torch.randn(4, WIDTH), torch.randn(8, WIDTH)], 10**9)
     assert {plan.engine for plan in buckets.plans} == {"sac"}
 

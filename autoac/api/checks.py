@@ -47,7 +47,11 @@ def checked(
 
 
 def check_compiling(
-    engine: str, granularity: str, policies: Policies = (), max_overhead: float | str | None = None
+    engine: str,
+    granularity: str,
+    policies: Policies = (),
+    max_overhead: float | str | None = None,
+    parallel: Any = None,
 ) -> None:
     """Refuse options that engine compile does not support, and its own options with other engines.
 
@@ -69,6 +73,11 @@ def check_compiling(
         raise ValueError(
             "engine 'compile' plans for a budget, not for max_overhead: autoac.tradeoff over "
             "autoac.profile(..., engine='compile') shows what each budget costs."
+        )
+    if compiles(engine) and parallel is not None:
+        raise ValueError(
+            "engine 'compile' does not plan for models that are trained on several processes: leave out parallel=, or "
+            "take engine='sac' for a compiled model."
         )
 
 

@@ -48,7 +48,12 @@ def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tu
 
 
 def against_compiling(
-    policies: Any, max_overhead: Any, budget_of: str, mode: str, device: str | Path | None
+    policies: Any,
+    max_overhead: Any,
+    budget_of: str,
+    mode: str,
+    device: str | Path | None,
+    parallel: Any = None,
 ) -> str:
     """A requested option that engine compile does not support, "" for none; arguments as for `plan`."""
     asked = {
@@ -57,6 +62,7 @@ def against_compiling(
         f"budget_of={budget_of!r}": budget_of != "allocated",
         f"mode={mode!r}": mode == "fake",
         f"device={device!r}": device is not None,
+        "parallel=": parallel is not None,
     }
     return next((what for what, is_asked in asked.items() if is_asked), "")
 

@@ -19,7 +19,7 @@ from autoac.calibrate.compiled.table import BLOCKS, NothingCompiled
 from autoac.calibrate.compiled.tried import tried, with_measured
 from autoac.device import device_for
 from autoac.outcomes import with_outcomes
-from autoac.parallel.protocol import Plain, check_parallel
+from autoac.parallel.protocol import Plain, Sharded, check_parallel
 from autoac.parallel.wrapped import found_on
 from autoac.plans import Plan
 from autoac.policies import Policies, listed
@@ -109,8 +109,13 @@ def plan(
         ParallelError: an error of one of the ranks that plan together, raised on all of them.
         ValueError: an argument is invalid; raised before any work.
     """
-    check_parallel(parallel)
-    wrapped = parallel or found_on(model)
+    there = found_on(model)
+    check_parallel(parallel, is_sharded=isinstance(there, Sharded))
+    if parallel is not None and there.is_here:
+        raise ValueError(
+            "this model is wrapped or sharded already, and its ranks plan for it together: leave parallel= out."
+        )
+    wrapped = parallel or there
     if wrapped.is_here:
         check_together(engine, granularity, sample)
         # Options are the same on all ranks; model and sample are each rank's own.
@@ -128,10 +133,10 @@ def plan(
     for one in batches_of(sample):
         TrainingStep(unwrapped(model), one, loss, optimizer)  # checks it
     check_effort(time_limit_s, gap)
-    against = against_compiling(policies, max_overhead, budget_of, mode, device)
+    against = against_compiling(policies, max_overhead, budget_of, mode, device, parallel)
     asked = engine
     engine, reason = engine_to_plan_with(model, asked, against)
-    check_compiling(engine, granularity, policies, max_overhead)
+    check_compiling(engine, granularity, policies, max_overhead, parallel)
     check_samples(sample, budget_of)
     with progress_shown("planning", progress) as tell:
         profiled = functools.partial(

@@ -32,7 +32,7 @@ from autoac.step.modules import RegionChoice, select_modules
 from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.samples import Samples
 from autoac.step.step import Loss, TrainingStep
-from autoac.step.units import here
+from autoac.step.units import here, holds_shards
 from autoac.torch_private import any_autocast, note_untried
 from autoac_solver.records.devices import DeviceTable, find_device, on_device
 from autoac_solver.records.engines import EngineName, compiles
@@ -99,8 +99,9 @@ def profile(
         return with_others([recorded for _, recorded in found])
     if mode not in get_args(Mode):
         raise ValueError(f"mode is {mode!r}; possible are {', '.join(map(repr, get_args(Mode)))}.")
-    check_parallel(parallel)
-    wrapped = parallel or found_on(model)
+    there = found_on(model)
+    check_parallel(parallel, is_sharded=isinstance(there, Sharded))
+    wrapped = parallel or there
     table = None if device is None else find_device(device)
     lean_losses = not runs_compiled(model)  # the compiler has its own loss
     model = unwrapped(model)
@@ -217,6 +218,11 @@ def _recorded(
         return real()
     except (torch.OutOfMemoryError, MemoryError) as error:
         reason = f"the step did not fit here ({error!s:.80})"  # the error holds the step's tensors until it is handled
+    if holds_shards(model):
+        raise ProfilingError(
+            f"{reason}, and a sharded model is recorded on real tensors only: pass a smaller batch, or plan in one "
+            "process before it is sharded, with parallel=autoac.parallel.FSDP2(world_size=...) and device=."
+        )
     return _noted(fake(), f"mode auto: {reason}")
 
 
@@ -242,6 +248,8 @@ def _reason_for_fake(model: torch.nn.Module, timed: bool) -> str:
         return "the model is on the meta device"
     if not timed:
         return "only shapes are needed for another device"
+    if holds_shards(model):
+        return ""  # they have no fake tensors, and all ranks run alike
     gradients = unique_storage_bytes(here([p for p in model.parameters() if p.requires_grad]))
     free = free_bytes(device)
     if gradients > free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from autoac.api.checks import checked
 from autoac.api.profiling import profile
 from autoac.api.solving import plan_recorded
-from autoac.parallel.one_plan import needs_most, same_everywhere, shared
+from autoac.parallel.one_plan import for_all, needs_most, same_everywhere
 from autoac.parallel.protocol import Plain
 from autoac.parallel.ranks import together
 from autoac.plans import Plan
@@ -25,7 +26,7 @@ from autoac_solver.records.arguments import check_effort
 def plan_together(
     model: torch.nn.Module, sample: Any, budget: int | str | None, wrapped: Plain, options: dict[str, Any]
 ) -> Plan:
-    """Make one plan on all ranks together, for the rank whose step keeps the most bytes.
+    """Make one plan on all ranks together, for the rank whose step keeps the most bytes, that fits all.
 
     Args:
         wrapped: how the model is trained.
@@ -60,10 +61,12 @@ def plan_together(
                 progress=part(tell, 0.0, 0.7),
                 **{name: options.pop(name) for name in ("loss", "optimizer", "mode", "device")},
             )
-            owner, made = needs_most(ranks, recorded), None
-            if ranks.rank == owner:
-                del options["regions"]
-                made = plan_recorded(
-                    model, recorded, budget, names=names, progress=part(tell, 0.7, 1.0), **options
-                )
-            return shared(ranks, owner, made, model)
+            del options["regions"]
+            make = functools.partial(
+                plan_recorded,
+                *(model, recorded, budget),
+                names=names,
+                progress=part(tell, 0.7, 1.0),
+                **options,
+            )
+            return for_all(ranks, needs_most(ranks, recorded), model, recorded, make)

@@ -4,8 +4,8 @@ NOTE [ One loop on several ranks ]
   1. Each rank records its own step, without collectives that the loop does not have. A rank that records announces it
      beforehand, and all meet when the next step begins; see `autoac.parallel.meetings`.
   2. There they compare their newly recorded step, or the plan on their model. The step that keeps the most bytes is
-     planned for, by the rank that has it, and all put that plan on. So a rank that meets a larger batch later records
-     that step alone, and the others join in the next one.
+     planned for, by the rank that has it, and all put that plan on: that of another rank, if its step would exceed the
+     budget. So a rank that meets a larger batch later records that step alone, and the others join in the next one.
   3. If one rank fails, all raise its error, and take their plans off.
   4. Rank 0 reads and writes the plan's file.
 """
@@ -19,7 +19,7 @@ import torch
 
 from autoac.automatic.wanted import Wanted
 from autoac.parallel.meetings import Meetings
-from autoac.parallel.one_plan import kept_bytes, same_everywhere, shared
+from autoac.parallel.one_plan import for_all, kept_bytes, same_everywhere
 from autoac.parallel.ranks import Ranks, together
 from autoac.parallel.wrapped import is_spread
 from autoac.plans import Plan
@@ -63,11 +63,13 @@ class Meeting:
         found = self.ranks.all(-1 if step is None else kept_bytes(step))
         if max(found) < 0:
             return None
-        owner = found.index(max(found))
-        mine = None
-        if self.ranks.rank == owner:
-            mine = at_hand if profile is None else make(profile)
-        return shared(self.ranks, owner, mine, self._given)
+        return for_all(
+            self.ranks,
+            found.index(max(found)),
+            self._given,
+            step,
+            lambda: at_hand if profile is None else make(profile),
+        )
 
 
 class Across:

@@ -16,7 +16,7 @@ from autoac.record.optimizer import with_optimizer
 from autoac.step.model import device_of, model_fingerprint
 from autoac.step.step import TrainingStep
 from autoac_solver.records.devices import DeviceTable
-from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.errors import AutoacError, ProfilingError
 from autoac_solver.records.profile import VARIES, Profile
 
 
@@ -44,13 +44,23 @@ def record_sharded(
             f"a callable sample runs your own model, and {kind}(world_size=...) shards a copy of it: pass the model's "
             "input as sample, and loss=."
         )
-    as_cuda = capability_elsewhere(table, device_of(step.model))
+    if table is None and device_of(step.model).type not in ("cpu", "meta"):
+        raise ProfilingError(
+            f"{kind}(world_size={spec.world_size}) runs its step on fake CPU tensors: say which GPU the ranks have, "
+            'with device="h200" or another.'
+        )
+    as_cuda = capability_elsewhere(table, torch.device("cpu"))  # the copy is on no device
     fingerprint = model_fingerprint(step.model)
     with spec.sharded(step.model) as (skeleton, shard):
         shards: dict[str, torch.nn.Parameter] = {}
 
         def shard_and_tell() -> None:
-            shard()
+            try:
+                shard()
+            except AutoacError:
+                raise
+            except Exception as error:
+                raise ProfilingError(f"{kind} cannot be put on this model: {error!s:.500}") from error
             shards.update(skeleton.named_parameters())  # the skeleton is restored afterwards
 
         recorded = record_fake(

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoac.parallel.protocol import Sharded
-from autoac.step.modules import RegionChoice, select_modules
+from autoac.step.modules import RegionChoice, is_called
 from autoac.step.units import holds_units
 from autoac.torch_private import fake_ranks, is_unit, own_tensors
+from autoac_solver.records.arguments import as_patterns, matched, outermost
 from autoac_solver.records.errors import ProfilingError
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ class FSDP2(Sharded):
 
     Args:
         world_size: number of ranks, to plan for one of them; None for the running ranks.
-        units: the modules to call `fully_shard` with, besides the model itself: names, globs or a predicate. None for
-            the members of the model's outermost lists of modules (its blocks, mostly).
+        units: the modules to call `fully_shard` with, besides the model itself: names, globs or a predicate; [] for
+            none. None for the members of the model's outermost lists of modules (its blocks, mostly).
         reshard_after_forward, mp_policy: arguments of `fully_shard`, for all units. None lets the model itself keep its
             own parameters after forward.
         replicas: number of groups of ranks that each hold all shards (HSDP); it divides `world_size`.
@@ -48,6 +49,11 @@ class FSDP2(Sharded):
     def __post_init__(self) -> None:
         super().__post_init__()
         size = self.world_size
+        if size is not None and type(self.reshard_after_forward) is int:
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward} makes groups of ranks, which are recorded on real "
+                "ranks only: plan there, or take True, False or None."
+            )
         if not isinstance(self.replicas, int) or self.replicas < 1 or (size or self.replicas) % self.replicas:
             raise ValueError(f"replicas is {self.replicas!r}: it must divide the {size} ranks.")
 
@@ -95,9 +101,16 @@ class FSDP2(Sharded):
 
 
 def chosen_units(model: torch.nn.Module, units: RegionChoice) -> list[str]:
-    """Names of the modules to shard one by one."""
+    """Names of the modules to shard one by one; a unit may hold others.
+
+    Args:
+        units: as `FSDP2.units`.
+
+    Raises:
+        ProfilingError: a name or glob matches no module that has a forward.
+    """
     if units is not None:
-        return select_modules(model, units) or []
+        return _named(model, units)
     found: list[str] = []
     stack = [("", model)]
     while stack:
@@ -105,11 +118,20 @@ def chosen_units(model: torch.nn.Module, units: RegionChoice) -> list[str]:
         for key, child in module.named_children():
             below = f"{name}.{key}" if name else key
             is_listed = isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
-            if is_listed and next(child.parameters(), None) is not None:
+            if is_listed and is_called(child) and next(child.parameters(), None) is not None:
                 found.append(below)
             else:
                 stack.append((below, child))
     return sorted(found)
+
+
+def _named(model: torch.nn.Module, units: Any) -> list[str]:
+    modules = {name: module for name, module in model.named_modules() if name and is_called(module)}
+    if callable(units) and not isinstance(units, torch.nn.Module):
+        return [name for name, module in modules.items() if units(name, module)]
+    found = matched(as_patterns(units, what="units"), modules, "this model, with a forward", what="units")
+    # Of the modules that one glob matches, the outermost; those of another may be inside them.
+    return list(dict.fromkeys(name for names in found.values() for name in outermost({"": names})))
 
 
 def without_values(model: torch.nn.Module) -> torch.nn.Module:

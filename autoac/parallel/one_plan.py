@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,7 +11,9 @@ import torch
 from autoac.parallel.ranks import Ranks, together
 from autoac.plans import Plan
 from autoac.torch_private import ranks_of
+from autoac_solver.plan.recorded.transfer import outcome_of
 from autoac_solver.records.errors import ParallelError
+from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import NEVER, Profile
 
 
@@ -74,6 +77,37 @@ def needs_most(ranks: Ranks, profile: Profile) -> int:
     """Index of the rank whose step keeps the most bytes, as far as known before planning."""
     found = ranks.all(kept_bytes(profile))
     return found.index(max(found))
+
+
+def for_all(
+    ranks: Ranks, owner: int, model: torch.nn.Module, profile: Profile | None, make: Callable[[], Plan | None]
+) -> Plan:
+    """The plan of one rank, for all; that of the rank with the highest peak under it, if that is above the budget.
+
+    Args:
+        owner: index of the rank that plans first.
+        profile: this rank's step, if it has recorded one.
+        make: this rank's plan; called on the rank that plans.
+
+    Raises:
+        ParallelError: a rank's step exceeds the budget under the plan for its own step and under that of another.
+    """
+    for again in (False, True):
+        plan = shared(ranks, owner, make() if ranks.rank == owner else None, model)
+        record = plan.record
+        own = -1 if profile is None or ranks.rank == owner else outcome_of(record, profile).peak_bytes
+        peaks = ranks.all(own)
+        highest = peaks.index(max(peaks))
+        if peaks[highest] <= record.budget_bytes - record.headroom_bytes:
+            return plan
+        if not again:
+            owner = highest
+    raise ParallelError(
+        f"the ranks' steps differ so much that no plan fits all: under the plan for rank {ranks.members[owner]}'s "
+        f"step, that of rank {ranks.members[highest]} takes {format_bytes(peaks[highest])}, above the budget of "
+        f"{format_bytes(record.budget_bytes)}. Give the ranks batches of the same shape, or more memory.",
+        ranks.members[highest],
+    )
 
 
 def kept_bytes(profile: Profile) -> int:

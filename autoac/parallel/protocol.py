@@ -127,14 +127,22 @@ class Sharded(Plain):
         raise NotImplementedError
 
 
-def check_parallel(parallel: Any) -> None:
+def check_parallel(parallel: Any, is_sharded: bool) -> None:
     """Refuse anything but a `Parallel`.
 
+    Args:
+        is_sharded: whether the model is sharded or split already.
+
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, or does not say how many ranks will shard the model.
     """
     if parallel is not None and not isinstance(parallel, Plain):
         raise ValueError(
             f"parallel is {parallel!r:.80}: pass autoac.parallel.DDP(...), FSDP2(...) or TensorParallel(...) of that "
             "module, or leave it out for a model that is wrapped already."
+        )
+    if isinstance(parallel, Sharded) and not parallel.is_elsewhere and not is_sharded:
+        raise ValueError(
+            f"{type(parallel).__name__}() without world_size is a model's that is sharded, and this one is not: shard "
+            "it and leave parallel= out, or say how many ranks there will be."
         )

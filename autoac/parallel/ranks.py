@@ -129,13 +129,14 @@ class Ranks:
     def fail(self, error: BaseException) -> ParallelError:
         """Announce that this rank has failed; returns the error that all ranks raise."""
         if isinstance(error, ParallelError):
-            mine = {"rank": error.rank, "words": str(error)}
+            mine = {"rank": error.rank, "words": str(error), "minimum_bytes": error.minimum_bytes}
         else:
             kind = type(error).__name__
             own = self.members[self.rank]
             mine = {
                 "rank": own,
                 "words": f"rank {own} failed while the ranks {self.what}: {kind}: {error}",
+                "minimum_bytes": getattr(error, "minimum_bytes", 0),
             }
         first = self._store.compare_set(self._key("failure"), "", json.dumps(mine)).decode()
         return _failure(first)
@@ -148,7 +149,7 @@ class Ranks:
 
 def _failure(text: str) -> ParallelError:
     found = json.loads(text)
-    return ParallelError(found["words"], found["rank"])
+    return ParallelError(found["words"], found["rank"], found.get("minimum_bytes", 0))
 
 
 def _quietly(beat: Any) -> Any:
@@ -183,6 +184,9 @@ def together(
                 yield ranks
                 ranks.all(None)  # no rank continues before all are done
             except BaseException as error:
-                raise ranks.fail(error) from error
+                failure = ranks.fail(error)
+                if not isinstance(error, Exception):
+                    raise  # Ctrl-C stays what it is on its own rank
+                raise failure from error
     except RuntimeError as error:  # torch's DistError: the rank that keeps the store is gone
         raise ParallelError(f"the processes' store is gone, and with it rank 0: {error!s:.300}", 0) from error

@@ -7,15 +7,17 @@ the ops on the local parts, see NOTE [ The recorded step ] 6 in `record/tape/tap
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autoac.parallel.fsdp2 import FSDP2, chosen_units, without_values
 from autoac.parallel.protocol import Sharded
-from autoac.torch_private import fake_ranks, is_sharded_type, meshes_joined_for_real
+from autoac.step.units import holds_shards
+from autoac.torch_private import fake_ranks, meshes_joined_for_real
 from autoac_solver.records.errors import ProfilingError
 
 if TYPE_CHECKING:
@@ -73,12 +75,17 @@ class TensorParallel(Sharded):
 
         assert self.world_size is not None
         assert self.ranks is not None
-        if any(is_sharded_type(type(parameter)) for parameter in model.parameters()):
+        if holds_shards(model):
             raise ProfilingError(
                 "this model is split already: leave parallel= out to plan for the ranks that are there, or pass the "
                 "model before parallelize_module to plan for others."
             )
         styles = dict(own_plan(model) if self.plan is None else self.plan)
+        if unmatched := [pattern for pattern in styles if not _matches(model, pattern.split("."))]:
+            raise ProfilingError(
+                f"plan={{{unmatched[0]!r}: ...}} matches no module of {type(model).__name__}, so parallelize_module "
+                "would split nothing for it. It has one name or glob for each level, as in 'layers.*.up'."
+            )
         units = [] if self.fsdp is None else chosen_units(model, self.fsdp.units)
         skeleton = without_values(model)
         with fake_ranks(self.ranks):
@@ -93,6 +100,14 @@ class TensorParallel(Sharded):
                         self.fsdp.shard(skeleton, units, mesh["shard"])
 
             yield skeleton, split
+
+
+def _matches(module: torch.nn.Module, path: Sequence[str]) -> bool:
+    """Whether `parallelize_module` finds a module by this path of names and globs, one a level."""
+    if not path:
+        return True
+    first, *others = path
+    return any(_matches(child, others) for name, child in module.named_children() if fnmatch(name, first))
 
 
 def own_plan(model: torch.nn.Module) -> dict[str, ParallelStyle]:

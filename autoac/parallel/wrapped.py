@@ -8,12 +8,11 @@ from autoac.parallel.ddp import DDP
 from autoac.parallel.fsdp2 import FSDP2
 from autoac.parallel.protocol import Plain
 from autoac.parallel.tensor import TensorParallel
-from autoac.step.units import holds_units
+from autoac.step.units import holds_shards, holds_units
 from autoac.torch_private import (
     ddp_around,
     is_compiled_wrapper,
     is_ddp,
-    is_sharded_type,
     is_unit,
     wrapped_module,
 )
@@ -35,7 +34,7 @@ def found_on(model: torch.nn.Module) -> Plain:
         return DDP.of(model, is_here=together)
     if is_unit(model) or holds_units(model):
         return FSDP2(is_here=together)
-    if any(is_sharded_type(type(tensor)) for tensor in (*model.parameters(), *model.buffers())):
+    if holds_shards(model):
         return TensorParallel(is_here=together)
     ddp = ddp_around(model)
     return Plain() if ddp is None else DDP.of(ddp, is_here=False)

@@ -13,6 +13,7 @@ from autoac.record.cuda.ops import CudaOps
 from autoac.record.tape.tape import Tape
 from autoac.step.model import OWN_CHECKPOINTING, own_checkpointing
 from autoac.step.uncompiled import compiled_modules
+from autoac.torch_private import is_checkpoint_wrapper
 
 
 def note_if_unsteady(
@@ -42,7 +43,14 @@ def note_on_device(device: torch.device) -> tuple[str, ...]:
 
 def notes_if_checkpointed(model: torch.nn.Module) -> list[str]:
     """A note if a transformers model recomputes its layers by its own checkpointing."""
+    wrapped = [name for name, module in model.named_modules() if is_checkpoint_wrapper(module)]
     name = own_checkpointing(model)
+    if wrapped:
+        return [
+            f"{OWN_CHECKPOINTING}, torch's checkpoint_wrapper, is on {_some(wrapped)}: it recomputes these modules as "
+            "a whole, and a plan decides little inside of them. Plan for the model without it (in trainers' options of "
+            "FSDP: activation_checkpointing off)"
+        ]
     if not name:
         return []
     return [

@@ -40,7 +40,7 @@ def lean_modules(model: torch.nn.Module) -> set[torch.nn.Module]:
         if isinstance(module, torch.jit.ScriptModule):
             return  # its calls, and those of the modules in it, are TorchScript's own
         small = layers(module) <= limit or not children or _is_block(module)
-        if _is_called(module) and small and not holds_units(module):
+        if is_called(module) and small and not holds_units(module):
             chosen.add(module)
             return
         for child in children:
@@ -50,7 +50,7 @@ def lean_modules(model: torch.nn.Module) -> set[torch.nn.Module]:
     return chosen
 
 
-def _is_called(module: torch.nn.Module) -> bool:
+def is_called(module: torch.nn.Module) -> bool:
     """Whether calls of the module can be seen; containers such as ModuleList are never called."""
     # TorchScript's modules come first: some have `forward` on instances only.
     scripted = isinstance(module, torch.jit.ScriptModule)
@@ -80,7 +80,7 @@ def select_modules(model: torch.nn.Module, choice: RegionChoice) -> list[str] | 
         return None
     modules = dict(model.named_modules())
     # A ModuleList is never called, only the modules in it.
-    called = {name for name, module in modules.items() if _is_called(module)}
+    called = {name for name, module in modules.items() if is_called(module)}
     if callable(choice) and not isinstance(choice, torch.nn.Module):
         found = {name: [name] for name, module in modules.items() if choice(name, module) and name in called}
     else:

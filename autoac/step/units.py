@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from autoac.torch_private import is_unit, local_part, own_class, set_units_up
+from autoac.torch_private import is_sharded_type, is_unit, local_part, own_class, set_units_up
 
 _SHOWN = 3
 
@@ -36,6 +36,11 @@ def units_inside(module: torch.nn.Module) -> list[str]:
 def holds_units(module: torch.nn.Module) -> bool:
     """Whether there is a unit inside a module."""
     return any(is_unit(child) or holds_units(child) for child in module.children())
+
+
+def holds_shards(model: torch.nn.Module) -> bool:
+    """Whether parameters or buffers are sharded or split over ranks (`DTensor`)."""
+    return any(is_sharded_type(type(tensor)) for tensor in (*model.parameters(), *model.buffers()))
 
 
 def some_units(names: Sequence[str], within: str = "") -> str:

@@ -38,6 +38,7 @@ from autoac.torch_private.checkpoint import (
     POLICIES_SEE_RESULTS,
     bypassing_hooks,
     checkpoint_debug_enabled,
+    is_checkpoint_wrapper,
     on_local_parts,
 )
 from autoac.torch_private.compiler import (
@@ -239,6 +240,7 @@ __all__ = [
     "call_below_autograd",
     "bypassing_hooks",
     "checkpoint_debug_enabled",
+    "is_checkpoint_wrapper",
     "compiled_attribute",
     "hooked_inside",
     "has_own_compile_settings",

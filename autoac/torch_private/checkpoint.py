@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from typing import Any
 
 import torch.utils.checkpoint
@@ -29,6 +30,16 @@ def checkpoint_debug_enabled() -> bool | None:
     Source: `_checkpoint_debug_enabled` in torch/utils/checkpoint.py.
     """
     return torch.utils.checkpoint._checkpoint_debug_enabled
+
+
+def is_checkpoint_wrapper(module: torch.nn.Module) -> bool:
+    """Whether this module runs another one under torch's checkpoint, as trainers' options for FSDP have it.
+
+    Source: `CheckpointWrapper` in torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py; without that module
+    loaded there is none.
+    """
+    there = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    return there is not None and isinstance(module, there.CheckpointWrapper)
 
 
 def bypassing_hooks(mode: Any) -> Any:

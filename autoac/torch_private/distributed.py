@@ -168,10 +168,11 @@ def reset_units(root: torch.nn.Module) -> None:
     """Reset a root of FSDP2 to its state between two steps, after a step that failed.
 
     Source: `FSDPModule.reset_iter_state` (torch/distributed/fsdp/_fully_shard/_fully_shard.py); public, but missing in
-    releases before 2.13, where the model stays as the step left it.
+    releases before 2.13, where the model stays as the step left it. `FSDPState._is_root` (_fsdp_state.py beside it).
     """
     reset: Any = getattr(root, "reset_iter_state", None)
-    if reset is not None:
+    # Without its setup at the first call there is nothing to reset, and torch's function fails.
+    if reset is not None and cast("Any", root)._get_fsdp_state()._is_root:
         reset()
 
 

@@ -10,17 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import autoac
 from autoac.measure import measure_peak
-from autoac.parallel import DDP, FSDP2
+from autoac.parallel import DDP, FSDP2, TensorParallel, one_plan
 from autoac.parallel.ddp import BUCKETS
+from autoac.parallel.fsdp2 import chosen_units
 from autoac.parallel.sizes import held
 from autoac_solver.build.built import Built
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.profile import NEVER, VARIES, Profile
-from tests.parallel.models import Net, batch, make
+from tests.parallel.models import Block, Net, batch, make
 
 UNITS = ["layers.*", "pair.*"]
 BLOCK_BYTES = 4 * (32 * 128 * 2 + 128 + 32 + 64)
@@ -205,8 +208,25 @@ def test_refusals():
         autoac.profile(model, lambda: None, parallel=FSDP2(world_size=4))
     with pytest.raises(autoac.ProfilingError, match="cannot be copied"):
         autoac.profile(HasOneThatCannotBeCopied(), torch.ones(1, 2), parallel=FSDP2(world_size=4))
-    with pytest.raises(autoac.ProfilingError, match="matches no module"):
+    with pytest.raises(autoac.ProfilingError, match=r"units='blocks.\*' matches no module"):
         autoac.profile(model, batch(), parallel=FSDP2(world_size=4, units=["blocks.*"]))
+    for kind in (FSDP2, TensorParallel):
+        with pytest.raises(
+            ValueError, match="without world_size is a model's that is sharded, and this one is not"
+        ):
+            autoac.plan(model, batch(), "1GB", parallel=kind())
+    with pytest.raises(ValueError, match="reshard_after_forward=2 makes groups of ranks"):
+        FSDP2(world_size=8, reshard_after_forward=2)
+    with pytest.raises(autoac.ProfilingError, match=r"plan=\{'layer.\*.up': ...\} matches no module of Net"):
+        autoac.profile(model, batch(), parallel=TensorParallel(2, {"layer.*.up": ColwiseParallel()}))
+    with pytest.raises(
+        ValueError, match="'compile' does not plan for models that are trained on several processes"
+    ):
+        autoac.plan(model, batch(), "1GB", engine="compile", parallel=FSDP2(world_size=4))
+    scaled = make()
+    scaled.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(autoac.ProfilingError, match=r"FSDP2 cannot be put on this model: .*scalar"):
+        autoac.profile(scaled, batch(), parallel=FSDP2(world_size=4))
     with pytest.raises(ValueError, match="parallel is 'fsdp'"):
         autoac.profile(model, batch(), parallel="fsdp")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="world_size is 0"):
@@ -214,6 +234,67 @@ def test_refusals():
     with pytest.raises(ValueError, match="must divide"):
         FSDP2(world_size=8, replicas=3)
     assert not torch.distributed.is_initialized()
+
+
+def test_units_may_hold_others_or_be_only_the_model():
+    nested = chosen_units(make(), ["pair", "pair.*"])
+    assert nested == ["pair", "pair.0", "pair.1"]
+    assert chosen_units(make(), []) == []
+    whole, by_layer, both = (
+        autoac.profile(make(), batch(), mode="fake", parallel=FSDP2(world_size=4, units=units))
+        for units in ([], ["layers.*"], ["layers.*", "layers.*.up"])
+    )
+    assert by_layer.peak_bytes < whole.peak_bytes  # fewer parameters are gathered at once
+    assert both.resident_bytes == by_layer.resident_bytes
+
+    lists = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block()])])
+    assert chosen_units(nn.ModuleDict({"stages": lists}), None) == ["stages.0.0", "stages.0.1", "stages.1.0"]
+
+
+def test_a_compiled_model_is_planned_for_with_sac():
+    compiled: Any = torch.compile(make())
+    plan = autoac.plan(compiled, batch(), "1GB", parallel=FSDP2(world_size=4))
+    assert plan.engine == "sac"
+
+
+def test_torchs_checkpoint_wrapper_is_told():
+    model = make()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    notes = autoac.plan(model, batch(), "1GB").notes
+    assert any("torch's checkpoint_wrapper, is on 'layers.0', 'layers.1'" in note for note in notes)
+
+
+class TwoRanks:
+    """Rank 0 of two, and what rank 1 answers."""
+
+    rank, members = 0, (0, 1)
+
+    def __init__(self, *answers: int) -> None:
+        self.answers = list(answers)
+
+    def all(self, own: int) -> list[int]:
+        return [own, self.answers.pop(0)]
+
+
+def test_a_plan_under_which_another_ranks_step_exceeds_the_budget_is_made_by_that_rank(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch
+):
+    made = autoac.solve(profile, "1GB")
+    monkeypatch.setattr(one_plan, "shared", lambda ranks, owner, plan, model: plan or made)
+    asked: list[int] = []
+    for_all: Any = one_plan.for_all
+
+    def plans(*answers: int) -> autoac.Plan:
+        asked.clear()
+        return for_all(TwoRanks(*answers), 0, make(), profile, lambda: asked.append(1) or made)
+
+    assert plans(10**6) is made  # within the budget
+    assert plans(2 * 10**9, 10**6) is made
+    assert asked == [1]  # rank 1 made the second
+    with pytest.raises(
+        autoac.ParallelError, match="under the plan for rank 1's step, that of rank 1 takes 3 GB"
+    ):
+        plans(2 * 10**9, 3 * 10**9)
 
 
 @pytest.fixture

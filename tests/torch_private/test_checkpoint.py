@@ -16,6 +16,14 @@ def test_checkpoint_debug_enabled():
             assert torch_private.checkpoint_debug_enabled() is enabled
 
 
+def test_is_checkpoint_wrapper():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    inner = torch.nn.Linear(2, 2)
+    assert torch_private.is_checkpoint_wrapper(checkpoint_wrapper(inner))
+    assert not torch_private.is_checkpoint_wrapper(inner)
+
+
 def test_a_policy_is_asked_once_and_sees_the_result():
     """What `POLICIES_SEE_RESULTS` tells by a parameter's name."""
     seen: list[tuple[bool, bool]] = []

@@ -104,11 +104,12 @@ def check_batch_sizes(sizes: Any, profiles: Any) -> list[int]:
     return found
 
 
-def as_patterns(regions: Any, possible: str = _NAMES) -> list[str]:
+def as_patterns(regions: Any, possible: str = _NAMES, what: str = "regions") -> list[str]:
     """Names and globs of modules as a list.
 
     Args:
         possible: the accepted values, as text for the message.
+        what: the argument's name.
 
     Raises:
         ValueError: they are something else.
@@ -121,18 +122,21 @@ def as_patterns(regions: Any, possible: str = _NAMES) -> list[str]:
     for item in found:
         if not isinstance(item, str):
             raise ValueError(
-                f"regions {verb} a {type(item).__name__}; it takes {possible}. A module's name is what "
+                f"{what} {verb} a {type(item).__name__}; it takes {possible}. A module's name is what "
                 "model.named_modules() calls it."
             )
     return found
 
 
-def matched(patterns: Sequence[str], names: Iterable[str], owner: str) -> dict[str, list[str]]:
+def matched(
+    patterns: Sequence[str], names: Iterable[str], owner: str, what: str = "regions"
+) -> dict[str, list[str]]:
     """Name or glob -> names of the modules that it matches.
 
     Args:
         names: names of all modules.
         owner: their owner, as text for the message.
+        what: the argument's name.
 
     Raises:
         ProfilingError: one of them matches no module.
@@ -145,7 +149,7 @@ def matched(patterns: Sequence[str], names: Iterable[str], owner: str) -> dict[s
         ]
         if not found[pattern]:
             raise ProfilingError(
-                f"regions={pattern!r} matches no module. Modules of {owner} are: {some(names)}."
+                f"{what}={pattern!r} matches no module. Modules of {owner} are: {some(names)}."
             )
     return found
 

@@ -36,11 +36,13 @@ class ParallelError(AutoacError):
 
     Attributes:
         rank: the rank that it came from.
+        minimum_bytes: the least budget that works, as of `InfeasibleBudgetError`, if no plan fits there; else 0.
     """
 
-    def __init__(self, message: str, rank: int = -1) -> None:
+    def __init__(self, message: str, rank: int = -1, minimum_bytes: int = 0) -> None:
         super().__init__(message)
         self.rank = rank
+        self.minimum_bytes = minimum_bytes
 
 
 class PolicyError(AutoacError, ValueError):

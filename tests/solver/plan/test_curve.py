@@ -224,7 +224,7 @@ def test_notebooks_show_a_picture_and_tables_and_no_markup_of_the_models(
 
 def test_regions_that_were_not_compiled_are_refused():
     profile = Profile.load(PROFILES / "gpt2-medium-compiled-h200.json")
-    with pytest.raises(ProfilingError, match="'blocks.0.up' was not compiled .*these were: blocks.0, "):
+    with pytest.raises(ProfilingError, match=r"'blocks.0.up' was not compiled .*these were: blocks.0, "):
         plan_profile(profile, "20GB", regions="blocks.*.up", engine="compile")
     few = plan_profile(profile, "20GB", regions=["blocks.0", "blocks.1"], engine="compile")
     assert [region.fqn for region in few.regions] == ["blocks.0", "blocks.1"]

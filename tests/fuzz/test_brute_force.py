@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Use of .* on expanded tensors is deprecated"),
 ]
 
-SHARDS, EXAMPLES = 2, 80
+EXAMPLES = 150
 MOST_UNITS = 10
 """That may be recomputed, of a problem: there are up to 1024 choices."""
 
@@ -47,12 +47,11 @@ def check_problems(spec: ModelSpec, tally: Counter[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", range(SHARDS))
-def test_equals_exhaustive_search(shard: int):
+def test_equals_exhaustive_search():
     tally: Counter[str] = Counter()
-    run_examples(lambda spec: check_problems(spec, tally), EXAMPLES, shard, models(5, 2, 4))
+    run_examples(lambda spec: check_problems(spec, tally), EXAMPLES, 0, models(5, 2, 4))
     print(dict(tally))
-    assert min(tally[engine] for engine in ENGINES) >= 50, dict(tally)
-    assert tally["several regions"] >= 50, dict(tally)
-    assert tally["written in place"] >= 25, dict(tally)
-    assert tally["must be saved"] >= 5, dict(tally)
+    assert min(tally[engine] for engine in ENGINES) >= 100, dict(tally)
+    assert tally["several regions"] >= 100, dict(tally)
+    assert tally["written in place"] >= 50, dict(tally)
+    assert tally["must be saved"] >= 10, dict(tally)

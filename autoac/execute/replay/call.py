@@ -1,6 +1,8 @@
 """One call of a region: its records, kept for backward and run again there.
 
 NOTE [ Replay ]
+  0. Saved tensors are packed and unpacked by `torch.autograd.graph.saved_tensors_hooks`
+     (torch/csrc/autograd/saved_variable.cpp: `SavedVariable::unpack` calls the hook once for each use in backward).
   1. The first unpack of any tensor in a region replays the region's records in order, below autograd. That moment is
      known from the profile, so the simulator can be exact. Records that no living handle depends on are not run.
   2. A recomputed tensor is dropped after the last record that reads it; handles keep what they wait for. A record is

@@ -7,6 +7,8 @@ NOTE [ Two clocks ]
   3. Views launch no kernels: their time is host time, an equal part before each op. Time that belongs to no op is
      device time at the end of the step.
   4. The integer program adds up prices, see NOTE [ Prices of one path ].
+  5. CUDA runs a stream's kernels in the order of their launches, and the host goes on after a launch (CUDA C++
+     Programming Guide, "Asynchronous Concurrent Execution").
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
 """The search for plans: programs with few memory rows, solved and extended until the simulator agrees.
 
+NOTE [ Rows on demand ]
+A planned step has a position for each op, and a memory row for each would make the program too large for a solver in
+seconds: Checkmate (Jain et al., MLSys 2020) has a row for each pair of a stage and an op. Few positions are ever tight,
+so rows are added where a solution exceeds the budget, as cutting planes are (Dantzig, Fulkerson and Johnson, 1954).
+
 Two searches share the same rounds. A program starts with memory rows at the positions where simple plans exceed the
 budget. First its linear relaxation is solved, with rows added where the fractional solution exceeds the budget, until
 it exceeds it nowhere. Then the integer program is solved and the simulator recounts the solution; where that exceeds

@@ -32,6 +32,12 @@ def why(record: PlanRecord, module: str) -> str:
     """
     profile, step = record.profile, step_of(record)
     calls = [index for index, call in enumerate(profile.calls) if call.fqn == module]
+    inside = [call.fqn for call in profile.calls if module and call.fqn.startswith(f"{module}.")]
+    if not calls and inside:
+        outer = dict.fromkeys(".".join(name.split(".")[: module.count(".") + 2]) for name in inside)
+        shown = ", ".join(map(repr, list(outer)[:_SHOWN]))
+        more = f" and {len(outer) - _SHOWN} more" if len(outer) > _SHOWN else ""
+        return f"{module!r} is a container, which is not called itself; decisions are on {shown}{more}"
     if not calls:
         near = difflib.get_close_matches(
             module, sorted({call.fqn for call in profile.calls}), n=3, cutoff=0.3

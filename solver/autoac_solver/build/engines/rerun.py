@@ -1,12 +1,17 @@
 """Lifetimes under engines that rerun a region's Python code: torch's checkpoint, with or without a policy.
 
-A recomputed copy lives as long as Python and autograd hold it, and so does a saved entry once the second run has passed
-it. A wrapped region keeps its inputs and one random state until its last release. Every value that is not recomputed is
-saved, needed or not. The inputs keep the autograd graph behind them alive, and with it tensors saved there for a result
-that is thrown away.
-
-The condition "region not wrapped" is not expressible; "its largest group is saved" (`Groups.largest`) replaces it,
-which never underestimates.
+NOTE [ Memory of a region that runs twice ]
+  1. The second run begins at the first unpack, and stops after the last value that backward needs (early stop). Its ops
+     have positions there, see `build.axis`. (`_checkpoint_without_reentrant_generator`, `_recomputation_hook` and
+     `_StopRecomputationError` in torch/utils/checkpoint.py.)
+  2. A wrapped region keeps its inputs and one random state until its last release. (`recompute_fn` there holds the
+     arguments; `preserve_rng_state` stashes the state.) The inputs keep the autograd graph behind them alive, and with
+     it tensors saved there for a result that is thrown away.
+  3. Under a policy every value that is not recomputed is saved, needed or not, and its entry lives until the second run
+     has passed it. (`_CachingTorchDispatchMode` and `_CachedTorchDispatchMode`, same file.) From then on, as a
+     recomputed copy does, it lives as long as Python and autograd hold it.
+  4. The condition "region not wrapped" is not expressible; "its largest group is saved" (`Groups.largest`) replaces it,
+     which never underestimates.
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
 """The cross entropies of a step: lean ones, and those that can be computed over chunks of rows.
 
-A cross entropy is four ops on the tape: log-softmax (logits to log-probabilities) and the loss in forward; the gradient
-of the log-probabilities and that of the logits in backward. If it is *lean*, the last op overwrites its input. If it is
-*chunked*, the log-probabilities never exist as a whole: the logits are kept in their place, and backward recomputes the
-log-probabilities for some rows at a time. So the log-probabilities are recomputed like any other value, except for the
-lifetimes.
+NOTE [ Losses on the tape ]
+  1. A cross entropy is four ops: log-softmax (logits to log-probabilities) and the loss in forward; the gradient of the
+     log-probabilities and that of the logits in backward. (`cross_entropy_loss_symint` in
+     aten/src/ATen/native/LossNLL.cpp; `_log_softmax` and `nll_loss_forward` in tools/autograd/derivatives.yaml.)
+  2. If it is *lean*, the last op overwrites its input, and the log-probabilities' gradient takes no memory of its own.
+  3. If it is *chunked*, the log-probabilities never exist as a whole: the logits are kept in their place, and backward
+     recomputes the log-probabilities for some rows at a time. So they are recomputed like any other value, except for
+     their lifetimes. (Liger Kernel, Hsu et al. 2024, computes the loss by rows, too, and its gradient in forward.)
+  4. The kernels' results do not depend on the rows beside them, see `execute.cross_entropy.chunked` for the tests of
+     that. So both give the same bits as torch's loss.
 """
 
 from __future__ import annotations

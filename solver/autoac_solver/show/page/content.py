@@ -41,7 +41,7 @@ def page_content(plans: Sequence[PlanRecord], chosen: int) -> dict[str, Any]:
     profile = plans[chosen].profile
     if unknown := {storage.kind for storage in profile.storage_table} - set(KINDS):
         raise ProfileError(f"the profile has storages of unknown kind {min(unknown)!r:.80}. Record it again.")
-    names, modules = Numbered(), Numbered()
+    names, modules, reasons = Numbered(), Numbered(), Numbered()
     modules("")  # Number 0: outside of all modules.
     axes: dict[tuple[int, ...], _Axis] = {}
     rows = []
@@ -75,10 +75,11 @@ def page_content(plans: Sequence[PlanRecord], chosen: int) -> dict[str, Any]:
             "backward": encode(op.backward for op in profile.tape),
         },
         "storages": _storages(profile, modules),
-        "axes": [axis.data(profile, modules) for axis in axes.values()],
+        "axes": [axis.data(profile, modules, reasons) for axis in axes.values()],
         "plans": rows,
         "names": names.things,
         "modules": modules.things,
+        "reasons": reasons.things,
         "sources": [module and profile.source_of(module) for module in modules.things],
     }
 
@@ -147,7 +148,7 @@ class _Axis:
         self.lasts, self.decided = lasts, decided
         return row
 
-    def data(self, profile: Profile, modules: Numbered) -> dict[str, Any]:
+    def data(self, profile: Profile, modules: Numbered, reasons: Numbered) -> dict[str, Any]:
         """The data that all plans on this axis share."""
         problem = self.built.problem
         nameless = [lifetime for lifetime in problem.lifetimes if lifetime.storage < 0]
@@ -159,6 +160,9 @@ class _Axis:
             "unit_region": encode(group.region for group in problem.groups),
             "unit_time_ns": encode(round(group.options[-1].time_s * 1e9) for group in problem.groups),
             "unit_must_save": encode(group.must_save for group in problem.groups),
+            "unit_reason": encode(
+                reasons(group.reason if group.must_save else "") for group in problem.groups
+            ),
             "value_storage": encode(storage for storage, _ in self.values),
             "value_unit": encode(group for _, group in self.values),
             "start": encode(self.start),

@@ -285,3 +285,16 @@ def test_a_built_wheel_has_the_page_and_the_cost_tables(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.stdout.startswith(path), done.stderr
+
+
+def test_values_without_a_choice_have_their_reason() -> None:
+    profile = decoder_profile(2)
+    op = next(op.name for op in profile.tape if op.name.startswith("aten.mm"))
+    record = plan_profile(profile, 10**12, policies=[autoac.Policy("MUST_SAVE", op=op)])
+    content = page_content([record], 0)
+    (axis,) = content["axes"]
+    groups = step_of(record).built.problem.groups
+    assert any(group.must_save for group in groups)
+    assert [content["reasons"][number] for number in decode(axis["unit_reason"])] == [
+        group.reason if group.must_save else "" for group in groups
+    ]

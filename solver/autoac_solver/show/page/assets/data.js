@@ -46,6 +46,7 @@ function decodeAxis(data) {
       region: decode(data.unit_region),
       timeNs: decode(data.unit_time_ns),
       mustSave: decode(data.unit_must_save),
+      reason: decode(data.unit_reason).map((reason) => source.reasons[reason]),
     },
     value: { storage: decode(data.value_storage), unit: decode(data.value_unit) },
     life: { start: decode(data.start), storage: decode(data.storage), bytes: [], keeper: [] },

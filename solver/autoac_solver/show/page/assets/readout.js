@@ -81,9 +81,11 @@ const readoutView = (() => {
     const what = describe(plan, memory, memory.peakAt);
     const module = modules[ops.module[plan.axis.op[memory.peakAt]]];
     byId("peak-words").textContent =
-      `With a budget of ${formatBytes(plan.budget)} the peak of ${formatBytes(plan.peak)} lies at ${what.op} in ` +
-      `${what.words === "forward" || what.words === "backward" ? what.words : "recomputation"}` +
-      `${module ? ` of module ${module}` : ", outside of all modules"}.`;
+      `With a budget of ${formatBytes(plan.budget)} the peak of ${formatBytes(plan.peak)} lies at ${what.op}` + (
+        what.op === "optimizer.step" ? ", after backward." :
+          ` in ${what.words === "forward" || what.words === "backward" ? what.words : "recomputation"}` +
+          `${module ? ` of module ${module}` : ", outside of all modules"}.`
+      );
   }
 
   return {

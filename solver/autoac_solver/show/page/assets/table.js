@@ -116,7 +116,7 @@ const tableView = (() => {
     const decision = decided[value];
     const mark = make("span", { class: "mark" }, draw("svg", { viewBox: "0 0 12 12", "aria-hidden": "true" }, MARKS[decision]()), source.decisions[decision]);
     const decisionCell = [mark];
-    if (axis.unit.mustSave[unit]) decisionCell.push(make("span", { class: "aside" }, "no choice"));
+    if (axis.unit.mustSave[unit]) decisionCell.push(make("span", { class: "aside", title: axis.unit.reason[unit] }, "no choice"));
     if (wasOtherwise(value)) decisionCell.push(make("span", { class: "aside" }, `this plan: ${source.decisions[earlier.get(axis.value.storage[value])]}`));
     const time = axis.unit.mustSave[unit] ? "" : formatSeconds(rows.time[value] / 1e9);
     const perMB = rows.rate[value] / 1e9 * 1e6;

@@ -89,7 +89,7 @@ class Device(Protocol):
         ...
 
     def keep_busy(self, seconds: float) -> None:
-        """Let the current stream be busy for about so long, without waiting for it; nothing on a synchronous device."""
+        """Occupy the current stream for about this time, without waiting for it; nothing on a synchronous device."""
         ...
 
     def launched_s(self, call: Callable[[], object], number: int, launching_s: float) -> float:

@@ -89,7 +89,7 @@ class Auto(LoopPlan):
             self._running = False
 
     def _abandon_step(self) -> None:
-        """Give the step up. The loop goes on with another batch, if at all: a recorded step begins anew with it."""
+        """End the step without a result. If the loop goes on with another batch, recording begins anew with it."""
         self._cycle.has_stepped |= self._recording.is_on
         self._give_up_step()
 

@@ -31,7 +31,7 @@ from autoac.step.restore import tensors_of, untouched, values_kept
 SEED = 1
 _ATTEMPTS = 4
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-"""How the names of a module's attributes end that hold its hooks."""
+"""Endings of the names of a module's attributes that hold hooks."""
 
 Tell = Callable[[str, float], None]
 """Progress callback, called with a text and the share done, 0 to 1."""

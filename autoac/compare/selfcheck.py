@@ -26,6 +26,8 @@ from autoac_solver.plan.planning import Progress, least_budget_bytes
 BUDGETS = 4
 _ROUNDS = 5
 _PEAK_TOLERANCE = 0.01
+_SPARE_BYTES = 8_000_000
+"""Bytes by which a peak may exceed its budget on a device that counts blocks: their rests, see docs/guides/on-a-gpu.md."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Row:
         step_s: median of the rounds, in which all rows take turns.
         overhead: extra step time over "none", as a fraction; predicted_overhead: the plan's prediction.
         equal: gradients and buffers are those of "none" to the bit.
+        spare_bytes: bytes by which the measured peak may exceed the budget, for parts of blocks that no plan sees.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Row:
     overhead: float
     predicted_overhead: float
     equal: bool
+    spare_bytes: int = 0
 
     @property
     def ok(self) -> bool:
@@ -57,7 +61,8 @@ class Row:
         if not self.budget_bytes:
             return True
         error = abs(self.measured_peak_bytes / self.predicted_peak_bytes - 1)
-        return self.equal and self.measured_peak_bytes <= self.budget_bytes and error <= _PEAK_TOLERANCE
+        within = self.measured_peak_bytes <= self.budget_bytes + self.spare_bytes
+        return self.equal and within and error <= _PEAK_TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -163,10 +168,12 @@ def _check(title: str, model: torch.nn.Module, sample: Sample, device: torch.dev
         raise RuntimeError(f"{title}: {failed.strategy.name} cannot be run here: {failed.error}")
     bench.time(found, _ROUNDS, lambda *_: None)
     step_s = {c.strategy.name: statistics.median(c.wall_s) for c in found}
-    return ModelCheck(title, recorded.step_s, step_s["none"], [_row(c, step_s) for c in found])
+    spare = _SPARE_BYTES if device_for(device).block_bytes > 1 else 0
+    rows = [_row(c, step_s, spare) for c in found]
+    return ModelCheck(title, recorded.step_s, step_s["none"], rows)
 
 
-def _row(configuration: Configuration, step_s: dict[str, float]) -> Row:
+def _row(configuration: Configuration, step_s: dict[str, float], spare_bytes: int) -> Row:
     strategy = configuration.strategy
     return Row(
         name=strategy.name,
@@ -177,4 +184,5 @@ def _row(configuration: Configuration, step_s: dict[str, float]) -> Row:
         overhead=step_s[strategy.name] / step_s["none"] - 1,
         predicted_overhead=strategy.predicted_overhead or 0.0,
         equal=configuration.gradients_equal and configuration.buffers_equal,
+        spare_bytes=spare_bytes,
     )

@@ -74,7 +74,7 @@ class WorkspaceMeter:
 
     @property
     def inside(self) -> WorkspaceMeter:
-        """What measures higher-order ops."""
+        """The meter of the ops inside of a higher-order op."""
         return self
 
     @contextmanager

@@ -150,7 +150,7 @@ def _coin(of: torch.Tensor, p: float | torch.Tensor | None = None, **_: Any) -> 
 
 
 def _whole(*args: Any, **_: Any) -> tuple[float, float]:
-    """Of `randint`, whose upper end is excluded: (high, size) or (low, high, size)."""
+    """Least and largest integer that `randint` draws, called with (high, size) or (low, high, size)."""
     *low, high, _ = args
     return (low[0] if low else 0), high - 1
 

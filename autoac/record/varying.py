@@ -150,7 +150,7 @@ class Runs:
         )
 
     def _and_sizes(self, recorded: Run) -> str:
-        """What to add where runs of the very same ops as the recorded one made tensors of other sizes."""
+        """The end of the note, if runs of the same ops as the recorded one made tensors of other sizes; else ""."""
         peaks = [run.peak_bytes for run in self.all if run.op_fingerprint == recorded.op_fingerprint]
         if len({run.sizes for run in self.all if run.op_fingerprint == recorded.op_fingerprint}) < 2:
             return ""

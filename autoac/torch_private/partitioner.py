@@ -212,7 +212,7 @@ def _no_sync() -> Iterator[None]:
 
 
 def cache_folder() -> str | None:
-    """Where inductor keeps what it compiles; None if it is told to keep nothing.
+    """The folder in which inductor keeps compiled code; None if its caches are off.
 
     Source: `cache_dir` (torch/_inductor/runtime/cache_dir_utils.py), `force_disable_caches`
     (torch/_inductor/config.py).

@@ -216,13 +216,14 @@ def test_the_readmes_example_trains_the_same_with_and_without_its_plan(tmp_path:
 
 def test_what_explain_prints_is_what_the_page_shows():
     plan = autoac.solve(autoac.Profile.load(ROOT / "profiles" / "gpt-8-blocks-cpu.json"), "150MB")
-    printed = {shape(line) for line in plan.explain().splitlines()}
+    printed = plan.explain().splitlines()
     blocks = re.findall(
         r"^```text\n(.*?)^```$", (DOCS / "guides" / "reading-a-plan.md").read_text(), re.M | re.S
     )
     assert len(blocks) == 4
     for line in "".join(blocks).splitlines():
-        assert shape(line) in printed, line
+        solver_seconds = line.strip().startswith("proved")
+        assert line in printed or (solver_seconds and shape(line) in map(shape, printed)), line
 
 
 # -- the session on the command line --------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class Catcher:
 
     @property
     def caught(self) -> Caught:
-        """What was caught so far."""
+        """The calls caught so far, by equal modules and inputs."""
         return list(self._groups.values())
 
     def _catch(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:

@@ -31,11 +31,13 @@ def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tu
 
     Args:
         against: a requested option that engine compile does not support, "" for none.
+
+    Raises:
+        RuntimeError: the torch of this process cannot run that engine.
     """
-    otherwise, reason = engine_for(model, engine)
     compiled = _compiled(model)
     if engine != "auto" or not compiled:
-        return otherwise, reason
+        return engine_for(model, engine)
     if not all(map(is_compiled_by_inductor, compiled)):
         against = against or "code of another compiler than inductor"
     elif any(map(has_own_compile_settings, compiled)):
@@ -44,6 +46,7 @@ def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tu
         against = against or f"{device_of(unwrapped(model)).type} by itself yet: ask for it to have it"
     if not against:
         return COMPILE, "auto: the model is compiled"
+    otherwise, _ = engine_for(model, engine)
     return otherwise, f"auto: the model is compiled, and engine compile is not for {against}"
 
 

@@ -9,6 +9,7 @@ import torch
 
 from autoac.api import checked
 from autoac.api.checks import check_compiling, check_together
+from autoac.api.choosing import engine_for
 from autoac.automatic.handle import Auto
 from autoac.automatic.wanted import Wanted
 from autoac.calibrate.compiled.table import BLOCKS
@@ -76,6 +77,7 @@ def auto(
         ProfilingError: the model cannot be planned, or the optimizer is not the model's.
         PolicyError: engine "compile" follows no policies.
         ValueError: an argument is invalid.
+        RuntimeError: the torch of this process cannot run the engine.
         OSError: no file can be written at `path`.
 
         The loop's second step raises InfeasibleBudgetError if no plan fits; the model is without a plan then. With
@@ -98,6 +100,7 @@ def auto(
             "autoac.auto(compiled, ...). Modules inside may be compiled in place."
         )
     names = checked(model, budget, regions, policies, engine, headroom)
+    engine_for(model, engine)  # what this torch cannot run is refused now, not after a step
     if path is not None:
         check_writable(path)
     real = None if optimizer is None else real_optimizer(optimizer, unwrapped(model))

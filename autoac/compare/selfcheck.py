@@ -27,7 +27,8 @@ BUDGETS = 4
 _ROUNDS = 5
 _PEAK_TOLERANCE = 0.01
 _SPARE_BYTES = 8_000_000
-"""Bytes by which a peak may exceed its budget on a device that counts blocks: their rests, see docs/guides/on-a-gpu.md."""
+"""Bytes by which a peak may exceed its budget on a device that counts blocks, for their rests: see `Reserved memory` in
+docs/guides/on-a-gpu.md."""
 
 
 @dataclass(frozen=True)

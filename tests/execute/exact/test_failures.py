@@ -1,6 +1,7 @@
 """What goes wrong in a step: clear errors instead of wrong gradients, and a next step that is right."""
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoac
+from autoac.api.choosing import engine_to_plan_with
 from autoac.execute import replay
 from autoac.execute.chains import Chains
 from autoac.execute.engines import ENGINES
@@ -245,6 +247,12 @@ def test_torch_whose_policies_see_no_results_is_refused_by_sac(monkeypatch):
         made.context_fn("0")
     with pytest.raises(RuntimeError, match=reason):
         autoac.plan(case.model(), X, "1GB", engine="sac")
+    compiled: Any = torch.compile(case.model())
+    with pytest.raises(RuntimeError, match=reason):
+        autoac.auto(compiled, "1GB")
+    assert engine_to_plan_with(compiled, "auto", "")[0] == "compile"
+    with pytest.raises(RuntimeError, match=reason):
+        engine_to_plan_with(compiled, "auto", "policies")
     replayed = plan_with(case, "replay", lambda region, op, nth: op == "aten.tanh.default")
     assert not differences(run(case, replayed), run(case))
     assert ENGINES["sac"].measure(Chains(X.device)) == engine_model("sac").costs()

@@ -34,7 +34,8 @@ from autoac.measure import measure_peak
 from autoac.plans import Plan
 from autoac_solver.plan.planning import least_budget_bytes
 from autoac_solver.records.disk.files import write_bytes
-from tests import real_models, test_auto, test_auto_cycles
+from tests import real_models
+from tests.automatic import test_auto, test_cycles
 from tests.integrations import (
     test_accelerate,
     test_lengths,
@@ -117,7 +118,7 @@ def _adversarial(**settings: Any) -> Loop:
     """A step is one of the critic's optimizer, or more, and one of the generator's."""
 
     def train(budget: int | None, steps: int) -> Trained:
-        model, handle = test_auto_cycles.trained(budget, **settings, steps=steps)
+        model, handle = test_cycles.trained(budget, **settings, steps=steps)
         return Trained(model, handle and handle.plan, handle and handle.measured_peak_bytes)
 
     return train

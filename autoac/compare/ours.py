@@ -14,6 +14,8 @@ from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeErro
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import Profile
 
+NO_PLAN_FITS = "no plan fits"
+
 
 def budgets_between(least_bytes: int, most_bytes: int, count: int) -> list[int]:
     """`count` budgets at equal distances, both ends included."""
@@ -44,7 +46,7 @@ def _planned(
         else:
             plan = solved(profile)
     except InfeasibleBudgetError as error:
-        reason = f"no plan fits: the least possible peak is {format_bytes(error.minimum_bytes)}"
+        reason = f"{NO_PLAN_FITS}: the least possible peak is {format_bytes(error.minimum_bytes)}"
         return Strategy(name, "ours", lambda model: model, budget_bytes, error=reason)
     except NoPlanInTimeError as error:
         return Strategy(name, "ours", lambda model: model, budget_bytes, error=str(error))

@@ -56,7 +56,7 @@ def main(
     The process restarts once, with settings that keep the times quiet. Exits
     with 1 if a gradient or buffer under one of our plans differs, a peak
     exceeds its budget, or a plan fails, and with 3 if no plan fits any of your
-    budgets.
+    budgets, with 4 if none was found in time.
     """
     from autoac.compare.quiet import restart_if_needed
 
@@ -65,7 +65,9 @@ def main(
     target = load_target(model, arguments)
     import torch
 
+    from autoac.cli.failures import INFEASIBLE, NO_PLAN_IN_TIME
     from autoac.compare.blocks import find_blocks
+    from autoac.compare.ours import NO_PLAN_FITS
     from autoac.compare.results import Results
     from autoac.compare.run import AT_BUDGET, compare, conditions
     from autoac.compare.workload import Workload
@@ -102,4 +104,5 @@ def main(
         raise typer.Exit(1)
     asked = [row for row in result.ours if row.name.startswith(AT_BUDGET)]
     if asked and all(row.error for row in asked):
-        raise typer.Exit(3)
+        fits_none = all(row.error.startswith(NO_PLAN_FITS) for row in asked)
+        raise typer.Exit(INFEASIBLE if fits_none else NO_PLAN_IN_TIME)

@@ -1,8 +1,8 @@
 """Joint work of ranks through the process group's store: it succeeds on all of them, or on none.
 
 NOTE [ All or none ]
-  1. Every rank enters the same sessions in the same order. In a session it sends its values to the others, waits for
-     theirs, and leaves.
+  1. Every rank enters the same sessions in the same order. In a session it sends its values to the first rank, waits for
+     those of all from there, and leaves.
   2. A rank in which anything is raised announces that first. Waiting ranks see it within moments, leave, and raise the
      same error. The first failure counts; failures that follow from it (a collective that nobody joins) do not.
   3. Every rank sends a heartbeat each second. A rank that sends none for `patience_s` is considered dead. A rank that
@@ -86,8 +86,15 @@ class Ranks:
         """
         self._rounds += 1
         self.raise_failure()  # also if this rank comes late to a session that the others have given up
-        self._store.set(self._key(self._rounds, self.rank), json.dumps(value))
-        return [json.loads(self._wait(self._key(self._rounds, rank), rank)) for rank in range(self.size)]
+        together = self._key(self._rounds, "all")
+        if self.rank:
+            self._store.set(self._key(self._rounds, self.rank), json.dumps(value))
+            return json.loads(self._wait(together, 0))
+        # One rank collects: if each asked for each, requests would grow with the square of the ranks.
+        others = (json.loads(self._wait(self._key(self._rounds, rank), rank)) for rank in range(1, self.size))
+        values = json.loads(json.dumps([value, *others]))
+        self._store.set(together, json.dumps(values))
+        return values
 
     def from_one(self, rank: int, text: str | None) -> str:
         """A text from one rank; only that rank passes it."""

@@ -1,8 +1,8 @@
 """Joint work of ranks through the process group's store: it succeeds on all of them, or on none.
 
 NOTE [ All or none ]
-  1. Every rank enters the same sessions in the same order. In a session it sends its values to the first rank, waits for
-     those of all from there, and leaves.
+  1. Every rank enters the same sessions in the same order. In a session it sends its values to the first rank, waits
+     for those of all from there, and leaves.
   2. A rank in which anything is raised announces that first. Waiting ranks see it within moments, leave, and raise the
      same error. The first failure counts; failures that follow from it (a collective that nobody joins) do not.
   3. Every rank sends a heartbeat each second. A rank that sends none for `patience_s` is considered dead. A rank that

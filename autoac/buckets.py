@@ -15,7 +15,7 @@ from autoac.execute.engines import ENGINES
 from autoac.execute.on_top import OnTop, owner_of
 from autoac.plans import Model, Plan
 from autoac.step.inputs import autocast_in, elements_in, elements_of
-from autoac.step.model import unwrapped
+from autoac.step.model import runs_compiled, unwrapped
 from autoac.step.step import TrainingStep
 from autoac.torch_private import in_backward
 from autoac_solver.records.engines import compiles
@@ -83,7 +83,9 @@ class Buckets:
 
         Raises:
             PlanMismatchError: the model is not the one that was profiled, or it has a plan already. Nothing is changed.
+            ValueError: the model is compiled as a whole.
         """
+        check_not_compiled(model)
         inner = unwrapped(model)
         if owner_of(inner) is not None:
             raise PlanMismatchError(
@@ -142,6 +144,19 @@ class Buckets:
         return f"Buckets({'; '.join(plan.record.profile.sample for plan in self.plans)})"
 
 
+def check_not_compiled(model: torch.nn.Module) -> None:
+    """Refuse a model that `torch.compile` has compiled as a whole.
+
+    Raises:
+        ValueError: its code is traced under one plan, and all sizes would run under that.
+    """
+    if runs_compiled(model):
+        raise ValueError(
+            "plans for several sizes cannot take turns in a model that is compiled as a whole: plan for the largest "
+            "batch, or compile modules inside of it."
+        )
+
+
 class _Applied:
     """The plans on one model, one of them attached at a time.
 
@@ -149,6 +164,8 @@ class _Applied:
         buckets: the plans.
         model: without wrappers.
     """
+
+    takes_turns = True
 
     def __init__(self, buckets: Buckets, model: torch.nn.Module):
         self.model = model

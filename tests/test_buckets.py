@@ -196,10 +196,37 @@ def test_plans_that_cannot_take_turns_are_refused(made: tuple[Blocks, autoac.Buc
         autoac.plan_buckets(model, [torch.randn(4, WIDTH), x], 1000)
 
 
-def test_a_compiled_models_sizes_run_under_sac():
+def test_a_compiled_model_has_no_turns(made: tuple[Blocks, autoac.Buckets]):
+    """Its code is traced under one plan."""
     compiled: Any = torch.compile(make(blocks=2))
-    buckets = autoac.plan_buckets(compiled, [torch.randn(4, WIDTH), torch.randn(8, WIDTH)], 10**9)
-    assert {plan.engine for plan in buckets.plans} == {"sac"}
+    with pytest.raises(ValueError, match="cannot take turns in a model that is compiled as a whole"):
+        autoac.plan_buckets(compiled, [torch.randn(4, WIDTH), torch.randn(8, WIDTH)], 10**9)
+    compiled = torch.compile(copy.deepcopy(made[0]))
+    with pytest.raises(ValueError, match="cannot take turns in a model that is compiled as a whole"):
+        made[1].apply(compiled)
+
+
+def test_no_other_plan_is_put_on_beside_them(made: tuple[Blocks, autoac.Buckets]):
+    """Also while the one for a small batch is on, which recomputes nothing."""
+    model, buckets = copy.deepcopy(made[0]), made[1]
+    buckets.apply(model)
+    trained(model, (16,))
+    with pytest.raises(autoac.PlanMismatchError, match="plans for several sizes are on this model"):
+        buckets.plans[0].apply(model)
+    trained(model, (64,))
+    buckets.remove(model)
+
+
+def test_arguments_that_can_be_read_once_are_for_all_sizes():
+    model = make(blocks=2)
+    samples = [torch.randn(4, WIDTH), torch.randn(8, WIDTH)]
+    policies = (autoac.Policy("MUST_SAVE", op="aten.relu") for _ in range(1))
+    buckets = autoac.plan_buckets(model, samples, 10**9, policies=policies, regions=iter(["blocks.0"]))
+    for plan in buckets.plans:
+        assert len(plan.record.policies) == 1
+        assert {region.fqn for region in plan.record.regions} == {"blocks.0"}
+    with pytest.raises(ValueError, match="Samples is given a Tensor"):
+        autoac.plan_buckets(model, samples[0], 10**9)
 
 
 def test_of_samples_with_as_many_elements_the_largest_step_is_planned_for():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from autoac.api.choosing import against_compiling, engine_for, engine_to_plan_wi
 from autoac.api.profiling import profile_each
 from autoac.api.solving import plan_recorded
 from autoac.api.together import plan_together
-from autoac.buckets import Buckets
+from autoac.buckets import Buckets, check_not_compiled
 from autoac.calibrate.compiled.table import BLOCKS, NothingCompiled
 from autoac.calibrate.compiled.tried import tried, with_measured
 from autoac.device import device_for
@@ -109,6 +109,7 @@ def plan(
         ParallelError: an error of one of the ranks that plan together, raised on all of them.
         ValueError: an argument is invalid; raised before any work.
     """
+    policies = listed(policies)
     there = found_on(model)
     check_parallel(parallel, is_sharded=isinstance(there, Sharded))
     if parallel is not None and there.is_here:
@@ -125,7 +126,6 @@ def plan(
             "max_overhead": max_overhead, "budget_of": budget_of, "progress": progress,
         }  # fmt: skip
         return plan_together(model, sample, budget, wrapped, options)
-    policies = listed(policies)
     # Argument checks before any work.
     total_bytes = None if device is None else find_device(device).memory_bytes
     names = checked(model, budget, regions, policies, engine, headroom, max_overhead, total_bytes)
@@ -208,12 +208,11 @@ def plan_buckets(
     Args:
         model, budget: as for `plan`.
         samples: batches of different sizes, the largest among them; `Samples`, or its argument.
-        options: other arguments of `plan`; not engine "compile", and only budgets of allocated memory. Engine "auto"
-            is sac for a compiled model.
+        options: other arguments of `plan`; not engine "compile", and only budgets of allocated memory.
 
     Raises:
         InfeasibleBudgetError: no plan fits the largest batch, which is planned for first.
-        PolicyError, ProfilingError, ValueError: as for `plan`, and if a sample is a callable.
+        PolicyError, ProfilingError, ValueError: as for `plan`, and if a sample is a callable, or the model is compiled.
     """
     batches = batches_of(samples if isinstance(samples, Samples) else Samples(samples))
     if compiles(options.get("engine")):
@@ -223,7 +222,12 @@ def plan_buckets(
             "sizes that take turns reserve more memory than each would alone, so a budget of reserved memory is not "
             "planned by buckets: leave out budget_of, with headroom=, or plan for the largest batch."
         )
-    options["engine"] = engine_for(model, options.get("engine", "auto"))[0]  # compiled code cannot take turns
+    check_not_compiled(model)
+    options["policies"] = listed(
+        options.get("policies", ())
+    )  # an iterator would be empty for the second size
+    if isinstance(options.get("regions"), Iterator):
+        options["regions"] = list(options["regions"])
     if (options.get("parallel") or found_on(model)).is_here:
         raise ValueError(
             "several sizes are not planned where several ranks plan together (DDP, FSDP2): plan for the largest batch."

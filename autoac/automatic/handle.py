@@ -35,6 +35,8 @@ class Auto(LoopPlan):
         measured_plan: the plan of that step; None as long as nothing was measured.
     """
 
+    takes_turns = False  # a plan that the loop itself puts on is its own
+
     def __init__(self, model: torch.nn.Module, wanted: Wanted, optimizer: Any):
         super().__init__(model, wanted, optimizer, OnTop(model, self))
         _give_up_abandoned()

@@ -17,7 +17,13 @@ _KEY = "_autoac_on_top"
 
 
 class Owner(Protocol):
-    """The object that handles the model's calls."""
+    """The object that handles the model's calls.
+
+    Attributes:
+        takes_turns: it attaches and detaches plans between calls, so that no other plan may be put on the model.
+    """
+
+    takes_turns: bool
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call of the model: return its output, from `OnTop.run`."""

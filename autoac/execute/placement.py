@@ -22,7 +22,7 @@ from autoac.execute.watch.following import NotFollowed, unwatch_following, watch
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
 from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.carried import planned
-from autoac.step.model import OWN_CHECKPOINTING, device_of, model_fingerprint, trained_sizes, unwrapped
+from autoac.step.model import OWN_CHECKPOINTING, device_of, model_fingerprint, trained_parameters, unwrapped
 from autoac.step.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
 from autoac.step.units import own_name
 from autoac.torch_private import note_untried
@@ -89,7 +89,7 @@ class Placement:
             *(profile.sample, self.record.predicted_peak_bytes, self.record.budget_bytes),
             following=self._programs.following,
             one_call=profile.is_one_call,
-            trained=trained_sizes(unwrapped(model))[0],
+            trained=trained_parameters(unwrapped(model)),
             checkpointed=any(note.startswith(OWN_CHECKPOINTING) for note in profile.notes),
         )
         for program in self._programs.all:

@@ -16,6 +16,7 @@ import torch
 from autoac.check.timeline import measured_memory
 from autoac.check.verify import Report, verify
 from autoac.execute.engines import ENGINES, check_engine
+from autoac.execute.on_top import owner_of
 from autoac.execute.placement import Placement
 from autoac.execute.program import Program
 from autoac.execute.sac import sac
@@ -74,6 +75,11 @@ class Plan(PlanView):
             raise PlanMismatchError(
                 "this plan runs collectives again, and waits for ever if another rank's plan does not: let all ranks "
                 "take one plan, plan = autoac.parallel.agree(plan, model), or make it with autoac.plan on all of them."
+            )
+        owner = owner_of(unwrapped(model)) if isinstance(model, torch.nn.Module) else None
+        if owner is not None and owner.takes_turns:
+            raise PlanMismatchError(
+                "plans for several sizes are on this model, one at a time: call remove(model) on them first."
             )
         self.placement.put_on(model)
         return model

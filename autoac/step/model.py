@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -66,20 +67,39 @@ def has_gradients(model: torch.nn.Module) -> bool:
     return any(p.requires_grad and gradient_of(p) is not None for p in model.parameters())
 
 
-def trained_sizes(model: torch.nn.Module) -> tuple[int, int]:
-    """Number of elements of the parameters that require grad, and the bytes of their gradients on this rank.
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The parameters that require grad.
 
-    A sparse gradient counts as if it were dense. Both come from one walk over the model, which every call of a planned
-    model makes.
+    Args:
+        elements, bytes: of all of them; of a sharded one, of its whole.
+        which: their places among all parameters.
+        of_all: number of all parameters.
+        gradient_bytes: of their gradients on this rank. A sparse gradient counts as if it were dense.
     """
-    elements = gradient_bytes = 0
-    for parameter in model.parameters():
+
+    elements: int = 0
+    bytes: int = 0
+    which: frozenset[int] = frozenset()
+    of_all: int = 0
+    gradient_bytes: int = 0
+
+
+def trained_parameters(model: torch.nn.Module) -> Trained:
+    """The parameters that require grad, from one walk over the model, which every call of a planned model makes."""
+    elements = n_bytes = gradient_bytes = of_all = 0
+    which = []
+    for place, parameter in enumerate(model.parameters()):
+        of_all += 1
         if parameter.requires_grad:
-            elements += parameter.numel()
+            size = parameter.numel()
+            elements += size
+            n_bytes += size * parameter.element_size()
+            which.append(place)
             if (gradient := gradient_of(parameter)) is not None:
                 part = local_part(gradient)
                 gradient_bytes += part.numel() * part.element_size()
-    return elements, gradient_bytes
+    return Trained(elements, n_bytes, frozenset(which), of_all, gradient_bytes)
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:

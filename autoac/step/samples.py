@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from autoac.step.inputs import described
 from autoac.step.step import is_whole_step
 
@@ -28,7 +30,7 @@ class Samples:
             raise ValueError(
                 f"Samples takes {count!r} batches: give a number from 1 on, or leave it out for all."
             )
-        if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes, Mapping)):
+        if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes, Mapping, torch.Tensor)):
             raise ValueError(
                 f"Samples is given a {type(batches).__name__}; it takes several batches: a list of samples, or a "
                 "DataLoader and a number, as in autoac.Samples(loader, 8)."

@@ -14,7 +14,7 @@ import torch
 from autoac.execute.attach import covered
 from autoac.execute.watch.following import Following
 from autoac.step.inputs import autocast_in, described, elements_in, elements_of, under_autocast
-from autoac.step.model import checkpointing_switches, own_checkpointing, trained_sizes
+from autoac.step.model import Trained, checkpointing_switches, own_checkpointing, trained_parameters
 from autoac.torch_private import remove_forward_pre_hooks
 from autoac_solver.records.format import format_bytes
 
@@ -27,8 +27,8 @@ class UnplannedCalls:
         peak_bytes, budget_bytes: the plan's predicted peak and its budget.
         following: kept from warning of other ops as well, once this hook has warned of another autocast.
         one_call: the step that was planned for calls the model once, and begins without gradients.
-        trained: number of elements that the model's trained parameters have, and had when the plan was made; 0 if not
-            known: then nothing was unfrozen since.
+        trained: the parameters that the model trains, and trained when the plan was made; None if not known: then
+            nothing was unfrozen or converted since.
         checkpointed: the planned step ran under the model's own checkpointing.
     """
 
@@ -39,7 +39,7 @@ class UnplannedCalls:
         budget_bytes: int,
         following: Following | None = None,
         one_call: bool = False,
-        trained: int = 0,
+        trained: Trained | None = None,
         checkpointed: bool = False,
     ):
         self.sample = sample
@@ -93,18 +93,30 @@ class UnplannedCalls:
             "around nothing else: with torch.autocast(...): plan = autoac.plan(model, sample, ...)"
         )
 
-    def words_on_trained(self, elements: int) -> str:
-        """The warning about unfrozen parameters.
-
-        Args:
-            elements: of the parameters that are trained now.
-        """
-        return (
-            f"the model's trained parameters have {elements:,} elements, and had {self.trained:,} when the plan was "
-            "made: gradients of those unfrozen since, and what their backward needs, are not planned for, and this "
-            f"step {self._may_take_more}. Remove the plan, and plan again "
-            "for the model as it is."
-        )
+    def words_on_trained(self, now: Trained) -> str:
+        """The warning about parameters that were unfrozen or converted since the plan was made; "" if none were."""
+        planned = self.trained
+        if planned is None:
+            return ""
+        if now.elements > planned.elements:
+            what = (
+                f"the model's trained parameters have {now.elements:,} elements, and had {planned.elements:,} when the "
+                "plan was made: gradients of those unfrozen since, and what their backward needs, are not planned for"
+            )
+        elif now.of_all == planned.of_all and now.which - planned.which:
+            what = (
+                "the model trains other parameters than when the plan was made: what the backward of those unfrozen "
+                "since needs is not planned for"
+            )
+        elif now.elements == planned.elements and now.bytes > planned.bytes:
+            what = (
+                f"the model's trained parameters take {format_bytes(now.bytes)}, and took "
+                f"{format_bytes(planned.bytes)} when the plan was made: activations of the larger type are not "
+                "planned for"
+            )
+        else:
+            return ""
+        return f"{what}, and this step {self._may_take_more}. Remove the plan, and plan again for the model as it is."
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn once."""
@@ -140,11 +152,11 @@ class UnplannedCalls:
                     stacklevel=3,
                 )
                 return
-        elements, gradient_bytes = trained_sizes(module)
-        if elements > self.trained > 0:
+        now = trained_parameters(module)
+        if words := self.words_on_trained(now):
             self.warned = True
-            warnings.warn(self.words_on_trained(elements), stacklevel=3)
-        elif self.one_call and gradient_bytes > max(0, self.budget_bytes - self.peak_bytes):
+            warnings.warn(words, stacklevel=3)
+        elif self.one_call and now.gradient_bytes > max(0, self.budget_bytes - self.peak_bytes):
             self.warned = True
             warnings.warn(
                 "the model is called while its parameters have gradients, and its plan was made for a step that begins "

@@ -43,6 +43,13 @@ def with_gradients(model: nn.Module) -> None:
     model(torch.ones(ROWS, WIDTH)).square().mean().backward()
 
 
+def with_others_trained(model: nn.Module) -> None:
+    """As many."""
+    model[0].requires_grad_(True)
+    model[2].requires_grad_(False)
+    train(model)
+
+
 def unfrozen(model: nn.Module) -> None:
     model.requires_grad_(True)
     train(model)
@@ -52,6 +59,7 @@ CASES = {
     with_a_larger_batch: r"float32\[64,16\], and its plan was made for float32\[32,16\]",
     under_autocast: "under autocast.*made for a step without autocast",
     with_gradients: "its parameters have gradients",
+    with_others_trained: "the model trains other parameters than when the plan was made",
     unfrozen: "parameters have 6,384 elements, and had 4,256 when the plan was made",
 }
 
@@ -253,3 +261,12 @@ def test_a_plan_that_recomputes_nothing_leaves_no_trace_and_gives_way_to_another
     assert {name: set(vars(module)) for name, module in model.named_modules()} == names
     with no_warnings():
         train(model, 2 * ROWS)
+
+
+def test_a_model_that_is_converted_to_a_larger_type_warns():
+    model = make().to(torch.bfloat16)
+    x = torch.ones(ROWS, WIDTH)
+    autoac.plan(model, x.to(torch.bfloat16), "1GB").apply(model)
+    model.float()
+    with pytest.warns(UserWarning, match="trained parameters take 17.02 KB.*, and took 8.512 KB"):
+        model(x)

@@ -45,8 +45,8 @@ def with_gradients(model: nn.Module) -> None:
 
 def with_others_trained(model: nn.Module) -> None:
     """As many."""
-    model[0].requires_grad_(True)
-    model[2].requires_grad_(False)
+    model.get_submodule("0").requires_grad_(True)
+    model.get_submodule("2").requires_grad_(False)
     train(model)
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 from collections.abc import Iterator
 
@@ -18,6 +19,8 @@ import pytest
 import torch
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# pytest listens to loggers that do not propagate: torch's compiler would write its whole trace for it.
+logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_collection_finish() -> None:

@@ -207,8 +207,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def assert_exact(case: Case, engine: str, fractions: Sequence[float] = FRACTIONS) -> dict[float, Plan]:
+def assert_exact(
+    case: Case, engine: str, fractions: Sequence[float] = FRACTIONS, compiles: bool = False
+) -> dict[float, Plan]:
     """Steps with plans for several budgets, from the least feasible to an ample one, equal those without a plan.
+
+    Args:
+        compiles: Whether forward may compile: torch's compiler leaves cycles that hold what it was called with.
 
     Returns:
         The plans, by fraction, for further assertions.
@@ -219,21 +224,21 @@ def assert_exact(case: Case, engine: str, fractions: Sequence[float] = FRACTIONS
     gradients = [value for name, value in expected.items() if name.startswith(("the gradient", "returned"))]
     assert any(gradient is not None and gradient.abs().sum() for gradient in gradients)
     for fraction, plan in made.items():
-        assert_plan_exact(case, plan, expected, f"engine {engine} at {fraction}")
+        assert_plan_exact(case, plan, expected, f"engine {engine} at {fraction}", compiles)
     if 1.0 in made:
         assert not recomputes(made[1.0])
     return made
 
 
 def assert_plan_exact(
-    case: Case, plan: Plan, expected: dict[str, Any] | None = None, where: str = ""
+    case: Case, plan: Plan, expected: dict[str, Any] | None = None, where: str = "", compiles: bool = False
 ) -> None:
     """Steps with this plan equal those without, and leave no memory behind, with backward and without."""
     expected = expected or run(case)
-    with nothing_leaks():
+    with nothing_leaks(compiles):
         found = run(case, plan)
     assert not differences(found, expected), f"{where}: {differences(found, expected)}"
-    with nothing_leaks():
+    with nothing_leaks(compiles):
         case.forward(plan.apply(case.model()))
     assert_nothing_active()
 
@@ -242,12 +247,14 @@ def assert_plan_exact(
 
 
 @contextlib.contextmanager
-def nothing_leaks() -> Iterator[None]:
-    """Context after which nothing of the engine is alive, with no help from the garbage collector."""
+def nothing_leaks(collects: bool = False) -> Iterator[None]:
+    """Context after which nothing of the engine is alive, with no help from the garbage collector unless said."""
     gc.freeze()  # what there was before is not listed
     gc.disable()
     try:
         yield
+        if collects:
+            gc.collect()
         kinds = (Handle, Record, Recording, ReplayCall, Slot, SacPolicy)
         alive = Counter(type(thing).__name__ for thing in gc.get_objects() if type(thing) in kinds)
         assert not alive, f"alive after the step: {dict(alive)}"

@@ -17,7 +17,6 @@ from autoac.plans import Model, Plan
 from autoac.step.inputs import autocast_in, elements_in, elements_of
 from autoac.step.model import runs_compiled, unwrapped
 from autoac.step.step import TrainingStep
-from autoac.torch_private import in_backward
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import PlanMismatchError
 
@@ -25,9 +24,9 @@ from autoac_solver.records.errors import PlanMismatchError
 class Buckets:
     """Plans for batches of different sizes, applied to a model as one.
 
-    A call of the model in train mode runs under the plan for the smallest batch with at least as many elements. A call
-    with more elements than any plan's runs under the largest plan, which warns. The plan is changed before a call,
-    never between its forward and its own backward.
+    A call of the model in train mode (in eval mode too, if the plans were made so) runs under the plan for the smallest
+    batch with at least as many elements. A call with more elements than any plan's runs under the largest plan, which
+    warns. The plan is changed before a call, never between its forward and its own backward.
 
     Made by `autoac.plan_buckets`, or from saved plans: `Buckets(map(Plan.load, paths))`.
 
@@ -56,20 +55,19 @@ class Buckets:
 
     @property
     def samples(self) -> pd.DataFrame:
-        """One row per plan, the smallest batch first.
+        """One row per sample, the smallest first.
 
-        Columns: sample, elements, peak_bytes, unplanned_peak_bytes, overhead, regions (that recompute).
+        Of samples with as many elements, which have one plan, the first is the one that was planned for.
+
+        Columns: sample, elements, peak_bytes, unplanned_peak_bytes, overhead, regions (that recompute), fits.
         """
-        return pd.DataFrame(
-            {
-                "sample": [plan.record.profile.sample for plan in self.plans],
-                "elements": self._sizes,
-                "peak_bytes": [plan.predicted_peak_bytes for plan in self.plans],
-                "unplanned_peak_bytes": [plan.record.unplanned_peak_bytes for plan in self.plans],
-                "overhead": [plan.predicted_overhead for plan in self.plans],
-                "regions": [sum(region.wrapped for region in plan.regions) for plan in self.plans],
-            }
-        )
+        tables = []
+        for plan, size in zip(self.plans, self._sizes, strict=True):
+            table = plan.samples
+            table.insert(1, "elements", size)
+            table.insert(5, "regions", sum(region.wrapped for region in plan.regions))
+            tables.append(table)
+        return pd.concat(tables, ignore_index=True)
 
     def plan_for(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan under which the model runs when it is called with these arguments."""
@@ -173,6 +171,7 @@ class _Applied:
         self._running = False
         for plan in buckets.plans:
             plan.placement.prepare(model)
+            plan.placement.share_earlier(buckets.plans[0].placement)
         self._plan = buckets.plans[-1]  # which holds for all sizes
         self._plan.placement.attach(model)
         self._plan.placement.watch_autocast(model)
@@ -181,7 +180,7 @@ class _Applied:
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the model under the plan for its size."""
-        counts = self.model.training and torch.is_grad_enabled() and not in_backward() and not self._running
+        counts = self._plan.placement.trains(self.model) and not self._running
         if not counts:  # or a second run of its code, or a call inside of one
             return self._on_top.run(args, kwargs)
         self._take(self._buckets.plan_for(*args, **kwargs))
@@ -191,7 +190,7 @@ class _Applied:
             output = self._on_top.run(args, kwargs)
         finally:
             self._running = False
-        self._plan.placement.ends(args, kwargs)
+        self._plan.placement.ends(self.model, args, kwargs, output)
         return output
 
     def _take(self, plan: Plan) -> None:

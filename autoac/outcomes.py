@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from autoac.plans import Plan
 from autoac_solver.plan.baselines import checkpointed
-from autoac_solver.plan.recorded.transfer import Outcome, outcome_of
+from autoac_solver.plan.recorded.transfer import outcome_of
 from autoac_solver.records.format import format_bytes
+from autoac_solver.records.outcome import Outcome
 from autoac_solver.records.profile import Profile
 
 
@@ -47,12 +47,10 @@ def told_of(plan: Plan, outcomes: Sequence[Outcome]) -> Plan:
         map(_in_words, outcomes)
     )
     profile = replace(plan.record.profile, notes=(*plan.record.profile.notes, note))
-    told = Plan(replace(plan.record, profile=profile))
-    told.outcomes = tuple(outcomes)
-    return told
+    return Plan(replace(plan.record, profile=profile, others=tuple(outcomes)))
 
 
 def _in_words(outcome: Outcome) -> str:
-    time = "" if math.isnan(outcome.overhead) else f", step time {outcome.overhead:+.1%}"
+    time = "" if outcome.overhead is None else f", step time {outcome.overhead:+.1%}"
     fits = "fits" if outcome.fits else "does NOT fit"
     return f"{outcome.sample or 'another'}: peak {format_bytes(outcome.peak_bytes)}{time}, {fits}"

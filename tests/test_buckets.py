@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import autoac
 from autoac.measure import measure_peak
+from autoac.step.carried import planned
 from tests.small_models import WIDTH, Blocks, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -118,6 +120,46 @@ def test_only_training_calls_change_the_plan(made: tuple[Blocks, autoac.Buckets]
         assert buckets.verify(model, torch.randn(40, WIDTH)).equal
         assert all(parameter.grad is not None for parameter in model.parameters())
     model.zero_grad(set_to_none=True)
+
+
+def test_two_calls_before_one_backward_warn(made: tuple[Blocks, autoac.Buckets]):
+    """Each under the plan for its size."""
+    model, buckets = made
+    with buckets.applied(model):
+        first = model(torch.randn(16, WIDTH))
+        with pytest.warns(UserWarning, match="again before the backward of its previous call"):
+            second = model(torch.randn(64, WIDTH))
+        (first.mean() + second.mean()).backward()
+    model.zero_grad(set_to_none=True)
+
+
+def test_plans_made_in_eval_mode_take_turns_in_it():
+    model = make(blocks=2).eval()
+    samples = [torch.randn(size, WIDTH) for size in (16, 64)]
+    least = autoac.profile(model, samples[1]).least_peak_bytes
+    buckets = autoac.plan_buckets(model, samples, least)
+    assert list(buckets.samples["regions"] > 0) == [False, True]
+    with buckets.applied(model):
+        for size, is_recomputing in ((64, True), (16, False), (64, True)):
+            model(torch.randn(size, WIDTH)).mean().backward()
+            model.zero_grad(set_to_none=True)
+            assert any(planned(module) for module in model.modules()) is is_recomputing
+
+
+def test_samples_with_as_many_elements_have_one_plan():
+    """Which holds for the one with the higher peak."""
+    model = make(blocks=2)
+    few, many = torch.randn(16, WIDTH), torch.randn(4, 16, WIDTH)
+    buckets = autoac.plan_buckets(model, [few, many, many.reshape(64, WIDTH)], 10**9)
+    assert list(buckets.samples["elements"]) == [16 * WIDTH, 64 * WIDTH, 64 * WIDTH]
+    assert buckets.samples["fits"].all()
+    largest = buckets.plans[-1]
+    (other,) = largest.record.others
+    tight = autoac.Plan(dataclasses.replace(largest.record, others=(dataclasses.replace(other, fits=False),)))
+    with autoac.Buckets([buckets.plans[0], tight]).applied(model):
+        model(torch.randn(16, WIDTH))
+        with pytest.warns(UserWarning, match="a sample that was given for its plan, which does not fit"):
+            model(many if other.sample == "float32[4,16,16]" else many.reshape(64, WIDTH))
 
 
 def test_copies_train_by_themselves(made: tuple[Blocks, autoac.Buckets]):

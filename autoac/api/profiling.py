@@ -27,7 +27,7 @@ from autoac.record.on_fake import record_fake
 from autoac.record.optimizer import with_optimizer
 from autoac.record.recorder import recorded_step
 from autoac.step.autocast import OFF_IN_BACKWARD
-from autoac.step.model import check_model, device_of, free_bytes, runs_compiled, unwrapped
+from autoac.step.model import IN_EVAL, check_model, device_of, free_bytes, runs_compiled, unwrapped
 from autoac.step.modules import RegionChoice, select_modules
 from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.samples import Samples
@@ -131,9 +131,7 @@ def profile(
         if is_compiled:
             recorded = _compiled(recorded, step, names, granularity, part(tell, 0.3, 1.0))
     if not model.training:
-        recorded = _noted(
-            recorded, "the model was in eval mode: call model.train() first if it will be trained so"
-        )
+        recorded = _noted(recorded, f"{IN_EVAL}: call model.train() first if it will be trained so")
     if any_autocast() and not step.is_whole:
         recorded = _noted(recorded, OFF_IN_BACKWARD)
     if table is None and recorded.mode == "real":

@@ -62,7 +62,9 @@ class Watch:
         profile = plan.record.profile
         unwatch_calls(self._model)  # checked here instead
         self._plan = plan
-        self._unplanned = UnplannedCalls(profile.sample, plan.predicted_peak_bytes, plan.budget_bytes)
+        self._unplanned = UnplannedCalls(
+            profile.sample, plan.predicted_peak_bytes, plan.budget_bytes, one_call=profile.is_one_call
+        )
         self._most = max(self._most, self._unplanned.elements)
         # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, called_in(profile))
@@ -86,6 +88,14 @@ class Watch:
         Raises:
             ValueError: the call is larger than planned for, and `on_larger` is "error".
         """
+        finding = self._found(args, kwargs, begins, is_told, recording)
+        if finding is None and (words := self._unplanned.words_on_shape(args, kwargs)):
+            return Finding("longer", words)
+        return finding
+
+    def _found(
+        self, args: Any, kwargs: Any, begins: bool, is_told: bool, recording: Recording
+    ) -> Finding | None:
         if begins and not is_told and self._unplanned.is_other_autocast():
             words = self._unplanned.words_on_autocast()
             return Finding("autocast", words, f"{words}: recording this step anew")

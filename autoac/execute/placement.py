@@ -22,7 +22,14 @@ from autoac.execute.watch.following import NotFollowed, unwatch_following, watch
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
 from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.carried import planned
-from autoac.step.model import OWN_CHECKPOINTING, device_of, model_fingerprint, trained_parameters, unwrapped
+from autoac.step.model import (
+    IN_EVAL,
+    OWN_CHECKPOINTING,
+    device_of,
+    model_fingerprint,
+    trained_parameters,
+    unwrapped,
+)
 from autoac.step.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
 from autoac.step.units import own_name
 from autoac.torch_private import note_untried
@@ -87,8 +94,10 @@ class Placement:
         profile = self.record.profile
         self._unplanned = UnplannedCalls(
             *(profile.sample, self.record.predicted_peak_bytes, self.record.budget_bytes),
+            others=self.record.others,
             following=self._programs.following,
             one_call=profile.is_one_call,
+            in_eval=any(note.startswith(IN_EVAL) for note in profile.notes),
             trained=trained_parameters(unwrapped(model)),
             checkpointed=any(note.startswith(OWN_CHECKPOINTING) for note in profile.notes),
         )
@@ -121,13 +130,24 @@ class Placement:
         if OFF_IN_BACKWARD in self.record.profile.notes:
             watch_backward(inner)
 
+    def trains(self, model: torch.nn.Module) -> bool:
+        """Whether a call of the model now belongs to a training step."""
+        return self._unplanned.trains(model)
+
     def begins(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn if inputs are larger than planned for. For models without hooks: call it before each call."""
         self._unplanned(model, args, kwargs)
 
-    def ends(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def ends(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         """Warn if the call ran other ops than planned. For models without hooks: call it after each call."""
         self._programs.following.root_is_over(args, kwargs)
+        self._unplanned.earlier(model, args, output)
+
+    def share_earlier(self, other: Placement) -> None:
+        """Count the calls under another plan among the earlier calls, from `prepare` on."""
+        self._unplanned.earlier = other._unplanned.earlier
 
     def can_detach(self, model: torch.nn.Module) -> bool:
         """Whether `detach` is possible: no other code has replaced the plan's forwards."""

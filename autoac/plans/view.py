@@ -11,7 +11,7 @@ import pandas as pd
 from autoac.progress import progress_shown
 from autoac_solver.plan.recorded.parts import peak_parts
 from autoac_solver.plan.recorded.step import step_of
-from autoac_solver.plan.recorded.transfer import Outcome
+from autoac_solver.records.outcome import Outcome
 from autoac_solver.records.plan import PlanRecord, RegionPlan
 from autoac_solver.show import refusals
 from autoac_solver.show.explanation import Explanation, explain, explanation
@@ -30,7 +30,6 @@ class PlanView:
 
     def __init__(self, record: PlanRecord):
         self.record = record
-        self.outcomes: tuple[Outcome, ...] = ()  # of other samples that were given, see `samples`
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -105,8 +104,7 @@ class PlanView:
         """One row per sample that `autoac.plan` was given; the first is the one that was planned for.
 
         Columns: sample, peak_bytes, unplanned_peak_bytes, overhead, fits. With engine compile the others' peaks are
-        measured and their overhead is NaN. A plan that was read from a file has only its own sample; its profile's
-        notes mention the others.
+        measured and their overhead is NaN.
         """
         own = Outcome(
             self.record.profile.sample,
@@ -115,7 +113,8 @@ class PlanView:
             self.predicted_overhead,
             fits=True,
         )
-        return pd.DataFrame([dataclasses.asdict(outcome) for outcome in (own, *self.outcomes)])
+        rows = [dataclasses.asdict(outcome) for outcome in (own, *self.record.others)]
+        return pd.DataFrame(rows).astype({"overhead": float})
 
     def peak_parts(self) -> dict[str, int]:
         """Bytes alive at the predicted peak on one rank, by kind.

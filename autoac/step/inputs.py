@@ -11,20 +11,24 @@ import torch
 
 from autoac.step.restore import tensors_of
 
-_MOST = 8
+MOST = 8
+"""Tensors that a description names."""
 _UNDER = " under autocast to "
+_LEFT_OUT = " more ["
 
 
-def described(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def described(args: tuple[Any, ...], kwargs: Mapping[str, Any], most: int = MOST) -> str:
     """The tensors of a call, such as "input_ids int64[4,32], labels int64[4,32]", and autocast if it is on.
 
-    It is "" if there are no tensors.
+    It is "" if there are no tensors. Of those after the first `most`, it has the number of elements.
     """
-    parts = [f"{name} {_of(tensor)}".strip() for name, tensor in _named(args, kwargs)]
-    rest = _elements(tensor for _, tensor in list(_named(args, kwargs))[_MOST:])
-    words = ", ".join(
-        [*parts[:_MOST], *([f"and {len(parts) - _MOST} more [{rest}]"] if len(parts) > _MOST else [])]
-    )
+    tensors = list(_named(args, kwargs))
+    parts = [f"{name} {_of(tensor)}".strip() for name, tensor in tensors[:most]]
+    if len(tensors) > most:
+        parts.append(
+            f"and {len(tensors) - most}{_LEFT_OUT}{_elements(tensor for _, tensor in tensors[most:])}]"
+        )
+    words = ", ".join(parts)
     return words and words + under_autocast()
 
 
@@ -54,8 +58,31 @@ def elements_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
 
 def elements_in(description: str) -> int:
     """Elements of all tensors that `described` names, as `elements_of`."""
-    shapes = re.findall(r"\[([\d,]+)\]", description)
-    return sum(math.prod(map(int, shape.split(","))) for shape in shapes)
+    return sum(map(math.prod, _shapes_in(description)))
+
+
+def _shapes_in(description: str) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that a description names, without single numbers."""
+    return [tuple(map(int, shape.split(","))) for shape in re.findall(r"\[([\d,]+)\]", description)]
+
+
+def is_longer(called: str, planned: str) -> bool:
+    """Whether a call takes more than another if it keeps something for each pair of elements of a row.
+
+    Attention's scores grow so: with the elements of a batch times their length. A length is the largest dimension of a
+    tensor but its first. Descriptions that leave tensors out are not compared.
+
+    Args:
+        called, planned: descriptions of the calls' tensors.
+    """
+    if _LEFT_OUT in called or _LEFT_OUT in planned:
+        return False
+    return _pairs_in(called) > _pairs_in(planned)
+
+
+def _pairs_in(description: str) -> int:
+    """Sum over tensors of elements times length."""
+    return sum(math.prod(shape) * max(shape[1:], default=1) for shape in _shapes_in(description))
 
 
 def larger(one: str, other: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from autoac.step.inputs import described
+from autoac.step.inputs import MOST, described
 from autoac.step.step import is_whole_step
 
 
@@ -41,7 +42,7 @@ class Samples:
                 raise ValueError(
                     "Samples takes the model's inputs; a callable runs a whole step of its own: plan for one of them."
                 )
-            by_shape.setdefault(shapes_of(batch), batch)
+            by_shape.setdefault(shapes_of(batch, most=sys.maxsize), batch)
         if not by_shape:
             raise ValueError("Samples is given no batch.")
         self.batches: list[Any] = list(by_shape.values())
@@ -55,8 +56,8 @@ def batches_of(sample: Any) -> list[Any]:
     return sample.batches if isinstance(sample, Samples) else [sample]
 
 
-def shapes_of(sample: Any) -> str:
-    """Description of a sample, as in `Profile.sample`."""
+def shapes_of(sample: Any, most: int = MOST) -> str:
+    """Description of a sample, as in `Profile.sample`; see `described`."""
     if isinstance(sample, Mapping):
-        return described((), sample)
-    return described(sample if isinstance(sample, tuple) else (sample,), {})
+        return described((), sample, most)
+    return described(sample if isinstance(sample, tuple) else (sample,), {}, most)

@@ -80,7 +80,7 @@ def test_a_saved_plan_has_the_notes(planned: tuple[Blocks, autoac.Plan], tmp_pat
     _, plan = planned
     plan.save(tmp_path / "plan.json")
     loaded = autoac.Plan.load(tmp_path / "plan.json")
-    assert len(loaded.samples) == 1
+    assert loaded.samples.equals(plan.samples)
     assert any("of 3 samples" in note and "fits" in note for note in loaded.record.profile.notes)
 
 
@@ -90,6 +90,8 @@ def test_samples():
     assert len(Samples([x, y], 1).batches) == 1
     loader = torch.utils.data.DataLoader([{"x": row} for row in torch.randn(7, 2)], batch_size=4)  # type: ignore[arg-type]
     assert repr(Samples(loader, 8)) == "Samples(x float32[4,2]; x float32[3,2])"
+    many = [torch.zeros(1)] * 8
+    assert len(Samples([(*many, x), (*many, x.T)]).batches) == 2  # a description names the first eight
     assert shapes_of((x, y)) == "float32[4,2], float32[3,2]"
 
 

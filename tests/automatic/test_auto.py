@@ -461,6 +461,20 @@ def test_larger_batch_warns_once():
     larger(run.model, optimizer)
 
 
+@pytest.mark.parametrize("on_larger", ["warn", "replan", "error"])
+def test_longer_rows_warn_once(on_larger: Any):
+    """No step is recorded for them: there may be as many elements in every batch of the loop."""
+    run = Run(bare, ENOUGH, steps=2, on_larger=on_larger)
+    plan = run.plan
+    run.model.zero_grad(set_to_none=True)
+    longer = torch.randn(2, BATCH // 2, WIDTH)
+    with pytest.warns(UserWarning, match=r"float32\[2,32,16\].*made for float32\[64,16\].*but longer"):
+        run.model(longer).mean().backward()
+    run.model.zero_grad(set_to_none=True)
+    run.model(longer).mean().backward()
+    assert run.plan is plan
+
+
 def test_larger_batch_is_an_error_before_it_runs():
     run = Run(bare, ENOUGH, steps=2, on_larger="error")
     seen = run.model.seen.clone()

@@ -809,7 +809,7 @@ def attributes_names(model: nn.Module) -> list[list[str]]:
         (lambda text: changed_json(text, device="cuda:0"), "device is not that of its profile"),
         (
             lambda text: changed_json(text, schema_version=8),
-            "by an older autoac .schema version 8, now 10.: make it again",
+            "by an older autoac .schema version 8, now 11.: make it again",
         ),
         (lambda text: re.sub('"budget_bytes": [0-9]+, ', "", text), "not a valid plan"),
     ],

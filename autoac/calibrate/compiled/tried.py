@@ -6,7 +6,6 @@ the rest is measured in one planned step, by the allocator.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,8 +18,8 @@ from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
 from autoac_solver.plan.recorded.step import step_of
-from autoac_solver.plan.recorded.transfer import Outcome
 from autoac_solver.records.errors import InfeasibleBudgetError
+from autoac_solver.records.outcome import Outcome
 from autoac_solver.records.profile import Profile
 
 CLOSE = 0.01
@@ -89,7 +88,7 @@ def _measured(plan: Plan, step: TrainingStep, profile: Profile) -> Outcome:
     peak = profile.resident_bytes + peak_with(plan, step)
     record = plan.record
     fits = peak <= record.budget_bytes - record.headroom_bytes
-    return Outcome(profile.sample, peak, unplanned_bytes(profile), math.nan, fits)
+    return Outcome(profile.sample, peak, unplanned_bytes(profile), None, fits)
 
 
 def peak_with(plan: Plan, step: TrainingStep) -> int:

@@ -1,4 +1,4 @@
-"""Warning if a planned model's call is not the planned one: larger, under another autocast, with more to train.
+"""Warning if a planned model's call is not the planned one: larger, longer, under another autocast, with more to train.
 
 The budget may not hold then.
 """
@@ -12,11 +12,21 @@ from typing import Any, cast
 import torch
 
 from autoac.execute.attach import covered
+from autoac.execute.watch.earlier_call import EarlierCall
 from autoac.execute.watch.following import Following
-from autoac.step.inputs import autocast_in, described, elements_in, elements_of, under_autocast
+from autoac.step.inputs import (
+    autocast_in,
+    described,
+    elements_in,
+    elements_of,
+    is_longer,
+    under_autocast,
+    without_autocast,
+)
 from autoac.step.model import Trained, checkpointing_switches, own_checkpointing, trained_parameters
-from autoac.torch_private import remove_forward_pre_hooks
+from autoac.torch_private import in_backward, remove_forward_hooks, remove_forward_pre_hooks
 from autoac_solver.records.format import format_bytes
+from autoac_solver.records.outcome import Outcome
 
 
 class UnplannedCalls:
@@ -25,11 +35,16 @@ class UnplannedCalls:
     Args:
         sample: the planned inputs, as in `Profile.sample`; "" if not known: then nothing is too large.
         peak_bytes, budget_bytes: the plan's predicted peak and its budget.
+        others: outcomes of other samples under the plan.
         following: kept from warning of other ops as well, once this hook has warned of another autocast.
         one_call: the step that was planned for calls the model once, and begins without gradients.
+        in_eval: the model was in eval mode when the plan was made.
         trained: the parameters that the model trains, and trained when the plan was made; None if not known: then
             nothing was unfrozen or converted since.
         checkpointed: the planned step ran under the model's own checkpointing.
+
+    Attributes:
+        earlier: the previous call, for a plan of one call.
     """
 
     def __init__(
@@ -37,22 +52,29 @@ class UnplannedCalls:
         sample: str,
         peak_bytes: int,
         budget_bytes: int,
+        *,
+        others: tuple[Outcome, ...] = (),
         following: Following | None = None,
         one_call: bool = False,
+        in_eval: bool = False,
         trained: Trained | None = None,
         checkpointed: bool = False,
     ):
         self.sample = sample
         self.peak_bytes = peak_bytes
         self.budget_bytes = budget_bytes
+        self.fitting = (sample, *(other.sample for other in others if other.fits))
+        self.too_large = {without_autocast(other.sample): other for other in others if not other.fits}
         self.following = following
         self.one_call = one_call
+        self.in_eval = in_eval
         self.trained = trained
         self.asks_for_checkpointing = not checkpointed
         self.switches: list[torch.nn.Module] | None = (
             None  # of the model's own checkpointing, from the first call on
         )
-        self.elements = elements_in(sample)
+        self.elements = max(map(elements_in, self.fitting))
+        self.earlier = EarlierCall()
         self.warned = False
 
     @property
@@ -118,62 +140,99 @@ class UnplannedCalls:
             return ""
         return f"{what}, and this step {self._may_take_more}. Remove the plan, and plan again for the model as it is."
 
+    def words_on_shape(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """The warning about a call that is no larger, but longer than all that fit; "" if it is not."""
+        called = without_autocast(described(args, kwargs))
+        if (outcome := self.too_large.get(called)) is not None:
+            return (
+                f"the model is called with {called}, a sample that was given for its plan, which does not fit: its "
+                f"step takes {format_bytes(outcome.peak_bytes)}, and the budget is {format_bytes(self.budget_bytes)}."
+            )
+        if not self.one_call or called == without_autocast(
+            self.sample
+        ):  # else a call of the step may be as long
+            return ""
+        elements = elements_of(args, kwargs)
+        if any(elements <= elements_in(fits) and not is_longer(called, fits) for fits in self.fitting):
+            return ""
+        return (
+            f"the model is called with {called}, and its plan was made for {self.sample}: with no more elements, but "
+            f"longer. Where attention keeps its scores, they grow with the square of the length, and this step "
+            f"{self._may_take_more}. Plan for both: autoac.plan(model, autoac.Samples([...]), ...)"
+        )
+
+    def trains(self, module: torch.nn.Module) -> bool:
+        """Whether a call now belongs to a training step, and not to an evaluation."""
+        return torch.is_grad_enabled() and (module.training or self.in_eval) and not in_backward()
+
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn once."""
         if self.warned or torch.compiler.is_compiling() or cast("Any", torch.jit).is_tracing():
             return
-        if not torch.is_grad_enabled() or not module.training:
-            return
-        if self.is_other_autocast() and not self._may_begin_inside(module):
-            self.warned = True
-            if self.following is not None:
-                self.following.told = True
-            warnings.warn(self.words_on_autocast(), stacklevel=3)
-            return
-        if self.is_larger(args, kwargs):
-            self.warned = True
-            warnings.warn(
-                self.words(args, kwargs) + ", or let autoac.auto plan anew (on_larger='replan').",
-                stacklevel=3,
-            )
-            return
-        if self.asks_for_checkpointing and self.switches is None:
-            self.switches = checkpointing_switches(module)
-        if self.asks_for_checkpointing and any(
-            getattr(switch, "gradient_checkpointing", False) for switch in self.switches or ()
-        ):
-            self.asks_for_checkpointing = False
-            if name := own_checkpointing(module):
-                self.warned = True
-                warnings.warn(
-                    f"the model's own {name} is on, and was off when the plan was made: it recomputes layers as a "
-                    "whole, and the plan decides little inside of them. Turn it off (with a trainer, in its "
-                    "arguments), or remove the plan.",
-                    stacklevel=3,
-                )
-                return
-        now = trained_parameters(module)
-        if words := self.words_on_trained(now):
+        if self.trains(module) and (words := self._words(module, args, kwargs)):
             self.warned = True
             warnings.warn(words, stacklevel=3)
-        elif self.one_call and now.gradient_bytes > max(0, self.budget_bytes - self.peak_bytes):
-            self.warned = True
-            warnings.warn(
+
+    def _words(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """The warning about a call, "" if it is as planned."""
+        if self.is_other_autocast() and not self._may_begin_inside(module):
+            if self.following is not None:
+                self.following.told = True
+            return self.words_on_autocast()
+        if self.is_larger(args, kwargs):
+            return self.words(args, kwargs) + ", or let autoac.auto plan anew (on_larger='replan')."
+        now = trained_parameters(module)
+        return (
+            self.words_on_shape(args, kwargs)
+            or self._words_on_checkpointing(module)
+            or self.words_on_trained(now)
+            or self._words_on_several_calls(now)
+        )
+
+    def _words_on_checkpointing(self, module: torch.nn.Module) -> str:
+        if not self.asks_for_checkpointing:
+            return ""
+        if self.switches is None:
+            self.switches = checkpointing_switches(module)
+        if not any(getattr(switch, "gradient_checkpointing", False) for switch in self.switches):
+            return ""
+        self.asks_for_checkpointing = False
+        name = own_checkpointing(module)
+        return name and (
+            f"the model's own {name} is on, and was off when the plan was made: it recomputes layers as a whole, and "
+            "the plan decides little inside of them. Turn it off (with a trainer, in its arguments), or remove the "
+            "plan."
+        )
+
+    def _words_on_several_calls(self, now: Trained) -> str:
+        if not self.one_call:
+            return ""
+        if self.earlier.waits:
+            return (
+                "the model is called again before the backward of its previous call, and its plan was made for a step "
+                "that calls it once: what both calls keep for backward is alive, and this step "
+                f"{self._may_take_more}. Plan the whole step, with a function that runs all of its calls: "
+                "autoac.plan(model, step, ...)"
+            )
+        if now.gradient_bytes > max(0, self.budget_bytes - self.peak_bytes):
+            return (
                 "the model is called while its parameters have gradients, and its plan was made for a step that begins "
                 "without and calls it once: the gradients' bytes are not planned for, and this step "
-                f"{self._may_take_more}. Clear them with zero_grad(set_to_none=True), or, "
-                "for micro-batches, plan the whole step, with a function that runs all of them: "
-                "autoac.plan(model, step, ...)",
-                stacklevel=3,
+                f"{self._may_take_more}. Clear them with zero_grad(set_to_none=True), or, for micro-batches, plan the "
+                "whole step, with a function that runs all of them: autoac.plan(model, step, ...)"
             )
+        return ""
 
 
 def watch_calls(model: torch.nn.Module, watch: UnplannedCalls) -> None:
-    """Register the hook on a model, until `unwatch_calls`."""
+    """Register the hooks on a model, until `unwatch_calls`."""
     if watch.elements:
         model.register_forward_pre_hook(watch, with_kwargs=True)
+        if watch.one_call:
+            model.register_forward_hook(watch.earlier)
 
 
 def unwatch_calls(model: torch.nn.Module) -> None:
-    """Remove the hook, if it is there."""
+    """Remove the hooks, if they are there."""
     remove_forward_pre_hooks(model, UnplannedCalls)
+    remove_forward_hooks(model, EarlierCall)

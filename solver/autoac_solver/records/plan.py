@@ -22,11 +22,12 @@ from autoac_solver.records.disk.schema import checked, document, fields_of
 from autoac_solver.records.engines import check_engine, compiles
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.format import format_bytes
+from autoac_solver.records.outcome import Outcome
 from autoac_solver.records.policies import APPLIED_POLICY, AppliedPolicy
 from autoac_solver.records.profile import PROFILE, Profile
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 10  # 9: reserved memory, the profile's seventh version; 10: no pauses
+SCHEMA_VERSION = 11  # 9: reserved memory, the profile's seventh version; 10: no pauses; 11: other samples
 
 Steps = tuple[tuple[str, bool], ...]
 
@@ -98,6 +99,7 @@ class PlanRecord(Shown):
         allocator: the options of CUDA's caching allocator that it was planned with, as text; "" on other devices.
         predicted_reserved_bytes: simulated peak of memory reserved by that allocator; None if unknown, and on other
             devices.
+        others: outcomes of the other samples that were given.
     """
 
     model: str
@@ -131,6 +133,7 @@ class PlanRecord(Shown):
     budget_of: Annotated[str, one_of("allocated", "reserved")] = "allocated"
     allocator: str = ""
     predicted_reserved_bytes: Size | None = None
+    others: tuple[Outcome, ...] = ()
 
     def __str__(self) -> str:
         share = self.predicted_extra_s / self.predicted_step_s if self.predicted_step_s else 0.0
@@ -159,6 +162,7 @@ class PlanRecord(Shown):
         data["several"] = None if self.several is None else dataclasses.asdict(self.several)
         data["policies"] = [applied.as_data() for applied in self.policies]
         data["profile"] = self.profile.as_data()
+        data["others"] = [dataclasses.asdict(outcome) for outcome in self.others]
         write_json(path, SCHEMA, SCHEMA_VERSION, data, _PLAN)
 
     @classmethod
@@ -176,6 +180,7 @@ class PlanRecord(Shown):
             values["several"] = values["several"] and RootCalls(**fields_of(values["several"]))
             values["profile"] = Profile.of(values["profile"])
             values["policies"] = tuple(map(AppliedPolicy.of, values["policies"]))
+            values["others"] = tuple(Outcome(**fields_of(found)) for found in values["others"])
             record = cls(**values)
             _check(record)
         except ValueError as error:
@@ -191,6 +196,7 @@ _PLAN = document(
     losses=dict[Text, tuple[Text | None, ...]],
     profile=PROFILE,
     policies=list[APPLIED_POLICY],
+    others=list[document(Outcome)],
 )
 
 

@@ -33,6 +33,18 @@ def with_a_larger_batch(model: nn.Module) -> None:
     train(model, 2 * ROWS)
 
 
+def with_longer_rows(model: nn.Module) -> None:
+    """As many elements."""
+    model.zero_grad(set_to_none=True)
+    model(torch.ones(1, ROWS, WIDTH)).square().mean().backward()
+
+
+def with_two_calls_before_backward(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=True)
+    first = model(torch.ones(ROWS, WIDTH))
+    (first + model(torch.ones(ROWS, WIDTH))).mean().backward()
+
+
 def under_autocast(model: nn.Module) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         train(model)
@@ -57,6 +69,8 @@ def unfrozen(model: nn.Module) -> None:
 
 CASES = {
     with_a_larger_batch: r"float32\[64,16\], and its plan was made for float32\[32,16\]",
+    with_longer_rows: r"float32\[1,32,16\], and its plan was made for .* no more elements, but longer",
+    with_two_calls_before_backward: "again before the backward of its previous call",
     under_autocast: "under autocast.*made for a step without autocast",
     with_gradients: "its parameters have gradients",
     with_others_trained: "the model trains other parameters than when the plan was made",
@@ -87,6 +101,8 @@ def test_what_the_plan_was_not_made_for_warns_once(
     with no_warnings():
         for rows in (ROWS, ROWS // 2, ROWS):
             train(model, rows)
+            model.zero_grad(set_to_none=True)
+            model(torch.ones(ROWS, WIDTH))  # its graph dies with its output
         model.eval()(torch.ones(2 * ROWS, WIDTH))
         model.train()
     with pytest.warns(UserWarning, match=words) as told:
@@ -110,6 +126,44 @@ def test_verify_leaves_the_watch_of_a_plan_that_recomputes_nothing_as_it_was(pro
         train(model, 2 * ROWS)
     plan.remove(model)
     assert not model._forward_pre_hooks
+
+
+def test_a_plan_made_in_eval_mode_is_for_training_in_it():
+    model = make().eval()
+    plan = autoac.plan(model, torch.ones(ROWS, WIDTH), "1GB")
+    plan.apply(model)
+    with no_warnings():
+        train(model)
+        with torch.no_grad():
+            model(torch.ones(2 * ROWS, WIDTH))
+    with pytest.warns(UserWarning, match=r"float32\[64,16\], and its plan was made for"):
+        train(model, 2 * ROWS)
+
+
+def test_samples_that_were_given_are_planned_for():
+    """The highest peak is that of fewer elements."""
+    few, many = torch.ones(1, 4, 64), torch.ones(64, 1, 5)
+    model = Wide()
+    plan = autoac.plan(model, autoac.Samples([many, few]), "1GB")
+    assert plan.record.profile.sample == "float32[1,4,64]"
+    plan.apply(model)
+    with no_warnings():
+        for x in (few, many, torch.ones(32, 1, 5)):
+            model(x).mean().backward()
+            model.zero_grad(set_to_none=True)
+    with pytest.warns(UserWarning, match=r"float32\[2,1,128\].* but longer"):
+        model(torch.ones(2, 1, 128))
+
+
+class Wide(nn.Module):
+    """Keeps a value for each pair of elements of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.unsqueeze(-1) * x.unsqueeze(-2) * self.scale).exp()
 
 
 def test_gradients_for_which_the_budget_has_room_do_not_warn(profile: autoac.Profile):

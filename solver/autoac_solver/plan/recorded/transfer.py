@@ -4,33 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from autoac_solver.build.built import Built
 from autoac_solver.build.stacking import stacked
 from autoac_solver.problem.problem import RECOMPUTE, SAVE
 from autoac_solver.problem.simulator import Simulator
+from autoac_solver.records.outcome import Outcome
 from autoac_solver.records.plan import PlanRecord, RegionPlan
 from autoac_solver.records.profile import Profile
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A step under a plan.
-
-    Args:
-        sample: the model's arguments.
-        peak_bytes: peak with the plan, resident bytes included.
-        unplanned_peak_bytes: peak with nothing recomputed.
-        overhead: extra step time / step time with nothing recomputed; NaN if not known.
-        fits: the peak is within the plan's budget minus its headroom.
-    """
-
-    sample: str
-    peak_bytes: int
-    unplanned_peak_bytes: int
-    overhead: float
-    fits: bool
 
 
 def outcome_of(record: PlanRecord, profile: Profile) -> Outcome:

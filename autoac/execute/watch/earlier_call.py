@@ -1,0 +1,51 @@
+"""Whether the graph of a model's previous call is alive and waits for its backward."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from autoac.step.restore import tensors_of
+from autoac.torch_private import in_backward
+
+
+class _Backward:
+    """Prehook of a graph's last node. It dies with the node, and so with the graph."""
+
+    def __init__(self) -> None:
+        self.began = False
+
+    def __call__(self, gradients: Any) -> None:
+        self.began = True
+
+
+class EarlierCall:
+    """Forward hook of the model: notes the graph of each call. A copied or unpickled one has noted none."""
+
+    def __init__(self) -> None:
+        self._backward: weakref.ref[_Backward] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EarlierCall:
+        return memo.setdefault(id(self), EarlierCall())
+
+    def __reduce__(self) -> Any:
+        return EarlierCall, ()
+
+    @property
+    def waits(self) -> bool:
+        """The graph of the last call is alive, and its backward has not begun."""
+        backward = None if self._backward is None else self._backward()
+        return backward is not None and not backward.began
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Note the graph of this call."""
+        if torch.compiler.is_compiling() or in_backward():
+            return
+        node = next((t.grad_fn for t in tensors_of(output) if t.grad_fn is not None), None)
+        if node is None:
+            return
+        backward = _Backward()
+        node.register_prehook(backward)
+        self._backward = weakref.ref(backward)

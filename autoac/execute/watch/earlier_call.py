@@ -12,7 +12,7 @@ from autoac.torch_private import in_backward
 
 
 class _Backward:
-    """Prehook of a graph's last node. It dies with the node, and so with the graph."""
+    """Prehook of a graph's last nodes. It dies with them, and so with the graph."""
 
     def __init__(self) -> None:
         self.began = False
@@ -43,9 +43,8 @@ class EarlierCall:
         """Note the graph of this call."""
         if torch.compiler.is_compiling() or in_backward():
             return
-        node = next((t.grad_fn for t in tensors_of(output) if t.grad_fn is not None), None)
-        if node is None:
-            return
         backward = _Backward()
-        node.register_prehook(backward)
-        self._backward = weakref.ref(backward)
+        for tensor in tensors_of(output):
+            if tensor.grad_fn is not None:  # backward may begin at any output: a loop may have a loss of its own
+                tensor.grad_fn.register_prehook(backward)
+                self._backward = weakref.ref(backward)

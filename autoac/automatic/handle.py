@@ -33,6 +33,7 @@ class Auto(LoopPlan):
         measured_peak_bytes: peak of the first step under the plan, with the optimizer's step and resident bytes; None
             until it is over, or if it is not to be measured.
         measured_plan: the plan of that step; None as long as nothing was measured.
+        on_removed: called once, when the handle is removed, by itself too (an impossible budget).
     """
 
     takes_turns = False  # a plan that the loop itself puts on is its own
@@ -40,6 +41,7 @@ class Auto(LoopPlan):
     def __init__(self, model: torch.nn.Module, wanted: Wanted, optimizer: Any):
         super().__init__(model, wanted, optimizer, OnTop(model, self))
         _give_up_abandoned()
+        self.on_removed: list[Callable[[], None]] = []
         self._running = False
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, under a saved plan
         self._short = 0  # recordings dropped, because other batches step more optimizers
@@ -63,6 +65,8 @@ class Auto(LoopPlan):
         finally:
             self._ahead.take_off()
             _remove(self._hooks)
+            while self.on_removed:
+                self.on_removed.pop()()
 
     def __repr__(self) -> str:
         return f"Auto({type(self._model).__name__}, {self._plan or self._state()})"

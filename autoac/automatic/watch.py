@@ -12,7 +12,7 @@ from autoac.automatic.wanted import called_in
 from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_newcomers
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
-from autoac.step.inputs import elements_of
+from autoac.step.inputs import described, elements_in, elements_of, unequal_calls, without_autocast
 from autoac.step.model import has_gradients
 
 _GRADIENTS = "a step begins with gradients, and the recorded one began without, so this one may take more"
@@ -70,6 +70,8 @@ class Watch:
         self._newcomers = watch_newcomers(self._model, called_in(profile))
         # Whether the plan's step calls the model once, and begins without gradients.
         self._one_call = profile.is_one_call
+        self._planned_calls = unequal_calls(profile.notes)
+        self._calls = 0  # of the step that runs
 
     def take_off(self) -> None:
         """Stop checking, when the plan is taken off."""
@@ -88,7 +90,10 @@ class Watch:
         Raises:
             ValueError: the call is larger than planned for, and `on_larger` is "error".
         """
-        finding = self._found(args, kwargs, begins, is_told, recording)
+        self._calls = 1 if begins else self._calls + 1
+        finding = self._found(args, kwargs, begins, is_told, recording) or self._larger_in_its_place(
+            args, kwargs
+        )
         if finding is None and (words := self._unplanned.words_on_shape(args, kwargs)):
             return Finding("longer", words)
         return finding
@@ -119,6 +124,26 @@ class Watch:
             words = "a later micro-batch of a step was larger than planned for: recording this step"
             return Finding("larger later", log=words, is_new=True, plan_may_stay=True)
         return None
+
+    def _larger_in_its_place(self, args: Any, kwargs: Any) -> Finding | None:
+        """The call is larger than the recorded step's call in its place, which was smaller than another one.
+
+        No step is recorded for it, whatever `on_larger` says: with micro-batches of drawn lengths there is one again
+        soon.
+        """
+        if not self._planned_calls:
+            return None
+        planned = self._planned_calls[min(self._calls, len(self._planned_calls)) - 1]
+        if elements_of(args, kwargs) <= elements_in(planned):
+            return None
+        words = (
+            f"call {self._calls} of this step is with {without_autocast(described(args, kwargs))}, and in the recorded "
+            f"step it was with {planned}. A plan decides for each call by its place, so this step "
+            f"{self._unplanned.may_take_more}. Let all micro-batches of the first step be as long as any later one"
+        )
+        if self._on_larger == "error":
+            raise ValueError(f"{words}. The call was not run.")
+        return Finding("larger in its place", f"{words}, or leave headroom (headroom=).")
 
     def _larger_call(self, words: str, begins: bool) -> Finding:
         if self._on_larger == "error":

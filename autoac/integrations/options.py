@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from typing import Any, Literal
@@ -58,7 +59,6 @@ class Planned:
         self._last: Plan | None = None
         self._last_peak_bytes: int | None = None
         self._told: Plan | None = None
-        self._switches: list[tuple[Any, Any]] = []  # of the model's own checkpointing, as they were
 
     @property
     def plan(self) -> Plan | None:
@@ -101,7 +101,7 @@ class Planned:
             raise
         _STARTED.add(self.handle)
         if turned_off:
-            self._switches = switches
+            self.handle.on_removed.append(functools.partial(_put_back, switches))
             LOGGER.info(
                 "%s of %s is off: the plan decides what is recomputed", turned_off, type(inner).__name__
             )
@@ -113,8 +113,6 @@ class Planned:
             return
         self._last = handle.known_plan or handle.measured_plan
         self._last_peak_bytes = handle.measured_peak_bytes
-        _put_back(self._switches)
-        self._switches = []
         try:
             handle.remove()
         except PlanMismatchError as error:  # the training itself has succeeded

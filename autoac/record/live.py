@@ -30,6 +30,7 @@ from autoac.record.guard import GuardOfLoop
 from autoac.record.notes import (
     note_if_unsteady,
     note_on_device,
+    notes_if_calls_differ,
     notes_if_checkpointed,
     notes_if_compiled,
     notes_if_uncounted,
@@ -259,6 +260,7 @@ class LiveStep:
                 *notes_if_checkpointed(self.model),
                 *notes_if_compiled(self.model, self.tape),
                 *notes_if_uncounted(self.tape),
+                *notes_if_calls_differ(self.tape),
                 *unfit,
                 *note_if_unsteady(times.values(), self.device, self.disturbance),
                 *note_on_device(self.device),

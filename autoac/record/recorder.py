@@ -18,6 +18,7 @@ from autoac.record.guard import Guard, next_guard
 from autoac.record.notes import (
     note_if_unsteady,
     note_on_device,
+    notes_if_calls_differ,
     notes_if_checkpointed,
     notes_if_compiled,
     notes_if_uncounted,
@@ -183,6 +184,7 @@ def recorded_step(
             *notes_if_checkpointed(model),
             *notes_if_compiled(model, tape),
             *notes_if_uncounted(tape),
+            *notes_if_calls_differ(tape),
             *runs.notes(),
             *unfit,
             *note,

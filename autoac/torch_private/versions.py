@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-TRIED_VERSIONS = ("2.13.0", "2.15.0")
+TRIED_VERSIONS = ("2.13.0", "2.14.1", "2.15.0")
 """Releases with which all tests pass; local parts ("+cpu") do not matter."""
 
 

@@ -14,6 +14,7 @@ from autoac_solver.problem.problem import (
     Problem,
     Refusal,
     RegionCost,
+    Resource,
     save_or_recompute,
 )
 from autoac_solver.problem.simulator import Simulator, Timeline, alive_at, simulate, violations
@@ -51,6 +52,7 @@ __all__ = [
     "Progress",
     "Refusal",
     "RegionCost",
+    "Resource",
     "Simulator",
     "Solution",
     "Timeline",

@@ -22,6 +22,7 @@ import autoac
 from autoac.automatic import Auto
 from autoac.automatic.peak import StepPeak
 from autoac.measure import measure_peak
+from autoac.step.inputs import UNEQUAL_CALLS
 from autoac.torch_private import is_profiled, top_dispatch_mode
 from tests.small_models import BATCH, WIDTH, Blocks, make
 
@@ -473,6 +474,45 @@ def test_longer_rows_warn_once(on_larger: Any):
     run.model.zero_grad(set_to_none=True)
     run.model(longer).mean().backward()
     assert run.plan is plan
+
+
+def test_micro_batches_of_other_sizes_than_those_in_their_places_warn_once():
+    """Each call runs under the decisions for its place: here that of the small one decides less."""
+    model = make(blocks=4).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(*sizes: int) -> None:
+        for size in sizes:
+            model(torch.randn(size, WIDTH)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    handle = autoac.auto(model, ENOUGH, on_larger="replan")
+    for _ in range(2):
+        step(64, 16)
+    plan = handle.plan
+    assert plan is not None
+    (note,) = (note for note in plan.record.profile.notes if note.startswith(UNEQUAL_CALLS))
+    assert note.endswith("float32[64,16]; float32[16,16]")
+    step(32, 8)
+    with pytest.warns(
+        UserWarning, match=r"call 2 of this step is with float32\[64,16\].*with float32\[16,16\]"
+    ):
+        step(16, 64)
+    step(16, 64)
+    assert handle.plan is plan
+    handle.remove()
+    handle = autoac.auto(model, ENOUGH, on_larger="error")
+    for _ in range(2):
+        step(16, 64)
+    with pytest.raises(ValueError, match="The call was not run"):
+        step(64, 16)
+    handle.remove()
+
+
+def test_equal_micro_batches_have_no_places():
+    run = Run(accumulating, ENOUGH, steps=2)
+    assert not any(note.startswith(UNEQUAL_CALLS) for note in run.plan.record.profile.notes)
 
 
 def test_larger_batch_is_an_error_before_it_runs():

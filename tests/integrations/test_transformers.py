@@ -14,7 +14,7 @@ pytest.importorskip("accelerate")
 from autoac.integrations.transformers import AutoACCallback  # noqa: E402
 from autoac.plans import Plan  # noqa: E402
 from autoac.policies import Policy  # noqa: E402
-from autoac_solver.records.errors import PolicyError  # noqa: E402
+from autoac_solver.records.errors import InfeasibleBudgetError, PolicyError  # noqa: E402
 from tests.integrations.compiled import assert_compiled  # noqa: E402
 
 pytestmark = [
@@ -131,6 +131,15 @@ def test_trains_as_without_within_the_budget(setting: str, tmp_path: Path, caplo
     says = "checkpointing of LlamaForCausalLM is off" in caplog.text
     assert says == ("gradient_checkpointing" in SETTINGS[setting])
     assert "autoac" not in str(trainer.model.__dict__.keys())
+
+
+def test_after_an_impossible_budget_the_models_own_checkpointing_is_on_again(tmp_path: Path):
+    """Whoever falls back to it trains within its memory."""
+    model = tiny(0.1)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(InfeasibleBudgetError):
+        trained(tmp_path, AutoACCallback(1000), model=model)
+    assert model.is_gradient_checkpointing
 
 
 def test_compiled_by_the_trainer(tmp_path: Path):

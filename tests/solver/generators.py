@@ -20,10 +20,12 @@ from autoac_solver.problem.problem import (
     Option,
     Problem,
     RegionCost,
+    Resource,
     save_or_recompute,
     when_recomputed,
     when_saved,
 )
+from autoac_solver.problem.simulator import Simulator
 
 MIB = 2**20
 FORWARD_STEP, REPLAY_STEP, BACKWARD_STEP, LOSS_POSITIONS = 3, 2, 5, 60
@@ -217,6 +219,25 @@ def with_policies(rng: random.Random, problem: Problem) -> Problem:
             changed = changed.refusing(SAVE, "wanted")
         groups.append(changed)
     return dataclasses.replace(problem, groups=tuple(groups))
+
+
+def with_resources(rng: random.Random, problem: Problem) -> Problem:
+    """The problem with one or two kinds of other memory, whose limits rule out some decisions, perhaps all."""
+    sizes = [len(group.options) for group in problem.groups]
+    resources = []
+    for name in ("the host", "another device")[: rng.randint(1, 2)]:
+        scale = rng.choice((1, 10**9))
+        lifetimes = tuple(
+            _random_lifetime(rng, sizes, len(problem.regions), problem.n_positions, scale)
+            for _ in range(rng.randint(1, 15))
+        )
+        alone = Simulator(dataclasses.replace(problem, resident_bytes=0, lifetimes=lifetimes))
+        peaks = [
+            alone.simulate([rng.randrange(size) for size in sizes]).peak_bytes - rng.choice((0, 0, 1))
+            for _ in range(4)
+        ]
+        resources.append(Resource(name, max(0, sorted(peaks)[rng.randint(0, 3)]), lifetimes))
+    return dataclasses.replace(problem, resources=tuple(resources))
 
 
 def _random_group(rng: random.Random, index: int, sizes: Sequence[int], n_regions: int) -> DecisionGroup:

@@ -36,9 +36,13 @@ def is_alive(problem: Problem, lifetime: Lifetime, decisions: Sequence[int], pos
 
 def live_bytes(problem: Problem, decisions: Sequence[int]) -> list[int]:
     """Bytes at each position."""
+    alive = _alive_bytes(problem, problem.lifetimes, decisions)
+    return [problem.resident_bytes + n_bytes for n_bytes in alive]
+
+
+def _alive_bytes(problem: Problem, lifetimes: Sequence[Lifetime], decisions: Sequence[int]) -> list[int]:
     return [
-        problem.resident_bytes
-        + sum(i.bytes for i in problem.lifetimes if is_alive(problem, i, decisions, position))
+        sum(i.bytes for i in lifetimes if is_alive(problem, i, decisions, position))
         for position in range(problem.n_positions)
     ]
 
@@ -66,7 +70,10 @@ def permitted(problem: Problem, decisions: Sequence[int]) -> bool:
             return False
         if group.same_as != -1 and decisions[group.same_as] != option:
             return False
-    return True
+    return all(
+        max(_alive_bytes(problem, resource.lifetimes, decisions)) <= resource.limit_bytes
+        for resource in problem.resources
+    )
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ class EarlierCall:
             return
         backward = _Backward()
         for tensor in tensors_of(output):
-            if tensor.grad_fn is not None:  # backward may begin at any output: a loop may have a loss of its own
+            if (
+                tensor.grad_fn is not None
+            ):  # backward may begin at any output: a loop may have a loss of its own
                 tensor.grad_fn.register_prehook(backward)
                 self._backward = weakref.ref(backward)

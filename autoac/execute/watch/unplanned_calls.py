@@ -78,7 +78,8 @@ class UnplannedCalls:
         self.warned = False
 
     @property
-    def _may_take_more(self) -> str:
+    def may_take_more(self) -> str:
+        """The end of a sentence on a step: what it may take, and the budget."""
         return (
             f"may take more than the planned peak of {format_bytes(self.peak_bytes)}; the budget is "
             f"{format_bytes(self.budget_bytes)}"
@@ -92,7 +93,7 @@ class UnplannedCalls:
         """The warning about such a call."""
         return (
             f"the model is called with {described(args, kwargs)}, and its plan was made for {self.sample}: this step "
-            f"{self._may_take_more}. Plan for the largest batch that comes"
+            f"{self.may_take_more}. Plan for the largest batch that comes"
         )
 
     def is_other_autocast(self) -> bool:
@@ -111,7 +112,7 @@ class UnplannedCalls:
         return (
             f"the model is called{under_autocast() or ' without autocast'}, and its plan was made for a step"
             f"{autocast_in(self.sample) or ' without autocast'}: other ops run, and this step "
-            f"{self._may_take_more}. Call autoac.plan under the autocast of the training loop, "
+            f"{self.may_take_more}. Call autoac.plan under the autocast of the training loop, "
             "around nothing else: with torch.autocast(...): plan = autoac.plan(model, sample, ...)"
         )
 
@@ -138,7 +139,7 @@ class UnplannedCalls:
             )
         else:
             return ""
-        return f"{what}, and this step {self._may_take_more}. Remove the plan, and plan again for the model as it is."
+        return f"{what}, and this step {self.may_take_more}. Remove the plan, and plan again for the model as it is."
 
     def words_on_shape(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """The warning about a call that is no larger, but longer than all that fit; "" if it is not."""
@@ -158,7 +159,7 @@ class UnplannedCalls:
         return (
             f"the model is called with {called}, and its plan was made for {self.sample}: with no more elements, but "
             f"longer. Where attention keeps its scores, they grow with the square of the length, and this step "
-            f"{self._may_take_more}. Plan for both: autoac.plan(model, autoac.Samples([...]), ...)"
+            f"{self.may_take_more}. Plan for both: autoac.plan(model, autoac.Samples([...]), ...)"
         )
 
     def trains(self, module: torch.nn.Module) -> bool:
@@ -211,14 +212,14 @@ class UnplannedCalls:
             return (
                 "the model is called again before the backward of its previous call, and its plan was made for a step "
                 "that calls it once: what both calls keep for backward is alive, and this step "
-                f"{self._may_take_more}. Plan the whole step, with a function that runs all of its calls: "
+                f"{self.may_take_more}. Plan the whole step, with a function that runs all of its calls: "
                 "autoac.plan(model, step, ...)"
             )
         if now.gradient_bytes > max(0, self.budget_bytes - self.peak_bytes):
             return (
                 "the model is called while its parameters have gradients, and its plan was made for a step that begins "
                 "without and calls it once: the gradients' bytes are not planned for, and this step "
-                f"{self._may_take_more}. Clear them with zero_grad(set_to_none=True), or, for micro-batches, plan the "
+                f"{self.may_take_more}. Clear them with zero_grad(set_to_none=True), or, for micro-batches, plan the "
                 "whole step, with a function that runs all of them: autoac.plan(model, step, ...)"
             )
         return ""

@@ -97,6 +97,7 @@ class Tape(TorchDispatchMode):
         self.device = device
         self.meter = meter
         self.sample = ""  # see `Profile.sample`
+        self.root_calls: list[str] = []  # descriptions of the model's calls with gradients on
         self.single = SingleDraws()
         self.failed_at: tuple[str, str] | None = None  # op and module where the step failed
         self.on_op: Callable[[int], None] = lambda done: None  # now and then called with the number of ops
@@ -301,6 +302,8 @@ class Tape(TorchDispatchMode):
             # A trainer may have announced the batch before it has entered its autocast.
             told = without_autocast(self.sample) + autocast_in(own) if own else self.sample
             self.sample = larger(told, own)
+            if torch.is_grad_enabled():
+                self.root_calls.append(without_autocast(own))
         given = [(tensor, behind_transforms(tensor)) for tensor in tensors_of(inputs)]
         tick = self.clock.next()
         storages = dict.fromkeys(self.storages.indices_of(behind for _, behind in given))

@@ -63,7 +63,8 @@ class Formulation:
         self.positions: set[int] = set()
         self.impossible = False
         self.is_split = False
-        self.unit_bytes = max([1, *(lifetime.bytes for lifetime in problem.lifetimes)])
+        everywhere = (problem.lifetimes, *(resource.lifetimes for resource in problem.resources))
+        self.unit_bytes = max([1, *(lifetime.bytes for lifetimes in everywhere for lifetime in lifetimes)])
         total_s = sum(option.time_s + option.hint_s for group in problem.groups for option in group.options)
         total_s += sum(region.wrap_s for region in problem.regions)
         self.cost_per_s = _COST_RANGE / total_s if total_s > 0 else 1.0
@@ -73,6 +74,7 @@ class Formulation:
         self._counts: dict[tuple[int, ...], int] = {}  # literals -> column of how many are true
         self._add_decisions()
         self._add_rules()
+        self._add_limits()
         if budget_bytes is None:
             self._add_variable(_PEAK, "peak", None)
             objective = [(self._variable(_PEAK), 1.0)]
@@ -125,25 +127,44 @@ class Formulation:
     def add_covers(self, positions: Iterable[int], decisions: np.ndarray) -> None:
         """Forbid decisions that exceed the budget at positions by less than the solver's tolerance.
 
-        The cover at a position is the shortest list of true literals, by decreasing bytes, whose sum exceeds the
-        budget. The row extends it by all literals at least as large as its largest, and lets fewer literals be true
-        than the cover is long. All coefficients are 1, so no tolerance admits the same decisions again.
-
         Args:
             positions: where the budget is exceeded in spite of a memory row.
             decisions: 0 or 1 per variable of groups and regions.
         """
-        truth = np.append(0.0, self._memory.evaluate(decisions)) > 0.5
+        assert self._budget_bytes is not None
         for position in positions:
-            row = self._memory.row(position)
-            true = np.flatnonzero(truth[np.abs(row.literals)] == (row.literals > 0))
-            true = true[np.argsort(-row.bytes[true], kind="stable")]
-            size = 1 + int(np.searchsorted(np.cumsum(row.bytes[true]), self._left_bytes(row), side="right"))
-            in_row = row.bytes >= row.bytes[true[0]]
-            in_row[true[:size]] = True
-            self._add_row(
-                [(literal, 1.0) for literal in row.literals[in_row].tolist()], pulp.LpConstraintLE, size - 1
-            )
+            self._add_cover(self._memory.row(position), self._budget_bytes, decisions)
+
+    def add_covers_of_resources(self, decisions: np.ndarray) -> bool:
+        """Forbid decisions that exceed a resource's limit by less than the solver's tolerance; whether there are any.
+
+        Args:
+            decisions: 0 or 1 per variable of groups and regions.
+        """
+        values, exceeded = self._memory.evaluate(decisions), False
+        for resource, segments in zip(self._problem.resources, self._memory.resources, strict=True):
+            for position in np.flatnonzero(segments.live_bytes(values) > resource.limit_bytes).tolist():
+                self._add_cover(segments.row(position), resource.limit_bytes, decisions)
+                exceeded = True
+        return exceeded
+
+    def _add_cover(self, row: MemoryRow, limit_bytes: int, decisions: np.ndarray) -> None:
+        """Forbid decisions whose live bytes in a row exceed a limit.
+
+        The cover at a position is the shortest list of true literals, by decreasing bytes, whose sum exceeds the
+        budget. The row extends it by all literals at least as large as its largest, and lets fewer literals be true
+        than the cover is long. All coefficients are 1, so no tolerance admits the same decisions again.
+        """
+        truth = np.append(0.0, self._memory.evaluate(decisions)) > 0.5
+        true = np.flatnonzero(truth[np.abs(row.literals)] == (row.literals > 0))
+        true = true[np.argsort(-row.bytes[true], kind="stable")]
+        left_bytes = _left_bytes(row, limit_bytes)
+        size = 1 + int(np.searchsorted(np.cumsum(row.bytes[true]), left_bytes, side="right"))
+        in_row = row.bytes >= row.bytes[true[0]]
+        in_row[true[:size]] = True
+        self._add_row(
+            [(literal, 1.0) for literal in row.literals[in_row].tolist()], pulp.LpConstraintLE, size - 1
+        )
 
     @contextmanager
     def split(self, regions: Sequence[int], least: int, most: int) -> Iterator[None]:
@@ -191,6 +212,12 @@ class Formulation:
         for literals in sorted(self._several()):
             self._add_row([(literal, 1.0) for literal in literals], pulp.LpConstraintEQ, 1)
 
+    def _add_limits(self) -> None:
+        """Add rows for all resources wherever one of their lifetimes begins."""
+        for resource, segments in zip(self._problem.resources, self._memory.resources, strict=True):
+            for position in segments.tops:
+                self._add_limited_row(segments.row(position), resource.limit_bytes)
+
     def _several(self) -> set[tuple[int, ...]]:
         """The option literals of each group of more than two options; twins once."""
         twin = self._algebra.twin
@@ -219,21 +246,22 @@ class Formulation:
 
     def _add_memory_row(self, row: MemoryRow) -> None:
         """Add the row: live bytes at a position <= budget, or <= peak."""
-        terms = list(zip(row.literals.tolist(), (row.bytes / self.unit_bytes).tolist(), strict=True))
         if self._budget_bytes is None:
             left = self._problem.resident_bytes - row.constant_bytes
-            self._add_row([*terms, (_PEAK, -1.0)], pulp.LpConstraintLE, left / self.unit_bytes)
-        elif self._left_bytes(row) < 0:
-            self.impossible = True
-        elif row.bytes.sum() > self._left_bytes(row):
-            self._add_row(terms, pulp.LpConstraintLE, self._left_bytes(row) / self.unit_bytes + _SLACK)
+            self._add_row([*self._terms(row), (_PEAK, -1.0)], pulp.LpConstraintLE, left / self.unit_bytes)
+        else:
+            self._add_limited_row(row, self._budget_bytes)
 
-    def _left_bytes(self, row: MemoryRow) -> int:
-        """Bytes that a row's true literals may sum to, rounded down to a multiple of the greatest common divisor."""
-        assert self._budget_bytes is not None
-        left = self._budget_bytes - row.constant_bytes
-        step = int(np.gcd.reduce(row.bytes)) if len(row.bytes) else 1
-        return left // step * step
+    def _add_limited_row(self, row: MemoryRow, limit_bytes: int) -> None:
+        """Add the row: bytes <= limit."""
+        left_bytes = _left_bytes(row, limit_bytes)
+        if left_bytes < 0:
+            self.impossible = True
+        elif row.bytes.sum() > left_bytes:
+            self._add_row(self._terms(row), pulp.LpConstraintLE, left_bytes / self.unit_bytes + _SLACK)
+
+    def _terms(self, row: MemoryRow) -> list[tuple[int, float]]:
+        return list(zip(row.literals.tolist(), (row.bytes / self.unit_bytes).tolist(), strict=True))
 
     def _add_row(self, terms: Iterable[tuple[int, float]], sense: int, right: float) -> None:
         """Add sum(coefficient * literal) <=, = or >= right, where a negative literal is 1 - its variable."""
@@ -260,3 +288,9 @@ class Formulation:
         """Add a column with lower bound 0."""
         self._column[literal] = len(self.program.variables)
         self.program.variables.append(self.program.model.add_variable(name, 0.0, upper, kind))
+
+
+def _left_bytes(row: MemoryRow, limit_bytes: int) -> int:
+    """Bytes that a row's true literals may sum to, rounded down to a multiple of the greatest common divisor."""
+    step = int(np.gcd.reduce(row.bytes)) if len(row.bytes) else 1
+    return (limit_bytes - row.constant_bytes) // step * step

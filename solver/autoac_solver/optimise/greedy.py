@@ -61,9 +61,13 @@ class Greedy:
                 after = decisions.copy()
                 after[move.groups] = SAVE
                 changed = live_bytes + move.part.live_bytes(after) - move.part.live_bytes(decisions)
-                if changed.max() <= max(budget_bytes, live_bytes.max()):
+                if changed.max() <= max(budget_bytes, live_bytes.max()) and self._keeps_limits(after):
                     decisions, live_bytes, kept_more = after, changed, True
-        return decisions if live_bytes.max() <= budget_bytes else None
+        return decisions if live_bytes.max() <= budget_bytes and self._keeps_limits(decisions) else None
+
+    def _keeps_limits(self, decisions: np.ndarray) -> bool:
+        """Whether other memory than the device's is within its limits."""
+        return not self.simulator.problem.resources or not self.simulator.violations(decisions)
 
     def _order(self, problem: Problem, needs: list[list[int]]) -> list[int]:
         """Groups that may be recomputed, by decreasing seconds per byte; ties in the order of the step."""

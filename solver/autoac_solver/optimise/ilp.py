@@ -67,6 +67,7 @@ def solve(
         InfeasibleBudgetError: no plan is within the budget.
         RuledOut: the same, without `find_minimum`.
         NoPlanInTimeError: no plan was found in time.
+        ValueError: no plan keeps to the limits of the problem's resources, whatever the budget.
     """
     task = Task(problem, time_limit_s, solver, start, progress)
     found = _LeastTime(task, budget_bytes, gap, find_minimum).solve(rough)
@@ -113,6 +114,10 @@ def minimum_peak(
     Returns:
         The plan; "optimal" means that no plan has a lower peak, not by a single byte. Nothing is proved about time, so
         `bound_s` is 0.
+
+    Raises:
+        ValueError: no plan keeps to the limits of the problem's resources.
+        NoPlanInTimeError: no plan was found in time.
     """
     return _LeastPeak(Task(problem, time_limit_s, solver, start, progress)).solve()
 
@@ -314,11 +319,11 @@ class _LeastTime(Search):
 
     def _solution(self) -> Solution:
         if self.best is None:
-            assert self.lowest is not None
-            least = format_bytes(self.lowest.timeline.peak_bytes)
+            lowest = self.lowest
+            seen = f"; the least peak seen is {format_bytes(lowest.timeline.peak_bytes)}" if lowest else ""
             raise NoPlanInTimeError(
                 f"No plan within {format_bytes(self._budget_bytes)} was found in "
-                f"{format_seconds(self.task.elapsed_s())}, and none was ruled out; the least peak seen is {least}. "
+                f"{format_seconds(self.task.elapsed_s())}, and none was ruled out{seen}. "
                 "Give more time (time_limit_s) or a larger budget."
             )
         return self.task.solution(self.best, proven=self._closed(), bound_s=self.bound_s)
@@ -351,19 +356,39 @@ class _LeastPeak(Search):
             self.consider(decisions)
         if self.best is not None and self.best.timeline.peak_bytes == self.bound_bytes:
             return self.task.solution(self.best, proven=True, bound_s=0.0)
-        if not self.task.in_time():
-            return self.task.solution(self._plan(), proven=False, bound_s=0.0)
+        if not self.task.in_time() and self.best is not None:
+            return self.task.solution(self.best, proven=False, bound_s=0.0)
         formulation = self.task.formulate(None)
         formulation.add_rows(self.near_peak())
         outcome = self.relax(formulation)
-        if self.best is None:  # The requirements of groups of several options can rule out every simple plan.
-            self.find(formulation, "least peak")
+        if (
+            self.best is None
+        ):  # Requirements of groups of several options, or limits, can rule out all simple plans.
+            self._find_any(formulation)
         floor_bytes = 0 if outcome.values is None else int(formulation.limit_bytes(outcome.values))
         proven = self._close_in(formulation.positions, floor_bytes)
         return self.task.solution(self._plan(), proven=proven, bound_s=0.0)
 
+    def _find_any(self, formulation: Formulation) -> None:
+        """Find a first plan.
+
+        Raises:
+            ValueError: no decisions keep to the limits of the problem's resources.
+            NoPlanInTimeError: none was found in time.
+        """
+        result = self.find(formulation, "least peak")
+        if result == "infeasible":
+            resources = self.task.problem.resources
+            limits = [f"{format_bytes(resource.limit_bytes)} of {resource.name}" for resource in resources]
+            rules = " and ".join(limits) or "all that the options require"
+            raise ValueError(f"no decisions keep to {rules}, whatever the budget.")
+        if self.best is None:
+            raise NoPlanInTimeError(
+                "No plan was found in time, and none was ruled out. Give more time (time_limit_s)."
+            )
+
     def _plan(self) -> Plan:
-        """The best plan; there is always one, such as recomputing as little as permitted."""
+        """The best plan; `_find_any` has found one, at the latest."""
         assert self.best is not None
         return self.best
 

@@ -8,7 +8,7 @@ takes the term's truth value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,36 +35,43 @@ class MemoryRow:
     bytes: np.ndarray
 
 
-class MemoryModel:
-    """The segments of all lifetimes of a problem.
+class Segments:
+    """Pieces of lifetimes in one kind of memory, each alive if its literal is true.
 
     Args:
-        problem: not changed.
-        algebra: the problem's.
-
-    Auxiliary variables are numbered after the decisions.
+        start, end: alive at positions start <= p < end.
+        sizes: bytes.
+        literal: see `optimise.algebra`; 0 if it is always alive.
+        n_positions: length of the axis.
+        resident_bytes: alive at every position.
     """
 
-    def __init__(self, problem: Problem, algebra: Algebra) -> None:
-        self._auxiliary: list[Term] = []
-        self._algebra = algebra
-        self._literal_of_term: dict[Term, int] = {}
-        self._alternatives: dict[tuple[Condition, ...], Alternative | None] = {}
-        pieces = [piece for lifetime in problem.lifetimes for piece in self._pieces(lifetime)]
-        self._start, self._end, self._bytes, self._literal = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
-        constant = np.where(self._literal == _ALWAYS_ALIVE, self._bytes, 0)
-        self._n_positions = problem.n_positions
-        self._constant = problem.resident_bytes + self._live(constant)
-        self._index_alternatives()
+    def __init__(
+        self,
+        start: np.ndarray,
+        end: np.ndarray,
+        sizes: np.ndarray,
+        literal: np.ndarray,
+        n_positions: int,
+        resident_bytes: int,
+    ) -> None:
+        self.start, self.end, self.bytes, self.literal = start, end, sizes, literal
+        self._n_positions = n_positions
+        self._constant = resident_bytes + self._live(np.where(literal == _ALWAYS_ALIVE, sizes, 0))
+
+    @property
+    def tops(self) -> list[int]:
+        """Positions at which anything begins: live bytes are highest at one of them, under any decisions."""
+        return np.unique(self.start).tolist()
 
     def row(self, position: int) -> MemoryRow:
         """Live bytes at a position, exact to the byte; opposite literals of a variable are netted."""
-        alive = (self._start <= position) & (position < self._end) & (self._literal != _ALWAYS_ALIVE)
-        variables, where = np.unique(np.abs(self._literal[alive]), return_inverse=True)
+        alive = (self.start <= position) & (position < self.end) & (self.literal != _ALWAYS_ALIVE)
+        variables, where = np.unique(np.abs(self.literal[alive]), return_inverse=True)
         if_true, if_false = np.zeros((2, len(variables)), dtype=np.int64)
-        positive = self._literal[alive] > 0
-        np.add.at(if_true, where[positive], self._bytes[alive][positive])
-        np.add.at(if_false, where[~positive], self._bytes[alive][~positive])
+        positive = self.literal[alive] > 0
+        np.add.at(if_true, where[positive], self.bytes[alive][positive])
+        np.add.at(if_false, where[~positive], self.bytes[alive][~positive])
         difference = if_true - if_false
         constant_bytes = int(self._constant[position] + np.minimum(if_true, if_false).sum())
         counts = difference != 0
@@ -74,15 +81,11 @@ class MemoryModel:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """A lower bound of every plan's peak: the most bytes that are alive at one position under all decisions.
-
-        It equals the largest `constant_bytes` of all rows: of two copies of a value, one of which is alive whatever is
-        decided, the smaller one counts.
-        """
-        decided = self._literal != _ALWAYS_ALIVE
-        literal, n_bytes = self._literal[decided], self._bytes[decided]
+        """The most bytes that are alive at one position under all decisions."""
+        decided = self.literal != _ALWAYS_ALIVE
+        literal, n_bytes = self.literal[decided], self.bytes[decided]
         variable = np.tile(np.abs(literal), 2)
-        position = np.concatenate([self._start[decided], self._end[decided]])
+        position = np.concatenate([self.start[decided], self.end[decided]])
         change = np.concatenate([n_bytes, -n_bytes])
         order = np.lexsort((position, variable))
         # What a variable adds has ended before the next variable begins, so one running sum serves all.
@@ -93,6 +96,62 @@ class MemoryModel:
         steps = np.zeros(self._n_positions + 1, dtype=np.int64)
         np.add.at(steps, position[order], certain)
         return int((self._constant + np.cumsum(steps[:-1])).max(initial=0))
+
+    def live_bytes(self, values: np.ndarray) -> np.ndarray:
+        """Live bytes at given values of all variables: float per position."""
+        value = np.append(1.0, values)[np.abs(self.literal)]
+        share = np.where(self.literal < 0, 1 - value, value)
+        share[self.literal == _ALWAYS_ALIVE] = 0
+        return self._constant + self._live(self.bytes * share)
+
+    def _live(self, piece_bytes: np.ndarray) -> np.ndarray:
+        """Sum over the pieces alive at each position."""
+        change = np.zeros(self._n_positions + 1, dtype=piece_bytes.dtype)
+        np.add.at(change, self.start, piece_bytes)
+        np.subtract.at(change, self.end, piece_bytes)
+        return np.cumsum(change[:-1])
+
+
+class MemoryModel:
+    """The segments of all lifetimes of a problem.
+
+    Args:
+        problem: not changed.
+        algebra: the problem's.
+
+    Attributes:
+        resources: the problem's other memory.
+
+    Auxiliary variables are numbered after the decisions.
+    """
+
+    def __init__(self, problem: Problem, algebra: Algebra) -> None:
+        self._auxiliary: list[Term] = []
+        self._algebra = algebra
+        self._literal_of_term: dict[Term, int] = {}
+        self._alternatives: dict[tuple[Condition, ...], Alternative | None] = {}
+        self._n_positions = problem.n_positions
+        self._device = self._segments(problem.lifetimes, problem.resident_bytes)
+        self.resources = tuple(self._segments(resource.lifetimes, 0) for resource in problem.resources)
+        self._index_alternatives()
+
+    def _segments(self, lifetimes: Iterable[Lifetime], resident_bytes: int) -> Segments:
+        pieces = [piece for lifetime in lifetimes for piece in self._pieces(lifetime)]
+        start, end, sizes, literal = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
+        return Segments(start, end, sizes, literal, self._n_positions, resident_bytes)
+
+    def row(self, position: int) -> MemoryRow:
+        """Live bytes on the device at a position."""
+        return self._device.row(position)
+
+    @property
+    def floor_bytes(self) -> int:
+        """A lower bound of every plan's peak: the most bytes that are alive at one position under all decisions.
+
+        It equals the largest `constant_bytes` of all rows: of two copies of a value, one of which is alive whatever is
+        decided, the smaller one counts.
+        """
+        return self._device.floor_bytes
 
     def evaluate(self, decisions: np.ndarray) -> np.ndarray:
         """The least values of all variables, auxiliary ones included, at decisions that may be fractions.
@@ -110,21 +169,11 @@ class MemoryModel:
 
     def live_bytes(self, values: np.ndarray) -> np.ndarray:
         """Live bytes at given values of all variables: float per position."""
-        value = np.append(1.0, values)[np.abs(self._literal)]
-        share = np.where(self._literal < 0, 1 - value, value)
-        share[self._literal == _ALWAYS_ALIVE] = 0
-        return self._constant + self._live(self._bytes * share)
+        return self._device.live_bytes(values)
 
     def auxiliary_term(self, literal: int) -> Term:
         """The term of an auxiliary variable, given as a positive literal."""
         return self._auxiliary[literal - 1 - self._algebra.variables.count]
-
-    def _live(self, piece_bytes: np.ndarray) -> np.ndarray:
-        """Sum over the pieces alive at each position."""
-        change = np.zeros(self._n_positions + 1, dtype=piece_bytes.dtype)
-        np.add.at(change, self._start, piece_bytes)
-        np.subtract.at(change, self._end, piece_bytes)
-        return np.cumsum(change[:-1])
 
     def _pieces(self, lifetime: Lifetime) -> Iterator[tuple[int, int, int, int]]:
         """(start, end, bytes, literal) of a lifetime's segments."""

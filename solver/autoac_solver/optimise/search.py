@@ -58,7 +58,7 @@ class Progress:
         rows: memory rows in the last program.
         extra_s: seconds added by the best plan so far, None while there is none.
         bound_s: no plan within the budget adds less.
-        least_peak_bytes: the least peak of any plan seen, within the budget or not.
+        least_peak_bytes: the least peak of any plan seen, within the budget or not, None while there is none.
         elapsed_s: seconds since the start.
     """
 
@@ -67,7 +67,7 @@ class Progress:
     rows: int
     extra_s: float | None
     bound_s: float
-    least_peak_bytes: int
+    least_peak_bytes: int | None
     elapsed_s: float
 
 
@@ -251,8 +251,11 @@ class Search:
                 return "infeasible" if outcome.status == "infeasible" else "stopped"
             values = formulation.decisions(outcome.values)
             variables = self.task.variables
-            plan = self.consider(variables.rounded(values, variables.not_saved(values) > 0.5))
+            decided = variables.rounded(values, variables.not_saved(values) > 0.5)
+            plan = self.consider(decided)
             if plan is None:
+                if formulation.add_covers_of_resources(variables.of(decided)):
+                    continue
                 return "stopped"
             limit_bytes = formulation.limit_bytes(outcome.values)
             broken = worst_positions(plan.timeline.live_bytes, limit_bytes)
@@ -288,14 +291,13 @@ class Search:
         """Call the progress callback."""
         if self.task.progress is None:
             return
-        assert self.lowest is not None
         progress = Progress(
             phase=phase,
             round=self.task.rounds,
             rows=len(formulation.positions),
             extra_s=self.best.timeline.extra_s if self.best else None,
             bound_s=self.bound_s,
-            least_peak_bytes=self.lowest.timeline.peak_bytes,
+            least_peak_bytes=self.lowest.timeline.peak_bytes if self.lowest else None,
             elapsed_s=self.task.elapsed_s(),
         )
         self.task.progress(progress)

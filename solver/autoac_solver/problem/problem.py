@@ -12,7 +12,8 @@ A *literal* says that a group takes an option, or that it does not; a *condition
 *Extensions* prolong it: it lives until the largest end among its own and those of the extensions whose condition
 holds. A position is one op of the planned step: forward ops, then backward ops with each region's replay inserted where
 the region's backward begins. Live bytes at a position are the resident bytes plus the bytes of every lifetime there; an
-op's hidden workspace is a lifetime of length one.
+op's hidden workspace is a lifetime of length one. Lifetimes in other memory than the device's belong to a *resource*,
+which has a limit of its own.
 
 Engines differ only in the groups, lifetimes, extensions and costs that they produce, see `build.engines`.
 """
@@ -225,6 +226,21 @@ class Lifetime:
 
 
 @dataclass(frozen=True, slots=True)
+class Resource:
+    """Memory other than the device's, with a limit of its own: the host's, for values that are moved there.
+
+    Args:
+        name: for messages.
+        limit_bytes: most bytes alive at any position.
+        lifetimes: allocations in it.
+    """
+
+    name: str
+    limit_bytes: int
+    lifetimes: tuple[Lifetime, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RegionCost:
     """A region, and the seconds that wrapping it adds to the step (paid once if any of its groups is not saved)."""
 
@@ -259,12 +275,14 @@ class Problem:
         n_positions: length of the axis.
         resident_bytes: alive at every position under all decisions.
         step_s: seconds of the step with nothing recomputed.
-        groups, regions, lifetimes: see their classes.
+        groups, regions: see their classes.
+        lifetimes: allocations on the device, which the budget is for.
         position_op: per position the profile's op that runs there (for reports); may be empty in tests.
         position_replayed: per position whether it is a replay of that op; may be empty in tests.
         work: the pieces of the step in order, if host and device have separate clocks. Decisions then add as many
             seconds as they delay the step's end. The seconds of options and regions are prices for the integer program,
             which must not exceed that delay, see NOTE [ Prices of one path ].
+        resources: other memory with limits, which decisions must keep to as to any other rule.
     """
 
     n_positions: int
@@ -276,3 +294,4 @@ class Problem:
     position_op: tuple[int, ...] = field(default=(), repr=False)
     position_replayed: tuple[bool, ...] = field(default=(), repr=False)
     work: tuple[Work, ...] = field(default=(), repr=False)
+    resources: tuple[Resource, ...] = field(default=(), repr=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -151,6 +151,10 @@ class Simulator:
         self._same = _pairs(
             (index, group.same_as) for index, group in enumerate(groups) if group.same_as >= 0
         )
+        self._resources = [
+            Simulator(replace(problem, resident_bytes=0, lifetimes=resource.lifetimes, resources=()))
+            for resource in problem.resources
+        ]
 
     def _refused_facts(self) -> list[int]:
         refused = (
@@ -215,8 +219,12 @@ class Simulator:
         against = self._hint_s[self._each, as_options(decisions)]
         return float(against[against > 0].sum())
 
+    def resource_bytes(self, resource: int, decisions: Decisions) -> np.ndarray:
+        """Live bytes of a resource at every position, int64."""
+        return self._resources[resource].live_bytes(decisions)
+
     def violations(self, decisions: Decisions) -> list[str]:
-        """Rules that decisions break. Memory is not checked.
+        """Rules that decisions break, limits of resources among them. The device's memory is not checked.
 
         Args:
             decisions: the option of each group.
@@ -231,10 +239,18 @@ class Simulator:
         unknown = np.flatnonzero((chosen < 0) | (chosen >= self._n_options))
         if len(unknown):
             return [f"group {g} has no option {chosen[g]}" for g in unknown]
-        if self._permits(chosen):
-            return []
-        options = chosen.tolist()
-        return [line for group, option in enumerate(options) for line in self._broken(group, option, options)]
+        if not self._permits(chosen):
+            options = chosen.tolist()
+            return [
+                line for group, option in enumerate(options) for line in self._broken(group, option, options)
+            ]
+        return list(self._exceeded(chosen))
+
+    def _exceeded(self, chosen: np.ndarray) -> Iterator[str]:
+        for resource, simulator in zip(self.problem.resources, self._resources, strict=True):
+            peak_bytes = simulator.live_bytes(chosen).max(initial=0)
+            if peak_bytes > resource.limit_bytes:
+                yield f"{peak_bytes} bytes of {resource.name}, and {resource.limit_bytes} are allowed"
 
     def _permits(self, chosen: np.ndarray) -> bool:
         """Whether no rule is broken. Vectorized, because searches call it often."""

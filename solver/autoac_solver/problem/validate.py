@@ -34,6 +34,12 @@ def _faults(problem: Problem) -> Iterator[str]:
         yield from (f"group {index}: {fault}" for fault in _group_faults(problem, group))
     for index, lifetime in enumerate(problem.lifetimes):
         yield from (f"lifetime {index}: {fault}" for fault in _lifetime_faults(problem, lifetime))
+    for resource in problem.resources:
+        if resource.limit_bytes < 0:
+            yield f"resource {resource.name}: limit_bytes={resource.limit_bytes} is negative"
+        for index, lifetime in enumerate(resource.lifetimes):
+            for fault in _lifetime_faults(problem, lifetime):
+                yield f"resource {resource.name}, lifetime {index}: {fault}"
 
 
 def _group_faults(problem: Problem, group: DecisionGroup) -> Iterator[str]:

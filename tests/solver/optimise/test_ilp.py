@@ -13,14 +13,17 @@ from autoac_solver import (
     NoPlanInTimeError,
     Problem,
     RegionCost,
+    Simulator,
     minimum_peak,
     save_or_recompute,
     simulate,
     solve,
+    violations,
 )
-from autoac_solver.problem.problem import when_recomputed, when_saved
+from autoac_solver.optimise.greedy import Greedy
+from autoac_solver.problem.problem import Resource, when_recomputed, when_saved
 from tests.solver.exhaustive import assert_agrees_with_exhaustive_search, budgets_around
-from tests.solver.generators import random_problem
+from tests.solver.generators import random_problem, with_resources
 
 
 def two_values(wrap_s: float = 0.0) -> Problem:
@@ -190,6 +193,34 @@ def test_groups_of_several_options_equal_exhaustive_search(seed, solver):
     rng = random.Random(seed)
     problem = random_problem(rng, n_groups=rng.randint(1, 6), most_options=4)
     assert_agrees_with_exhaustive_search(problem, budgets_around(rng), solver)
+
+
+@pytest.mark.parametrize(
+    ("seed", "solver"), [(seed, "highs") for seed in range(150)] + [(seed, "cbc") for seed in range(20)]
+)
+def test_limits_of_other_memory_equal_exhaustive_search(seed, solver):
+    """Decisions keep to the limit of the host's memory, say, whatever the device's budget; or none can."""
+    rng = random.Random(seed)
+    problem = random_problem(rng, n_groups=rng.randint(1, 6), most_options=rng.choice((2, 3)))
+    assert_agrees_with_exhaustive_search(with_resources(rng, problem), budgets_around(rng), solver)
+
+
+def test_a_limit_that_the_solver_overlooks_is_kept():
+    """Two values that exceed the host's limit together by a byte of a terabyte, less than the solver's tolerance."""
+    terabyte = 10**12
+    groups = tuple(save_or_recompute(0, 1.0) for _ in range(2))
+    moved = tuple(Lifetime(terabyte + group, 0, 1, when_recomputed(group)) for group in range(2))
+    kept = tuple(Lifetime(100, 0, 1, when_saved(group)) for group in range(2))
+    one = Problem(1, 0, 1.0, groups, (RegionCost(),), kept, resources=(Resource("host", terabyte, moved),))
+    within = dataclasses.replace(one, resources=(Resource("host", 2 * terabyte + 1, moved),))
+    above = dataclasses.replace(one, resources=(Resource("host", 2 * terabyte, moved),))
+    assert minimum_peak(within).peak_bytes == 0
+    assert minimum_peak(above).peak_bytes == minimum_peak(one).peak_bytes == 100
+    assert "2000000000001 bytes of host, and 2000000000000 are allowed" in violations(above, (1, 1))
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        solve(above, 0)
+    assert (caught.value.minimum_bytes, caught.value.proven) == (100, True)
+    assert Greedy(Simulator(above)).plan(0) is None
 
 
 @pytest.mark.parametrize(

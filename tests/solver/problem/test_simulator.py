@@ -18,7 +18,7 @@ from autoac_solver import (
 )
 from autoac_solver.problem.problem import when_recomputed, when_saved
 from tests.solver import reference
-from tests.solver.generators import random_problem
+from tests.solver.generators import random_problem, with_resources
 
 
 def two_values() -> Problem:
@@ -108,6 +108,8 @@ def test_violations_name_the_rule():
 def test_equals_the_definition(seed, most_options):
     rng = random.Random(seed)
     problem = random_problem(rng, most_options=most_options)
+    if seed % 3 == 0:
+        problem = with_resources(rng, problem)
     simulator = Simulator(problem)
     for _ in range(5):
         decisions = [rng.randrange(len(group.options)) for group in problem.groups]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autoac.automatic.recording import Recording
+from autoac.automatic.recording import MOST_RECORDINGS, Recording
 from autoac.automatic.wanted import called_in
 from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_newcomers
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
@@ -56,6 +56,7 @@ class Watch:
         self._on_larger = on_larger
         self._most = 0  # most elements planned for, by this plan or an earlier one
         self._larger_later = False  # a later call of a planned step was larger
+        self._times_later = 0  # so many times, since a step was planned for that has more elements
 
     def put_on(self, plan: Plan) -> None:
         """Start checking, after a plan was put on the model."""
@@ -65,7 +66,8 @@ class Watch:
         self._unplanned = UnplannedCalls(
             profile.sample, plan.predicted_peak_bytes, plan.budget_bytes, one_call=profile.is_one_call
         )
-        self._most = max(self._most, self._unplanned.elements)
+        if self._unplanned.elements > self._most:
+            self._most, self._times_later = self._unplanned.elements, 0
         # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, called_in(profile))
         # Whether the plan's step calls the model once, and begins without gradients.
@@ -152,7 +154,14 @@ class Watch:
             return Finding("larger", f"{words}, or use on_larger='replan'.")
         if begins:
             return Finding("larger", log=f"{words}: recording this step to plan anew", is_new=True)
-        self._larger_later = True  # in the middle of a step, where no recording can begin
+        self._times_later += 1  # in the middle of a step, where no recording can begin
+        if self._times_later > MOST_RECORDINGS:
+            return Finding(
+                "larger later again",
+                f"{words}. {MOST_RECORDINGS} steps were recorded for such micro-batches, and none had one: no more are "
+                "recorded. Let all micro-batches of the first step be as long as any later one.",
+            )
+        self._larger_later = True
         return Finding("larger later", f"{words}: the next step is recorded for that.")
 
     def _new_modules(self, recordings: int) -> Finding:

@@ -510,6 +510,35 @@ def test_micro_batches_of_other_sizes_than_those_in_their_places_warn_once():
     handle.remove()
 
 
+def test_recording_for_larger_later_micro_batches_ends():
+    """Where no step after one with a larger micro-batch has one."""
+    model = make(blocks=2).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(*sizes: int) -> None:
+        for size in sizes:
+            model(torch.randn(size, WIDTH)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    handle = autoac.auto(model, ENOUGH, on_larger="replan")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            step(16, 16)
+            step(16, 64)
+    words = [str(warning.message) for warning in told]
+    assert len(words) == 2
+    assert "the next step is recorded for that" in words[0]
+    assert "no more are recorded" in words[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = handle.plan
+        step(16, 16)
+        assert handle.plan is plan
+    handle.remove()
+
+
 def test_equal_micro_batches_have_no_places():
     run = Run(accumulating, ENOUGH, steps=2)
     assert not any(note.startswith(UNEQUAL_CALLS) for note in run.plan.record.profile.notes)

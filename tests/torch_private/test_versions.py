@@ -39,8 +39,9 @@ def test_an_untried_version_is_noted_once_and_everything_works(
     [note] = [record for record in caplog.records if record.name == "autoac"]
     assert note.levelno == logging.WARNING
     assert note.getMessage() == (
-        "autoac was not tried with torch 99.1.0+cu999, only with 2.13.0, 2.14.1, 2.15.0. It uses private interfaces of torch, "
-        "which may have changed: check the plan with plan.verify(model, sample), or install a torch that was tried."
+        "autoac was not tried with torch 99.1.0+cu999, only with 2.13.0, 2.14.1, 2.15.0. It uses private interfaces of "
+        "torch, which may have changed: check the plan with plan.verify(model, sample), or install a torch that was "
+        "tried."
     )
 
 

@@ -332,7 +332,9 @@ def test_progress_tells_where_the_search_stands(problem, share, phases):
     assert seen[-1].bound_s == pytest.approx(solution.bound_s)
     assert seen[-1].round == solution.rounds
     assert seen[-1].rows > 0
-    assert seen[-1].least_peak_bytes <= budget_bytes
+    least_bytes = seen[-1].least_peak_bytes
+    assert least_bytes is not None
+    assert least_bytes <= budget_bytes
     assert 0 < seen[-1].elapsed_s <= solution.solve_s
 
 

@@ -15,6 +15,7 @@ from autoac.plans import Plan
 from autoac.step.inputs import described, elements_in, elements_of, unequal_calls, without_autocast
 from autoac.step.model import has_gradients
 
+_LONGEST_FIRST = "Let all micro-batches of the first step be as long as any later one"
 _GRADIENTS = "a step begins with gradients, and the recorded one began without, so this one may take more"
 
 
@@ -70,8 +71,6 @@ class Watch:
             self._most, self._times_later = self._unplanned.elements, 0
         # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, called_in(profile))
-        # Whether the plan's step calls the model once, and begins without gradients.
-        self._one_call = profile.is_one_call
         self._planned_calls = unequal_calls(profile.notes)
         self._calls = 0  # of the step that runs
 
@@ -93,9 +92,8 @@ class Watch:
             ValueError: the call is larger than planned for, and `on_larger` is "error".
         """
         self._calls = 1 if begins else self._calls + 1
-        finding = self._found(args, kwargs, begins, is_told, recording) or self._larger_in_its_place(
-            args, kwargs
-        )
+        finding = self._found(args, kwargs, begins, is_told, recording)
+        finding = finding or self._larger_in_its_place(args, kwargs)
         if finding is None and (words := self._unplanned.words_on_shape(args, kwargs)):
             return Finding("longer", words)
         return finding
@@ -112,7 +110,7 @@ class Watch:
                 return Finding("as before", log=words, is_free=True)
             return self._larger_call(self._unplanned.words(args, kwargs), begins)
         if not begins:
-            return self._micro_batch() if self._one_call else None
+            return self._micro_batch() if self._unplanned.one_call else None
         if recording.count and recording.began_otherwise and has_gradients(self._model):
             return Finding("gradients", _GRADIENTS, f"{_GRADIENTS}: recording this step")
         if recording.may_begin_again and self._plan.is_not_followed:
@@ -141,7 +139,7 @@ class Watch:
         words = (
             f"call {self._calls} of this step is with {without_autocast(described(args, kwargs))}, and in the recorded "
             f"step it was with {planned}. A plan decides for each call by its place, so this step "
-            f"{self._unplanned.may_take_more}. Let all micro-batches of the first step be as long as any later one"
+            f"{self._unplanned.may_take_more}. {_LONGEST_FIRST}"
         )
         if self._on_larger == "error":
             raise ValueError(f"{words}. The call was not run.")
@@ -159,7 +157,7 @@ class Watch:
             return Finding(
                 "larger later again",
                 f"{words}. {MOST_RECORDINGS} steps were recorded for such micro-batches, and none had one: no more are "
-                "recorded. Let all micro-batches of the first step be as long as any later one.",
+                f"recorded. {_LONGEST_FIRST}.",
             )
         self._larger_later = True
         return Finding("larger later", f"{words}: the next step is recorded for that.")

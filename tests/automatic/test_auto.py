@@ -476,37 +476,39 @@ def test_longer_rows_warn_once(on_larger: Any):
     assert run.plan is plan
 
 
+def micro_batches(model: Blocks, optimizer: Any, *sizes: int) -> None:
+    """A step of several micro-batches."""
+    for size in sizes:
+        model(torch.randn(size, WIDTH)).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def test_micro_batches_of_other_sizes_than_those_in_their_places_warn_once():
     """Each call runs under the decisions for its place: here that of the small one decides less."""
     model = make(blocks=4).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(*sizes: int) -> None:
-        for size in sizes:
-            model(torch.randn(size, WIDTH)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     handle = autoac.auto(model, ENOUGH, on_larger="replan")
     for _ in range(2):
-        step(64, 16)
+        micro_batches(model, optimizer, 64, 16)
     plan = handle.plan
     assert plan is not None
     (note,) = (note for note in plan.record.profile.notes if note.startswith(UNEQUAL_CALLS))
     assert note.endswith("float32[64,16]; float32[16,16]")
-    step(32, 8)
+    micro_batches(model, optimizer, 32, 8)
     with pytest.warns(
         UserWarning, match=r"call 2 of this step is with float32\[64,16\].*with float32\[16,16\]"
     ):
-        step(16, 64)
-    step(16, 64)
+        micro_batches(model, optimizer, 16, 64)
+    micro_batches(model, optimizer, 16, 64)
     assert handle.plan is plan
     handle.remove()
     handle = autoac.auto(model, ENOUGH, on_larger="error")
     for _ in range(2):
-        step(16, 64)
+        micro_batches(model, optimizer, 16, 64)
     with pytest.raises(ValueError, match="The call was not run"):
-        step(64, 16)
+        micro_batches(model, optimizer, 64, 16)
     handle.remove()
 
 
@@ -515,18 +517,12 @@ def test_recording_for_larger_later_micro_batches_ends():
     model = make(blocks=2).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(*sizes: int) -> None:
-        for size in sizes:
-            model(torch.randn(size, WIDTH)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     handle = autoac.auto(model, ENOUGH, on_larger="replan")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(12):
-            step(16, 16)
-            step(16, 64)
+            micro_batches(model, optimizer, 16, 16)
+            micro_batches(model, optimizer, 16, 64)
     words = [str(warning.message) for warning in told]
     assert len(words) == 2
     assert "the next step is recorded for that" in words[0]
@@ -534,7 +530,7 @@ def test_recording_for_larger_later_micro_batches_ends():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan = handle.plan
-        step(16, 16)
+        micro_batches(model, optimizer, 16, 16)
         assert handle.plan is plan
     handle.remove()
 

@@ -27,9 +27,6 @@ class EarlierCall:
     def __init__(self) -> None:
         self._backward: weakref.ref[_Backward] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> EarlierCall:
-        return memo.setdefault(id(self), EarlierCall())
-
     def __reduce__(self) -> Any:
         return EarlierCall, ()
 
@@ -44,9 +41,8 @@ class EarlierCall:
         if torch.compiler.is_compiling() or in_backward():
             return
         backward = _Backward()
+        # Backward may begin at any output: a loop may have a loss of its own.
         for tensor in tensors_of(output):
-            if (
-                tensor.grad_fn is not None
-            ):  # backward may begin at any output: a loop may have a loss of its own
+            if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(backward)
                 self._backward = weakref.ref(backward)

@@ -149,9 +149,7 @@ class UnplannedCalls:
                 f"the model is called with {called}, a sample that was given for its plan, which does not fit: its "
                 f"step takes {format_bytes(outcome.peak_bytes)}, and the budget is {format_bytes(self.budget_bytes)}."
             )
-        if not self.one_call or called == without_autocast(
-            self.sample
-        ):  # else a call of the step may be as long
+        if not self.one_call:  # another call of the planned step may have been as long
             return ""
         elements = elements_of(args, kwargs)
         if any(elements <= elements_in(fits) and not is_longer(called, fits) for fits in self.fitting):
@@ -219,8 +217,9 @@ class UnplannedCalls:
             return (
                 "the model is called while its parameters have gradients, and its plan was made for a step that begins "
                 "without and calls it once: the gradients' bytes are not planned for, and this step "
-                f"{self.may_take_more}. Clear them with zero_grad(set_to_none=True), or, for micro-batches, plan the "
-                "whole step, with a function that runs all of them: autoac.plan(model, step, ...)"
+                f"{self.may_take_more}. Clear them before the call, with zero_grad(set_to_none=True), or, for "
+                "micro-batches, plan the whole step, with a function that runs all of them: "
+                "autoac.plan(model, step, ...)"
             )
         return ""
 

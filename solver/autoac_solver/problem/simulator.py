@@ -219,10 +219,6 @@ class Simulator:
         against = self._hint_s[self._each, as_options(decisions)]
         return float(against[against > 0].sum())
 
-    def resource_bytes(self, resource: int, decisions: Decisions) -> np.ndarray:
-        """Live bytes of a resource at every position, int64."""
-        return self._resources[resource].live_bytes(decisions)
-
     def violations(self, decisions: Decisions) -> list[str]:
         """Rules that decisions break, limits of resources among them. The device's memory is not checked.
 

@@ -231,7 +231,10 @@ def suggestions(
         )
     largest = next(((k, m, s) for k, m, s in holders if k in ("Activation", "Temp")), None)
     if largest is not None and largest[2] > 0.25 * total:
-        owner = f"module {largest[1]!r}" if largest[1] else "code outside of all modules (the loss, say)"
+        outside = "code outside of all modules (the loss, say)"
+        if largest[0] == "Temp":  # workspace has no module
+            outside = f"the op's own workspace, or {outside},"
+        owner = f"module {largest[1]!r}" if largest[1] else outside
         found.append(f"{owner} alone holds {format_bytes(largest[2])} there: compute it in chunks")
     if finer_regions:
         found.append("smaller regions: leave regions= out to have all sizes tried")

@@ -1,4 +1,4 @@
-"""Whether the graph of a model's previous call is alive and waits for its backward."""
+"""How many graphs of a model's previous calls are alive and wait for their backward."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ class EarlierCall:
     """Forward hook of the model: notes the graph of each call. A copied or unpickled one has noted none."""
 
     def __init__(self) -> None:
-        self._backward: weakref.ref[_Backward] | None = None
+        # Replaced as a whole: another thread may call the model as well.
+        self._backwards: tuple[weakref.ref[_Backward], ...] = ()
 
     def __reduce__(self) -> Any:
         return EarlierCall, ()
 
     @property
-    def waits(self) -> bool:
-        """The graph of the last call is alive, and its backward has not begun."""
-        backward = None if self._backward is None else self._backward()
-        return backward is not None and not backward.began
+    def waiting(self) -> int:
+        """The number of calls whose graph is alive, and whose backward has not begun."""
+        return len(self._still_waiting())
+
+    def _still_waiting(self) -> list[weakref.ref[_Backward]]:
+        return [kept for kept in self._backwards if (backward := kept()) is not None and not backward.began]
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Note the graph of this call."""
@@ -45,4 +48,4 @@ class EarlierCall:
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(backward)
-                self._backward = weakref.ref(backward)
+        self._backwards = (*self._still_waiting(), weakref.ref(backward))

@@ -206,7 +206,9 @@ class UnplannedCalls:
     def _words_on_several_calls(self, now: Trained) -> str:
         if not self.one_call:
             return ""
-        if self.earlier.waits:
+        # As many calls at once take at most as many peaks: with that much room there is nothing to tell.
+        waiting = self.earlier.waiting
+        if waiting and (1 + waiting) * self.peak_bytes > self.budget_bytes:
             return (
                 "the model is called again before the backward of its previous call, and its plan was made for a step "
                 "that calls it once: what both calls keep for backward is alive, and this step "

@@ -37,6 +37,8 @@ class Wanted:
     def plan(self, model: torch.nn.Module, profile: Profile) -> Plan:
         """The plan for a recorded step.
 
+        Micro-batches of different sizes may come in any order in later steps.
+
         Args:
             model: as the loop calls it.
 
@@ -45,7 +47,7 @@ class Wanted:
         """
         return plan_recorded(
             model,
-            profile,
+            profile.in_any_order(),
             self.budget,
             names=self.names,
             policies=self.policies,

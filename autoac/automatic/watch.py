@@ -12,11 +12,19 @@ from autoac.automatic.wanted import called_in
 from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_newcomers
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
-from autoac.step.inputs import described, elements_in, elements_of, unequal_calls, without_autocast
+from autoac.step.inputs import described, elements_of, without_autocast
 from autoac.step.model import has_gradients
 
 _LONGEST_FIRST = "Let all micro-batches of the first step be as long as any later one"
 _GRADIENTS = "a step begins with gradients, and the recorded one began without, so this one may take more"
+
+
+def _by_place(plan: Plan) -> tuple[int, ...]:
+    """Elements of the recorded step's calls, if they are unequal and the plan holds for their order only; else ()."""
+    record = plan.record
+    sizes = record.profile.call_elements
+    no_places = record.several is None and any(region.wrapped for region in record.regions)
+    return sizes if len(set(sizes)) > 1 and (no_places or not record.profile.any_order) else ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class Watch:
             self._most, self._times_later = self._unplanned.elements, 0
         # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, called_in(profile))
-        self._planned_calls = unequal_calls(profile.notes)
+        self._by_place = _by_place(plan)
         self._calls = 0  # of the step that runs
 
     def take_off(self) -> None:
@@ -131,14 +139,17 @@ class Watch:
         No step is recorded for it, whatever `on_larger` says: with micro-batches of drawn lengths there is one again
         soon.
         """
-        if not self._planned_calls:
+        if not self._by_place:
             return None
-        planned = self._planned_calls[min(self._calls, len(self._planned_calls)) - 1]
-        if elements_of(args, kwargs) <= elements_in(planned):
+        planned, elements = (
+            self._by_place[min(self._calls, len(self._by_place)) - 1],
+            elements_of(args, kwargs),
+        )
+        if elements <= planned:
             return None
         words = (
-            f"call {self._calls} of this step is with {without_autocast(described(args, kwargs))}, and in the recorded "
-            f"step it was with {planned}. A plan decides for each call by its place, so this step "
+            f"call {self._calls} of this step is with {without_autocast(described(args, kwargs))}, {elements} "
+            f"elements, and in the recorded step it had {planned}. The plan is for calls in that order, so this step "
             f"{self._unplanned.may_take_more}. {_LONGEST_FIRST}"
         )
         if self._on_larger == "error":

@@ -15,6 +15,7 @@ from autoac.execute.forwards import original_forward, put_forward
 from autoac.execute.program import Program
 from autoac.execute.running import in_first_run, in_second_run
 from autoac.step.carried import LOSS_KEY, REGION_KEY, planned
+from autoac.step.inputs import elements_of
 from autoac.step.model import has_gradients
 from autoac.step.units import some_units, units_inside
 from autoac.torch_private import in_stage_setup
@@ -113,22 +114,31 @@ class Root:
         offsets: for each module that is called several times, the number of its calls in the step before each root
             call.
         fresh: number of root calls before the first `.grad` exists; a backward by `torch.autograd.grad` leaves none.
+        elements: elements that each root call is given, if they are not all equal; else ().
         forward: the root's own instance attribute `forward` if it had one, else None.
         plan_id: identifies the plan.
     """
 
-    def __init__(self, offsets: Mapping[str, Sequence[int]], fresh: int, forward: Any, plan_id: str):
+    def __init__(
+        self,
+        offsets: Mapping[str, Sequence[int]],
+        fresh: int,
+        elements: Sequence[int],
+        forward: Any,
+        plan_id: str,
+    ):
         self.offsets = {name: tuple(counts) for name, counts in offsets.items()}
         self.fresh = fresh
+        self.elements = tuple(elements)
         self.forward = forward
         self.plan_id = plan_id
         self.calls = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
-        return Root(self.offsets, self.fresh, copy.deepcopy(self.forward, memo), self.plan_id)
+        return Root(self.offsets, self.fresh, self.elements, copy.deepcopy(self.forward, memo), self.plan_id)
 
     def __reduce__(self) -> Any:
-        return Root, (self.offsets, self.fresh, self.forward, self.plan_id)
+        return Root, (self.offsets, self.fresh, self.elements, self.forward, self.plan_id)
 
     def next_call(self, module: torch.nn.Module) -> int:
         """Index within the step of this root call, in this thread."""
@@ -146,6 +156,19 @@ class Root:
         self.calls.index = index + 1
         return index
 
+    def fitting(self, place: int, elements: int) -> int:
+        """The root call whose programs a call with so many elements runs under: the smallest that is no smaller.
+
+        Of equal ones, that in the call's own place; the largest, if all are smaller.
+        """
+        if not self.elements or self.elements[place] == elements:
+            return place
+        fits = [call for call, planned in enumerate(self.elements) if planned >= elements]
+        if not fits:
+            return max(range(len(self.elements)), key=self.elements.__getitem__)
+        least = min(self.elements[call] for call in fits)
+        return place if self.elements[place] == least else self.elements.index(least)
+
     def restart(self, told: bool) -> None:
         """Begin a step in this thread.
 
@@ -161,6 +184,8 @@ def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     root: Root = module.__dict__[REGION_KEY]
     if torch.is_grad_enabled() and not in_second_run() and not in_stage_setup():
         call = root.next_call(module)
+        if root.elements:
+            call = root.fitting(call, elements_of(args, kwargs))
         for name, offsets in root.offsets.items():
             region = planned(module.get_submodule(name))
             if isinstance(region, PlannedRegion):
@@ -183,10 +208,14 @@ def restart_calls(model: torch.nn.Module, told: bool) -> None:
 
 
 def attach_root(
-    model: torch.nn.Module, offsets: Mapping[str, Sequence[int]], fresh: int, plan_id: str
+    model: torch.nn.Module,
+    offsets: Mapping[str, Sequence[int]],
+    fresh: int,
+    elements: Sequence[int],
+    plan_id: str,
 ) -> None:
     """Make each call of the model reset its modules' call counts; arguments as for `Root`."""
-    put_forward(model, root_forward, Root(offsets, fresh, model.__dict__.get("forward"), plan_id))
+    put_forward(model, root_forward, Root(offsets, fresh, elements, model.__dict__.get("forward"), plan_id))
 
 
 class LossSide:

@@ -120,7 +120,7 @@ class Placement:
             for fqn, programs in programs_of.items():
                 attach(inner.get_submodule(fqn), programs, self.record.engine, self.plan_id)
             if (several := self.record.several) is not None:
-                attach_root(inner, several.before, several.fresh, self.plan_id)
+                attach_root(inner, several.before, several.fresh, several.elements, self.plan_id)
         except BaseException:
             self._detach(inner, filter(planned, inner.modules()))
             raise

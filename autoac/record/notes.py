@@ -11,7 +11,7 @@ from autoac.price.isolated_ops import Measured
 from autoac.price.meters import Disturbance, OpTime, unsteady
 from autoac.record.cuda.ops import CudaOps
 from autoac.record.tape.tape import Tape
-from autoac.step.inputs import UNEQUAL_CALLS, elements_in
+from autoac.step.inputs import elements_in
 from autoac.step.model import OWN_CHECKPOINTING, own_checkpointing
 from autoac.step.uncompiled import compiled_modules
 from autoac.torch_private import is_checkpoint_wrapper
@@ -90,7 +90,11 @@ def notes_if_calls_differ(tape: Tape) -> list[str]:
     """A note if the step calls the model several times with different numbers of elements."""
     if len(set(map(elements_in, tape.root_calls))) < 2:
         return []
-    return [UNEQUAL_CALLS + "; ".join(tape.root_calls)]
+    return [
+        f"calls of different sizes in the step: {'; '.join(tape.root_calls)}. A call runs under the decisions for the "
+        "smallest of these that is no smaller. If their order varies from step to step, plan for all orders: "
+        "autoac.solve(profile.in_any_order(), budget)"
+    ]
 
 
 def notes_if_uncounted(tape: Tape) -> list[str]:

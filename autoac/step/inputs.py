@@ -85,18 +85,6 @@ def _pairs_in(description: str) -> int:
     return sum(math.prod(shape) * max(shape[1:], default=1) for shape in _shapes_in(description))
 
 
-UNEQUAL_CALLS = "calls of different sizes in the step, for each of which a plan decides by its place: "
-"""How a profile's note on it begins; descriptions of the calls follow."""
-
-
-def unequal_calls(notes: Iterable[str]) -> list[str]:
-    """The calls that such a note names; none if there is no such note."""
-    for note in notes:
-        if note.startswith(UNEQUAL_CALLS):
-            return note.removeprefix(UNEQUAL_CALLS).split("; ")
-    return []
-
-
 def larger(one: str, other: str) -> str:
     """The description with more elements."""
     return other if elements_in(other) > elements_in(one) else one

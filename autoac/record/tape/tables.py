@@ -15,6 +15,7 @@ from autoac.ops.signatures import Signature
 from autoac.price.meters import OpTime
 from autoac.record.tape.storages import allocated_bytes
 from autoac.record.tape.tape import Tape
+from autoac.step.inputs import elements_in
 from autoac_solver.records.collectives import WAIT, may_repeat
 from autoac_solver.records.profile import GATHERED, NEVER, ModuleCall, Op, Saved, Storage
 
@@ -50,6 +51,7 @@ def finish(
         "calls": tuple(ModuleCall(**row) for row in tape.calls.rows),
         "op_fingerprint": _fingerprint(row["name"] for row in tape.ops),
         "sample": tape.sample,
+        "call_elements": tuple(map(elements_in, tape.root_calls)),
         "sources": dict(sorted(tape.calls.sources.items())),
     }
 

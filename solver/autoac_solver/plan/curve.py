@@ -34,7 +34,7 @@ from autoac_solver.records.profile import PROFILE, Profile
 from autoac_solver.records.units import parse_bytes, parse_overhead
 
 SCHEMA = "autoac.tradeoff"
-SCHEMA_VERSION = 8  # 7: the profile's seventh version; 8: its eighth
+SCHEMA_VERSION = 9  # 8: the profile's eighth version; 9: its ninth
 
 COLUMNS = [
     *("budget_bytes", "peak_bytes", "extra_s", "overhead", "bound", "status", "regions"),

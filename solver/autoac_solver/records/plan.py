@@ -27,7 +27,7 @@ from autoac_solver.records.policies import APPLIED_POLICY, AppliedPolicy
 from autoac_solver.records.profile import PROFILE, Profile
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 11  # 9: reserved memory, the profile's seventh version; 10: no pauses; 11: other samples
+SCHEMA_VERSION = 12  # 11: other samples; 12: sizes of calls, the profile's ninth version
 
 Steps = tuple[tuple[str, bool], ...]
 
@@ -64,10 +64,12 @@ class RootCalls:
     Args:
         before: module -> number of its calls before each call of the root module.
         fresh: number of root calls before the first gradient, see `Profile.calls_below_root`.
+        elements: elements that each root call is given, if they are not all equal; else ().
     """
 
     before: Mapping[str, tuple[int, ...]]
     fresh: Size
+    elements: tuple[Size, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,8 @@ def _check(record: PlanRecord) -> None:
         raise ValueError(f"it is about module {min(unknown)!r:.80}, which the profiled step did not call")
     several = record.several
     counts = [] if several is None else several.before.values()
-    if any(len(before) != record.root_calls for before in counts):
+    sizes = () if several is None else several.elements
+    if any(len(before) != record.root_calls for before in counts) or len(sizes) not in (0, record.root_calls):
         raise ValueError("it has counts for other calls of the model than the profiled step's")
 
 

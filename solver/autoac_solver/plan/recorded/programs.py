@@ -50,7 +50,8 @@ def _several(profile: Profile, regions: Sequence[RegionPlan]) -> RootCalls | Non
     wrapped = {region.fqn: region.calls for region in regions if region.wrapped}
     names = [fqn for fqn, calls in wrapped.items() if calls > 1]
     found = None if not names or "" in wrapped else profile.calls_below_root(names)
-    return None if found is None else RootCalls(*found)
+    sizes = profile.call_elements
+    return None if found is None else RootCalls(*found, elements=sizes if len(set(sizes)) > 1 else ())
 
 
 def settled(built: Built, decisions: Sequence[int]) -> tuple[int, ...]:

@@ -21,11 +21,12 @@ from autoac_solver.records.disk.limits import Seconds, Size
 from autoac_solver.records.disk.schema import checked, columns, document, fields_of, rows, table
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.format import format_bytes, format_seconds
+from autoac_solver.records.profile.any_order import in_any_order
 from autoac_solver.records.profile.checks import check
 from autoac_solver.records.profile.rows import NEVER, TIMES_FROM, ModuleCall, Op, Saved, Storage
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 8  # 7: host's time, compiled points, sources; 8: no pauses
+SCHEMA_VERSION = 9  # 8: no pauses; 9: sizes of the model's calls
 
 EngineCosts = dict[str, dict[str, Seconds]]
 """Seconds of the engines' bookkeeping on the profile's machine: engine name -> part -> seconds.
@@ -57,6 +58,9 @@ class Profile(Shown):
         outside_s: seconds of the step that belong to no op (the optimizer's, if it was given).
         notes: remarks for the reader on how the profile was made.
         sample: names, types and shapes of the model's arguments, of the call with the most elements; "" if unknown.
+        call_elements: elements of the tensors that each call of the root module with gradients on is given; () if
+            unknown.
+        any_order: these calls may come in any order, see `in_any_order`.
         compiled: measurements of compiled regions, None if none was compiled (`engine="compile"`).
         sources: module class (except torch's own) -> place of its forward: file name without folder, and line, such as
             "modeling_llama.py:312".
@@ -82,6 +86,8 @@ class Profile(Shown):
     outside_s: Seconds = 0.0
     notes: tuple[str, ...] = ()
     sample: str = ""
+    call_elements: tuple[Size, ...] = ()
+    any_order: bool = False
     compiled: CompiledTable | None = field(default=None, repr=False)
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -110,6 +116,15 @@ class Profile(Shown):
         """Whether the step calls the root module once and begins without gradients."""
         gradients = any(s.kind == "Gradient" and s.alloc == NEVER for s in self.storage_table)
         return not gradients and sum(call.grad and not call.fqn for call in self.calls) == 1
+
+    def in_any_order(self) -> Profile:
+        """The step as if its calls of the model, micro-batches of different sizes, came in any order.
+
+        A plan made from it is within its budget for micro-batches of drawn lengths, none of which is larger than the
+        recorded step's largest. Its predicted peak is that of the worst order. The profile is returned unchanged if the
+        calls are equal, or if one begins before the backward of another.
+        """
+        return in_any_order(self)
 
     @functools.cached_property
     def _class_of(self) -> dict[str, str]:
@@ -181,7 +196,10 @@ class Profile(Shown):
                 return None
             offsets[name] = tuple(sum(start < root.start for start in starts) for root in roots)
         gradients = (storage.alloc for storage in self.storage_table if storage.kind == "Gradient")
-        first = min((alloc for alloc in gradients if alloc != NEVER), default=self.end)
+        no_real = (
+            {NEVER, roots[0].start} if self.any_order else {NEVER}
+        )  # there from the first call on, in any order
+        first = min((alloc for alloc in gradients if alloc not in no_real), default=self.end)
         return offsets, sum(root.start < first for root in roots)
 
     @property

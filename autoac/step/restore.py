@@ -87,6 +87,9 @@ def untouched(
             restorer.later(setattr, tensor, "grad", tensor.grad)
         for tensor in _unique((*inputs, *_tensors_in(model))):
             restorer.later(Graph.of(tensor).put_back)
+        for tensor in _unique(_tensors_in(model)):
+            if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                restorer.later(_point_to, tensor, tensor.data)
         for module in model.modules():
             restorer.later(_restore, module, _attributes(module))
         restorer.later(leave_modes, modes_entered())
@@ -150,6 +153,15 @@ class Graph:
             tensor.requires_grad_(self.requires_grad)
         if self.version >= 0:
             set_version(tensor, self.version)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def _point_to(tensor: torch.Tensor, alias: torch.Tensor) -> None:
+    """Undo assignments to `tensor.data`."""
+    if storage_key(tensor) != storage_key(alias) or geometry_of(tensor) != geometry_of(alias):
+        tensor.data = alias
 
 
 def _tensors_in(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -160,7 +160,7 @@ class ReplayCall:
                 table.pop(slot, None)
 
     def _run_one(self, record: Record, table: dict[Slot, torch.Tensor]) -> Any:
-        for tensor, version in record.kept:
+        for _, tensor, version in record.kept:
             if version >= 0 and counted_version(tensor) != version:
                 raise RuntimeError(
                     f"{record.func} in region {self.program.region!r} must be run again for backward, but one of its "

@@ -22,7 +22,7 @@ from autoac.execute.program import END, Program
 from autoac.execute.replay.call import ReplayCall, unpack
 from autoac.execute.replay.held import detach_foreign_too, is_foreign, key_of, without_graph
 from autoac.execute.replay.randoms import Stash, drawing
-from autoac.execute.replay.records import Handle, Record, Slot
+from autoac.execute.replay.records import Handle, Kept, Record, Slot
 from autoac.execute.streams import as_blocking, comes_to_host
 from autoac.ops.generators import generators_of
 from autoac.ops.geometry import Geometry
@@ -146,7 +146,7 @@ class Recording(UnwrappedDispatchMode):
         alive = [slot.alive() for slot in written] if info.resizes else []
         sizes = [(storage, storage.nbytes()) for storage in alive if storage is not None]
         refs: list[tuple[Any, Slot, Geometry | None]] = []
-        kept: list[tuple[torch.Tensor, int]] = []
+        kept: list[Kept] = []
         stored = list(args)
         if info.statistics is not None and info.updates_statistics(args):
             stored[info.statistics[0]] = stored[info.statistics[1]] = None
@@ -230,9 +230,11 @@ class Recording(UnwrappedDispatchMode):
             return None
         if key:
             self.call.held[key] = weakref.ref(tensor.untyped_storage())
-        tensor = self.hold(tensor)
-        kept.append((tensor, version_of(tensor)))
-        return tensor
+        held = self.hold(tensor)
+        # See NOTE [ Who holds what ] 1. A subclass's alias would take its own dispatch.
+        alias = held.data if held is tensor and not is_foreign(type(held)) else held
+        kept.append((alias, held, version_of(held)))
+        return alias
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor without its graph, which would make a reference cycle: see NOTE [ Who holds what ] 3.

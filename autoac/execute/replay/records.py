@@ -3,7 +3,9 @@
 NOTE [ Who holds what ]
   1. An op whose values are to be recomputed leaves a record: the op and its arguments. An argument that will itself
      be recomputed is stored as a reference (slot and geometry), any other tensor as it is. That strong reference *is*
-     the saving: values that nothing needs are neither kept nor recorded.
+     the saving: values that nothing needs are neither kept nor recorded. A parameter is stored as an alias: code may
+     assign other values to its `.data` before backward, and the op read these. Autograd itself saves the parameter,
+     and its backward reads what `.data` is by then (torch/csrc/autograd/saved_variable.cpp, `saved_original_`).
   2. Autograd gets a handle for a tensor on a recomputed storage, and a (tensor, version) pair for any other.
   3. Handles hold the call strongly, the call knows its handles weakly. No tensor that a call holds has a grad_fn, so
      there is no reference cycle: when the graph dies, handles, call and records die at once.
@@ -73,6 +75,10 @@ class Slot:
                 handle.modified |= not certainly_disjoint(geometry_of(target), seen)
 
 
+Kept = tuple[torch.Tensor, torch.Tensor, int]
+"""A tensor among a record's arguments, the tensor that has its version, and that version."""
+
+
 class Record:
     """One op to run again."""
 
@@ -84,7 +90,7 @@ class Record:
         self.args: tuple[Any, ...] = args
         self.kwargs: dict[str, Any] = kwargs
         self.refs: list[tuple[Any, Slot, Geometry | None]] = refs  # place in args, slot, geometry
-        self.kept: list[tuple[torch.Tensor, int]] = kept  # tensors in args, with their versions
+        self.kept: list[Kept] = kept
         self.rng: Sequence[Stash] | None = rng
         self.flags: KernelFlags | None = flags  # None if the op does not depend on them
         self.written: tuple[Slot, ...] = written
@@ -106,11 +112,14 @@ class Record:
 
     def preserve(self, key: int) -> None:
         """Replace each argument on the storage with this key by a copy."""
-        copies = {id(t): clone_with_geometry(t) for t, _ in self.kept if key_of(t) == key}
+        copies = {id(t): clone_with_geometry(t) for t, _, _ in self.kept if key_of(t) == key}
         if copies:
             self.args = tuple(_swap(value, copies) for value in self.args)
             self.kwargs = {name: _swap(value, copies) for name, value in self.kwargs.items()}
-            self.kept = [(c, version_of(c)) for c in (copies.get(id(t), t) for t, _ in self.kept)]
+            self.kept = [
+                (copy, copy, version_of(copy)) if (copy := copies.get(id(kept[0]))) is not None else kept
+                for kept in self.kept
+            ]
 
 
 class Handle:

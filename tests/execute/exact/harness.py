@@ -249,7 +249,9 @@ def assert_plan_exact(
 @contextlib.contextmanager
 def nothing_leaks(collects: bool = False) -> Iterator[None]:
     """Context after which nothing of the engine is alive, with no help from the garbage collector unless said."""
-    before = _of_the_engine()  # not frozen: to unfreeze them would undo `few_objects`, and all that measures is slow then
+    before = (
+        _of_the_engine()
+    )  # to freeze it and unfreeze it again would undo `few_objects`, which the ruler needs
     gc.disable()
     try:
         yield

@@ -37,6 +37,22 @@ def few_objects() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def fewest_rounds() -> Iterator[None]:
+    """Steps of tiny models are timed in as few rounds as those of large ones: no test here needs exact times.
+
+    The processes that tests start, such as those of the command line and of notebooks, time them in all rounds.
+    """
+    in_model = importlib.import_module("autoac.calibrate.in_model")
+    verify = importlib.import_module("autoac.check.verify")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_ROUNDS", "_FORWARD_ROUNDS"):
+            fewest, _ = getattr(in_model, name)
+            patch.setattr(in_model, name, (fewest, fewest))
+        patch.setattr(verify, "_TIMED_ROUNDS", 1)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables have one width: pytest-xdist tells its workers another."""

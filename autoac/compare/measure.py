@@ -184,7 +184,9 @@ class Bench:
         """
         able = [c for c in configurations if not c.error]
         gc.collect()
-        gc.freeze()  # existing objects stay; collecting before each step is cheap then
+        freezes = not gc.get_freeze_count()  # `unfreeze` would undo what the caller has frozen
+        if freezes:
+            gc.freeze()  # existing objects stay; collecting before each step is cheap then
         start = time.perf_counter()
 
         def told(done: int) -> None:
@@ -196,7 +198,8 @@ class Bench:
                 runs = {number: functools.partial(self._time, one) for number, one in enumerate(able)}
                 in_turn(runs, rounds, shuffle=self.order, after_round=told)
         finally:
-            gc.unfreeze()
+            if freezes:
+                gc.unfreeze()
 
     def _time(self, configuration: Configuration) -> None:
         attempts: list[tuple[float, float, float]] = []

@@ -55,14 +55,14 @@ def command_line(*arguments: Any) -> list[str]:
     return [sys.executable, "-m", "autoac", *map(str, arguments)]
 
 
-def process(*arguments: Any, **others: str) -> subprocess.CompletedProcess[str]:
+def process(*arguments: Any, cwd: Path = ROOT, **others: str) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own, without a terminal."""
     return subprocess.run(
         command_line(*arguments),
         capture_output=True,
         text=True,
         check=False,
-        cwd=ROOT,
+        cwd=cwd,
         env=environment(**others),
         stdin=subprocess.DEVNULL,
     )

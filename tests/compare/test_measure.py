@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 
 import pytest
@@ -110,6 +111,16 @@ def fails_half_way(model: nn.Module) -> None:
 def fails_to_install(model: nn.Module) -> None:
     checkpoint_module(model.get_submodule("blocks.0"))
     raise ValueError("cannot")
+
+
+def test_what_the_caller_has_frozen_stays_frozen() -> None:
+    measured = bench(workload())
+    plain = measured.examine(strategies()[0])
+    for frozen in (True, False):
+        gc.freeze() if frozen else gc.unfreeze()
+        measured.time([plain], 1, lambda *_: None)
+        assert bool(gc.get_freeze_count()) == frozen
+    gc.freeze()
 
 
 def test_a_strategy_that_fails_is_a_row_that_says_why_and_nothing_else() -> None:

@@ -6,7 +6,6 @@ that was tried before, or recomputes nothing, are run as well, but not counted.
 
 from __future__ import annotations
 
-import gc
 import random
 import zlib
 from collections import Counter
@@ -238,23 +237,19 @@ def _held_by_itself(spec: ModelSpec, plan: Plan) -> int:
 
 def measure(spec: ModelSpec, plan: Plan | None) -> Measurement[None]:
     """The second step's memory: the first one sets things up."""
-    gc.freeze()  # the ruler looks through all objects for tensors: none of those from before concerns it
-    try:
-        model, sample = build(spec), sample_of(spec)
-        if plan is not None:
-            plan.apply(model)
+    model, sample = build(spec), sample_of(spec)
+    if plan is not None:
+        plan.apply(model)
 
-        def run() -> None:
-            outputs = model(**sample)
-            loss_of(outputs).backward()
+    def run() -> None:
+        outputs = model(**sample)
+        loss_of(outputs).backward()
 
-        step(model, spec)
-        model.load_state_dict(build(spec).state_dict())
-        model.zero_grad(set_to_none=True)
-        torch.manual_seed(spec.seed)
-        return measure_peak(run)
-    finally:
-        gc.unfreeze()
+    step(model, spec)
+    model.load_state_dict(build(spec).state_dict())
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(spec.seed)
+    return measure_peak(run)
 
 
 @contextmanager

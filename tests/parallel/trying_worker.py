@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
+from cases import few_objects
 from measured_models import SUBJECTS
 from trying import outcomes
 from ways import WAYS
@@ -18,6 +19,7 @@ def main() -> None:
     rank, found = dist.get_rank(), []
     ways = {way.name: way for way in WAYS}
     for subject, way, engines, fractions in json.loads(sys.argv[2]):
+        few_objects()
         started = time.monotonic()
         found.append(list(outcomes(SUBJECTS[subject], ways[way], rank, engines, fractions)))
         print(subject, way, f"{time.monotonic() - started:.1f} s", found[-1], flush=True)

@@ -17,6 +17,7 @@ from torch import nn
 
 import autoac
 from autoac.calibrate.compiled import table
+from tests.cli.conftest import invoke, process
 from tests.features.compatibility import in_docs
 from tests.integrations.test_trl import WORDS, llama, sentences, tokenizer
 from tests.project.test_layering import MODULES, ORDER
@@ -256,13 +257,16 @@ def shape(line: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_session_on_the_command_line_is_what_the_commands_print(tmp_path: Path):
+@pytest.mark.usefixtures("one_thread")
+def test_the_session_on_the_command_line_is_what_the_commands_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In this process, which measures its engines' costs once; but `compare` restarts the process it runs in."""
     pytest.importorskip("pwlf")
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "solver")])
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")
-    }
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # commands add the folder that a model is in
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     commands = session()
     assert {command.split()[1] for command, _ in commands} == {
         "profile",
@@ -275,22 +279,17 @@ def test_the_session_on_the_command_line_is_what_the_commands_print(tmp_path: Pa
         program, *arguments = shlex.split(command)
         assert program == "autoac"
         if arguments[0] == "compare":
-            arguments += ["--rounds", "2"]  # how well its times are known is not what this holds
-        done = subprocess.run(
-            [sys.executable, "-m", "autoac", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env={**environment, "PYTHONPATH": path},
-        )
+            arguments += ["--rounds", "1"]  # how well its times are known is not what this holds
+            done = process(*arguments, cwd=tmp_path)
+            code, out, err = done.returncode, done.stdout, done.stderr
+        else:
+            result = invoke(*arguments)
+            code, out, err = result.exit_code, result.stdout, result.stderr
         infeasible = shown[0].startswith("error: No plan fits")
-        assert done.returncode == (3 if infeasible else 0), done.stderr
-        printed = {shape(line) for line in (done.stderr if infeasible else done.stdout).splitlines()}
+        assert code == (3 if infeasible else 0), err
+        printed = {shape(line) for line in (err if infeasible else out).splitlines()}
         for line in shown:
-            assert shape(line) in printed, (
-                f"{command} does not print {line!r} but\n{done.stdout}{done.stderr}"
-            )
+            assert shape(line) in printed, f"{command} does not print {line!r} but\n{out}{err}"
 
 
 def test_every_command_is_on_its_page():

@@ -168,7 +168,7 @@ class LiveStep:
         parameters = () if ends_with_optimizer else model.parameters()
         keys = {storage_key(local_part(p)) for p in parameters if p.layout is torch.strided}
         self.tape = LiveTape(self.device, self.meter, keys)
-        unseen = self.tape.saved.unseen = UnseenWrites(self.tape, keeps=True)
+        unseen = self.tape.saved.unseen = UnseenWrites(self.tape, model, keeps=True)
         self.tape.saved.guard = GuardOfLoop(unseen.found)
         # The user's torch profiler is running, and there can be only one: workspace cannot be measured.
         self.profiled = self.device.type == "cpu" and is_profiled()

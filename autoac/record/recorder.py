@@ -113,7 +113,7 @@ def recorded_step(
             warm_up = Tape(device, meter)
             warm_up.single = SingleDraws(outcome)
             warm_up.saved.guard = Guard()
-            unseen = warm_up.saved.unseen = UnseenWrites(warm_up)
+            unseen = warm_up.saved.unseen = UnseenWrites(warm_up, model)
             with meter.measuring():
                 tables = runs.tried(warm_up, lambda: _run(step, warm_up, fixed, all_losses))
             if tables is not None:

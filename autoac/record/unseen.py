@@ -18,7 +18,10 @@ NOTE [ Unseen writes ]
      wrong if it adds to them. The two cannot be told apart unless the storage was uninitialised before
      (`torch.empty`), is written once before anything has read it, and no op writes it afterwards. So in all other cases
      the modules around are no regions for sac.
-  7. A step of the user's own loop is recorded only once, and its gradients count. There the values that were written
+  7. A storage that is older than the step (a tensor that numpy fills again and again) is checksummed when an op first
+     reads it. Not parameters and buffers: the former are many bytes, the latter are written by kernels that do not say
+     so (batch norm's statistics). Nor what is filled again after backward has begun, as loaders do.
+  8. A step of the user's own loop is recorded only once, and its gradients count. There the values that were written
      are kept: see `SavedTensors.keep` and `LeanRecording`.
 """
 
@@ -35,7 +38,13 @@ import torch
 
 from autoac.execute.checksums import on_device
 from autoac.record.tape.calls import ModuleCalls
-from autoac.torch_private import disable_dispatch_modes, is_zero_tensor, negative_view
+from autoac.torch_private import (
+    disable_dispatch_modes,
+    is_zero_tensor,
+    local_part,
+    negative_view,
+    storage_key,
+)
 from autoac_solver.records.profile import FOREIGN, NEVER
 
 if TYPE_CHECKING:
@@ -57,11 +66,14 @@ class UnseenWrites:
 
     Args:
         tape: of the step.
+        model: its parameters and buffers are not compared.
         keeps: whether the step's gradients count, so that the values written are kept.
     """
 
-    def __init__(self, tape: Tape, keeps: bool = False):
+    def __init__(self, tape: Tape, model: torch.nn.Module, keeps: bool = False):
         self.keeps = keeps
+        registered = map(local_part, (*model.parameters(), *model.buffers()))
+        self._registered = {storage_key(tensor) for tensor in registered if tensor.layout is torch.strided}
         self.is_checked = False  # whether the arguments of the op that runs next have been compared
         # The tape holds this. In a cycle, what is held here would outlive a step that fails.
         self._ref = weakref.ref(tape)
@@ -80,7 +92,7 @@ class UnseenWrites:
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
         """An op of forward has made or written these."""
-        for index, tensor in self._made_in_step(tensors):
+        for index, tensor in self._compared(tensors):
             self._left[index] = tensor.untyped_storage().nbytes(), checksum_of_storage(tensor)
             self._read.discard(index)
             if index not in self._held:
@@ -88,16 +100,21 @@ class UnseenWrites:
 
     def is_written_later(self, tensors: Iterable[torch.Tensor]) -> None:
         """A collective or an op of backward writes these: their bytes will not be those that an op of forward left."""
-        for index, _ in self._made_in_step(tensors):
+        for index, _ in self._compared(tensors):
             self._left.pop(index, None)
             self._held.pop(index, None)
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> None:
         """An op is about to read or write these, autograd saves them, or a lean module returns them."""
-        for index, tensor in self._made_in_step(tensors):
+        for index, tensor in self._compared(tensors):
             if index in self._left:
                 self._compare(index, tensor)
-                self._read.add(index)
+            elif self._tape.storages.was_before(index):
+                self._left[index] = tensor.untyped_storage().nbytes(), checksum_of_storage(tensor)
+                self._held[index] = self._tape.saved.alias(tensor)
+            else:
+                continue
+            self._read.add(index)
 
     def is_kept(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage was written by unseen code and must not be recomputed in this step."""
@@ -110,6 +127,8 @@ class UnseenWrites:
             held, self._held = self._held, {}
             for index, alias in held.items():
                 self._ends(index, alias)
+                if self._tape.storages.was_before(index):
+                    self._left.pop(index, None)
 
     def _released(self, index: int) -> None:
         alias = self._held.pop(index, None)
@@ -134,13 +153,16 @@ class UnseenWrites:
             self._kept.add(index)
             self._tape.saved.keep(index, tensor)
 
-    def _made_in_step(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _compared(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         storages, seen = self._tape.storages, set[int]()
         for tensor in tensors:
             if tensor.layout is not torch.strided or type(tensor) not in _WITH_BYTES or tensor.is_meta:
                 continue
-            index = storages.known(tensor)
-            if index is None or index in seen or storages.was_before(index) or is_zero_tensor(tensor):
+            if (index := storages.index_of(tensor)) is None or index in seen or is_zero_tensor(tensor):
+                continue
+            if index in storages.gathered or (
+                storages.was_before(index) and storage_key(tensor) in self._registered
+            ):
                 continue
             seen.add(index)
             yield index, tensor
@@ -152,11 +174,12 @@ class UnseenWrites:
         found: dict[OpOfStep, str] = {}
         for storage, done, was_read in self._changed:
             writers = (row for row in reversed(range(done)) if _leaves_bytes_in(ops[row], storage))
-            if (writer := next(writers, None)) is None:
-                continue
+            writer = next(writers, NEVER)
             for row in range(writer + 1, done if was_read else 0):
                 if storage in ops[row]["reads"] and not ops[row]["backward"]:
                     found.setdefault(names[row], READ_BEFORE)
+            if writer == NEVER:
+                continue  # older than the step
             before = found.get(names[writer], READ_BEFORE)
             found[names[writer]] = OVERWRITTEN if was_read or before is not READ_BEFORE else FILLED
         return found

@@ -417,3 +417,45 @@ def test_verify_agrees():
     plan = autoac.solve(profile, caught.value.minimum_bytes, regions=["0", "1"])
     model = EXTENDED.model()
     assert plan.verify(model, lambda: EXTENDED.backward(EXTENDED.forward(model))).equal
+
+
+class Scratch(nn.Module):
+    """Numpy fills a tensor that is older than the step, again before the backward of the op that has read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Tanh(), nn.Linear(16, 16)))
+        self.scale = torch.zeros(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            hidden = self.inner(x).tanh()
+            self.scale.numpy()[...] = hidden.detach().numpy().std(1, keepdims=True)
+            x = torch.sin(hidden + self.scale).exp() * 0.3
+        return x
+
+
+def test_a_tensor_older_than_the_step_that_numpy_fills_again():
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Scratch(), Scratch(), Scratch())
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        found = []
+        for _ in range(2):
+            model(x).square().mean().backward()
+            found += [p.grad for p in model.parameters() if p.grad is not None]
+            model.zero_grad(set_to_none=True)
+        return found
+
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    expected = gradients(build())
+    model = build()
+    profile = autoac.profile(model, x)
+    (note,) = (note for note in profile.notes if "code that torch does not see" in note)
+    assert note.startswith("aten.add.Tensor in '0', '1', '2' has read what is overwritten afterwards")
+    plan = autoac.solve(profile, profile.least_peak_bytes, engine="replay")
+    assert all(map(torch.equal, gradients(plan.apply(model)), expected))
+    loop = build()
+    autoac.auto(loop, int(1.5 * profile.least_peak_bytes), engine="replay")
+    assert all(map(torch.equal, gradients(loop), expected))

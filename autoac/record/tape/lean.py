@@ -81,7 +81,7 @@ class LeanRecording(Recording):
         return result
 
     def _look(self, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> None:
-        """Compare what the op is about to read or write; see NOTE [ Unseen writes ] 7 for what is kept."""
+        """Compare what the op is about to read or write; see NOTE [ Unseen writes ] 8 for what is kept."""
         unseen = self.saved.unseen
         if unseen is None or in_backward():
             return

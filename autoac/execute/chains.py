@@ -22,7 +22,8 @@ from autoac.torch_private import disable_dispatch_modes
 
 LINKS = 24
 """Links of a chain; each is an op and a view."""
-_ROUNDS = 11
+_ROUNDS, _COLD_ROUNDS = 11, 5
+"""Rounds of the runs; those with bytes between the ops take seconds each for a model of large ops."""
 _POOL_BYTES = 2**25
 """Size of the pool that reads between ops cycle through; a single 4 MB buffer would stay in a large cache."""
 _MOST_SLOWER = 12.0
@@ -96,7 +97,7 @@ class Chains:
             return Measured(warm, warm)
         self._between = evicting(self.bytes_between)
         try:
-            cold = self._seconds({name: runs[name] for pair in pairs for name in pair})
+            cold = self._seconds({name: runs[name] for pair in pairs for name in pair}, _COLD_ROUNDS)
         finally:
             self._between = lambda: None
         return Measured(warm, cold)
@@ -117,7 +118,7 @@ class Chains:
         self._between()
         self._not_counted_s += time.perf_counter() - start
 
-    def _seconds(self, runs: Mapping[str, Run]) -> Seconds:
+    def _seconds(self, runs: Mapping[str, Run], rounds: int = _ROUNDS) -> Seconds:
         now = device_for(self.device).now
 
         def taken(run: Run) -> tuple[float, float]:
@@ -128,7 +129,7 @@ class Chains:
             torch.autograd.grad(loss, self.tensor)
             return middle - start - self._not_counted_s, now() - middle
 
-        return in_turn({name: functools.partial(taken, run) for name, run in runs.items()}, _ROUNDS)
+        return in_turn({name: functools.partial(taken, run) for name, run in runs.items()}, rounds)
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,9 @@ class Measured:
         def extra(seconds: Seconds, round_: int) -> float:
             return sum(seconds[name][round_][0] - seconds[base][round_][0] for name, base in pairs)
 
-        rounds = len(self.warm[pairs[0][0]])
         warm_s, cold_s = (
-            statistics.median(extra(s, i) for i in range(rounds)) for s in (self.warm, self.cold)
+            statistics.median(extra(seconds, round_) for round_ in range(len(seconds[pairs[0][0]])))
+            for seconds in (self.warm, self.cold)
         )
         return min(max(1.0, cold_s / warm_s), _MOST_SLOWER) if warm_s > 0 else 1.0
 

@@ -15,6 +15,7 @@ from autoac.step.inputs import elements_in
 from autoac.step.model import OWN_CHECKPOINTING, own_checkpointing
 from autoac.step.uncompiled import compiled_modules
 from autoac.torch_private import is_checkpoint_wrapper
+from autoac_solver.records.profile import IN_ITS_ORDER
 
 
 def note_if_unsteady(
@@ -92,8 +93,7 @@ def notes_if_calls_differ(tape: Tape) -> list[str]:
         return []
     return [
         f"calls of different sizes in the step: {'; '.join(tape.root_calls)}. A call runs under the decisions for the "
-        "smallest of these that is no smaller. If their order varies from step to step, plan for all orders: "
-        "autoac.solve(profile.in_any_order(), budget)"
+        f"smallest of these that is no smaller. {IN_ITS_ORDER}"
     ]
 
 

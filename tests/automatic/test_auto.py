@@ -22,6 +22,7 @@ from torch import nn
 import autoac
 from autoac.automatic import Auto
 from autoac.automatic.peak import StepPeak
+from autoac.execute.attach import Root
 from autoac.measure import measure_peak
 from autoac.torch_private import is_profiled, top_dispatch_mode
 from tests.small_models import BATCH, WIDTH, Blocks, make
@@ -519,6 +520,13 @@ def test_micro_batches_of_drawn_sizes_stay_within_the_budget(engine: Any):
     assert plan.predicted_peak_bytes <= plan.budget_bytes
     unplanned, _, _ = train(None)
     assert all(map(torch.equal, model.parameters(), unplanned.parameters()))
+
+
+def test_a_call_runs_under_the_decisions_for_the_smallest_that_is_no_smaller():
+    root = Root({}, 1, (8, 4, 8, 2), None, "")
+    places = {8: [0, 0, 2, 0], 4: [1] * 4, 2: [3] * 4, 1: [3] * 4, 3: [1] * 4, 9: [0] * 4}
+    for elements, expected in places.items():
+        assert [root.fitting(place, elements) for place in range(4)] == expected
 
 
 def both_then_backward(model: Blocks, optimizer: Any, *sizes: int) -> None:

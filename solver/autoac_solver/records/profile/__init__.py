@@ -7,6 +7,7 @@ tensors refer to each other by index.
 On disk a profile is JSON in columns, with a schema version. Loading a file runs no code from it.
 """
 
+from autoac_solver.records.profile.any_order import IN_ITS_ORDER
 from autoac_solver.records.profile.profile import PROFILE, EngineCosts, Profile
 from autoac_solver.records.profile.rows import (
     CACHED,
@@ -34,6 +35,7 @@ __all__ = [
     "FOREIGN",
     "GATHERED",
     "IN_A_LOOP",
+    "IN_ITS_ORDER",
     "INFERENCE",
     "KINDS",
     "NEVER",

@@ -22,6 +22,10 @@ from autoac_solver.records.profile.rows import ModuleCall, Storage
 if TYPE_CHECKING:
     from autoac_solver.records.profile.profile import Profile
 
+IN_ITS_ORDER = "If their order varies, plan for all orders: autoac.solve(profile.in_any_order(), budget)"
+_IN_ANY_ORDER = "They may come in any order, and the predicted peak is that of the worst"
+"""How a profile's note on the calls ends."""
+
 _STAYS = "Parameter", "Buffer", "Gradient", "Optstate"
 
 
@@ -33,7 +37,8 @@ def in_any_order(profile: Profile) -> Profile:
     found = _gradients_first(profile, roots[0].start)
     found += _left(profile, roots)
     found += _inputs(profile, roots)
-    return replace(profile, storage_table=tuple(found), any_order=True)
+    notes = tuple(note.replace(IN_ITS_ORDER, _IN_ANY_ORDER) for note in profile.notes)
+    return replace(profile, storage_table=tuple(found), notes=notes, any_order=True)
 
 
 def _overlap(profile: Profile, roots: list[ModuleCall]) -> bool:

@@ -55,7 +55,7 @@ def command_line(*arguments: Any) -> list[str]:
     return [sys.executable, "-m", "autoac", *map(str, arguments)]
 
 
-def process(*arguments: Any, cwd: Path = ROOT, **others: str) -> subprocess.CompletedProcess[str]:
+def process(*arguments: Any, cwd: str | Path = ROOT, **others: str) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own, without a terminal."""
     return subprocess.run(
         command_line(*arguments),

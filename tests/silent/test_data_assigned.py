@@ -36,13 +36,14 @@ class Swapped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+        self.first = nn.Linear(16, 16)
+        self.inner = nn.Sequential(self.first, nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.inner[0].weight
+        weight = self.first.weight
         kept = weight.data
         weight.data = kept.clone()
-        result = self.inner(x)
+        result: torch.Tensor = self.inner(x)
         if result.requires_grad:
             result.register_hook(lambda _: setattr(weight, "data", kept))
         weight.data = torch.zeros_like(kept)

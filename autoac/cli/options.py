@@ -48,9 +48,10 @@ OptionalBudget = Annotated[
         help="Limit for the peak: 20GB (10^9), 20GiB (2^30), 80% of the device's memory, or bytes.",
     ),
 ]
-Engine = Annotated[
-    Literal["auto", "replay", "sac", "compile"], typer.Option(help="What carries the plan out.")
-]
+EngineName = Literal["replay", "sac", "compile"]
+"""A copy of `records.engines.BuiltIn`: `--help` does not import the solver. A test compares them."""
+DEFAULT_ENGINE: EngineName = "replay"
+Engine = Annotated[Literal["auto", EngineName], typer.Option(help="What carries the plan out.")]
 Headroom = Annotated[str, typer.Option(help="Part of the budget to leave free, as --budget.")]
 BudgetOf = Annotated[
     Literal["allocated", "reserved"],

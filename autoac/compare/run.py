@@ -18,6 +18,7 @@ from autoac.device import device_for, processor
 from autoac.record.optimizer import without_its_step
 from autoac.step.model import device_bytes, device_of
 from autoac.step.step import TrainingStep
+from autoac_solver.build.engines import DEFAULT
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.units import parse_bytes
@@ -42,7 +43,7 @@ def compare(
     workload: Workload,
     budgets: Sequence[int | str] = (),
     *,
-    engine: str = "replay",
+    engine: str = DEFAULT,
     rounds: int = 8,
     progress: Tell | None = None,
 ) -> ModelResult:

@@ -21,6 +21,7 @@ from autoac.compare.workload import Workload
 from autoac.device import cuda_of_build, device_for
 from autoac.price.engine_costs import engine_costs
 from autoac_solver.allocator.options import options_in_environment
+from autoac_solver.build.engines import DEFAULT
 from autoac_solver.plan.planning import Progress, least_budget_bytes
 
 BUDGETS = 4
@@ -163,7 +164,7 @@ def _check(title: str, model: torch.nn.Module, sample: Sample, device: torch.dev
     least, most = least_budget_bytes(recorded), found[0].peak_bytes
     shares = [index / BUDGETS for index in range(BUDGETS)]
     budgets = {f"plan at {share:.0%}": int(least + share * (most - least)) for share in shares}
-    found += [bench.examine(strategy) for strategy in planned(recorded, budgets, "replay")]
+    found += [bench.examine(strategy) for strategy in planned(recorded, budgets, DEFAULT)]
     failed = next((c for c in found if c.error), None)
     if failed is not None:
         raise RuntimeError(f"{title}: {failed.strategy.name} cannot be run here: {failed.error}")

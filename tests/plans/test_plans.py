@@ -806,10 +806,27 @@ def attributes_names(model: nn.Module) -> list[list[str]]:
             lambda text: changed_json(text, predicted_peak_bytes=1),
             "do not give its predicted peak: 1 bytes were predicted",
         ),
+        (
+            lambda text: changed_json(text, unplanned_peak_bytes=10**9),
+            "do not give its predicted peak with nothing recomputed: 1000000000 bytes were predicted",
+        ),
+        (
+            lambda text: changed_json(text, predicted_extra_s=0.0),
+            "do not give its predicted extra time: 0.0 seconds were predicted",
+        ),
+        (
+            lambda text: changed_json(text, predicted_step_s=2 * json.loads(text)["predicted_step_s"]),
+            "do not give its predicted step without the plan: ",
+        ),
+        (
+            lambda text: changed_json(text, root_calls=7),
+            "root_calls is not the number of the profile's calls",
+        ),
+        (lambda text: changed_json(text, resident_bytes=0), "resident_bytes is not that of its profile"),
         (lambda text: changed_json(text, device="cuda:0"), "device is not that of its profile"),
         (
             lambda text: changed_json(text, schema_version=8),
-            "by an older autoac .schema version 8, now 11.: make it again",
+            r"by an older autoac .schema version 8, now \d+.: make it again",
         ),
         (lambda text: re.sub('"budget_bytes": [0-9]+, ', "", text), "not a valid plan"),
     ],
@@ -822,6 +839,23 @@ def test_a_damaged_plan_is_refused(damage: Any, message: str, tmp_path: Path):
     path.write_text(damage(text))
     with pytest.raises(ProfileError, match=message):
         Plan.load(path)
+
+
+def test_no_flip_of_one_decision_loads(tmp_path: Path):
+    """Whether or not the peak stays the same."""
+    path = tmp_path / "plan.json"
+    plan_for("replay").save(path)
+    text = path.read_text()
+    flips = 0
+    for program, steps in enumerate(json.loads(text)["programs"]):
+        for op in range(len(steps)):
+            data = json.loads(text)
+            data["programs"][program][op][1] ^= True
+            path.write_text(json.dumps(data))
+            flips += 1
+            with pytest.raises(ProfileError):
+                Plan.load(path)
+    assert flips > 10
 
 
 def changed_json(text: str, **values: Any) -> str:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from autoac.cli.options import Arguments, Json, Model, Threads, Verbose, budget_value, json_file, picture
+from autoac.cli.options import (
+    DEFAULT_ENGINE,
+    Arguments,
+    EngineName,
+    Json,
+    Model,
+    Threads,
+    Verbose,
+    budget_value,
+    json_file,
+    picture,
+)
 from autoac.cli.output import Output
 from autoac.cli.target import load_target
 
@@ -28,9 +39,9 @@ def main(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of the step time of each strategy.")] = 8,
     engine: Annotated[
-        Literal["replay", "sac", "compile"],
+        EngineName,
         typer.Option(help="Of our plans. With compile, torch's own budgets are measured, too."),
-    ] = "replay",
+    ] = DEFAULT_ENGINE,
     threads: Threads = None,
     arguments: Arguments = None,
     plot: Annotated[

@@ -1,17 +1,24 @@
 """The engines' names, as in files; the engines are in `build.engines`."""
 
-from typing import Literal
+from typing import Literal, get_args
 
-REPLAY, SAC, CHECKPOINT, COMPILE = "replay", "sac", "checkpoint", "compile"
+BuiltIn = Literal["replay", "sac", "compile"]
+"""The built-in engines that plans can be made for, the default first. The command line has its own copy."""
 
-EngineName = Literal["auto", "replay", "sac", "compile"] | str
+EngineName = Literal["auto", BuiltIn] | str
 """The engine argument: one of the built-in names, listed for editors, or a registered one. "auto" chooses."""
 
-PLANNED_FOR = [REPLAY, SAC, COMPILE]
-"""Engines that plans can be made for, the default first."""
+PLANNED_FOR: list[str] = list(get_args(BuiltIn))
+"""Engines that plans can be made for, the default first; `build.engines.register` adds to them."""
+
+REPLAY, SAC, COMPILE = PLANNED_FOR
+CHECKPOINT = "checkpoint"
 
 COMPILING = {COMPILE}
-"""Engines that compile regions and choose among the measured points of each."""
+"""Engines that compile regions and choose among the measured points of each; `build.engines.register` adds to them.
+
+As the engines' models say (`EngineModel.compiles`), which files are read without.
+"""
 
 
 def compiles(name: str | None) -> bool:

@@ -1,7 +1,7 @@
 """A plan on disk: the programs that `apply` runs, their predictions and bounds, and the profile.
 
 The programs are the single source of truth. Every table and picture of a plan is made from them and the profile, see
-`plan.recorded.step`.
+`plan.recorded.step`, which also checks the predictions against them.
 """
 
 from __future__ import annotations
@@ -80,13 +80,15 @@ class PlanRecord(Shown):
         model, model_fingerprint, op_fingerprint, device, torch_version: as in the profile.
         root_calls: number of calls of the root module in the profiled step.
         engine, engine_reason: the engine's name, and why it was chosen.
-        budget_bytes: limit of the peak; headroom_bytes of it were left free on purpose.
+        budget_bytes: limit of the peak; headroom_bytes of it were left free on purpose. A plan whose peak was measured
+            or predicted anew can be above it.
         resident_bytes: bytes alive before the step.
         predicted_peak_bytes, unplanned_peak_bytes: peak of the step with the plan, and with nothing recomputed.
         predicted_extra_s, predicted_step_s: seconds that the plan adds, seconds of the step without it.
         bound_s, gap: no plan adds less than bound_s; gap is the difference as a fraction of the step. Both include the
             penalty of hints (hint_s).
-        status, solver, solve_s: "optimal" or "feasible", the solver, and its seconds.
+        status, solver, solve_s: "optimal" or "feasible", the solver, and its seconds. These and the bounds are the
+            solver's proof: no load can check them, as the search is not repeated.
         regions: the programs, see `RegionPlan`.
         several: calls of planned modules that are called several times per step; None if counting calls modulo their
             number suffices.
@@ -209,7 +211,14 @@ def _region(found: Any, programs: Sequence[Steps]) -> RegionPlan:
     return RegionPlan(**{**values, "steps": programs[values["steps"]]})
 
 
-_OF_THE_PROFILE = ("model", "model_fingerprint", "op_fingerprint", "device", "torch_version")
+_OF_THE_PROFILE = (
+    "model",
+    "model_fingerprint",
+    "op_fingerprint",
+    "device",
+    "torch_version",
+    "resident_bytes",
+)
 
 
 def _check(record: PlanRecord) -> None:
@@ -218,6 +227,8 @@ def _check(record: PlanRecord) -> None:
     for name in _OF_THE_PROFILE:
         if getattr(record, name) != getattr(record.profile, name):
             raise ValueError(f"{name} is not that of its profile")
+    if record.root_calls != record.profile.n_root_calls:
+        raise ValueError("root_calls is not the number of the profile's calls of the model")
     _check_regions(record)
     known = {call.fqn for call in record.profile.calls}
     unknown = names_in(record) - known

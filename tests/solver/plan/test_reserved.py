@@ -204,7 +204,7 @@ def test_a_file_keeps_it_and_contradictions_are_found(decoder: Profile, tmp_path
     assert loaded == record
     assert step_of(loaded)
     wrong = dataclasses.replace(record, predicted_reserved_bytes=1)
-    with pytest.raises(ProfileError, match="do not reserve what was predicted"):
+    with pytest.raises(ProfileError, match="do not give its predicted reserved memory"):
         step_of(wrong)
 
 

@@ -35,7 +35,7 @@ def make_record(
         op_fingerprint=profile.op_fingerprint,
         device=profile.device,
         torch_version=profile.torch_version,
-        root_calls=sum(call.fqn == "" and call.grad for call in profile.calls),
+        root_calls=profile.n_root_calls,
         engine=built.engine,
         engine_reason=reason,
         budget_bytes=budget_bytes,
@@ -61,7 +61,10 @@ def make_record(
 
 
 def predicted_anew(record: PlanRecord, profile: Profile) -> PlanRecord:
-    """The same programs with the predictions of another profile of the same step. The bounds stay."""
+    """The same programs with the predictions of another profile of the same step.
+
+    Budget and bounds stay, so the predicted peak can be above the budget.
+    """
     moved = replace(record, profile=profile)
     policies = [applied.policy for applied in record.policies]
     built = stacked(profile, region_calls(moved), record.engine, policies, must_match=False).built
@@ -70,8 +73,10 @@ def predicted_anew(record: PlanRecord, profile: Profile) -> PlanRecord:
     found = simulator.simulate(decisions)
     return replace(
         moved,
+        resident_bytes=profile.resident_bytes,
         predicted_peak_bytes=found.peak_bytes,
         unplanned_peak_bytes=simulator.simulate([SAVE] * len(decisions)).peak_bytes,
         predicted_extra_s=found.extra_s,
+        predicted_step_s=built.problem.step_s,
         predicted_reserved_bytes=reserved_bytes(profile, built, decisions, record.allocator),
     )

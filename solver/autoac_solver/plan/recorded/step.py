@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection
 
 import numpy as np
@@ -30,6 +31,10 @@ from autoac_solver.records.profile import NEVER
 class PlannedStep:
     """A plan's decisions, and its memory over the step.
 
+    What follows from the programs and the profile is computed again and compared with the record: peaks, reserved
+    memory and seconds. The solver's proof is taken from the record as it is (bound_s, gap, status, solver, solve_s):
+    only another search could confirm it. So is the budget: a plan may exceed it, see `made.predicted_anew`.
+
     Args:
         record: the plan.
         built: the problem of its profile, regions and policies.
@@ -39,7 +44,7 @@ class PlannedStep:
 
     Raises:
         ProfileError: the programs do not belong to the profile.
-        StalePlanError: they do not give the predicted peak and reserved memory.
+        StalePlanError: they do not give the record's predictions.
     """
 
     def __init__(self, record: PlanRecord, built: Built) -> None:
@@ -49,17 +54,14 @@ class PlannedStep:
         self._regions = record.regions
         self._simulator = Simulator(built.problem)
         found = self._simulator.simulate(self.options)
-        if found.peak_bytes != record.predicted_peak_bytes:
-            raise StalePlanError(
-                f"the plan's programs do not give its predicted peak: {record.predicted_peak_bytes} bytes were "
-                f"predicted, and its profile says {found.peak_bytes}. Make it again."
-            )
+        nothing = self._simulator.simulate([SAVE] * len(self.options))
         reserved = reserved_bytes(record.profile, built, self.options, record.allocator)
-        if reserved != record.predicted_reserved_bytes:
-            raise StalePlanError(
-                f"the plan's programs do not reserve what was predicted: {record.predicted_reserved_bytes} bytes were "
-                f"predicted, and its profile says {reserved}. Make it again."
-            )
+        step_s = built.problem.step_s
+        _compare("peak", record.predicted_peak_bytes, found.peak_bytes)
+        _compare("reserved memory", record.predicted_reserved_bytes, reserved)
+        _compare("peak with nothing recomputed", record.unplanned_peak_bytes, nothing.peak_bytes)
+        _compare_seconds("extra time", record.predicted_extra_s, found.extra_s, step_s)
+        _compare_seconds("step without the plan", record.predicted_step_s, step_s, step_s)
         self._peak_position = found.peak_position
 
     @functools.cached_property
@@ -115,6 +117,24 @@ class PlannedStep:
         return holders_at(self._profile, self.built, self.options, self._peak_position)
 
 
+def _compare(what: str, recorded_bytes: int | None, bytes_now: int | None) -> None:
+    if recorded_bytes != bytes_now:
+        raise _stale(what, f"{recorded_bytes} bytes", f"{bytes_now} bytes")
+
+
+def _compare_seconds(what: str, recorded_s: float, seconds_now: float, step_s: float) -> None:
+    # Sums of many floats: other versions of numpy may add in another order.
+    if not math.isclose(recorded_s, seconds_now, rel_tol=1e-9, abs_tol=1e-9 * step_s):
+        raise _stale(what, f"{recorded_s} seconds", f"{seconds_now} seconds")
+
+
+def _stale(what: str, recorded: str, now: str) -> StalePlanError:
+    return StalePlanError(
+        f"the plan's programs do not give its predicted {what}: {recorded} were predicted, and its profile says {now}. "
+        "Make it again."
+    )
+
+
 _KEY = "_planned_step"
 
 
@@ -122,7 +142,7 @@ def step_of(record: PlanRecord) -> PlannedStep:
     """The step of a plan; computed once per record.
 
     Raises:
-        ProfileError: as for `PlannedStep`.
+        ProfileError, StalePlanError: as for `PlannedStep`.
     """
     found: PlannedStep | None = vars(record).get(_KEY)
     if found is None:

@@ -180,6 +180,11 @@ class Profile(Shown):
         record = self.calls[call]
         return record.fqn if record.call == 0 else f"{record.fqn}#{record.call}"
 
+    @property
+    def n_root_calls(self) -> int:
+        """Number of calls of the root module with gradients on."""
+        return sum(call.fqn == "" and call.grad for call in self.calls)
+
     def calls_below_root(self, names: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], int] | None:
         """Distribution of the calls of some modules over the step's calls of the root module.
 

@@ -177,12 +177,17 @@ class OpTimer:
         signature = Signature.of(func, args, kwargs)
         if self.repeats(signature, func, info, args, kwargs):
             return func(*args, **kwargs), signature  # not timed: its inputs are in the caches
-        result, _ = self.time(func, args, kwargs, self.samples[signature])
-        return result, signature
+        return self.time_of(signature, func, args, kwargs), signature
+
+    def time_of(self, signature: Signature, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op and count its time, unless it raises, which the caller may catch; returns its result."""
+        samples: list[float] = []
+        result, _ = self.time(func, args, kwargs, samples)
+        self.samples.setdefault(signature, []).extend(samples)
+        return result
 
     def repeats(self, signature: Signature, func: Any, info: OpInfo, args: Any, kwargs: Any) -> bool:
         """Time repeated runs of an op if its signature is new; returns whether that was done."""
-        self.samples.setdefault(signature, [])
         if info.statistics is not None:
             plain = [None if i in info.statistics[:2] else value for i, value in enumerate(args)]
             self._replayed_as[signature] = Signature.of(func, plain, kwargs)
@@ -238,8 +243,11 @@ class OpTimer:
         times = {}
         # Ops that cannot be repeated get the median host time of the others.
         usual_s = statistics.median(self.hosts.values()) if self.hosts else 0.0
-        for signature, samples in self.samples.items():
-            repeated, reruns = self.repeated.get(signature, []), self.reruns
+        for signature in dict.fromkeys((*self.samples, *self.repeated)):
+            samples, reruns = self.samples.get(signature, []), self.reruns
+            repeated = self.repeated.get(signature, [])
+            if not samples and not repeated:
+                continue  # it did not fit twice, and then not at all
             if self.known.asynchronous and repeated:
                 samples, reruns = repeated, {}
             elif len(samples) < _ENOUGH:

@@ -27,6 +27,7 @@ from autoac.execute.replay import Handle, Record, Slot
 from autoac.ops.generators import generators_of, state_of
 from autoac.ops.info import OpInfo
 from autoac.ops.private_results import may_stay_unwritten
+from autoac.step.restore import host_random_states, same_random_states
 
 OpKey = tuple[str, int, str, int]
 """Module, its call in the step, op, and its call by the module."""
@@ -212,11 +213,17 @@ def _likely(op: str, reads_tensors: bool) -> str:
 
 
 class Draws:
-    """States of the generators that another library's op may draw from; to be created before the op runs."""
+    """States of the generators that another library's op may draw from; to be created before the op runs.
+
+    Attributes:
+        on_host: whether the op has drawn from Python's or numpy's random numbers, which its replay would draw anew.
+    """
 
     def __init__(self, info: OpInfo, args: Any, kwargs: Any):
         generators = generators_of(info, args, kwargs) if info.unknown else []
         self.states = [(generator, state_of(generator)) for generator in generators]
+        self._host = host_random_states() if info.unknown else []
+        self.on_host = False
 
     def note(self, keep: Callable[[torch.Generator, torch.Tensor], Any], on_fakes: bool) -> int:
         """After the op: pass each generator that it advanced, with its earlier state, to `keep`.
@@ -226,6 +233,8 @@ class Draws:
         """
         if on_fakes:
             return sum(state.nbytes for _, state in self.states)
+        if self._host:
+            self.on_host = not same_random_states(self._host, host_random_states())
         drawn = [(g, state) for g, state in self.states if not torch.equal(state_of(g), state)]
         for generator, state in drawn:
             keep(generator, state)

@@ -33,6 +33,7 @@ from autoac.record.notes import (
     notes_if_calls_differ,
     notes_if_checkpointed,
     notes_if_compiled,
+    notes_if_drawn_on_host,
     notes_if_uncounted,
 )
 from autoac.record.tape import tables as tape_tables
@@ -89,8 +90,11 @@ class LiveMeter(OpTimer):
             return super().run(func, info, args, kwargs)
         if self.repeats(signature, func, info, args, kwargs):
             return self.workspace.run(func, info, args, kwargs)
-        run = self.workspace.run
-        return self.time(run, (func, info, args, kwargs), {}, self.samples[signature])[0]
+        return self.time_of(signature, self.workspace.run, (func, info, args, kwargs), {})
+
+    def repeats(self, signature: Signature, func: Any, info: OpInfo, args: Any, kwargs: Any) -> bool:
+        """As in `OpTimer`; no ops but torch's own, which may keep a state: this step trains."""
+        return not info.unknown and super().repeats(signature, func, info, args, kwargs)
 
 
 class _NothingKept(BeforeStep):
@@ -200,7 +204,11 @@ class LiveStep:
         with contextlib.ExitStack() as stack:
             stack.callback(tape.restore)
             if not self.profiled:
-                stack.enter_context(self.meter.workspace.measuring())
+                profiling = contextlib.ExitStack()
+                # torch's profiler must not run when the process ends, as after an error in the step
+                weakref.finalize(self, profiling.close)
+                stack.callback(profiling.close)
+                profiling.enter_context(self.meter.workspace.measuring())
             stack.enter_context(uncompiled(model))
             stack.enter_context(Instrumented(model, tape, lean_modules(model), self.losses))
             stack.enter_context(interruptible())  # the user's own loop runs next
@@ -261,6 +269,7 @@ class LiveStep:
                 *notes_if_compiled(self.model, self.tape),
                 *notes_if_uncounted(self.tape),
                 *notes_if_calls_differ(self.tape),
+                *notes_if_drawn_on_host(self.tape),
                 *unfit,
                 *note_if_unsteady(times.values(), self.device, self.disturbance),
                 *note_on_device(self.device),

@@ -97,6 +97,18 @@ def notes_if_calls_differ(tape: Tape) -> list[str]:
     ]
 
 
+def notes_if_drawn_on_host(tape: Tape) -> list[str]:
+    """Notes on other libraries' ops that draw random numbers which torch has not made."""
+    notes = []
+    for op, calls in tape.drawn_on_host.items():
+        modules = [tape.calls.rows[call]["fqn"] if call >= 0 else "" for call in calls]
+        named = _some([name or "the model itself" for name in dict.fromkeys(modules)])
+        notes.append(
+            f"{op} in {named} draws from Python's or numpy's random numbers: plans save what it makes"
+        )
+    return notes
+
+
 def notes_if_uncounted(tape: Tape) -> list[str]:
     """Notes on memory that is not counted: of sparse, jagged and oneDNN tensors, and inside of higher-order ops."""
     notes = []

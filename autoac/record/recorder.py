@@ -21,6 +21,7 @@ from autoac.record.notes import (
     notes_if_calls_differ,
     notes_if_checkpointed,
     notes_if_compiled,
+    notes_if_drawn_on_host,
     notes_if_uncounted,
 )
 from autoac.record.optimizer import state_tensors
@@ -185,6 +186,7 @@ def recorded_step(
             *notes_if_compiled(model, tape),
             *notes_if_uncounted(tape),
             *notes_if_calls_differ(tape),
+            *notes_if_drawn_on_host(tape),
             *runs.notes(),
             *unfit,
             *note,

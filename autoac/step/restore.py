@@ -258,6 +258,19 @@ def host_random_states() -> list[tuple[Any, Any]]:
     return states
 
 
+def same_random_states(before: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> bool:
+    """Whether two results of `host_random_states` are equal, as far as both have a state."""
+    return all(_same_state(one, other) for (_, one), (_, other) in zip(before, now, strict=False))
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):  # numpy's, with arrays
+        return all(_same_state(value, other[name]) for name, value in one.items())
+    return bool(
+        one is other or (one == other if isinstance(one, (tuple, str, int, float)) else (one == other).all())
+    )
+
+
 def _random_states(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     states: list[tuple[Any, Any]] = [_state(torch.default_generator), *host_random_states()]
     states += gpu_random_states()

@@ -58,14 +58,14 @@ def test_recording_has_a_factor_of_its_own(monkeypatch: pytest.MonkeyPatch):
     """Between large ops all other bookkeeping takes three times as long, and recording twice."""
     plain = dict.fromkeys(("saving", "not saving", "once"), 0.0)
 
-    def seconds(self: Chains, runs: Mapping[str, Any]) -> Seconds:
+    def seconds(self: Chains, runs: Mapping[str, Any], rounds: int = 3) -> Seconds:
         cold = "once" not in runs
         factor, recording = (3.0, 2.0) if cold else (1.0, 1.0)
         forward = {**plain, "replay all": factor * 1e-4 * LINKS + recording * 1e-3 * LINKS}
         for engine in ("replay", "sac"):
             forward |= dict.fromkeys((f"{engine} saving", f"{engine} not saving"), factor * 1e-4 * LINKS)
             forward[f"{engine} once"] = factor * 1e-4
-        return {name: [(forward[name], 0.0)] * 3 for name in runs}
+        return {name: [(forward[name], 0.0)] * rounds for name in runs}
 
     monkeypatch.setattr(Chains, "_seconds", seconds)
     monkeypatch.setattr(Chains, "op_s", lambda _: 0.0)

@@ -99,6 +99,9 @@ class Tape(TorchDispatchMode):
         self.sample = ""  # see `Profile.sample`
         self.root_calls: list[str] = []  # descriptions of the model's calls with gradients on
         self.single = SingleDraws()
+        self.drawn_on_host: dict[
+            str, list[int]
+        ] = {}  # op -> the calls in which it drew Python's or numpy's numbers
         self.failed_at: tuple[str, str] | None = None  # op and module where the step failed
         self.on_op: Callable[[int], None] = lambda done: None  # now and then called with the number of ops
         self.ops: list[dict[str, Any]] = []
@@ -200,6 +203,8 @@ class Tape(TorchDispatchMode):
             if info.random:
                 result = self.single.drawn(func, args, kwargs, result)
             random_bytes += draws.note(self.before.keep_state, self.saved.on_fakes)
+        if draws.on_host:
+            self.drawn_on_host.setdefault(info.name, []).append(self.calls.of_op())
         if is_collective(info.name) and self.device.type == "cpu" and not self.saved.on_fakes:
             self.gloo = gloo_threads()
         if in_place:
@@ -235,6 +240,7 @@ class Tape(TorchDispatchMode):
                 "random_bytes": random_bytes,
                 "replayable": info.replayable
                 and not resized
+                and not draws.on_host
                 and not any(_is_subclass(kind) for kind in map(type, args)),
                 "side_effect": statistics or info.generator(args, kwargs) is not None,
                 "uninitialised": info.uninitialised,

@@ -23,7 +23,7 @@ import typer
 import autoac
 from autoac.compare import quiet
 from autoac.compare.compiled import at_fraction, checkpoint_compiled
-from autoac.compare.measure import Costume
+from autoac.compare.measure import Installed
 from autoac.compare.workload import Workload
 from autoac.execute.compiled.code import compiled
 from autoac.measure import in_turn, measure_peak
@@ -104,10 +104,10 @@ def ways(
         torchs = at_fraction(curve.plans[0], fraction)
         found[f"{TORCH} {fraction:g}", 0] = (lambda plan=torchs: plan.applied(model)), 0
         if whole:
-            one_graph = Costume(model, functools.partial(compile_whole, fraction))
-            found[f"{TORCH} {fraction:g} whole", 0] = one_graph.worn, 0
+            one_graph = Installed(model, functools.partial(compile_whole, fraction))
+            found[f"{TORCH} {fraction:g} whole", 0] = one_graph.applied, 0
     names = list({region.fqn for region in curve.plans[0].regions})
-    found[CHECKPOINT, 0] = Costume(model, functools.partial(checkpoint_compiled, names)).worn, 0
+    found[CHECKPOINT, 0] = Installed(model, functools.partial(checkpoint_compiled, names)).applied, 0
     return found
 
 

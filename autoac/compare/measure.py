@@ -61,7 +61,7 @@ class Configuration:
     error: str = ""
 
 
-class Costume:
+class Installed:
     """A strategy's changes to attributes of a model's modules, which can be put on and taken off.
 
     Args:
@@ -85,7 +85,7 @@ class Costume:
                 module.__dict__.update(before)
 
     @contextmanager
-    def worn(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Context in which the changes are on the model."""
         for module, changed, _ in self._changes:
             module.__dict__.update(changed)
@@ -125,7 +125,7 @@ class Bench:
         self.clock = device_for(device).step_seconds
         self.resident_bytes = resident_bytes
         self.step = workload.step()
-        self.costumes: dict[str, Costume] = {}
+        self.installed: dict[str, Installed] = {}
         self.reference: _Outcome | None = None
         self.compiled: _Outcome | None = None
         self.order = random.Random(SEED)
@@ -154,11 +154,11 @@ class Bench:
 
     def _examine(self, strategy: Strategy) -> Configuration:
         device_for(self.device).release_cache()  # fragments left by a strategy that ran out of memory
-        costume = Costume(self.model, strategy.install)
+        installed = Installed(self.model, strategy.install)
         if self.reference is None or strategy.compiled:
-            with self._kept(), costume.worn():
+            with self._kept(), installed.applied():
                 self.step()  # warm-up: one-time setup and compilation are not measured
-        with self._kept(), costume.worn():
+        with self._kept(), installed.applied():
             self._prepare()
             measured = measure_peak(self.step, self.device)
             buffers = [buffer.clone() for buffer in self.model.buffers()]
@@ -168,7 +168,7 @@ class Bench:
         if strategy.compiled:
             reference, tolerance = self.compiled or outcome, COMPILED_TOLERANCE
             self.compiled = reference
-        self.costumes[strategy.name] = costume
+        self.installed[strategy.name] = installed
         return Configuration(
             strategy,
             peak_bytes=self.resident_bytes + measured.peak_above_start_bytes,
@@ -203,7 +203,7 @@ class Bench:
 
     def _time(self, configuration: Configuration) -> None:
         attempts: list[tuple[float, float, float]] = []
-        with self.costumes[configuration.strategy.name].worn():
+        with self.installed[configuration.strategy.name].applied():
             while len(attempts) < _ATTEMPTS and (not attempts or attempts[-1][0] > MOST_STOLEN):
                 self._prepare()
                 disturbance = Disturbance()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from autoac.parallel.one_plan import agree
-from autoac.plans import Plan
-from autoac.step.model import unwrapped
 from autoac_solver.records.profile import Profile
 
 
@@ -28,14 +25,6 @@ class Parallel(Protocol):
         """Whether it describes absent ranks: then `sharded` makes one of them, on fake tensors."""
         ...
 
-    def inner(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model without wrappers; regions have the names of its modules."""
-        ...
-
-    def names(self, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
-        """The modules by the names that they have in the unwrapped model."""
-        ...
-
     def with_lifetimes(self, profile: Profile, model: torch.nn.Module) -> Profile:
         """The profile with the memory of the wrapper that the recorded step did not show.
 
@@ -43,10 +32,6 @@ class Parallel(Protocol):
             profile: profile of a step of the unwrapped model.
             model: the unwrapped model.
         """
-        ...
-
-    def agree(self, plan: Plan | None, model: torch.nn.Module) -> Plan:
-        """The same plan on all ranks, or the same error on all; see `autoac.parallel.agree`."""
         ...
 
 
@@ -63,21 +48,9 @@ class Plain:
         """See `Parallel`."""
         return False
 
-    def inner(self, model: torch.nn.Module) -> torch.nn.Module:
-        """See `Parallel`."""
-        return unwrapped(model)
-
-    def names(self, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
-        """See `Parallel`."""
-        return dict(self.inner(model).named_modules())
-
     def with_lifetimes(self, profile: Profile, model: torch.nn.Module) -> Profile:
         """See `Parallel`."""
         return profile
-
-    def agree(self, plan: Plan | None, model: torch.nn.Module) -> Plan:
-        """See `Parallel`."""
-        return agree(plan, model)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import torch
 
+from autoac.device import KINDS
 from autoac.torch_private import any_autocast
 
 OFF_IN_BACKWARD = (
@@ -16,8 +17,12 @@ OFF_IN_BACKWARD = (
 )
 """A profile's note."""
 
-_DEVICES = ("cpu", "cuda")
 _AS_PLANNED = ContextVar("_AS_PLANNED", default=False)
+
+
+def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    """Kind of device and dtype of each autocast that is on."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in KINDS if torch.is_autocast_enabled(kind))
 
 
 @contextlib.contextmanager
@@ -40,10 +45,8 @@ def forward_autocast() -> Iterator[contextlib.AbstractContextManager[None]]:
 @contextlib.contextmanager
 def _off() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for device in _DEVICES:
-            if torch.is_autocast_enabled(device):
-                dtype = torch.get_autocast_dtype(device)
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=False))
+        for kind, dtype in autocasts():
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=False))
         token = _AS_PLANNED.set(True)
         try:
             yield

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autoac.step.autocast import autocasts
 from autoac.step.restore import tensors_of
 
 MOST = 8
@@ -34,10 +35,8 @@ def described(args: tuple[Any, ...], kwargs: Mapping[str, Any], most: int = MOST
 
 def under_autocast() -> str:
     """The autocast part of a description, such as " under autocast to bfloat16"; "" if autocast is off."""
-    types = [
-        torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
-    ]
-    return _UNDER + str(types[0]).removeprefix("torch.") if types else ""
+    on = autocasts()
+    return _UNDER + str(on[0][1]).removeprefix("torch.") if on else ""
 
 
 def autocast_in(description: str) -> str:

@@ -14,7 +14,7 @@ import torch
 import autoac
 from autoac.calibrate.models import LlamaShape, llama
 from autoac.compare.blocks import find_blocks
-from autoac.compare.measure import Costume
+from autoac.compare.measure import Installed
 from autoac.compare.strategies import Strategy
 from autoac.compare.workload import Workload
 from autoac.device import device_for
@@ -144,8 +144,8 @@ class Training:
         if strategy.error:
             return {"error": strategy.error}
         resident = self.profile.resident_bytes  # recorded before the strategy is on the model
-        costume = Costume(self.model, strategy.install)
-        with costume.worn(), flash_attention():
+        installed = Installed(self.model, strategy.install)
+        with installed.applied(), flash_attention():
             self.step()
             self.known.release_cache()
             peak = measure_peak(self.step, self.device)
@@ -160,7 +160,7 @@ class Training:
     def captured(self, install: Callable[[torch.nn.Module], object]) -> dict[str, Any]:
         """Time, pool and gradients of forward and backward, captured as a CUDA graph after warm-up steps."""
         zero_grad = functools.partial(self.optimizer.zero_grad, set_to_none=True)
-        with Costume(self.model, install).worn(), flash_attention():
+        with Installed(self.model, install).applied(), flash_attention():
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):

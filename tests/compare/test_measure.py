@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autoac
-from autoac.compare.measure import Bench, Costume
+from autoac.compare.measure import Bench, Installed
 from autoac.compare.run import compare
 from autoac.compare.strategies import Strategy, by_hand, checkpoint_module, policies_for
 from autoac.compare.workload import Workload
@@ -165,19 +165,19 @@ def test_wrong_statistics_are_seen() -> None:
 def test_a_plans_hooks_are_taken_off_with_it():
     model = workload().model
     profile = profile_of_small()
-    costume = Costume(model, autoac.solve(profile, least(profile)).apply)
+    installed = Installed(model, autoac.solve(profile, least(profile)).apply)
     assert not model._forward_pre_hooks
-    with costume.worn():
+    with installed.applied():
         assert model._forward_pre_hooks
     assert not model._forward_pre_hooks
 
 
-def test_a_costume_is_worn_and_taken_off() -> None:
+def test_a_strategy_is_applied_and_taken_off() -> None:
     model = make(blocks=4)
     before = attributes(model)
-    costume = Costume(model, lambda m: checkpoint_module(m.get_submodule("blocks.1")))
+    installed = Installed(model, lambda m: checkpoint_module(m.get_submodule("blocks.1")))
     assert attributes(model) == before
-    with costume.worn():
+    with installed.applied():
         assert "forward" in vars(model.get_submodule("blocks.1"))
         assert "forward" not in vars(model.get_submodule("blocks.0"))
     assert attributes(model) == before

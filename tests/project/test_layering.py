@@ -1,6 +1,7 @@
 """Imports go one way: autoac -> autoac_solver, and within each of them from a package only to earlier ones.
 
-Names below are packages, and the few files beside them. Inside of a package the order is the package's own.
+Names below are packages, and the few files beside them. Inside of a package the order is the package's own. Classes and
+folders stay small enough to be read.
 """
 
 import ast
@@ -77,6 +78,39 @@ def test_imports_only_from_earlier_modules(module: str):
             imported.split(".")[:2] != module.split(".")[:2]
         ):  # inside a folder the order is the folder's own
             assert rank(imported) < rank(module), f"{where} imports {imported}, which comes later"
+
+
+MOST_LINES = 300
+MOST_FILES = 15
+LARGER_FOLDERS = {
+    "autoac/torch_private": "one file for each of torch's private interfaces, most of them short"
+}
+BY_FOLDER = {
+    str(folder.relative_to(ROOT)): sorted(folder.glob("*.py"))
+    for root in FOLDERS.values()
+    for folder in (root, *root.rglob("*"))
+    if folder.is_dir() and any(folder.glob("*.py"))
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_class_is_too_long_to_read(module: str):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.ClassDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= MOST_LINES, f"{module}.{node.name} has {lines} lines: split it"
+
+
+@pytest.mark.parametrize("folder", BY_FOLDER)
+def test_no_folder_has_too_many_files(folder: str):
+    if folder not in LARGER_FOLDERS:
+        count = len(BY_FOLDER[folder])
+        assert count <= MOST_FILES, f"{folder} has {count} files: make packages of them"
+
+
+def test_folders_that_may_be_larger_are():
+    for folder in LARGER_FOLDERS:
+        assert len(BY_FOLDER[folder]) > MOST_FILES, f"{folder} is no longer large: take it off the list"
 
 
 def test_engine_folder_and_relative_imports_are_understood(tmp_path: Path):

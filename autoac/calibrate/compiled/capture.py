@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autoac.ops.geometry import clone_with_geometry
+from autoac.step.autocast import autocasts
 from autoac.step.inputs import described
 from autoac.step.model import device_of
 from autoac.step.restore import untouched, values_kept
@@ -18,8 +19,6 @@ from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import uncompiled
 from autoac.torch_private import disable_dispatch_modes, hooked_inside, is_dense, tree_flatten, tree_map
 from autoac_solver.records.errors import ProfilingError
-
-_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -110,11 +109,11 @@ class Catcher:
         if (name, call) not in self.missing:
             return
         hooked = hooked_inside(module)
-        kind = self._kinds[name, call], _described((args, kwargs)), _autocast(), hooked
+        kind = self._kinds[name, call], _described((args, kwargs)), autocasts(), hooked
         if kind not in self._groups:
             with disable_dispatch_modes():  # a step that is being recorded does not see the copies
                 own, named = _each_once(_copy, (args, kwargs))
-                region = Captured(module, own, named, _autocast(), hooked)
+                region = Captured(module, own, named, autocasts(), hooked)
             self._groups[kind] = region, []
         self._groups[kind][1].append((name, call))
         self.missing.remove((name, call))
@@ -227,8 +226,3 @@ def _computed(tensor: torch.Tensor) -> torch.Tensor:
 def _has_gaps(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor's elements lie with gaps or overlap (slices, expanded tensors)."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not is_dense(tensor)
-
-
-def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
-    on = (device for device in _DEVICES if torch.is_autocast_enabled(device))
-    return tuple((device, torch.get_autocast_dtype(device)) for device in on)

@@ -89,7 +89,7 @@ def lines(record: PlanRecord, step: PlannedStep) -> Iterator[str]:
     for name, reason in refused[:_SHOWN]:
         yield f"  no region       {repr(name) if name else 'the model itself'}: {reason}"
     if len(refused) > _SHOWN:
-        yield f"  no region       and {len(refused) - _SHOWN} more modules"
+        yield f"  no region       and {len(refused) - _SHOWN} more modules (plan.refused)"
 
 
 def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:

@@ -29,6 +29,7 @@ from autoac_solver.records.format import format_bytes, format_seconds
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.show.explanation import explain
 from autoac_solver.show.page.content import page_content
+from autoac_solver.show.refusals import modules_that_are_refused
 from autoac_solver.show.summary import about_times, needless, notes, share_of_step
 
 POINTS = 20
@@ -113,6 +114,7 @@ def render_report(
         curve_rows=_curve_rows(plans, record),
         by_hand_rows=_by_hand_rows(content["by_hand"]),
         explanation=explain(record),
+        refused=modules_that_are_refused(record),
         made_with=_made_with(record),
         data=Markup(embedded_json(content)),
         script=Markup(script),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import re
 import subprocess
@@ -23,7 +24,8 @@ from autoac_solver.plan.recorded.report import KINDS
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import PlanRecord
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.profile import STREAMS, Profile
+from autoac_solver.show.explanation import explain
 from autoac_solver.show.page import render_report, write_report
 from autoac_solver.show.page.columns import changes, encode
 from autoac_solver.show.page.content import DECISIONS, page_content
@@ -267,6 +269,24 @@ def test_the_page_names_no_address_and_allows_nothing(hostile_plans: list[PlanRe
     assert "unsafe" not in page.partition("</head>")[0]
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", page)
     assert not re.search(r"\sstyle=", page)  # the policy would refuse it
+
+
+def test_the_page_lists_every_module_that_is_no_region() -> None:
+    recorded = decoder_profile(8, prefix=HOSTILE)
+    refused = [f"{HOSTILE}{layer}" for layer in range(6)]
+    calls = [
+        dataclasses.replace(call, once=STREAMS) if call.fqn in refused else call for call in recorded.calls
+    ]
+    profile = dataclasses.replace(recorded, calls=tuple(calls))
+    record = plan_profile(profile, 10**12, regions=[f"{HOSTILE}6", f"{HOSTILE}7"])
+    assert "no region       and 2 more modules (plan.refused)" in explain(record)
+    listed = render_report(record, curve=tradeoff([record])).partition('<dl class="words" id="refused">')[2]
+    rows = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", listed.partition("</dl>")[0])
+    assert [html.unescape(name) for name, _ in rows] == refused
+    assert all("it runs on more than one stream of the GPU" in reason for _, reason in rows)
+
+    allowed = plan_profile(recorded, 10**12)
+    assert 'id="refused"' not in render_report(allowed, curve=tradeoff([allowed]))
 
 
 def test_a_built_wheel_has_the_page_and_the_cost_tables(tmp_path: Path) -> None:

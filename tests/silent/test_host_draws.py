@@ -93,7 +93,6 @@ def test_ops_that_draw_numpys_numbers(engine: Any):
     assert len(RUNS) == 9  # once in each block and step: the recorded step trains
 
 
-@pytest.mark.filterwarnings("ignore:the plan is not followed:UserWarning")  # the op that raised is not in the profile
 def test_an_op_that_raises_where_forward_expects_it():
     expected = gradients(build(Falling))
     profile = autoac.profile(build(Falling), SAMPLE)

@@ -81,8 +81,7 @@ class Recording(UnwrappedDispatchMode):
                 if info.reshapes:
                     self._reshaped(args[0])
             else:
-                recompute = self._out_of_step(func)
-                look = recompute or info.writes
+                return self._out_of_step(func, info, types, args, kwargs or {})
         if look:
             return self._run(func, info, types, args, kwargs or {}, recompute)
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -95,18 +94,27 @@ class Recording(UnwrappedDispatchMode):
         if slot is not None:
             slot.version = max(slot.version, version_of(tensor) + 1)
 
-    def _out_of_step(self, func: Any) -> bool:
+    def _out_of_step(self, func: Any, info: OpInfo, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op that is not the profile's next one. If it raises, which code may catch, it does not count."""
         program = self.call.program
+        before = self.steps, self.position, self.counts
         if self.counts is None:
             self.left_at = self.steps[self.position][0], func
             self.counts = program.counts_before(self.position)
             self.steps, self.position = (END,), 0
-        nth = self.counts[func]
+        decision = program.by_call(func, self.counts[func])
+        try:
+            if decision or info.writes:
+                result = self._run(func, info, types, args, kwargs, bool(decision))
+            else:
+                result = func(*args, **kwargs)
+        except BaseException:
+            self.steps, self.position, self.counts = before
+            raise
         self.counts[func] += 1
-        decision = program.by_call(func, nth)
         if decision is None:
             program.following.deviates(program.region, *self.left_at, func)
-        return bool(decision)
+        return result
 
     # -- recording ---------------------------------------------------------------------------------------------
 

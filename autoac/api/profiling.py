@@ -27,7 +27,7 @@ from autoac.record.on_fake import record_fake
 from autoac.record.optimizer import with_optimizer
 from autoac.record.recorder import recorded_step
 from autoac.step.autocast import OFF_IN_BACKWARD
-from autoac.step.model import IN_EVAL, check_model, device_of, free_bytes, runs_compiled, unwrapped
+from autoac.step.model import check_model, device_of, free_bytes, runs_compiled, unwrapped
 from autoac.step.modules import RegionChoice, select_modules
 from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.samples import Samples
@@ -38,7 +38,7 @@ from autoac_solver.records.devices import DeviceTable, find_device, on_device
 from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.profile import IN_EVAL, NO_AUTOCAST_IN_BACKWARD, Profile
 from autoac_solver.show import notebook  # noqa: F401  (makes profiles display in Jupyter)
 
 
@@ -131,9 +131,10 @@ def profile(
         if is_compiled:
             recorded = _compiled(recorded, step, names, granularity, part(tell, 0.3, 1.0))
     if not model.training:
-        recorded = _noted(recorded, f"{IN_EVAL}: call model.train() first if it will be trained so")
+        said = "the model was in eval mode: call model.train() first if it will be trained so"
+        recorded = _noted(recorded, said, IN_EVAL)
     if any_autocast() and not step.is_whole:
-        recorded = _noted(recorded, OFF_IN_BACKWARD)
+        recorded = _noted(recorded, OFF_IN_BACKWARD, NO_AUTOCAST_IN_BACKWARD)
     if table is None and recorded.mode == "real":
         return recorded  # the warm-up step has set up cuBLAS's workspaces, which count as what is there before the step
     return with_workspaces(recorded if table is None else on_device(recorded, table), table)
@@ -255,5 +256,5 @@ def _reason_for_fake(model: torch.nn.Module, timed: bool) -> str:
     return ""
 
 
-def _noted(profile: Profile, note: str) -> Profile:
-    return replace(profile, notes=(*profile.notes, note))
+def _noted(profile: Profile, note: str, *facts: str) -> Profile:
+    return replace(profile, notes=(*profile.notes, note), facts=(*profile.facts, *facts))

@@ -20,11 +20,8 @@ from autoac.execute.plan_programs import PlanPrograms
 from autoac.execute.watch.backward_autocast import unwatch_backward, watch_backward
 from autoac.execute.watch.following import NotFollowed, unwatch_following, watch_following
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
-from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.carried import planned
 from autoac.step.model import (
-    IN_EVAL,
-    OWN_CHECKPOINTING,
     device_of,
     model_fingerprint,
     trained_parameters,
@@ -36,6 +33,7 @@ from autoac.torch_private import note_untried
 from autoac_solver.allocator.options import options_in_environment, same_options
 from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.plan import PlanRecord, names_in
+from autoac_solver.records.profile import IN_EVAL, NO_AUTOCAST_IN_BACKWARD, OWN_CHECKPOINTING
 
 _LOG_SOFTMAX = "aten._log_softmax.default"
 
@@ -97,9 +95,9 @@ class Placement:
             others=self.record.others,
             following=self._programs.following,
             one_call=profile.is_one_call,
-            in_eval=any(note.startswith(IN_EVAL) for note in profile.notes),
+            in_eval=IN_EVAL in profile.facts,
             trained=trained_parameters(unwrapped(model)),
-            checkpointed=any(note.startswith(OWN_CHECKPOINTING) for note in profile.notes),
+            checkpointed=OWN_CHECKPOINTING in profile.facts,
         )
         for program in self._programs.all:
             program.warned = False
@@ -127,7 +125,7 @@ class Placement:
 
     def watch_autocast(self, inner: torch.nn.Module) -> None:
         """Warn from now on if backward runs under autocast, and the profiled one did not; `take_off` ends it."""
-        if OFF_IN_BACKWARD in self.record.profile.notes:
+        if NO_AUTOCAST_IN_BACKWARD in self.record.profile.facts:
             watch_backward(inner)
 
     def trains(self, model: torch.nn.Module) -> bool:

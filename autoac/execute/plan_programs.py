@@ -17,7 +17,7 @@ from autoac.step.model import model_fingerprint
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import PlanRecord
-from autoac_solver.records.profile import VARIES
+from autoac_solver.records.profile import VARYING
 
 _NUMBER = re.compile(r"\d+")
 
@@ -110,7 +110,7 @@ class PlanPrograms:
     def following(self) -> Following:
         """Collects ops that the profiled step did not run, from all programs."""
         profile = self._record.profile
-        return Following(profile.sample, any(VARIES in note for note in profile.notes), self._peaks_if)
+        return Following(profile.sample, VARYING in profile.facts, self._peaks_if)
 
     def _peaks_if(self, regions: Collection[str]) -> tuple[int, int]:
         """The peak if these regions recompute nothing, and the planned peak; zeros if it cannot be predicted."""

@@ -17,7 +17,7 @@ from autoac.step.model import device_of, model_fingerprint
 from autoac.step.step import TrainingStep
 from autoac_solver.records.devices import DeviceTable
 from autoac_solver.records.errors import AutoacError, ProfilingError
-from autoac_solver.records.profile import VARIES, Profile
+from autoac_solver.records.profile import VARIES, VARYING, Profile
 
 
 def record_sharded(
@@ -83,7 +83,9 @@ def record_sharded(
         for said in recorded.notes
         if not said.startswith((f"{VARIES} with its data", f"{VARIES} in the sizes"))
     ]
-    return replace(recorded, model_fingerprint=fingerprint, notes=(*notes, note))
+    varies = any(said.startswith(VARIES) for said in notes)
+    facts = tuple(fact for fact in recorded.facts if varies or fact != VARYING)
+    return replace(recorded, model_fingerprint=fingerprint, notes=(*notes, note), facts=facts)
 
 
 def optimizer_of(

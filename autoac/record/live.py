@@ -58,7 +58,7 @@ from autoac.torch_private import (
     top_saved_tensors_hooks,
 )
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.profile import IN_A_LOOP, NEVER, ModuleCall, Profile, Storage
+from autoac_solver.records.profile import NEVER, OWN_CHECKPOINTING, OWN_LOOP, ModuleCall, Profile, Storage
 
 _PROFILED = (
     "torch's profiler ran in the recorded step, so memory that ops take inside of them may not be counted: let autoac "
@@ -253,6 +253,7 @@ class LiveStep:
             for storage in tables["storage_table"]
         )
         recorder.check_recorded(tables, is_whole=True)
+        checkpointed = notes_if_checkpointed(self.model)
         return Profile(
             model=own_name(self.model),
             model_fingerprint=self.fingerprint,
@@ -262,10 +263,10 @@ class LiveStep:
             costs=engine_costs(self.device, recorder.bytes_per_op(tables["tape"])),
             measured_step_s=elapsed,
             notes=(
-                f"{IN_A_LOOP}: a step of your own loop, up to the optimizer's",
+                "recorded while the model was trained: a step of your own loop, up to the optimizer's",
                 *([_PROFILED] if self.profiled else []),
                 *([_ONE_DRAW] if self.tape.single.count else []),
-                *notes_if_checkpointed(self.model),
+                *checkpointed,
                 *notes_if_compiled(self.model, self.tape),
                 *notes_if_uncounted(self.tape),
                 *notes_if_calls_differ(self.tape),
@@ -274,6 +275,7 @@ class LiveStep:
                 *note_if_unsteady(times.values(), self.device, self.disturbance),
                 *note_on_device(self.device),
             ),
+            facts=(OWN_LOOP, *([OWN_CHECKPOINTING] if checkpointed else [])),
             **tables,
         )
 

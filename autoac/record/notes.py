@@ -12,7 +12,7 @@ from autoac.price.meters import Disturbance, OpTime, unsteady
 from autoac.record.cuda.ops import CudaOps
 from autoac.record.tape.tape import Tape
 from autoac.step.inputs import elements_in
-from autoac.step.model import OWN_CHECKPOINTING, own_checkpointing
+from autoac.step.model import own_checkpointing
 from autoac.step.uncompiled import compiled_modules
 from autoac.torch_private import is_checkpoint_wrapper
 from autoac_solver.records.profile import IN_ITS_ORDER
@@ -49,15 +49,15 @@ def notes_if_checkpointed(model: torch.nn.Module) -> list[str]:
     name = own_checkpointing(model)
     if wrapped:
         return [
-            f"{OWN_CHECKPOINTING}, torch's checkpoint_wrapper, is on {_some(wrapped)}: it recomputes these modules as "
-            "a whole, and a plan decides little inside of them. Plan for the model without it (in trainers' options of "
-            "FSDP: activation_checkpointing off)"
+            f"the model's own checkpointing, torch's checkpoint_wrapper, is on {_some(wrapped)}: it recomputes these "
+            "modules as a whole, and a plan decides little inside of them. Plan for the model without it (in trainers' "
+            "options of FSDP: activation_checkpointing off)"
         ]
     if not name:
         return []
     return [
-        f"{OWN_CHECKPOINTING} {name}, is on: it recomputes layers as a whole, and a plan decides little inside of "
-        f"them. Call model.{name}_disable() before planning"
+        f"the model's own checkpointing, {name}, is on: it recomputes layers as a whole, and a plan decides little "
+        f"inside of them. Call model.{name}_disable() before planning"
     ]
 
 

@@ -29,6 +29,7 @@ from autoac.record.recorder import (
     Progress,
     bytes_per_op,
     check_recorded,
+    facts_of,
     losses_of,
     names_of,
     recording,
@@ -125,6 +126,7 @@ def record_fake(
     tables["storage_table"] = tape_tables.resized(
         tape.ops, tables["storage_table"], found.result_bytes, device
     )
+    checkpointed = notes_if_checkpointed(model)
     return Profile(
         model=own_name(model),
         model_fingerprint=model_fingerprint(model),
@@ -137,11 +139,12 @@ def record_fake(
         notes=(
             *notes_on_fake(results.unknown, found, len(signatures), measure, cuda_ops),
             *runs.notes(),
-            *notes_if_checkpointed(model),
+            *checkpointed,
             *notes_if_compiled(model, tape),
             *notes_if_uncounted(tape),
             *note,
         ),
+        facts=facts_of(checkpointed, runs),
         **tables,
     )
 

@@ -49,7 +49,7 @@ from autoac.step.units import here, own_name
 from autoac.torch_private import local_part, storage_key
 from autoac_solver.build.losses.cross_entropy import losses_in_modules
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.profile import Op, Profile
+from autoac_solver.records.profile import OWN_CHECKPOINTING, VARYING, Op, Profile
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
@@ -173,6 +173,7 @@ def recorded_step(
             )
     tell("engine costs", 0.9)
     check_recorded(tables, step.is_whole)
+    checkpointed = notes_if_checkpointed(model)
     profile = Profile(
         model=own_name(model),
         model_fingerprint=model_fingerprint(model),
@@ -182,7 +183,7 @@ def recorded_step(
         costs=engine_costs(device, bytes_per_op(tables["tape"])),
         measured_step_s=elapsed,
         notes=(
-            *notes_if_checkpointed(model),
+            *checkpointed,
             *notes_if_compiled(model, tape),
             *notes_if_uncounted(tape),
             *notes_if_calls_differ(tape),
@@ -192,9 +193,15 @@ def recorded_step(
             *note,
             *note_on_device(device),
         ),
+        facts=facts_of(checkpointed, runs),
         **tables,
     )
     return profile, its_own
+
+
+def facts_of(checkpointed: Sequence[str], runs: Runs) -> tuple[str, ...]:
+    """What the profile of a step with these notes on checkpointing, which was run so, knows of it: see `FACTS`."""
+    return (*([OWN_CHECKPOINTING] if checkpointed else []), *([VARYING] if runs.varies else []))
 
 
 def _outcomes(step: TrainingStep, runs: Runs) -> list[str]:

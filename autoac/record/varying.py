@@ -114,6 +114,11 @@ class Runs:
     def _called(self, outcome: str) -> frozenset[tuple[str, int]]:
         return frozenset().union(*(run.calls for run in self.all if run.outcome == outcome))
 
+    @property
+    def varies(self) -> bool:
+        """Whether the runs differ in their ops or in the sizes of tensors."""
+        return bool(self._on_variation())
+
     def notes(self) -> tuple[str, ...]:
         """Notes on a step that varies, none for a step that does not. The last run is the recorded one."""
         failed = tuple(

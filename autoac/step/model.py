@@ -25,11 +25,6 @@ from autoac.torch_private import (
 )
 from autoac_solver.records.errors import ProfilingError
 
-OWN_CHECKPOINTING = "the model's own checkpointing,"
-"""How a profile's note on it begins."""
-IN_EVAL = "the model was in eval mode"
-"""How a profile's note on it begins."""
-
 
 def check_model(model: torch.nn.Module) -> None:
     """Refuse a model that cannot be profiled, before anything runs."""

@@ -15,7 +15,7 @@ from autoac_solver.problem.problem import ALWAYS, Lifetime
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.records.compiled import in_words
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.profile import IN_A_LOOP, KINDS, NEVER, OPTIMIZER_STEP, Op, Profile
+from autoac_solver.records.profile import KINDS, NEVER, OPTIMIZER_STEP, OWN_LOOP, Op, Profile
 
 _COLUMNS = ["region", "module", "op", "bytes", "decision", "time_s", "must_save", "reason", "unit", "storage"]
 
@@ -194,7 +194,7 @@ def left_bytes(profile: Profile) -> int:
     0 if the loop's own step was recorded: the profile has what it held. A tensor that the model itself holds from
     step to step is there before the step, too.
     """
-    if any(note.startswith(IN_A_LOOP) for note in profile.notes):
+    if OWN_LOOP in profile.facts:
         return 0
     within = [s for s in profile.storage_table if s.kind in ("Activation", "Temp", "Input")]
     survive = sum(s.bytes for s in within if s.alloc > 0 and s.free >= profile.end)

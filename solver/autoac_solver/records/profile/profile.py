@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -17,16 +17,16 @@ from autoac_solver.records.asked import Shown, ask
 from autoac_solver.records.clocks import Lanes, run
 from autoac_solver.records.compiled import CompiledPoint, CompiledRegion, CompiledTable
 from autoac_solver.records.disk.files import read_json, write_json
-from autoac_solver.records.disk.limits import Seconds, Size
+from autoac_solver.records.disk.limits import Seconds, Size, one_of
 from autoac_solver.records.disk.schema import checked, columns, document, fields_of, rows, table
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.format import format_bytes, format_seconds
 from autoac_solver.records.profile.any_order import in_any_order
 from autoac_solver.records.profile.checks import check
-from autoac_solver.records.profile.rows import NEVER, TIMES_FROM, ModuleCall, Op, Saved, Storage
+from autoac_solver.records.profile.rows import FACTS, NEVER, TIMES_FROM, ModuleCall, Op, Saved, Storage
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 9  # 8: no pauses; 9: sizes of the model's calls
+SCHEMA_VERSION = 9  # 8: no pauses; 9: sizes of the model's calls, facts
 
 EngineCosts = dict[str, dict[str, Seconds]]
 """Seconds of the engines' bookkeeping on the profile's machine: engine name -> part -> seconds.
@@ -57,6 +57,7 @@ class Profile(Shown):
         views_s: seconds of all ops that only make views.
         outside_s: seconds of the step that belong to no op (the optimizer's, if it was given).
         notes: remarks for the reader on how the profile was made.
+        facts: those of `FACTS` that hold.
         sample: names, types and shapes of the model's arguments, of the call with the most elements; "" if unknown.
         call_elements: elements of the tensors that each call of the root module with gradients on is given; () if
             unknown.
@@ -85,6 +86,7 @@ class Profile(Shown):
     views_s: Seconds = 0.0
     outside_s: Seconds = 0.0
     notes: tuple[str, ...] = ()
+    facts: tuple[Annotated[str, one_of(*FACTS)], ...] = ()
     sample: str = ""
     call_elements: tuple[Size, ...] = ()
     any_order: bool = False

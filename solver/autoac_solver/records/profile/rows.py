@@ -26,8 +26,12 @@ UNSTEADY = "times are unsteady"
 VARIES = "the step varies"
 """Beginning of a profile's note that the step does not run the same ops every time."""
 
-IN_A_LOOP = "recorded while the model was trained"
-"""Beginning of a profile's note that the loop's own step was recorded, with the tensors that the loop still held."""
+FACTS = ("own loop", "eval mode", "own checkpointing", "varies", "no autocast in backward")
+"""What is known of a recorded step, for code; the profile's notes say it to readers. The loop's own step was recorded,
+with the tensors that the loop still held; the model was in eval mode; it recomputes by its own checkpointing; the step
+does not run the same ops every time; its backward ran without the autocast of its forward."""
+
+OWN_LOOP, IN_EVAL, OWN_CHECKPOINTING, VARYING, NO_AUTOCAST_IN_BACKWARD = FACTS
 
 INFERENCE = "inference mode"
 CACHED = "cached parametrizations"

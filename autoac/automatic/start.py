@@ -46,7 +46,7 @@ def auto(
 ) -> Auto:
     """Run a training loop under a budget: its first step is recorded as it trains, then a plan is put on the model.
 
-    Nothing runs before the loop's first training step, and nothing runs twice: gradients, weights and random states are
+    Nothing runs before the loop's first training step, and no step runs twice: gradients, weights and random states are
     to the bit those of a loop without this line. The first step runs with everything recomputed, which takes the least
     memory, and is slower, because its ops are timed. The logger "autoac" gets one line about the plan.
 

@@ -141,10 +141,8 @@ class Watch:
         """
         if not self._by_place:
             return None
-        planned, elements = (
-            self._by_place[min(self._calls, len(self._by_place)) - 1],
-            elements_of(args, kwargs),
-        )
+        planned = self._by_place[min(self._calls, len(self._by_place)) - 1]
+        elements = elements_of(args, kwargs)
         if elements <= planned:
             return None
         words = (

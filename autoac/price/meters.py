@@ -247,7 +247,7 @@ class OpTimer:
             samples, reruns = self.samples.get(signature, []), self.reruns
             repeated = self.repeated.get(signature, [])
             if not samples and not repeated:
-                continue  # it did not fit twice, and then not at all
+                continue  # repeated runs had no memory, and then the op raised
             if self.known.asynchronous and repeated:
                 samples, reruns = repeated, {}
             elif len(samples) < _ENOUGH:

@@ -3,9 +3,8 @@
 NOTE [ Who holds what ]
   1. An op whose values are to be recomputed leaves a record: the op and its arguments. An argument that will itself
      be recomputed is stored as a reference (slot and geometry), any other tensor as it is. That strong reference *is*
-     the saving: values that nothing needs are neither kept nor recorded. A parameter is stored as an alias: code may
-     assign other values to its `.data` before backward, and the op read these. Autograd itself saves the parameter,
-     and its backward reads what `.data` is by then (torch/csrc/autograd/saved_variable.cpp, `saved_original_`).
+     the saving: values that nothing needs are neither kept nor recorded. A tensor without a graph, such as a
+     parameter, is stored as an alias: code may assign other values to its `.data` before backward.
   2. Autograd gets a handle for a tensor on a recomputed storage, and a (tensor, version) pair for any other.
   3. Handles hold the call strongly, the call knows its handles weakly. No tensor that a call holds has a grad_fn, so
      there is no reference cycle: when the graph dies, handles, call and records die at once.

@@ -99,9 +99,8 @@ class Tape(TorchDispatchMode):
         self.sample = ""  # see `Profile.sample`
         self.root_calls: list[str] = []  # descriptions of the model's calls with gradients on
         self.single = SingleDraws()
-        self.drawn_on_host: dict[
-            str, list[int]
-        ] = {}  # op -> the calls in which it drew Python's or numpy's numbers
+        # Op -> the module calls in which it drew from Python's or numpy's random numbers.
+        self.drawn_on_host: dict[str, list[int]] = {}
         self.failed_at: tuple[str, str] | None = None  # op and module where the step failed
         self.on_op: Callable[[int], None] = lambda done: None  # now and then called with the number of ops
         self.ops: list[dict[str, Any]] = []

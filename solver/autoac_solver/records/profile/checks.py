@@ -23,8 +23,10 @@ def check(profile: Profile) -> None:
     _check_storages(profile)
     _check_calls(profile)
     _check_compiled(profile)
-    roots = sum(call.grad and not call.fqn for call in profile.calls)
-    _demand(len(profile.call_elements) in (0, roots), "it has sizes for other calls of the model than it has")
+    _demand(
+        len(profile.call_elements) in (0, profile.n_root_calls),
+        "it has sizes for other calls of the model than it has",
+    )
     for saved in profile.saved:
         _demand(_refers(profile.storage_table, saved.storage), "a saved tensor has no storage")
         _demand(saved.module == NEVER or _refers(profile.calls, saved.module), "a saved tensor has no module")

@@ -117,7 +117,7 @@ class Profile(Shown):
     def is_one_call(self) -> bool:
         """Whether the step calls the root module once and begins without gradients."""
         gradients = any(s.kind == "Gradient" and s.alloc == NEVER for s in self.storage_table)
-        return not gradients and sum(call.grad and not call.fqn for call in self.calls) == 1
+        return not gradients and self.n_root_calls == 1
 
     def in_any_order(self) -> Profile:
         """The step as if its calls of the model, micro-batches of different sizes, came in any order.

@@ -36,6 +36,7 @@ from autoac.device import streams
 from autoac.execute.program import Program
 from autoac.execute.running import first_run, second_run
 from autoac.execute.sac.debug import OpLog, compared, debugging, hidden_from_torch
+from autoac.execute.sac.failures import FailingAgain
 from autoac.execute.sac.first_step import Comparing, FirstStep
 from autoac.execute.sac.randoms import DrawingTheSame, Drawn, HostRandoms, may_draw
 from autoac.execute.sac.state import ModuleState
@@ -53,6 +54,7 @@ from autoac.torch_private import (
     disable_dispatch_modes,
     is_sharded_type,
     local_part,
+    noting_failures,
     on_fake_tensors,
     on_local_parts,
     storage_key,
@@ -126,7 +128,8 @@ def contexts(
     first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     if torch.compiler.is_compiling() or being_traced():
         return first, second
-    first, second = on_local_parts(bypassing_hooks(first)), on_local_parts(second)
+    first, policy.failures = noting_failures(bypassing_hooks(first))
+    first, second = on_local_parts(first), on_local_parts(second)
     policy.watches = True
     policy.streams = streams_of_call(program.region)
     log = OpLog(program.region) if debugging() else None
@@ -213,6 +216,8 @@ class _SecondRun:
             parts.append(_Refusing(changed, self.policy))
         if self.policy.writes_lists:
             parts.append(_CountedWrites())
+        if self.policy.failures:
+            parts.append(FailingAgain(self.policy.failures, self.policy.program.region))
         self.second = OpLog(self.policy.program.region) if self.first is not None else None
         if self.second is not None:
             parts.append(self.second)
@@ -422,6 +427,7 @@ class SacPolicy:
         self.streams: CallStreams | None = None  # None if no GPU is in use
         self.drawn: Drawn | None = None  # None if no other thread can disturb it
         self.host: HostRandoms | None = None  # None if the region draws nothing there
+        self.failures: Counter[tuple[Any, int]] = Counter()  # see NOTE [ Ops that raise ]
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)

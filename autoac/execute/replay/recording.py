@@ -7,7 +7,9 @@ NOTE [ Never wrong, whatever the decisions ]
   region, its version counter shows it, as in autograd, and that is an error. A storage that is read before any visible
   op has written it was written by an opaque kernel: it is kept. So is a storage once an op has changed its size
   (`resize_`, `out=` into an empty tensor): its views could not be made before that op has run again, and not every
-  kernel resizes its output. An op that raises, which code may catch, leaves the recording as it was before.
+  kernel resizes its output. What another library's op has made that drew from Python's or numpy's random numbers is
+  kept: to set these back in backward could disturb what else draws there. An op that raises, which code may catch,
+  leaves the recording as it was before.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from autoac.execute.streams import as_blocking, comes_to_host
 from autoac.ops.generators import generators_of
 from autoac.ops.geometry import Geometry
 from autoac.ops.info import OpInfo, op_info, tensors_in, written_tensors
+from autoac.step.restore import host_random_states, same_random_states
 from autoac.torch_private import (
     UnwrappedDispatchMode,
     counted_writes,
@@ -172,7 +175,7 @@ class Recording(UnwrappedDispatchMode):
             if flags == self.flags:
                 flags = self.flags  # one object for all records
             self.flags = flags
-        rng = None
+        rng, host = None, host_random_states() if info.unknown else []
         try:
             if info.random or info.unknown:
                 result, rng = self._run_random(func, info, args, kwargs)
@@ -190,6 +193,10 @@ class Recording(UnwrappedDispatchMode):
                 kwargs[name] = [
                     None if t is None else self._store(t, (name, j), refs, kept) for j, t in enumerate(value)
                 ]
+        if host and not same_random_states(host, host_random_states()):
+            for target in written_tensors(info, args, kwargs):  # see NOTE [ Never wrong ]
+                self.slots.pop(key_of(target), None)
+            return result
         if any(storage.nbytes() != n_bytes for storage, n_bytes in sizes):
             for storage, _ in sizes:  # see NOTE [ Never wrong ]
                 self.slots.pop(key_of_storage(storage), None)

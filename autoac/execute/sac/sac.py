@@ -238,7 +238,7 @@ class _SecondRun:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self.entered.__exit__(kind, error, traceback)
-        if self.policy.host is not None and not self.policy.host.drew:
+        if self.policy.host is not None and not self.policy.host.drew and not self.policy.runs_unknown:
             self.policy.program.draws_on_host = False  # it was another thread that drew
         if self.casts is not None:
             torch.clear_autocast_cache()
@@ -259,6 +259,8 @@ _SECOND_RUN = (
 class _DrawingOnHost:
     """Context of the first run, by which the policy learns whether the region draws from Python's or numpy's generator.
 
+    What it learns of one call holds for the next ones, but for another library's ops: they may draw in some calls only.
+
     Args:
         module: as for `run`. In evaluation it may draw nothing that it does in training.
     """
@@ -276,7 +278,7 @@ class _DrawingOnHost:
             return
         if self.before.changed():
             self.policy.host, self.policy.program.draws_on_host = self.before, True
-        elif self.training and error is None:
+        elif self.training and error is None and not self.policy.runs_unknown:
             self.policy.program.draws_on_host = False
 
 
@@ -427,10 +429,12 @@ class SacPolicy:
         self.streams: CallStreams | None = None  # None if no GPU is in use
         self.drawn: Drawn | None = None  # None if no other thread can disturb it
         self.host: HostRandoms | None = None  # None if the region draws nothing there
+        self.runs_unknown = False  # whether another library's op has run in the region
         self.failures: Counter[tuple[Any, int]] = Counter()  # see NOTE [ Ops that raise ]
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)
+        self.runs_unknown |= info.unknown
         if self.streams is not None and not info.ignored:
             self.streams.ran(ctx.op_output)
         if self.compares is not None:

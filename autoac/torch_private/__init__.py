@@ -39,6 +39,7 @@ from autoac.torch_private.checkpoint import (
     bypassing_hooks,
     checkpoint_debug_enabled,
     is_checkpoint_wrapper,
+    noting_failures,
     on_local_parts,
 )
 from autoac.torch_private.compiler import (
@@ -292,6 +293,7 @@ __all__ = [
     "next_node_number",
     "node_number",
     "on_fake_tensors",
+    "noting_failures",
     "on_local_parts",
     "note_untried",
     "own_tensors",

@@ -8,9 +8,12 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import Counter
 from typing import Any
 
+import torch._ops
 import torch.utils.checkpoint
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from autoac.torch_private.dispatch import on_fake_tensors
 from autoac.torch_private.distributed import is_sharded_type, is_wait, is_wrap
@@ -54,6 +57,43 @@ def bypassing_hooks(mode: Any) -> Any:
     return mode
 
 
+def noting_failures(mode: Any) -> tuple[Any, Counter[tuple[Any, int]]]:
+    """Let selective checkpointing's first mode note the ops that raise, which the region's code may catch.
+
+    Returns:
+        The mode, and what it notes: how often (overload, n-th call of those that do not raise) raised before it ran.
+        Without higher-order ops, which torch may count by more than their overload.
+
+    Source: `func_counter` of `_CachingTorchDispatchMode` in torch/utils/checkpoint.py: it rises once an op has run,
+    before the policy is asked.
+    """
+    mode.__class__ = _noting_failures(type(mode))
+    mode.failures = Counter()
+    return mode, mode.failures
+
+
+@functools.cache
+def _noting_failures(kind: Any) -> Any:
+    class NotingFailures(kind):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            done = self.func_counter[func]
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            except BaseException:
+                is_counted = isinstance(func, torch._ops.OpOverload) and func not in SAC_IGNORED_OPS
+                if is_counted and self.func_counter[func] == done:  # else the policy has raised
+                    self.failures[func, done] += 1
+                raise
+
+    return _named_as(kind, NotingFailures)
+
+
+def _named_as(kind: Any, own: Any) -> Any:
+    for said in ("__name__", "__qualname__", "__module__"):  # torch's errors name their mode
+        setattr(own, said, getattr(kind, said))
+    return own
+
+
 def on_local_parts(mode: Any) -> Any:
     """Let one of selective checkpointing's modes see the local ops and collectives of an op on sharded tensors.
 
@@ -82,6 +122,4 @@ def _on_local_parts(kind: Any) -> Any:
                 return func(*args, **(kwargs or {}))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    for said in ("__name__", "__qualname__", "__module__"):  # torch's errors name their mode
-        setattr(OnLocalParts, said, getattr(kind, said))
-    return OnLocalParts
+    return _named_as(kind, OnLocalParts)

@@ -1,7 +1,9 @@
 """torch's own checkpointing."""
 
 import functools
+from typing import Any
 
+import pytest
 import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -50,3 +52,28 @@ def test_tensors_that_a_policy_keeps_bypass_hooks():
     with hooks, torch_private.bypassing_hooks(first):
         torch.ones(3).sin()
     assert not packed
+
+
+def test_noting_failures():
+    """By overload and number of the calls before that did not raise; not where the policy raises."""
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is torch.ops.aten.cos.default:
+            raise LookupError("the policy")
+        return CheckpointPolicy.MUST_SAVE
+
+    first, _ = create_selective_checkpoint_contexts(policy)
+    mode, failures = torch_private.noting_failures(first)
+    assert type(mode).__name__ == "_CachingTorchDispatchMode"
+    x = torch.ones(2, 3)
+    with mode:
+        x.view(3, 2)
+        for shape in ((4,), (5,)):
+            with pytest.raises(RuntimeError, match="invalid for input of size"):
+                x.view(shape)
+        x.view(6)
+        with pytest.raises(RuntimeError, match="invalid for input of size"):
+            x.view(7)
+        with pytest.raises(LookupError):
+            x.cos()
+    assert failures == {(torch.ops.aten.view.default, 1): 2, (torch.ops.aten.view.default, 2): 1}

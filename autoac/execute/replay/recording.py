@@ -7,13 +7,16 @@ NOTE [ Never wrong, whatever the decisions ]
   region, its version counter shows it, as in autograd, and that is an error. A storage that is read before any visible
   op has written it was written by an opaque kernel: it is kept. So is a storage once an op has changed its size
   (`resize_`, `out=` into an empty tensor): its views could not be made before that op has run again, and not every
-  kernel resizes its output.
+  kernel resizes its output. What another library's op has made that drew from Python's or numpy's random numbers is
+  kept: to set these back in backward could disturb what else draws there. An op that raises, which code may catch,
+  leaves the recording as it was before.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +25,12 @@ from autoac.execute.program import END, Program
 from autoac.execute.replay.call import ReplayCall, unpack
 from autoac.execute.replay.held import detach_foreign_too, is_foreign, key_of, without_graph
 from autoac.execute.replay.randoms import Stash, drawing
-from autoac.execute.replay.records import Handle, Kept, Record, Slot
+from autoac.execute.replay.records import Handle, Kept, Marks, Record, Slot
 from autoac.execute.streams import as_blocking, comes_to_host
 from autoac.ops.generators import generators_of
 from autoac.ops.geometry import Geometry
 from autoac.ops.info import OpInfo, op_info, tensors_in, written_tensors
+from autoac.step.restore import host_random_states, same_random_states
 from autoac.torch_private import (
     UnwrappedDispatchMode,
     counted_writes,
@@ -74,16 +78,18 @@ class Recording(UnwrappedDispatchMode):
         overload, recompute, look, info = self.steps[self.position]
         if overload is func and info is not None:
             self.position += 1
-        else:
-            info = op_info(func)
-            if info.ignored:
-                look = False
-                if info.reshapes:
-                    self._reshaped(args[0])
-            else:
-                return self._out_of_step(func, info, types, args, kwargs or {})
-        if look:
-            return self._run(func, info, types, args, kwargs or {}, recompute)
+            try:
+                if look:
+                    return self._run(func, info, types, args, kwargs or {}, recompute)
+                return func(*args, **kwargs) if kwargs else func(*args)
+            except BaseException:
+                self.position -= 1
+                raise
+        info = op_info(func)
+        if not info.ignored:
+            return self._out_of_step(func, info, types, args, kwargs or {})
+        if info.reshapes:
+            self._reshaped(args[0])
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _reshaped(self, tensor: torch.Tensor) -> None:
@@ -95,7 +101,7 @@ class Recording(UnwrappedDispatchMode):
             slot.version = max(slot.version, version_of(tensor) + 1)
 
     def _out_of_step(self, func: Any, info: OpInfo, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an op that is not the profile's next one. If it raises, which code may catch, it does not count."""
+        """Run an op that is not the profile's next one."""
         program = self.call.program
         before = self.steps, self.position, self.counts
         if self.counts is None:
@@ -145,12 +151,7 @@ class Recording(UnwrappedDispatchMode):
         return self._record(func, info, args, kwargs, written)
 
     def _record(self, func, info: OpInfo, args, kwargs, written: tuple[Slot, ...]) -> Any:
-        if written:
-            for target in written_tensors(info, args, kwargs):
-                self.raw.discard(key_of(target))
-                slot = self.slot_of(target)
-                if slot is not None:
-                    slot.is_written(target)
+        writes = self._write(written_tensors(info, args, kwargs)) if written else None
         alive = [slot.alive() for slot in written] if info.resizes else []
         sizes = [(storage, storage.nbytes()) for storage in alive if storage is not None]
         refs: list[tuple[Any, Slot, Geometry | None]] = []
@@ -174,11 +175,16 @@ class Recording(UnwrappedDispatchMode):
             if flags == self.flags:
                 flags = self.flags  # one object for all records
             self.flags = flags
-        rng = None
-        if info.random or info.unknown:
-            result, rng = self._run_random(func, info, args, kwargs)
-        else:
-            result = func(*args, **kwargs) if kwargs else func(*args)
+        rng, host = None, host_random_states() if info.unknown else []
+        try:
+            if info.random or info.unknown:
+                result, rng = self._run_random(func, info, args, kwargs)
+            else:
+                result = func(*args, **kwargs) if kwargs else func(*args)
+        except BaseException:
+            if writes is not None:
+                writes.undo()
+            raise
         for name in info.keywords:
             value = kwargs.get(name)
             if isinstance(value, torch.Tensor):
@@ -187,6 +193,10 @@ class Recording(UnwrappedDispatchMode):
                 kwargs[name] = [
                     None if t is None else self._store(t, (name, j), refs, kept) for j, t in enumerate(value)
                 ]
+        if host and not same_random_states(host, host_random_states()):
+            for target in written_tensors(info, args, kwargs):  # see NOTE [ Never wrong ]
+                self.slots.pop(key_of(target), None)
+            return result
         if any(storage.nbytes() != n_bytes for storage, n_bytes in sizes):
             for storage, _ in sizes:  # see NOTE [ Never wrong ]
                 self.slots.pop(key_of_storage(storage), None)
@@ -208,6 +218,17 @@ class Recording(UnwrappedDispatchMode):
         if outputs or written:
             self.call.records.append(record)
         return result
+
+    def _write(self, targets: list[torch.Tensor]) -> _Writes:
+        """Before an op writes these tensors on recomputed storages."""
+        slots = {slot for slot in map(self.slot_of, targets) if slot is not None}
+        writes = _Writes(self.raw, self.raw & set(map(key_of, targets)), [(s, s.marks()) for s in slots])
+        for target in targets:
+            self.raw.discard(key_of(target))
+            slot = self.slot_of(target)
+            if slot is not None:
+                slot.is_written(target)
+        return writes
 
     def _run_random(self, func, info: OpInfo, args, kwargs) -> tuple[Any, tuple[Stash, ...] | None]:
         """Run an op that may draw random numbers; also returns the stashes with which its replay draws the same."""
@@ -293,6 +314,27 @@ class Recording(UnwrappedDispatchMode):
         """End the recording after the region's forward."""
         self.call.recording = False
         self.call.pending = bool(self.call.records)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writes:
+    """What is undone if the op that was to write raises.
+
+    Args:
+        raw: of the recording.
+        keys: those that were in it.
+        marks: of the slots before.
+    """
+
+    raw: set[int]
+    keys: set[int]
+    marks: list[tuple[Slot, Marks]]
+
+    def undo(self) -> None:
+        """The op has raised."""
+        self.raw.update(self.keys)
+        for slot, marks in self.marks:
+            slot.put_back(marks)
 
 
 def run(

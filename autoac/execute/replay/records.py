@@ -33,6 +33,10 @@ MODIFIED = (
 )
 
 
+Marks = tuple[bool, int, list["weakref.ref[Handle]"]]
+"""Whether a slot is written, its version, and the handles that autograd would not refuse."""
+
+
 class Slot:
     """A storage that will be recomputed: its layout and version, and the handles that wait for it."""
 
@@ -72,6 +76,17 @@ class Slot:
             if handle is not None and version_of(target) >= handle.version:
                 seen = handle.geometry or self.as_made
                 handle.modified |= not certainly_disjoint(geometry_of(target), seen)
+
+    def marks(self) -> Marks:
+        """What `is_written` changes."""
+        return self.written, self.version, [ref for ref in self.handles if _is_intact(ref())]
+
+    def put_back(self, marks: Marks) -> None:
+        """Undo what `is_written` did since: the op has raised, and autograd's counters have not risen."""
+        self.written, self.version, intact = marks
+        for handle in (ref() for ref in intact):
+            if handle is not None:
+                handle.modified = False
 
 
 Kept = tuple[torch.Tensor, torch.Tensor, int]
@@ -157,6 +172,10 @@ class Handle:
         if keep_graph or in_compiled_autograd():
             self.tensor = None
         return tensor if self.like is None else self.like(tensor)
+
+
+def _is_intact(handle: Handle | None) -> bool:
+    return handle is not None and not handle.modified
 
 
 def _put(args: list[Any], kwargs: dict[str, Any], where: Any, tensor: torch.Tensor) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from autoac.device import streams
 from autoac.execute.program import Program
 from autoac.execute.running import first_run, second_run
 from autoac.execute.sac.debug import OpLog, compared, debugging, hidden_from_torch
+from autoac.execute.sac.failures import FailingAgain
 from autoac.execute.sac.first_step import Comparing, FirstStep
 from autoac.execute.sac.randoms import DrawingTheSame, Drawn, HostRandoms, may_draw
 from autoac.execute.sac.state import ModuleState
@@ -53,6 +54,7 @@ from autoac.torch_private import (
     disable_dispatch_modes,
     is_sharded_type,
     local_part,
+    noting_failures,
     on_fake_tensors,
     on_local_parts,
     storage_key,
@@ -126,7 +128,8 @@ def contexts(
     first, second = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     if torch.compiler.is_compiling() or being_traced():
         return first, second
-    first, second = on_local_parts(bypassing_hooks(first)), on_local_parts(second)
+    first, policy.failures = noting_failures(bypassing_hooks(first))
+    first, second = on_local_parts(first), on_local_parts(second)
     policy.watches = True
     policy.streams = streams_of_call(program.region)
     log = OpLog(program.region) if debugging() else None
@@ -213,6 +216,8 @@ class _SecondRun:
             parts.append(_Refusing(changed, self.policy))
         if self.policy.writes_lists:
             parts.append(_CountedWrites())
+        if self.policy.failures:
+            parts.append(FailingAgain(self.policy.failures, self.policy.program.region))
         self.second = OpLog(self.policy.program.region) if self.first is not None else None
         if self.second is not None:
             parts.append(self.second)
@@ -233,7 +238,7 @@ class _SecondRun:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self.entered.__exit__(kind, error, traceback)
-        if self.policy.host is not None and not self.policy.host.drew:
+        if self.policy.host is not None and not self.policy.host.drew and not self.policy.runs_unknown:
             self.policy.program.draws_on_host = False  # it was another thread that drew
         if self.casts is not None:
             torch.clear_autocast_cache()
@@ -254,6 +259,8 @@ _SECOND_RUN = (
 class _DrawingOnHost:
     """Context of the first run, by which the policy learns whether the region draws from Python's or numpy's generator.
 
+    What it learns of one call holds for the next ones, but for another library's ops: they may draw in some calls only.
+
     Args:
         module: as for `run`. In evaluation it may draw nothing that it does in training.
     """
@@ -271,7 +278,7 @@ class _DrawingOnHost:
             return
         if self.before.changed():
             self.policy.host, self.policy.program.draws_on_host = self.before, True
-        elif self.training and error is None:
+        elif self.training and error is None and not self.policy.runs_unknown:
             self.policy.program.draws_on_host = False
 
 
@@ -422,9 +429,12 @@ class SacPolicy:
         self.streams: CallStreams | None = None  # None if no GPU is in use
         self.drawn: Drawn | None = None  # None if no other thread can disturb it
         self.host: HostRandoms | None = None  # None if the region draws nothing there
+        self.runs_unknown = False  # whether another library's op has run in the region
+        self.failures: Counter[tuple[Any, int]] = Counter()  # see NOTE [ Ops that raise ]
 
     def __call__(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         info = op_info(func)
+        self.runs_unknown |= info.unknown
         if self.streams is not None and not info.ignored:
             self.streams.ran(ctx.op_output)
         if self.compares is not None:

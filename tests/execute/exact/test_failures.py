@@ -1,12 +1,15 @@
 """What goes wrong in a step: clear errors instead of wrong gradients, and a next step that is right."""
 
+import contextlib
 import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoac
 from autoac.api.choosing import engine_to_plan_with
@@ -14,12 +17,14 @@ from autoac.execute import replay
 from autoac.execute.chains import Chains
 from autoac.execute.engines import ENGINES
 from autoac.execute.program import Program
+from autoac.execute.sac import sac
 from autoac_solver.build.engines import engine_model
 from tests.execute.exact.harness import (
     Case,
     assert_exact,
     assert_gradients_of_a_step,
     assert_nothing_active,
+    assert_plan_exact,
     differences,
     nothing_leaks,
     plan_with,
@@ -276,3 +281,133 @@ def test_a_view_that_a_record_keeps_does_not_keep_the_graph_of_its_base():
     assert freed() is None
     result.sum().backward()
     assert weight.grad is not None
+
+
+# -- ops that raise where forward catches that -------------------------------------------------------------------------
+
+
+class Falls(nn.Module):
+    """Tries an op that raises, and goes on with another."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.way, self.linear = way, nn.Linear(64, 64)
+        self.register_buffer("small", torch.ones(3, 3))
+        self.register_buffer("large", torch.full((64, 64), 0.02))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x).tanh()
+        return (getattr(self, self.way)(h) * h).sin().exp()
+
+    def to_the_same_op(self, h: torch.Tensor) -> torch.Tensor:
+        try:
+            return h @ self.get_buffer("small")
+        except RuntimeError:
+            return h @ self.get_buffer("large")
+
+    def to_another_op(self, h: torch.Tensor) -> torch.Tensor:
+        """The same op comes later, with a result of the shape that the one that raises would have had."""
+        try:
+            h = h @ self.get_buffer("small")
+        except RuntimeError:
+            h = h.cos()
+        return h.sin() @ self.get_buffer("large")
+
+    def of_views(self, h: torch.Tensor) -> torch.Tensor:
+        try:
+            return h.view(7, -1)
+        except RuntimeError:
+            return h.view(-1, 64) * 2
+
+    def in_place(self, h: torch.Tensor) -> torch.Tensor:
+        h = h * 0.5
+        try:
+            return h.add_(self.get_buffer("small"))
+        except RuntimeError:
+            return h.add_(self.get_buffer("large")).sin()
+
+    def in_place_on_what_is_saved(self, h: torch.Tensor) -> torch.Tensor:
+        try:
+            return h.add_(self.get_buffer("small"))
+        except RuntimeError:
+            return h.cos()
+
+    def several_times(self, h: torch.Tensor) -> torch.Tensor:
+        for name in ("small", "small", "large"):
+            with contextlib.suppress(RuntimeError):
+                return h.exp() @ self.get_buffer(name)
+        raise AssertionError
+
+
+WAYS = [
+    "to_the_same_op",
+    "to_another_op",
+    "of_views",
+    "in_place",
+    "in_place_on_what_is_saved",
+    "several_times",
+]
+
+
+def falling(way: str) -> Case:
+    return Case(lambda: nn.Sequential(Falls(way), Falls(way), Falls(way)), mean_square, ("0", "1"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ops_that_raise_where_forward_catches_that(engine, way):
+    assert_exact(falling(way), engine, [0.0, 0.5])
+
+
+@pytest.mark.parametrize("saved", ["aten.mm.default", "aten.sin.default"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ops_that_raise_whatever_is_saved(engine, way, saved):
+    assert_plan_exact(falling(way), plan_with(falling(way), engine, lambda region, op, nth: op != saved))
+
+
+def test_ops_that_raise_in_some_steps_only():
+    """The plan is made from a step in which none does."""
+
+    def forward(model: nn.Module) -> torch.Tensor:
+        for block in model.children():
+            assert isinstance(block, Falls)
+            block.way = "to_another_op"
+        return mean_square(model)
+
+    case = falling("of_views")
+    plan = plan_with(case, "sac", lambda region, op, nth: op != "aten.mm.default")
+    with pytest.warns(UserWarning, match="the plan is not followed"):
+        found = run(Case(case.build, forward, case.regions), plan)
+    assert not differences(found, run(Case(case.build, forward, case.regions)))
+
+
+def test_an_op_that_raises_in_forward_only():
+    """As for want of memory: the second run would go on with its result, which forward did not have."""
+    free: list[int] = []
+
+    class Wants(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.cos.default and not free:
+                raise MemoryError("on purpose")
+            return func(*args, **(kwargs or {}))
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return x.cos().exp()
+            except MemoryError:
+                return x.sin().exp()
+
+    program = Program("it", [("aten.sin.default", True), ("aten.exp.default", False)])
+    x = X.clone().requires_grad_()
+    with Wants():
+        loss = sac.run(program, Model(), (x,), {}).sum()
+        free.append(1)
+        with pytest.raises(RuntimeError, match=r"'it', aten.cos.default raised in forward.*did not raise"):
+            loss.backward()
+
+
+def test_ops_that_raise_in_checkpoint_debugging():
+    plan = plan_with(falling("to_another_op"), "sac", lambda region, op, nth: op != "aten.mm.default")
+    with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):
+        found = run(falling("to_another_op"), plan)
+    assert not differences(found, run(falling("to_another_op")))

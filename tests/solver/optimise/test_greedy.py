@@ -16,7 +16,15 @@ from autoac_solver import (
     violations,
 )
 from autoac_solver.optimise.greedy import Greedy
-from autoac_solver.problem.problem import when_recomputed, when_saved
+from autoac_solver.problem.problem import (
+    Action,
+    Condition,
+    DecisionGroup,
+    Literal,
+    Option,
+    when_recomputed,
+    when_saved,
+)
 from tests.solver import reference
 from tests.solver.generators import random_problem, with_resources
 
@@ -65,11 +73,25 @@ def test_greedy_is_permitted_within_the_budget_and_no_better_than_the_best(seed:
     problem = random_problem(rng)
     if seed % 3 == 0:
         problem = with_resources(rng, problem)
+    assert assert_sound(problem) >= 1 or problem.resources  # The largest peak is a budget for everything.
+
+
+def test_groups_of_several_options() -> None:
+    """Sound, and mostly a plan, though what an option requires may rule out where the search begins."""
+    met = []
+    for seed in range(100):
+        rng = random.Random(seed)
+        met.append(assert_sound(random_problem(rng, n_groups=rng.randint(1, 6), most_options=4)))
+    assert sum(found >= 1 for found in met) >= 60
+
+
+def assert_sound(problem: Problem) -> int:
+    """Hold greedy plans at three budgets against all choices; how many budgets have one."""
     simulator = Simulator(problem)
     choices = reference.all_choices(problem, lambda decisions: simulator.simulate(decisions).peak_bytes)
     if not choices:
         assert Greedy(simulator).plan(10**15) is None
-        return
+        return 0
     peaks = sorted({choice.peak_bytes for choice in choices})
     met = 0
     for budget_bytes in (peaks[0], peaks[len(peaks) // 2], peaks[-1]):
@@ -78,11 +100,30 @@ def test_greedy_is_permitted_within_the_budget_and_no_better_than_the_best(seed:
             continue
         met += 1
         assert violations(problem, plan) == []
-        assert reference.permitted(problem, [bool(again) for again in plan])
-        assert max(reference.live_bytes(problem, [bool(again) for again in plan])) <= budget_bytes
+        assert reference.permitted(problem, plan.tolist())
+        assert max(reference.live_bytes(problem, plan.tolist())) <= budget_bytes
         best_s = min(choice.extra_s for choice in choices if choice.peak_bytes <= budget_bytes)
         assert simulator.extra_s(plan) >= best_s - 1e-9
-    assert met >= 1 or problem.resources  # the largest peak is a budget for everything
+    return met
+
+
+def test_the_option_of_most_seconds_per_byte_first() -> None:
+    """Three points of a compiled region and of another one: 8 s for 10 bytes before 6 s for 20."""
+    times_and_bytes = [[(0.0, 40), (6.0, 20), (14.0, 10)], [(0.0, 30), (6.0, 10)]]
+    groups, lifetimes = [], []
+    for index, points in enumerate(times_and_bytes):
+        groups.append(DecisionGroup(index, tuple(Option(Action.COMPILED, time_s) for time_s, _ in points)))
+        lifetimes += [
+            Lifetime(size, 0, 1, Condition((Literal(index, option),)))
+            for option, (_, size) in enumerate(points)
+        ]
+    problem = Problem(1, 0, 20.0, tuple(groups), (RegionCost(), RegionCost()), tuple(lifetimes))
+    greedy = Greedy(Simulator(problem))
+    for budget_bytes, expected in ((20, (2, 1)), (30, (1, 1)), (50, (0, 1)), (69, (0, 1)), (70, (0, 0))):
+        plan = greedy.plan(budget_bytes)
+        assert plan is not None
+        assert tuple(plan) == expected
+    assert greedy.plan(19) is None
 
 
 def test_what_requires_a_kept_value_is_kept_with_it() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,14 @@ from autoac.execute.chains import Chains
 from autoac.execute.sac import sac
 from autoac_solver.build import engines as models
 from autoac_solver.build.build import build
+from autoac_solver.build.built import Built, RegionTape
 from autoac_solver.build.draft import Draft
-from autoac_solver.build.engines.sac import Sac
+from autoac_solver.build.engines.rerun import Rerun
 from autoac_solver.build.regions import Region
+from autoac_solver.build.step import Step
+from autoac_solver.problem.problem import Lifetime
 from autoac_solver.records import engines as names
+from autoac_solver.records.profile import ModuleCall, Op, Profile
 from tests.small_models import assert_same, batch, least_bytes, make, step
 
 
@@ -32,11 +36,38 @@ class ToyCosts:
     call: float = 1e-3
 
 
-class ToyModel(Sac):
-    """Selective checkpointing of which only a call costs something."""
+class ToyModel:
+    """A region's code runs again, as under torch's selective checkpointing; only a call costs something."""
 
     name = "toy"
-    costs = ToyCosts
+    costs: type[Any] = ToyCosts
+    selects = True
+    runs_code_twice = True
+    one_random_state = True
+    stops_early = True
+    compiles = False
+
+    def may_run(self, call: ModuleCall) -> bool:
+        return True
+
+    def refuses(self, step: Step, region: Region) -> Iterator[str]:
+        if step.profile.calls[region.call].class_name == "Linear":
+            yield "a toy leaves matrix products alone"
+
+    def reruns(self, step: Step, region: Region, op: int) -> bool:
+        return step.ticks[op] < region.last_save
+
+    def again_s(self, step: Step, region: Region, ops: Sequence[int]) -> float:
+        return sum(step.profile.tape[op].again_s for op in ops)
+
+    def wanted(self, op: Op, storages: set[int]) -> bool:
+        return True
+
+    def needed(self, profile: Profile, built: Built, tape: RegionTape) -> set[int]:
+        return {group for group in tape.group_of if group >= 0}
+
+    def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
+        return Rerun(draft, watches=True).lifetimes()
 
     def overhead(self, draft: Draft, region: Region) -> float:
         return draft.step.costs_of(self.name, ToyCosts).call
@@ -82,6 +113,7 @@ def test_plans_for_it_are_made_applied_saved_and_verified(toy: Toy, tmp_path: Pa
     plan.save(path)
     plan = autoac.Plan.load(path)
     assert "engine toy" in str(plan.explain())
+    assert "a toy leaves matrix products alone" in plan.why("head")
     report = plan.verify(make(), batch(), torch.sum)
     assert report.equal
     assert report.measured_peak_bytes <= plan.budget_bytes

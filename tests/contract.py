@@ -18,7 +18,7 @@ import torch
 import autoac
 from autoac.measure import measure_peak, unique_storage_bytes
 from autoac.plans import Plan
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.profile import VARYING, Profile
 from tests.real_models import RealModel
 
 TOLERANCE = 1e-3
@@ -90,7 +90,10 @@ def faults(
             found.append(f"{case}: {different[0]} and {len(different) - 1} others differ")
         if not plan.predicted_peak_bytes <= budget or not steps.peak_bytes <= budget:
             found.append(f"{case}: over the budget")
-        if abs(steps.peak_bytes - plan.predicted_peak_bytes) > TOLERANCE * plan.predicted_peak_bytes:
+        off = steps.peak_bytes - plan.predicted_peak_bytes
+        # A step that varies is planned for with all of its layers called, which these two may not do.
+        lower = off < 0 and VARYING in model.profile.facts
+        if abs(off) > TOLERANCE * plan.predicted_peak_bytes and not lower:
             found.append(f"{case}: the prediction is off")
         if any(region.wrapped for region in plan.regions) == (fraction == 1.0):
             found.append(f"{case}: something is recomputed at an ample budget only")

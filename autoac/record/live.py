@@ -26,6 +26,7 @@ from autoac.ops.signatures import Signature
 from autoac.price.engine_costs import engine_costs
 from autoac.price.meters import Disturbance, OpTimer, WorkspaceMeter
 from autoac.record import recorder
+from autoac.record.buffers import Buffers
 from autoac.record.guard import GuardOfLoop
 from autoac.record.notes import (
     note_if_unsteady,
@@ -98,13 +99,21 @@ class LiveMeter(OpTimer):
 
 
 class _NothingKept(BeforeStep):
-    """Keeps nothing: a live step is not undone, and copies would keep gradients alive that the loop clears."""
+    """Keeps nothing: a live step is not undone, and copies would keep gradients alive that the loop clears.
+
+    Attributes:
+        written: keys of the storages from before the step that ops have written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[int] = set()
 
     def keep_gradient(self, leaf: torch.Tensor) -> None:
         pass
 
     def keep_values(self, index: int, tensor: torch.Tensor) -> None:
-        pass
+        self.written.add(storage_key(local_part(tensor)))
 
     def keep_graph(self, tensor: torch.Tensor) -> None:
         pass
@@ -124,7 +133,8 @@ class LiveTape(Tape):
     """
 
     def __init__(self, device: torch.device, meter: OpTimer, ending: set[int]):
-        super().__init__(device, meter, _NothingKept())
+        self.kept = _NothingKept()
+        super().__init__(device, meter, self.kept)
         self.ending = ending
         self.is_over = False  # a parameter was written after backward: the update has begun
 
@@ -174,6 +184,7 @@ class LiveStep:
         self.tape = LiveTape(self.device, self.meter, keys)
         unseen = self.tape.saved.unseen = UnseenWrites(self.tape, model, keeps=True)
         self.tape.saved.guard = GuardOfLoop(unseen.found)
+        self.buffers = Buffers(model)
         # The user's torch profiler is running, and there can be only one: workspace cannot be measured.
         self.profiled = self.device.type == "cpu" and is_profiled()
         self.survivors: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -241,7 +252,8 @@ class LiveStep:
             times = self.meter.times()
             found = unseen.found()
             unfit = mark(self.tape.ops, self.tape.calls, found)
-            unfit = (*unfit, *guard.mark(self.tape.ops, found))
+            self.buffers.compare(self.tape.kept.written)
+            unfit = (*unfit, *guard.mark(self.tape.ops, found), *self.buffers.mark(self.tape.calls))
             tables = tape_tables.finish(self.tape, recorder.names_of(self.model), {}, times)
             self.survivors = self.tape.storages.survivors(tables["end"])
         finally:

@@ -14,6 +14,7 @@ from autoac.ops.info import is_collective
 from autoac.price.engine_costs import engine_costs
 from autoac.price.meters import Disturbance, OpTimer, WorkspaceMeter
 from autoac.progress import part
+from autoac.record.buffers import Buffers
 from autoac.record.guard import Guard, next_guard
 from autoac.record.notes import (
     note_if_unsteady,
@@ -103,8 +104,10 @@ def recorded_step(
     fixed = [*model.parameters(), *gradients, *model.buffers(), *step.inputs]
     # Counted with the optimizer.
     states = [] if step.optimizer is None else state_tensors(inner_optimizer(step.optimizer), device.type)
-    with untouched(model, step.inputs):
+    with untouched(model, step.inputs) as restorer:
         tell("warm-up step", 0.0)
+        buffers = Buffers(model)
+        restorer.later(buffers.put_back)
         meter = WorkspaceMeter(device)
         runs = Runs()
         all_losses = None if lean_losses else {}
@@ -117,6 +120,7 @@ def recorded_step(
             unseen = warm_up.saved.unseen = UnseenWrites(warm_up, model)
             with meter.measuring():
                 tables = runs.tried(warm_up, lambda: _run(step, warm_up, fixed, all_losses))
+            buffers.put_back()
             if tables is not None:
                 written_by_others.update(unseen.found())
             return warm_up, tables
@@ -144,6 +148,7 @@ def recorded_step(
                 run = functools.partial(_run, step, timed, fixed, losses)
                 if runs.tried(timed, run, numbers=index) is not None:
                     guard = timed.saved.guard
+            buffers.put_back()
             if time.perf_counter() - started > _TIMING_S and not with_others:
                 break
         if (
@@ -166,6 +171,7 @@ def recorded_step(
             unfit = mark(tape.ops, tape.calls, written_by_others)
             if tape.saved.guard is not None:
                 unfit = (*unfit, *tape.saved.guard.mark(tape.ops, written_by_others))
+            unfit = (*unfit, *buffers.mark(tape.calls))
             tables = tape_tables.finish(tape, names_of(model), meter.workspace_bytes, times)
             runs.add(tape, tables, numbers)
             its_own = {id(leaf) for leaf in (*model.parameters(), *step.inputs)}.issuperset(

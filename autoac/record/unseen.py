@@ -19,8 +19,7 @@ NOTE [ Unseen writes ]
      (`torch.empty`), is written once before anything has read it, and no op writes it afterwards. So in all other cases
      the modules around are no regions for sac.
   7. A storage that is older than the step (a tensor that numpy fills again and again) is checksummed when an op first
-     reads it. Not parameters and buffers: the former are many bytes, the latter are written by kernels that do not say
-     so (batch norm's statistics). Nor what is filled again after backward has begun, as loaders do.
+     reads it. Not parameters, which are many bytes. Nor what is filled again after backward has begun, as loaders do.
   8. A step of the user's own loop is recorded only once, and its gradients count. There the values that were written
      are kept: see `SavedTensors.keep` and `LeanRecording`.
 """
@@ -66,14 +65,14 @@ class UnseenWrites:
 
     Args:
         tape: of the step.
-        model: its parameters and buffers are not compared.
+        model: its parameters are not compared.
         keeps: whether the step's gradients count, so that the values written are kept.
     """
 
     def __init__(self, tape: Tape, model: torch.nn.Module, keeps: bool = False):
         self.keeps = keeps
-        registered = map(local_part, (*model.parameters(), *model.buffers()))
-        self._registered = {storage_key(tensor) for tensor in registered if tensor.layout is torch.strided}
+        parameters = map(local_part, model.parameters())
+        self._parameters = {storage_key(tensor) for tensor in parameters if tensor.layout is torch.strided}
         self.is_checked = False  # whether the arguments of the op that runs next have been compared
         # The tape holds this. In a cycle, what is held here would outlive a step that fails.
         self._ref = weakref.ref(tape)
@@ -161,7 +160,7 @@ class UnseenWrites:
             if (index := storages.index_of(tensor)) is None or index in seen or is_zero_tensor(tensor):
                 continue
             if index in storages.gathered or (
-                storages.was_before(index) and storage_key(tensor) in self._registered
+                storages.was_before(index) and storage_key(tensor) in self._parameters
             ):
                 continue
             seen.add(index)
@@ -212,7 +211,7 @@ def mark(ops: Sequence[dict[str, Any]], calls: ModuleCalls, found: Mapping[OpOfS
         if why is OVERWRITTEN or (
             why is FILLED and (not op["uninitialised"] or not written.isdisjoint(op["creates"]))
         ):
-            _cannot_run_twice(calls, op["module"])
+            cannot_run_twice(calls, op["module"])
         if op["replayable"]:
             op["replayable"] = False
             by_op.setdefault((op["name"], why), []).append(repr(name[0]) if name[0] else "the model itself")
@@ -230,7 +229,7 @@ _NOTES = {
 }
 
 
-def _cannot_run_twice(calls: ModuleCalls, call: int) -> None:
+def cannot_run_twice(calls: ModuleCalls, call: int) -> None:
     """Mark the modules around: a second run would write to saved storages, possibly adding to them; see (6)."""
     while call != NEVER:
         calls.rows[call]["once"] = calls.rows[call].get("once") or FOREIGN

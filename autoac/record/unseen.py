@@ -72,7 +72,7 @@ class UnseenWrites:
     def __init__(self, tape: Tape, model: torch.nn.Module, keeps: bool = False):
         self.keeps = keeps
         parameters = map(local_part, model.parameters())
-        self._parameters = {storage_key(tensor) for tensor in parameters if tensor.layout is torch.strided}
+        self._of_parameters = {storage_key(tensor) for tensor in parameters if tensor.layout is torch.strided}
         self.is_checked = False  # whether the arguments of the op that runs next have been compared
         # The tape holds this. In a cycle, what is held here would outlive a step that fails.
         self._ref = weakref.ref(tape)
@@ -160,7 +160,7 @@ class UnseenWrites:
             if (index := storages.index_of(tensor)) is None or index in seen or is_zero_tensor(tensor):
                 continue
             if index in storages.gathered or (
-                storages.was_before(index) and storage_key(tensor) in self._parameters
+                storages.was_before(index) and storage_key(tensor) in self._of_parameters
             ):
                 continue
             seen.add(index)

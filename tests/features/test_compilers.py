@@ -258,6 +258,34 @@ def test_a_plan_that_is_applied_again_is_not_compiled_again():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_larger_batch_of_a_model_that_is_compiled_as_a_whole_warns(copied: bool):
+    """Dynamo's guard on the inputs' size compiles the model anew, and that says so; it was silent."""
+    model = nn.Sequential(Mlp(), Mlp())
+    profile = autoac.profile(model, SAMPLE)
+    plan = autoac.solve(profile, least_bytes(profile, "sac"), engine="sac")
+    plan.apply(model)
+    model = copy.deepcopy(model) if copied else model
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    larger = torch.cat([SAMPLE, SAMPLE])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*plan was made.*")
+        for rows in (8, 4, 6):  # from the second size on with dynamic shapes
+            compiled(SAMPLE[:rows]).sum().backward()
+        assert counter.frame_count == 2
+        with torch.no_grad():
+            compiled(larger)
+    with pytest.warns(UserWarning, match="is compiled for inputs that are larger than float32"):
+        compiled(larger).sum().backward()
+    frames = counter.frame_count
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*plan was made.*")
+        compiled(torch.cat([larger, SAMPLE])).sum().backward()  # once
+    assert counter.frame_count == frames
+    torch._dynamo.reset()
+
+
 def test_a_wrapper_named_as_a_region_stands_for_its_module():
     model = nn.Sequential(Mlp(), Mlp())
     model[1] = torch.compile(model[1])  # type: ignore[call-overload]

@@ -5,7 +5,9 @@ The budget may not hold then.
 
 from __future__ import annotations
 
+import itertools
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -76,6 +78,15 @@ class UnplannedCalls:
         self.elements = max(map(elements_in, self.fitting))
         self.earlier = EarlierCall()
         self.warned = False
+        self._register()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._register()  # a copy warns by itself
+
+    def _register(self) -> None:
+        self.key = next(_KEYS)
+        _WATCHES[self.key] = self
 
     @property
     def may_take_more(self) -> str:
@@ -166,11 +177,35 @@ class UnplannedCalls:
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn once."""
-        if self.warned or torch.compiler.is_compiling() or cast("Any", torch.jit).is_tracing():
+        if torch.compiler.is_compiling():
+            trains = torch.is_grad_enabled() and (module.training or self.in_eval)
+            if trains and self.elements > 0 and not torch.compiler.is_exporting():
+                self._call_compiled(args, kwargs)
+            return
+        if self.warned or cast("Any", torch.jit).is_tracing():
             return
         if self.trains(module) and (words := self._words(module, args, kwargs)):
             self.warned = True
             warnings.warn(words, stacklevel=3)
+
+    def _call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn once, where the model is compiled together with this hook.
+
+        Dynamo guards the comparison of symbolic sizes, so inputs that are larger compile the model anew and get here.
+        """
+        elements = 0
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                elements += value.numel()
+        if elements > self.elements:
+            _tell_while_compiling(self.key)
+
+    def words_compiled(self) -> str:
+        """The warning about inputs that are larger than planned for, of which the compiler knows no numbers."""
+        return (
+            f"the model is compiled for inputs that are larger than {self.sample}, for which its plan was made: a step "
+            f"with them {self.may_take_more}. Plan for the largest batch that comes."
+        )
 
     def _words(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """The warning about a call, "" if it is as planned."""
@@ -224,6 +259,20 @@ class UnplannedCalls:
                 "autoac.plan(model, step, ...)"
             )
         return ""
+
+
+_KEYS = itertools.count()
+_WATCHES: weakref.WeakValueDictionary[int, UnplannedCalls] = weakref.WeakValueDictionary()
+
+
+@torch.compiler.assume_constant_result
+def _tell_while_compiling(key: int) -> bool:
+    """Warn while the model is compiled: Dynamo calls this then, and puts its result into the code."""
+    watch = _WATCHES.get(key)
+    if watch is not None and not watch.warned:
+        watch.warned = True
+        warnings.warn(watch.words_compiled(), stacklevel=2)
+    return True
 
 
 def watch_calls(model: torch.nn.Module, watch: UnplannedCalls) -> None:

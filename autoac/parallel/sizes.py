@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import pandas as pd
 import torch
 
 from autoac.device import device_for
 from autoac.parallel.elsewhere import optimizer_of
 from autoac.parallel.fsdp2 import FSDP2
+from autoac.plans import Plan
 from autoac.record.optimizer import with_optimizer
-from autoac.step.model import device_of
+from autoac.step.model import device_of, model_fingerprint
 from autoac.step.optimizer import real_optimizer
+from autoac.step.units import own_name
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import OPTIMIZER_STEP, Profile
@@ -48,8 +51,9 @@ def held(
     optimizer: torch.optim.Optimizer | None,
     profile: Profile,
     record: PlanRecord | None = None,
+    sizes: Iterable[int] | None = None,
 ) -> list[Held]:
-    """The bytes for half the requested number of ranks, for that number, and for twice as many.
+    """The bytes for other numbers of ranks, and for the requested one.
 
     Nothing is recorded again: shards are counted, and in the plan's step they are replaced by those of the other
     number. Gathered parameters and activations are the same, except for the padding of parameters that the ranks do not
@@ -61,18 +65,65 @@ def held(
         optimizer: optimizer of the model; None if there is none.
         profile: profile of one rank.
         record: a plan for the profile.
+        sizes: numbers of ranks; half as many, as many and twice as many if left out.
     """
     assert spec.world_size is not None
     optimizer_bytes = sum(s.bytes for s in profile.storage_table if s.kind == "Optstate")
     own = _held(spec.world_size, spec.replicas, model, profile, lambda _: optimizer_bytes)
-    others = [
-        _held(size, spec.replicas, model, profile, functools.partial(_state_bytes, model, optimizer, profile))
-        for size in _half_and_twice(spec.world_size, spec.replicas)
+    if sizes is None:
+        sizes = [spec.world_size, *_half_and_twice(spec.world_size, spec.replicas)]
+    state_bytes = functools.partial(_state_bytes, model, optimizer, profile)
+    found = [
+        own if size == spec.world_size else _held(size, spec.replicas, model, profile, state_bytes)
+        for size in sorted(set(sizes))
     ]
-    found = sorted([own, *others], key=lambda one: one.ranks)
     if record is None:
         return found
     return [replace(one, peak_bytes=_peak_bytes(record, own, one)) for one in found]
+
+
+def by_world_size(
+    plan: Plan,
+    spec: FSDP2,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    sizes: Iterable[int] | None = None,
+) -> pd.DataFrame:
+    """What one rank holds, and the peak of this plan's decisions, with other numbers of ranks.
+
+    Nothing is recorded again: in the planned step the shards are replaced by those of the other number. Gathered
+    parameters and activations stay as they are, except for the padding of parameters that the ranks do not divide.
+
+    Args:
+        plan: made with `parallel=spec`.
+        spec: what it was made with. The number of replicas stays the same.
+        model, optimizer: what it was made for: the model before it is sharded.
+        sizes: numbers of ranks; half as many, as many and twice as many if left out.
+
+    Returns:
+        One row per number of ranks, the index: parameters_bytes, gradients_bytes (as they are after backward) and
+        optimizer_bytes of a rank's shards, and peak_bytes, the predicted peak.
+
+    Raises:
+        ValueError: the plan is for another model, `spec` names no number of ranks, or one of `sizes` makes no sense.
+    """
+    if not isinstance(spec, FSDP2) or spec.world_size is None:
+        raise ValueError(
+            f"spec is {spec!r}: pass the autoac.parallel.FSDP2(world_size=...) that the plan was made with."
+        )
+    sizes = None if sizes is None else list(sizes)
+    for size in sizes or ():
+        if not isinstance(size, int) or size < 1 or size % spec.replicas:
+            raise ValueError(
+                f"{size!r} ranks cannot shard with {spec.replicas} replicas: pass positive multiples of that."
+            )
+    if plan.record.model_fingerprint != model_fingerprint(model):
+        raise ValueError(
+            f"the plan was made for another model than this {own_name(model)}, or for a sharded one: pass the model "
+            "that it was made for, as it is before it is sharded."
+        )
+    found = held(spec, model, optimizer, plan.record.profile, plan.record, sizes)
+    return pd.DataFrame([one.as_json() for one in found]).set_index("ranks")
 
 
 def _half_and_twice(size: int, replicas: int) -> list[int]:

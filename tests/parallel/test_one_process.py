@@ -19,7 +19,7 @@ from autoac.measure import measure_peak
 from autoac.parallel import DDP, FSDP2, TensorParallel, one_plan
 from autoac.parallel.ddp import BUCKETS
 from autoac.parallel.fsdp2 import chosen_units
-from autoac.parallel.sizes import held
+from autoac.parallel.sizes import by_world_size, held
 from autoac_solver.build.built import Built
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.profile import NEVER, VARIES, Profile
@@ -154,6 +154,22 @@ def test_what_other_numbers_of_ranks_hold_is_what_they_record(options: dict[str,
             )
         assert one.peak_bytes == plan.on(profiles[one.ranks]).predicted_peak_bytes
     assert [one.peak_bytes for one in held(spec(8), model, optimizer, profiles[8])] == [None] * 3
+    table = by_world_size(plan, spec(8), model, optimizer, sizes=[16, 4])
+    assert table.to_dict("index") == {
+        one.ranks: {name: value for name, value in one.as_json().items() if name != "ranks"}
+        for one in (found[0], found[2])
+    }
+
+
+def test_other_numbers_of_ranks_that_make_no_sense():
+    model, spec = make(), FSDP2(8, UNITS, replicas=2)
+    plan = autoac.plan(model, batch(), "1GB", mode="fake", parallel=spec)
+    with pytest.raises(ValueError, match=r"3 ranks cannot shard with 2 replicas: pass positive multiples"):
+        by_world_size(plan, spec, model, sizes=[3])
+    with pytest.raises(ValueError, match="another model than this Linear"):
+        by_world_size(plan, spec, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"spec is .*: pass the autoac.parallel.FSDP2\(world_size=...\)"):
+        by_world_size(plan, FSDP2(), model)
 
 
 def test_half_as_many_ranks_where_that_is_a_number(profile: Profile):

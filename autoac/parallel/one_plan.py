@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from autoac.parallel.ranks import Ranks, together
 from autoac.plans import Plan
@@ -30,8 +31,14 @@ def agree(plan: Plan | None, model: torch.nn.Module) -> Plan:
 
     Raises:
         ParallelError: no rank has a plan, the plan is not for a rank's model, or a rank has failed; raised on all
-            ranks.
+            ranks. Or there are no ranks: torch.distributed has no process group.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ParallelError(
+            "there are no ranks to agree with: call torch.distributed.init_process_group first, in a process of each "
+            "rank. In a single process a plan needs no agreement.",
+            0,
+        )
     with together("agree on a plan", members=ranks_of(model)) as ranks:
         sizes = ranks.all(-1 if plan is None else plan.record.unplanned_peak_bytes)
         if max(sizes) < 0:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 import autoac
 from autoac.measure import measure_peak
-from autoac.parallel import DDP, FSDP2, TensorParallel, one_plan
+from autoac.parallel import DDP, FSDP2, ParallelError, TensorParallel, agree, one_plan
 from autoac.parallel.ddp import BUCKETS
 from autoac.parallel.fsdp2 import chosen_units
 from autoac.parallel.sizes import by_world_size, held
@@ -159,6 +159,12 @@ def test_what_other_numbers_of_ranks_hold_is_what_they_record(options: dict[str,
         one.ranks: {name: value for name, value in one.as_json().items() if name != "ranks"}
         for one in (found[0], found[2])
     }
+
+
+def test_one_process_has_nobody_to_agree_with():
+    plan = autoac.plan(nn.Linear(4, 4), torch.randn(2, 4), "1GB")
+    with pytest.raises(ParallelError, match="there are no ranks to agree with: call torch.distributed.init"):
+        agree(plan, nn.Linear(4, 4))
 
 
 def test_other_numbers_of_ranks_that_make_no_sense():

@@ -20,6 +20,8 @@ NOTE [ Unseen writes ]
      the modules around are no regions for sac.
   7. A storage that is older than the step (a tensor that numpy fills again and again) is checksummed when an op first
      reads it. Not parameters, which are many bytes. Nor what is filled again after backward has begun, as loaders do.
+     Which module's code has written it is not known: engine sac runs no module twice that was running between the two
+     checksums, since it might fill the tensor again while backward still needs it.
   8. A step of the user's own loop is recorded only once, and its gradients count. There the values that were written
      are kept: see `SavedTensors.keep` and `LeanRecording`.
 """
@@ -59,6 +61,9 @@ FILLED, OVERWRITTEN, READ_BEFORE = "filled", "overwritten", "read before"
 """Why an op cannot run again: unseen code has written its result before or after something read it, or its input after
 it had read it."""
 
+MAY_FILL = "may fill"
+"""Why a module cannot run again: its code may have written a storage that is older than the step, see (7)."""
+
 
 class UnseenWrites:
     """Compares the storages of one recorded step with the bytes that ops have left in them.
@@ -76,10 +81,11 @@ class UnseenWrites:
         self.is_checked = False  # whether the arguments of the op that runs next have been compared
         # The tape holds this. In a cycle, what is held here would outlive a step that fails.
         self._ref = weakref.ref(tape)
-        self._left: dict[int, tuple[int, int]] = {}  # storage -> bytes, checksum after its last op
+        self._left: dict[int, tuple[int, int, int]] = {}  # storage -> bytes, checksum, tick of the checksum
         self._read: set[int] = set()  # storages that were read or saved since
         self._held: dict[int, torch.Tensor] = {}  # see NOTE [ Unseen writes ] 3
         self._changed: list[tuple[int, int, bool]] = []  # storage, number of ops so far, whether in _read
+        self._filled: list[tuple[int, int]] = []  # ticks between which an older storage was written
         self._kept: set[int] = set()
         tape.storages.released = self._released
 
@@ -92,7 +98,7 @@ class UnseenWrites:
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
         """An op of forward has made or written these."""
         for index, tensor in self._compared(tensors):
-            self._left[index] = tensor.untyped_storage().nbytes(), checksum_of_storage(tensor)
+            self._note(index, tensor)
             self._read.discard(index)
             if index not in self._held:
                 self._held[index] = self._tape.saved.alias(tensor)
@@ -109,7 +115,7 @@ class UnseenWrites:
             if index in self._left:
                 self._compare(index, tensor)
             elif self._tape.storages.was_before(index):
-                self._left[index] = tensor.untyped_storage().nbytes(), checksum_of_storage(tensor)
+                self._note(index, tensor)
                 self._held[index] = self._tape.saved.alias(tensor)
             else:
                 continue
@@ -138,16 +144,21 @@ class UnseenWrites:
         if index in self._left and index in self._read:
             self._compare(index, alias)
 
+    def _note(self, index: int, tensor: torch.Tensor) -> None:
+        n_bytes = tensor.untyped_storage().nbytes()
+        self._left[index] = n_bytes, checksum_of_storage(tensor), self._tape.clock.tick
+
     def _compare(self, index: int, tensor: torch.Tensor) -> None:
-        n_bytes, left = self._left[index]
+        n_bytes, left, since = self._left[index]
         if tensor.untyped_storage().nbytes() != n_bytes:
             del self._left[index]  # resized without an op
             return
-        found = checksum_of_storage(tensor)
-        if found == left:
+        self._note(index, tensor)
+        if self._left[index][1] == left:
             return
-        self._left[index] = n_bytes, found
         self._changed.append((index, len(self._tape.ops), index in self._read))
+        if self._tape.storages.was_before(index):
+            self._filled.append((since, self._tape.clock.tick))
         if self.keeps:
             self._kept.add(index)
             self._tape.saved.keep(index, tensor)
@@ -167,7 +178,10 @@ class UnseenWrites:
             yield index, tensor
 
     def found(self) -> dict[OpOfStep, str]:
-        """The ops that cannot run again, and why: `FILLED`, `OVERWRITTEN` or `READ_BEFORE`."""
+        """The ops that cannot run again, and why: `FILLED`, `OVERWRITTEN` or `READ_BEFORE`.
+
+        And, as `_any_call`, the modules that `MAY_FILL`.
+        """
         ops = self._tape.ops
         names = ops_of_step(ops, self._tape.calls)
         found: dict[OpOfStep, str] = {}
@@ -181,7 +195,17 @@ class UnseenWrites:
                 continue  # older than the step
             before = found.get(names[writer], READ_BEFORE)
             found[names[writer]] = OVERWRITTEN if was_read or before is not READ_BEFORE else FILLED
+        for since, until in self._filled:
+            for call in self._tape.calls.rows:
+                ran = call["start"] <= until and (call["end"] == NEVER or call["end"] >= since)
+                if ran and call["class_name"] in self._tape.calls.sources:  # torch's own modules fill nothing
+                    found[_any_call(call["fqn"])] = MAY_FILL
         return found
+
+
+def _any_call(fqn: str) -> OpOfStep:
+    """Stands for all calls of a module."""
+    return fqn, NEVER, "", 0
 
 
 def _leaves_bytes_in(op: dict[str, Any], storage: int) -> bool:
@@ -201,7 +225,7 @@ def ops_of_step(ops: Sequence[dict[str, Any]], calls: ModuleCalls) -> list[OpOfS
 
 
 def mark(ops: Sequence[dict[str, Any]], calls: ModuleCalls, found: Mapping[OpOfStep, str]) -> tuple[str, ...]:
-    """Mark the ops that a recording has found, unless marked already; returns notes for the profile."""
+    """Mark the ops and modules that a recording has found, unless marked already; returns notes for the profile."""
     by_op: dict[tuple[str, str], list[str]] = {}
     written = {storage for op in ops for storage in op["writes"]}
     for op, name in zip(ops, ops_of_step(ops, calls), strict=True):
@@ -215,6 +239,9 @@ def mark(ops: Sequence[dict[str, Any]], calls: ModuleCalls, found: Mapping[OpOfS
         if op["replayable"]:
             op["replayable"] = False
             by_op.setdefault((op["name"], why), []).append(repr(name[0]) if name[0] else "the model itself")
+    for index, call in enumerate(calls.rows):
+        if _any_call(call["fqn"]) in found:
+            cannot_run_twice(calls, index)
     return tuple(
         f"{op} in {', '.join(dict.fromkeys(modules))} {_NOTES[why]}" for (op, why), modules in by_op.items()
     )

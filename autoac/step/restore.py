@@ -89,7 +89,7 @@ def untouched(
             restorer.later(Graph.of(tensor).put_back)
         for tensor in _unique(_tensors_in(model)):
             if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                restorer.later(_point_to, tensor, tensor.data)
+                restorer.later(point_to, tensor, tensor.data)
         for module in model.modules():
             restorer.later(_restore, module, _attributes(module))
         restorer.later(leave_modes, modes_entered())
@@ -158,7 +158,7 @@ class Graph:
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def _point_to(tensor: torch.Tensor, alias: torch.Tensor) -> None:
+def point_to(tensor: torch.Tensor, alias: torch.Tensor) -> None:
     """Undo assignments to `tensor.data`."""
     if storage_key(tensor) != storage_key(alias) or geometry_of(tensor) != geometry_of(alias):
         tensor.data = alias

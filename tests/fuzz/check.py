@@ -6,14 +6,15 @@ that was tried before, or recomputes nothing, are run as well, but not counted.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 import autoac
@@ -22,7 +23,8 @@ from autoac.plans import Plan
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import Op, Profile
 from tests.execute.exact.harness import assert_nothing_active, differences, nothing_leaks
-from tests.fuzz.models import Model, ModelSpec, build, loss_of, sample_of
+from tests.fuzz.models import Model, ModelSpec, build, is_opaque, loss_of, sample_of
+from tests.fuzz.opaque import SCRATCH
 
 ENGINES = ("replay", "sac")
 FRACTIONS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
@@ -42,13 +44,16 @@ def check_model(
     """Plan a model at several budgets, and compare steps to the bit.
 
     Args:
-        tally: counts what was seen: "models", "cases", "measured", and why something was left out.
+        tally: counts what was seen: "models", "cases", "measured", the steps under plans that recompute something
+            ("planned steps", and "planned steps, opaque" of models with opaque functions), and why something was left
+            out.
         measured: share of the plans whose peak is measured.
         engines: to plan for.
     """
     expected = reference(spec, tally)
     if expected is None:
         return
+    expected_of_other = reference(spec, tally, other_draw(spec))
     with _unchanged(spec) as model:
         profile = with_given_times(autoac.profile(model, sample_of(spec), loss=loss_of))
     tally["models"] += 1
@@ -60,7 +65,7 @@ def check_model(
                 continue
             tried.add(decisions_of(plan))
             try:
-                check_plan(spec, plan, expected)
+                check_plan(spec, plan, expected, expected_of_other, tally)
             except RuntimeError as error:
                 if not _is_refused(plan, error):
                     raise
@@ -81,10 +86,15 @@ def with_given_times(profile: Profile) -> Profile:
     return replace(profile, tape=tuple(map(timed, profile.tape)), views_s=0.0, costs={})
 
 
-def reference(spec: ModelSpec, tally: Counter[str]) -> dict[str, Any] | None:
+def other_draw(spec: ModelSpec) -> ModelSpec:
+    """Another sample and other random numbers, for a step of the same model."""
+    return replace(spec, seed=spec.seed + 1)
+
+
+def reference(spec: ModelSpec, tally: Counter[str], draw: ModelSpec | None = None) -> dict[str, Any] | None:
     """What a step without a plan leaves behind; None where there is nothing to hold a plan against."""
     try:
-        expected = step(build(spec), spec)
+        expected = step(build(spec), spec if draw is None else draw)
     except RuntimeError as error:  # it writes in place what autograd has saved, say
         tally[f"refused by torch: {str(error)[:50]}"] += 1
         return None
@@ -144,33 +154,69 @@ def plan_recomputes(plan: Plan) -> bool:
 def step(model: Model, spec: ModelSpec) -> dict[str, Any]:
     """One training step, and what it leaves behind."""
     sample = sample_of(spec)
-    torch.manual_seed(spec.seed)
+    _seed(spec)
+    SCRATCH.zero_()
     outputs = model(**sample)
     loss = loss_of(outputs)
     loss.backward()
-    left: dict[str, Any] = {"loss": loss.detach(), "RNG": torch.get_rng_state()}
+    left: dict[str, Any] = {"loss": loss.detach(), "scratch": SCRATCH.clone()} | _random_states()
     left |= {f"output {index}": output.detach() for index, output in enumerate(outputs)}
     left |= {f"sample {name}": value for name, value in sample.items()}
     left |= {f"gradient {name}": parameter.grad for name, parameter in model.named_parameters()}
+    left |= {f"parameter {name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
     left |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     return left
 
 
-def check_plan(spec: ModelSpec, plan: Plan, expected: dict[str, Any]) -> None:
-    """Two steps with the plan are those without, nothing is left behind, and the plan can be taken off again."""
+def _seed(spec: ModelSpec) -> None:
+    torch.manual_seed(spec.seed)
+    np.random.seed(spec.seed)
+    random.seed(spec.seed)
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    """The states of torch's, numpy's and Python's random numbers."""
+    _, words, position, *_ = np.random.get_state()
+    return {
+        "RNG": torch.get_rng_state(),
+        "RNG of numpy": torch.tensor([*words.tolist(), position]),
+        "RNG of Python": torch.tensor(random.getstate()[1]),
+    }
+
+
+def check_plan(
+    spec: ModelSpec,
+    plan: Plan,
+    expected: dict[str, Any],
+    expected_of_other: dict[str, Any] | None,
+    tally: Counter[str],
+) -> None:
+    """Steps with the plan are those without, nothing is left behind, and the plan can be taken off again.
+
+    Args:
+        expected: what a step leaves behind.
+        expected_of_other: the same of a step with the other draw, which comes last; None to leave it out.
+    """
     model = build(spec)
     attributes = [dict(vars(module)) for module in model.modules()]
-    try:
-        with _nothing_leaks_but_torchs(spec):
-            found = step(plan.apply(model), spec)
-    finally:
-        assert_nothing_active()
-    assert not differences(found, expected), f"{plan.engine}: {differences(found, expected)}"
-    model.load_state_dict(build(spec).state_dict())
-    model.zero_grad(set_to_none=True)
-    with _nothing_leaks_but_torchs(spec):
-        found = step(model, spec)
-    assert not differences(found, expected), f"{plan.engine}, second step: {differences(found, expected)}"
+    plan.apply(model)
+    for number, (draw, wanted) in enumerate(
+        [(spec, expected), (spec, expected), (other_draw(spec), expected_of_other)]
+    ):
+        if wanted is None:
+            continue
+        try:
+            with _nothing_leaks_but_torchs(spec) if draw is spec else contextlib.nullcontext():
+                found = step(model, draw)
+        finally:
+            assert_nothing_active()
+        wrong = differences(found, wanted)
+        assert not wrong, f"{plan.engine}, step {number}: {wrong}"
+        if plan_recomputes(plan):
+            tally["planned steps"] += 1
+            tally["planned steps, opaque"] += is_opaque(spec)
+        model.load_state_dict(build(spec).state_dict())
+        model.zero_grad(set_to_none=True)
     plan.remove(model)
     assert [list(vars(module)) for module in model.modules()] == [list(names) for names in attributes]
 
@@ -180,7 +226,7 @@ def _is_refused(plan: Plan, error: RuntimeError) -> bool:
     return "its ops run in another order than the profiled ones" in str(error) and bool(plan.is_not_followed)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _nothing_leaks_but_torchs(spec: ModelSpec) -> Iterator[None]:
     """As `nothing_leaks`, but for models whose steps leak without a plan: with a graph, all behind it is held."""
     done = False
@@ -248,17 +294,17 @@ def measure(spec: ModelSpec, plan: Plan | None) -> Measurement[None]:
     step(model, spec)
     model.load_state_dict(build(spec).state_dict())
     model.zero_grad(set_to_none=True)
-    torch.manual_seed(spec.seed)
+    _seed(spec)
     return measure_peak(run)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _unchanged(spec: ModelSpec) -> Iterator[Model]:
     """A model that is not changed in this context, nor the random state."""
-    model, state = build(spec), torch.get_rng_state()
+    model, states = build(spec), _random_states()
     attributes = [dict(vars(module)) for module in model.modules()]
     yield model
-    assert torch.equal(torch.get_rng_state(), state)
+    assert not differences(_random_states(), states)
     for module, before in zip(model.modules(), attributes, strict=True):
         assert {name: id(value) for name, value in vars(module).items()} == {
             n: id(v) for n, v in before.items()

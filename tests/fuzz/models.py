@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.fuzz.opaque import OPAQUE
+from tests.fuzz.opaque import OPAQUE, OPAQUE_LAYERS
 
 SIZE = 32
 
@@ -312,8 +312,8 @@ class Step:
     """One line of a stage's forward.
 
     Args:
-        kind: "unary", "opaque", "view", "binary", "in place", "in place binary", "layer", "again" (a layer of this
-            stage once more) or "block" (a stage inside this one).
+        kind: "unary", "opaque", "view", "binary", "in place", "in place binary", "layer", "opaque layer", "again" (a
+            layer of this stage once more) or "block" (a stage inside this one).
         name: of the function or layer, in the tables above; "" for "again" and "block".
         first, second: which values it takes, counted back from the last one.
         quiet: gradients are off.
@@ -365,6 +365,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "in place": IN_PLACE,
     "in place binary": IN_PLACE_BINARY,
     "layer": LAYERS,
+    "opaque layer": OPAQUE_LAYERS,
 }
 
 
@@ -379,8 +380,8 @@ class Stage(nn.Module):
         self.spec = spec
         self.layers = nn.ModuleDict()
         for index, step in enumerate(spec.steps):
-            if step.kind == "layer":
-                self.layers[f"{step.name}{index}"] = LAYERS[step.name]()
+            if "layer" in step.kind:
+                self.layers[f"{step.name}{index}"] = TABLES[step.kind][step.name]()
             elif step.kind == "block":
                 assert step.inner is not None
                 self.layers[f"block{index}"] = Stage(step.inner)
@@ -394,7 +395,7 @@ class Stage(nn.Module):
             with torch.set_grad_enabled(torch.is_grad_enabled() and not step.quiet):
                 if step.kind == "block":
                     values += next(made)[1](a, b)
-                elif step.kind == "layer":
+                elif "layer" in step.kind:
                     values.append(next(made)[1](a))
                 elif step.kind == "again":
                     again = [layer for _, layer in layers if not isinstance(layer, Stage)]
@@ -423,6 +424,18 @@ class Model(nn.Module):
             values += self.stages[index % len(self.stages)](values[-1], values[-2])
         head = F.linear(values[-1], self.embed.weight)  # so that there is something to train in every model
         return (head, *values[-self.spec.keep :])
+
+
+def is_opaque(spec: ModelSpec) -> bool:
+    """Whether a step of the model calls a function that torch does not see into."""
+
+    def in_stage(stage: StageSpec) -> bool:
+        return any(
+            step.kind.startswith("opaque") or (step.inner is not None and in_stage(step.inner))
+            for step in stage.steps
+        )
+
+    return any(in_stage(spec.stages[index % len(spec.stages)]) for index in spec.order)
 
 
 def loss_of(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -455,7 +468,7 @@ def _steps(inner: st.SearchStrategy[StageSpec] | None, opaque: bool) -> st.Searc
     kinds = ["unary", "unary", "unary", "view", "binary", "binary", "layer", "layer", "layer"]
     kinds += ["in place", "in place binary", "again"]
     if opaque:
-        kinds += ["opaque"] * 5
+        kinds += ["opaque"] * 4 + ["opaque layer"]
 
     def of(kind: str) -> st.SearchStrategy[Step]:
         names = st.sampled_from(list(TABLES[kind])) if kind in TABLES else st.just("")

@@ -24,7 +24,7 @@ torch's own cycles lift, with a plan or without, are counted apart."""
 
 
 OPAQUE_MODELS = 12
-"""With kernels, flags and threads that torch does not see, among them those that have shown faults."""
+"""With kernels, flags and threads that torch does not see."""
 
 
 @pytest.mark.parametrize("number", [4, 6])

@@ -1,8 +1,8 @@
 """State of a region's modules, restored for engine sac's second run of their code.
 
-A module may reassign an attribute or a buffer that it has read (a counter, a running average that is assigned and not
-written in place), and `torch.func.functional_call` swaps parameters for the time of forward. The second run finds the
-tensors and numbers that the first run found, and its own assignments are undone.
+A module may reassign an attribute or a buffer that it has read, or its `.data` (a counter, a running average that is
+assigned and not written in place), and `torch.func.functional_call` swaps parameters for the time of forward. The
+second run finds the tensors and numbers that the first run found, and its own assignments are undone.
 
 Nothing here holds an autograd graph, which would make a reference cycle: tensors are referenced weakly until an op
 reads them, and then held without their graph. The recomputation needs that memory anyway.
@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from autoac.step.restore import point_to
 from autoac.torch_private import (
     behind_transforms,
     detach_sharing_version,
+    detach_unseen,
     disable_dispatch_modes,
     own_tensors,
     storage_key,
@@ -53,6 +55,7 @@ class ModuleState:
         self.root = root
         self.numbers: list[tuple[Place, Any]] = []
         self.tensors: list[Read] = []
+        self.values: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []  # of those; an alias
         self.containers: list[tuple[Place, list[int]]] = []  # of which a tensor was read
         self.unread: dict[int, list[tuple[Place, Any, weakref.ref[torch.Tensor]]]] = {}  # by storage
         for table in _tables(root, parameters=True):
@@ -83,7 +86,9 @@ class ModuleState:
                 self.containers.append((place, items))
             else:
                 with disable_dispatch_modes():
-                    held = tensor if tensor.is_leaf else detach_sharing_version(tensor)
+                    values = detach_sharing_version(tensor)
+                held = tensor if tensor.is_leaf else values
+                self.values.append((known, values))
                 self.tensors.append((place, known, held, tensor.requires_grad and not tensor.is_leaf))
 
     def lost(self) -> str:
@@ -96,6 +101,10 @@ class ModuleState:
 
     def __enter__(self) -> None:
         self.found = [(table, dict(table)) for table in _tables(self.root, parameters=False)]
+        self.data = [(tensor, detach_unseen(tensor)) for tensor in self._tensors_now()]
+        for known, values in self.values:
+            if (tensor := known()) is not None:
+                point_to(tensor, values)
         self.exchanged: list[tuple[Place, Any, Any]] = []
         wanted = [
             (place, value) for place, value in self.numbers if place[0].get(place[1], _ABSENT) is not value
@@ -117,7 +126,19 @@ class ModuleState:
             for name in [*table, *values]:
                 if table.get(name, _ABSENT) is not values.get(name, _ABSENT):
                     _put(table, name, values.get(name, _ABSENT))
-        self.found, self.exchanged = [], []
+        for tensor, values in self.data:
+            point_to(tensor, values)
+        self.found, self.exchanged, self.data = [], [], []
+
+    def _tensors_now(self) -> Iterator[torch.Tensor]:
+        for table in _tables(self.root, parameters=True):
+            for value in table.values():
+                if (
+                    type(value) in _PLAIN
+                    and value.layout is torch.strided
+                    and behind_transforms(value) is value
+                ):
+                    yield value
 
 
 def _put(table: Table, name: str, value: Any) -> None:

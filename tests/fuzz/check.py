@@ -176,10 +176,10 @@ def _seed(spec: ModelSpec) -> None:
 
 def _random_states() -> dict[str, torch.Tensor]:
     """The states of torch's, numpy's and Python's random numbers."""
-    _, words, position, *_ = np.random.get_state()
+    state: Any = np.random.get_state()
     return {
         "RNG": torch.get_rng_state(),
-        "RNG of numpy": torch.tensor([*words.tolist(), position]),
+        "RNG of numpy": torch.tensor([*state[1].tolist(), state[2]]),
         "RNG of Python": torch.tensor(random.getstate()[1]),
     }
 

@@ -132,9 +132,14 @@ def _scratch_saved(x: torch.Tensor) -> torch.Tensor:
     return (x * SCRATCH).sin()
 
 
-def _scratch_averaged(x: torch.Tensor) -> torch.Tensor:
+def scratch_averaged(x: torch.Tensor) -> torch.Tensor:
     _fill(x, keep=0.5)
     return (x - SCRATCH).cos()
+
+
+def _scratch_averaged_twice(x: torch.Tensor) -> torch.Tensor:
+    """Once in a step is a known limit, see `test_found`."""
+    return scratch_averaged(x) + scratch_averaged(x.sin())
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------
@@ -333,7 +338,7 @@ OPAQUE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "argument_changed": _argument_changed,
     "scratch_added": _scratch_added,
     "scratch_saved": _scratch_saved,
-    "scratch_averaged": _scratch_averaged,
+    "scratch_averaged_twice": _scratch_averaged_twice,
     "noisy": noisy,
     "numpy_mask": numpy_mask,
     "mask_now_and_then": mask_now_and_then,

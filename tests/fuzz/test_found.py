@@ -10,6 +10,7 @@ from autoac.plans import Plan
 from autoac_solver.plan.recorded.programs import with_regions
 from tests.fuzz.check import check_model, measure, plans_for, reference, step, with_given_times
 from tests.fuzz.models import ModelSpec, StageSpec, Step, build, loss_of, sample_of
+from tests.fuzz.opaque import OPAQUE, scratch_averaged
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,3 +109,15 @@ def test_buffer_that_is_read_again_after_the_next_call_wrote_it_sac():
     changed = Plan(with_regions(plan.record, [regions[0], *plan.regions[1:]]))
     with pytest.raises(RuntimeError, match=r"aten.clone.default would run again on what was written since"):
         step(changed.apply(build(spec)), spec)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=(AssertionError, RuntimeError),
+    reason="the profiled step reads it once, and does not see that it was written",
+)
+def test_numpy_adds_to_an_older_tensor_once_in_a_step_sac(monkeypatch: pytest.MonkeyPatch):
+    """The second run adds once more: the first step is refused, or the tensor has another value after it."""
+    monkeypatch.setitem(OPAQUE, "scratch_added", scratch_averaged)
+    steps = (Step("opaque", "scratch_added"), Step("layer", "mlp"), Step("unary", "softmax"))
+    tally_of(one_stage(steps, (0,), 1, False, 1), "sac")

@@ -1,8 +1,9 @@
-"""Buffers that code which torch does not see (numpy, an extension) writes while a step is recorded.
+"""Buffers and other tensors of modules that code writes unseen by torch (numpy, an extension) in a recorded step.
 
 NOTE [ Unseen writes to buffers ]
   1. A recording copies what an op is about to write, and puts it back. A write that it does not see would stay, so
-     buffers are copied before the first recorded step, to the host, the small ones first.
+     buffers, and other tensors that modules have as attributes, are copied before the first recorded step, to the
+     host, the small ones first.
   2. A buffer that differs from its copy although no op has written it was written by such code. Engine replay does not
      run the code again. Engine sac would, on the written buffer: the modules around are no regions for it.
   3. Ops that read the buffer before the write cannot run again, see NOTE [ Unseen writes ] 4.
@@ -10,7 +11,7 @@ NOTE [ Unseen writes to buffers ]
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +46,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Buffers:
-    """Copies of a model's buffers, up to `_MOST_BYTES`.
+    """Copies of a model's buffers and of its modules' tensors that are attributes, up to `_MOST_BYTES`.
 
     Attributes:
         overwritten: names of the buffers that unseen code has written.
@@ -55,7 +56,7 @@ class Buffers:
         self.overwritten: dict[str, None] = {}
         self._copies: list[_Copy] = []
         left = _MOST_BYTES
-        for name, buffer in sorted(model.named_buffers(), key=lambda named: named[1].nbytes):
+        for name, buffer in sorted(_of_modules(model), key=lambda named: named[1].nbytes):
             plain = type(buffer) in (torch.Tensor, torch.nn.Buffer) and buffer.layout is torch.strided
             if plain and not buffer.is_meta and not is_fake(buffer) and (left := left - buffer.nbytes) >= 0:
                 values = buffer.detach().to("cpu", copy=True)
@@ -86,3 +87,11 @@ class Buffers:
         names = ", ".join(map(repr, self.overwritten))
         note = "written by code that torch does not see, such as numpy or an extension: engine sac leaves the modules "
         return (f"buffers {names} are {note}around them as they are",) if names else ()
+
+
+def _of_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_buffers()
+    for fqn, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and not value.requires_grad:
+                yield f"{fqn}.{name}" if fqn else name, value

@@ -291,7 +291,7 @@ class Auto(LoopPlan):
             self._act_on(found)
         if begins and self._plan is not None:
             if not self._cycle.is_one or self._cycle.ends_with_optimizer:
-                restart_calls(self._model, told=not self._cycle.is_one)
+                restart_calls(self._model, told=not self._cycle.is_one, skipped=self._recording.skipped)
             if self._compiling is None:
                 self._peak.begin()
             elif self._compiling.step_begins(args, kwargs):

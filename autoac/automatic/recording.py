@@ -16,7 +16,7 @@ from autoac.automatic.once import Once
 from autoac.execute.on_top import OnTop
 from autoac.record.cuda.cublas import with_workspaces
 from autoac.record.live import LiveStep, with_leftovers
-from autoac.step.model import has_gradients, runs_compiled, unwrapped
+from autoac.step.model import number_of_gradients, runs_compiled, unwrapped
 from autoac.torch_private import local_part, storage_key
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import Profile
@@ -53,12 +53,16 @@ class Recording:
         profile: profile of a recorded step that has no plan yet.
         ended_early: whether the last recorded step ended without an optimizer, which may step yet.
         count: number of recordings begun; reset by changes that do not mean the loop's steps vary.
+        skipped: the model's calls in the recorded step before those in the profile: nothing came of them.
     """
 
     def __init__(self, given: torch.nn.Module, on_top: OnTop, warn: Once):
         self.profile: Profile | None = None
         self.count = 0
         self.ended_early = False
+        self.skipped = 0
+        self._ends_with_optimizer = False
+        self._given_up = 0  # calls of the recording that was given up last, in this step
         self._given = given
         self._model = unwrapped(given)
         self._on_top = on_top
@@ -68,7 +72,7 @@ class Recording:
         self._workspaces: dict[Any, int] = {}
         self._is_paused = False
         self._unseen_steps = 0  # optimizer steps while nothing is recorded and there is no plan
-        self._had_gradients = False  # whether there were any when the step began
+        self._gradients = 0  # parameters that had one when the step began
         self._has_recorded = False  # a step, to its end
 
     @property
@@ -88,8 +92,9 @@ class Recording:
 
     @property
     def began_otherwise(self) -> bool:
-        """Whether the presence of gradients differs from when the recorded step began."""
-        return has_gradients(self._model) != self._had_gradients
+        """Whether there are gradients where there were none when the recorded step began, or none instead of some."""
+        found = number_of_gradients(self._model)
+        return found > self._gradients or (not found and self._gradients > 0)
 
     def begin(
         self, args: Any, kwargs: Any, states: Iterable[torch.Tensor], ends_with_optimizer: bool
@@ -110,8 +115,9 @@ class Recording:
                 self._warn("cannot record", f"autoac: no plan yet. {error}")
                 return False
         self._live, self._is_paused, self.ended_early = live, False, False
+        self._ends_with_optimizer = ends_with_optimizer
         self.count += 1
-        self._had_gradients = has_gradients(self._model)
+        self._gradients = number_of_gradients(self._model)
         return True
 
     def end_if_over(self, begins: bool) -> bool:
@@ -128,7 +134,10 @@ class Recording:
         self.pause(False)  # an optimizer's step may have failed
         tape = self._live.tape
         if tape.is_given_up:
+            calls = self._given_up + sum(not row["fqn"] for row in tape.calls.rows)
             self.give_up()
+            # Before the first optimizer's step it may be no part of the loop, but a trial.
+            self._given_up = calls if self._ends_with_optimizer else 0
             return True
         if tape.is_over or (tape.went_backward and begins):
             self.end()
@@ -146,6 +155,7 @@ class Recording:
             live.tape.clock.suspended += 1
             return
         self._live = None
+        self.skipped, self._given_up = self._given_up, 0
         with self._on_top.aside():
             profile = live.finish()
         if not self._model.training:
@@ -165,6 +175,7 @@ class Recording:
     def give_up(self) -> None:
         """Stop recording, without a profile."""
         live, self._live = self._live, None
+        self._given_up = 0
         if live is not None:
             with self._on_top.aside():
                 live.give_up()

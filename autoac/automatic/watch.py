@@ -101,7 +101,7 @@ class Watch:
         """
         self._calls = 1 if begins else self._calls + 1
         finding = self._found(args, kwargs, begins, is_told, recording)
-        finding = finding or self._larger_in_its_place(args, kwargs)
+        finding = finding or self._larger_in_its_place(args, kwargs, recording.skipped)
         if finding is None and (words := self._unplanned.words_on_shape(args, kwargs)):
             return Finding("longer", words)
         return finding
@@ -133,20 +133,21 @@ class Watch:
             return Finding("larger later", log=words, is_new=True, plan_may_stay=True)
         return None
 
-    def _larger_in_its_place(self, args: Any, kwargs: Any) -> Finding | None:
+    def _larger_in_its_place(self, args: Any, kwargs: Any, skipped: int) -> Finding | None:
         """The call is larger than the recorded step's call in its place, which was smaller than another one.
 
         No step is recorded for it, whatever `on_larger` says: with micro-batches of drawn lengths there is one again
         soon.
         """
-        if not self._by_place:
+        place = self._calls - skipped
+        if not self._by_place or place < 1:
             return None
-        planned = self._by_place[min(self._calls, len(self._by_place)) - 1]
+        planned = self._by_place[min(place, len(self._by_place)) - 1]
         elements = elements_of(args, kwargs)
         if elements <= planned:
             return None
         words = (
-            f"call {self._calls} of this step is with {without_autocast(described(args, kwargs))}, {elements} "
+            f"call {place} of this step is with {without_autocast(described(args, kwargs))}, {elements} "
             f"elements, and in the recorded step it had {planned}. The plan is for calls in that order, so this step "
             f"{self._unplanned.may_take_more}. {_LONGEST_FIRST}"
         )

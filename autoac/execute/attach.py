@@ -154,7 +154,7 @@ class Root:
             elif not found:  # a later call of the step would find gradients
                 index = 0
         self.calls.index = index + 1
-        return index
+        return max(index, 0)
 
     def fitting(self, place: int, elements: int) -> int:
         """The root call whose programs a call with so many elements runs under: the smallest that is no smaller.
@@ -169,13 +169,14 @@ class Root:
         least = min(self.elements[call] for call in fits)
         return place if self.elements[place] == least else self.elements.index(least)
 
-    def restart(self, told: bool) -> None:
+    def restart(self, told: bool, skipped: int) -> None:
         """Begin a step in this thread.
 
         Args:
             told: the caller announces every step from now on.
+            skipped: calls of this step before the first planned one.
         """
-        self.calls.index, self.calls.is_told = 0, told
+        self.calls.index, self.calls.is_told = -skipped, told
 
 
 def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -193,18 +194,19 @@ def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return original_forward(root, module)(*args, **kwargs)
 
 
-def restart_calls(model: torch.nn.Module, told: bool) -> None:
+def restart_calls(model: torch.nn.Module, told: bool, skipped: int = 0) -> None:
     """Begin a step with the model's next call in this thread.
 
     Args:
         told: it is called before every step from now on. Else steps that are not announced are found by gradients, too.
+        skipped: calls of the step before the first planned one, such as one whose output is detached.
     """
     for module in model.modules():
         carried = planned(module)
         if isinstance(carried, PlannedRegion):
             carried.restart(0)
         elif isinstance(carried, Root):
-            carried.restart(told)
+            carried.restart(told, skipped)
 
 
 def attach_root(

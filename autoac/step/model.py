@@ -64,6 +64,11 @@ def has_gradients(model: torch.nn.Module) -> bool:
     return any(p.requires_grad and gradient_of(p) is not None for p in model.parameters())
 
 
+def number_of_gradients(model: torch.nn.Module) -> int:
+    """The number of trained parameters that have a gradient."""
+    return sum(p.requires_grad and gradient_of(p) is not None for p in model.parameters())
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
     """The parameters that require grad.

@@ -275,3 +275,27 @@ def test_a_model_that_changes_in_the_recorded_step():
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         model.zero_grad()
     assert handle.plan is not None
+
+
+def test_gradients_of_parameters_unfrozen_later_are_there_when_the_next_step_begins():
+    """Cleared after forward: the step recorded on unfreezing begins without those gradients, all later ones with."""
+    torch.manual_seed(0)
+    model = make(blocks=4)
+    for block in model.blocks[:3]:
+        block.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    handle = autoac.auto(model, ENOUGH, measure=True)
+    for seed in range(7):
+        if seed == 3:
+            late = [parameter for block in model.blocks[:3] for parameter in block.parameters()]
+            for parameter in late:
+                parameter.requires_grad_(True)
+            optimizer.add_param_group({"params": late})
+        x, y = batch(seed)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert handle.plan is not None
+    assert handle.measured_peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=1e-3)
+    handle.remove()

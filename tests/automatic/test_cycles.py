@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,6 +78,59 @@ def test_all_steps_are_planned_for_as_one(loop: str):
     assert not handle.plan.is_not_followed
     assert handle.measured_peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=1e-3)
     assert handle.plan.predicted_peak_bytes <= budget
+    handle.remove()
+
+
+class Parts(nn.Module):
+    """Called for one of its parts at a time, with batches of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = make(blocks=2), make(blocks=3)
+
+    def forward(self, noise: torch.Tensor | None = None, x: torch.Tensor | None = None) -> torch.Tensor:
+        return self.generator(noise).repeat(2, 1) if x is None else self.critic(x)
+
+
+def trained_by_parts(budget: int | None, steps: int = 6) -> tuple[Parts, Auto | None]:
+    torch.manual_seed(0)
+    model = Parts().train()
+    for_critic = torch.optim.SGD(model.critic.parameters(), lr=0.1, momentum=0.9)
+    for_generator = torch.optim.Adam(model.generator.parameters())
+    handle = None if budget is None else autoac.auto(model, budget, measure=True)
+    for _ in range(steps):
+        made = model(noise=torch.randn(BATCH, WIDTH)).detach()  # nothing goes backward from this call
+        loss = model(x=made).mean() - model(x=torch.randn(2 * BATCH, WIDTH)).mean()
+        for_critic.zero_grad()
+        loss.backward()
+        for_critic.step()
+        loss = -model(x=model(noise=torch.randn(BATCH, WIDTH))).mean()
+        for_generator.zero_grad()
+        loss.backward()
+        for_generator.step()
+    return model, handle
+
+
+def test_a_call_whose_output_is_detached_shifts_no_decisions():
+    """The recorded step begins after it; the plan's calls were taken for those before, and warned of as too large."""
+    without, _ = trained_by_parts(None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*in the recorded step it had.*")
+        _, ample = trained_by_parts(ENOUGH)
+        assert ample is not None
+        assert ample.plan is not None
+        profile = ample.plan.record.profile
+        assert profile.call_elements == tuple(n * BATCH * WIDTH for n in (2, 2, 1, 2))
+        least = least_budget_bytes(profile)
+        budget = int(least + 0.3 * (ample.plan.record.unplanned_peak_bytes - least))
+        model, handle = trained_by_parts(budget)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, without.state_dict()[name]), name
+    assert handle is not None
+    assert handle.plan is not None
+    assert any(region.wrapped for region in handle.plan.regions)
+    assert not handle.plan.is_not_followed
+    assert handle.measured_peak_bytes <= budget
     handle.remove()
 
 

@@ -130,6 +130,7 @@ def test_a_call_whose_output_is_detached_shifts_no_decisions():
     assert handle.plan is not None
     assert any(region.wrapped for region in handle.plan.regions)
     assert not handle.plan.is_not_followed
+    assert handle.measured_peak_bytes is not None
     assert handle.measured_peak_bytes <= budget
     handle.remove()
 

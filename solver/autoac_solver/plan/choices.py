@@ -13,6 +13,7 @@ from autoac_solver.optimise.search import Prepared
 from autoac_solver.plan.partitions import partitions
 from autoac_solver.plan.recorded.report import (
     about_caches,
+    about_flat_containers,
     about_torchs_loss,
     describe_position,
     holders_at,
@@ -245,7 +246,11 @@ class Choices:
         error.holders = holders_at(profile, built, error.decisions, error.peak_position)[:10]
         named = len(self) == 1 and list(self._all_calls) != partitions(profile, self.engine)
         error.suggestions = suggestions(error.holders, named, error.where)
-        abouts = about_caches(profile, self.engine), about_torchs_loss(profile, error.where)
+        abouts = (
+            about_caches(profile, self.engine),
+            about_torchs_loss(profile, error.where),
+            about_flat_containers(profile),
+        )
         error.suggestions = (*filter(None, abouts), *error.suggestions)
         error.policies = tuple(str(policy) for policy in self.policies if policy.is_must)
         if error.policies:

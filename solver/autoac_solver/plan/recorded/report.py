@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from autoac_solver.problem.simulator import Simulator
 from autoac_solver.records.compiled import in_words
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import KINDS, NEVER, OPTIMIZER_STEP, OWN_LOOP, Op, Profile
+
+_MANY_LAYERS = 8
 
 _COLUMNS = ["region", "module", "op", "bytes", "decision", "time_s", "must_save", "reason", "unit", "storage"]
 
@@ -171,6 +174,21 @@ def about_caches(profile: Profile, engine: str) -> str:
             "(use_cache=False), or use engine='replay'"
         )
     return f"{change}, which holds what it got to the end of the step: turn that off (use_cache=False)"
+
+
+def about_flat_containers(profile: Profile) -> str:
+    """Advice where many layers lie side by side in one `Sequential`; "" if they do not."""
+    parents = {call.parent for call in profile.calls}
+    layers = Counter(call.parent for index, call in enumerate(profile.calls) if index not in parents)
+    for parent, count in layers.most_common():
+        if count >= _MANY_LAYERS and parent != NEVER and profile.calls[parent].class_name == "Sequential":
+            name = repr(profile.calls[parent].fqn) if profile.calls[parent].fqn else "the model"
+            return (
+                f"{name} is a Sequential of {count} layers side by side, each recomputed from its own input, "
+                "so that all these inputs are saved: group neighbours in an nn.Sequential of their own, and only the "
+                "groups' inputs are"
+            )
+    return ""
 
 
 def about_torchs_loss(profile: Profile, where: str) -> str:

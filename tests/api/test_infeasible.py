@@ -1,0 +1,24 @@
+"""What an infeasible budget's error advises."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoac
+
+
+def suggestions(model: nn.Module) -> tuple[str, ...]:
+    profile = autoac.profile(model, torch.randn(64, 16))
+    with pytest.raises(autoac.InfeasibleBudgetError) as caught:
+        autoac.solve(profile, 1)
+    return tuple(caught.value.suggestions)
+
+
+def test_layers_side_by_side_are_to_be_grouped():
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)]
+    flat = nn.Sequential(*(layer for group in layers for layer in group))
+    (advice,) = (text for text in suggestions(flat) if "side by side" in text)
+    assert advice.startswith("the model is a Sequential of 12 layers side by side")
+    assert not any("side by side" in text for text in suggestions(nn.Sequential(*layers)))
+    (advice,) = (text for text in suggestions(nn.Sequential(flat)) if "side by side" in text)
+    assert advice.startswith("'0' is a Sequential of 12 layers")

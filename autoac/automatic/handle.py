@@ -43,7 +43,12 @@ class Auto(LoopPlan):
         _give_up_abandoned()
         self.on_removed: list[Callable[[], None]] = []
         self._running = False
-        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers, under a saved plan
+        self._stepped: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # optimizers whose state was compared with the plan
+        self._replacing: weakref.WeakSet[Any] = (
+            weakref.WeakSet()
+        )  # optimizers that came when all others were gone
         self._short = 0  # recordings dropped, because other batches step more optimizers
         self._retrained = 0  # recordings in a row of which none was planned for: others were trained next
         self._ahead = Ahead(model, self._about_to_be_called)
@@ -185,8 +190,11 @@ class Auto(LoopPlan):
         if not self._optimizers.trains(optimizer):
             return None
         if self._optimizers.are_joined_by(optimizer):
+            if self._optimizers.is_only(optimizer):
+                self._replacing.add(optimizer)
+            may_be_counted = self._was_saved or optimizer in self._replacing
             self._watch.uncounted = self._plan is not None and not (
-                self._was_saved and counts_optimizer(self._plan.record.profile, optimizer)
+                may_be_counted and counts_optimizer(self._plan.record.profile, optimizer)
             )
         if kwargs.get("closure") is not None:
             return args, {**kwargs, "closure": self._then_over(kwargs["closure"], optimizer)}
@@ -202,8 +210,9 @@ class Auto(LoopPlan):
         if not self._optimizers.trains(optimizer) or in_backward():
             return
         self._recording.pause(False)
+        may_be_counted = self._was_saved or optimizer in self._replacing
         if (
-            self._plan is not None and self._was_saved and optimizer not in self._stepped
+            self._plan is not None and may_be_counted and optimizer not in self._stepped
         ):  # it has its state now
             self._stepped.add(optimizer)
             self._watch.uncounted |= not counts_optimizer(self._plan.record.profile, optimizer)

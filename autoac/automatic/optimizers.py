@@ -46,6 +46,10 @@ class Optimizers:
         self._found.append(weakref.ref(optimizer))
         return True
 
+    def is_only(self, optimizer: Any) -> bool:
+        """Whether there were others, which are gone: a loop makes a new optimizer for each epoch, say."""
+        return len(self._found) > 1 and self._known == [optimizer]
+
     def hold(self, held: bool) -> None:
         """Hold the optimizers strongly, or release them: a recorded step is planned for with its own optimizers."""
         self._held = self._known if held else []

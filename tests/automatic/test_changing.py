@@ -299,3 +299,36 @@ def test_gradients_of_parameters_unfrozen_later_are_there_when_the_next_step_beg
     assert handle.plan is not None
     assert handle.measured_peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=1e-3)
     handle.remove()
+
+
+def test_a_new_optimizer_for_each_epoch_is_counted_as_the_one_before():
+    """It is planned for: no step is recorded again, and there is nothing to warn of."""
+    torch.manual_seed(0)
+    model = make()
+    handle = autoac.auto(model, ENOUGH)
+    plans = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*stepped for the first time.*")
+        for epoch in range(5):
+            optimizer = adam(model)
+            for seed in range(3):
+                train(model, optimizer, 3 * epoch + seed)
+            plans.append(handle.plan)
+    assert plans[0] is not None
+    assert all(plan is plans[0] for plan in plans)
+
+
+def test_a_new_optimizer_that_keeps_more_is_counted_anew():
+    model = make()
+    handle = autoac.auto(model, ENOUGH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        train(model, optimizer, seed)
+    before = handle.plan
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for seed in range(3):
+        train(model, optimizer, seed)
+    assert before is not None
+    assert handle.plan is not None
+    momenta = sum(parameter.nbytes for parameter in model.parameters())
+    assert handle.plan.resident_bytes == before.resident_bytes + momenta

@@ -78,7 +78,7 @@ def with_optimizer(
     except Exception as error:
         raise ProfilingError(
             f"{type(optimizer).__name__} cannot be run on fake tensors, so its memory is not known ({error!r:.200}). "
-            "Set headroom= to its state and the temporaries of its step, and leave optimizer= out."
+            "Set headroom= to its state and the temporaries of its step, in place of optimizer=."
         ) from error
     step_bytes = live.peak_with(_workspaces(live, device)) if measure and live.calls else live.peak_bytes
     note = f"includes {type(optimizer).__name__}.step(), whose time is not counted"

@@ -152,7 +152,7 @@ def test_an_optimizer_that_cannot_be_looked_into_is_refused():
     model = make()
     with pytest.raises(
         autoac.AutoacError,
-        match=r"NeedsAClosure cannot be run on fake tensors.* Set headroom=.* leave optimizer= out",
+        match=r"NeedsAClosure cannot be run on fake tensors.* Set headroom=.* in place of optimizer=",
     ):
         autoac.profile(model, batch(), optimizer=NeedsAClosure(model.parameters(), lr=0.1))
 

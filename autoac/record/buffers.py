@@ -56,9 +56,9 @@ class Buffers:
         self.overwritten: dict[str, None] = {}
         self._copies: list[_Copy] = []
         left = _MOST_BYTES
-        for name, buffer in sorted(_of_modules(model), key=lambda named: named[1].nbytes):
-            plain = type(buffer) in (torch.Tensor, torch.nn.Buffer) and buffer.layout is torch.strided
-            if plain and not buffer.is_meta and not is_fake(buffer) and (left := left - buffer.nbytes) >= 0:
+        with_bytes = [named for named in _of_modules(model) if _has_bytes(named[1])]
+        for name, buffer in sorted(with_bytes, key=lambda named: named[1].nbytes):
+            if (left := left - buffer.nbytes) >= 0:
                 values = buffer.detach().to("cpu", copy=True)
                 self._copies.append(_Copy(name, buffer, storage_key(buffer), values))
 
@@ -87,6 +87,11 @@ class Buffers:
         names = ", ".join(map(repr, self.overwritten))
         note = "written by code that torch does not see, such as numpy or an extension: engine sac leaves the modules "
         return (f"buffers {names} are {note}around them as they are",) if names else ()
+
+
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Buffer) and tensor.layout is torch.strided
+    return plain and not tensor.is_meta and not is_fake(tensor)
 
 
 def _of_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,15 +11,17 @@ NOTE [ Unseen writes to buffers ]
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from autoac.record.tape.before import bytes_of
 from autoac.record.tape.calls import ModuleCalls
 from autoac.record.unseen import cannot_run_twice
 from autoac.step.uncompiled import is_inside
-from autoac.torch_private import is_fake, storage_key
+from autoac.torch_private import disable_dispatch_modes, is_fake, storage_key
 
 _MOST_BYTES = 2**26
 """Of all copies together."""
@@ -27,22 +29,28 @@ _MOST_BYTES = 2**26
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A buffer, and its storage and values before the step."""
+    """A tensor of a module, which it may drop in the step; its storage's key and bytes before the step."""
 
     name: str
-    buffer: torch.Tensor
+    known: weakref.ref[torch.Tensor]
     key: int
     values: torch.Tensor
 
-    def differs(self) -> bool:
-        """Whether the values differ, to the bit, in the same storage (an assignment to `.data` exchanges it)."""
-        if storage_key(self.buffer) != self.key or self.buffer.shape != self.values.shape:
-            return False
-        return not torch.equal(_bytes(self.buffer.detach().cpu()), _bytes(self.values))
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> _Copy:
+        """The current values, on the host."""
+        values = bytes_of(tensor.untyped_storage()).to("cpu", copy=True)
+        return cls(name, weakref.ref(tensor), storage_key(tensor), values)
 
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    def differing(self) -> torch.Tensor | None:
+        """The storage's bytes now, if they differ; not if the tensor has another storage, as assigned to `.data`."""
+        tensor = self.known()
+        if tensor is None or storage_key(tensor) != self.key:
+            return None
+        with disable_dispatch_modes():  # a recording may be on
+            found = bytes_of(tensor.untyped_storage())
+            is_same = len(found) != len(self.values) or torch.equal(found.cpu(), self.values)
+        return None if is_same else found
 
 
 class Buffers:
@@ -56,18 +64,17 @@ class Buffers:
         self.overwritten: dict[str, None] = {}
         self._copies: list[_Copy] = []
         left = _MOST_BYTES
-        with_bytes = [named for named in _of_modules(model) if _has_bytes(named[1])]
-        for name, buffer in sorted(with_bytes, key=lambda named: named[1].nbytes):
-            if (left := left - buffer.nbytes) >= 0:
-                values = buffer.detach().to("cpu", copy=True)
-                self._copies.append(_Copy(name, buffer, storage_key(buffer), values))
+        found = [(name, tensor) for name, tensor in _of_modules(model) if _has_bytes(tensor)]
+        for name, tensor in sorted(found, key=lambda named: named[1].untyped_storage().nbytes()):
+            if (left := left - tensor.untyped_storage().nbytes()) >= 0:
+                self._copies.append(_Copy.of(name, tensor))
 
     def put_back(self) -> None:
         """Put back what was overwritten; call it where the writes of ops have been put back."""
         for copy in self._copies:
-            if copy.differs():
+            if (found := copy.differing()) is not None:
                 self.overwritten[copy.name] = None
-                copy.buffer.data.copy_(copy.values)  # the version stays: the step has not changed it
+                found.copy_(copy.values)
 
     def compare(self, written: Collection[int]) -> None:
         """Compare the buffers after a step that is not undone.
@@ -75,8 +82,8 @@ class Buffers:
         Args:
             written: keys of the storages that ops have written.
         """
-        found = [copy.name for copy in self._copies if copy.key not in written and copy.differs()]
-        self.overwritten |= dict.fromkeys(found)
+        unwritten = (copy for copy in self._copies if copy.key not in written)
+        self.overwritten |= dict.fromkeys(copy.name for copy in unwritten if copy.differing() is not None)
 
     def mark(self, calls: ModuleCalls) -> tuple[str, ...]:
         """Mark the modules around such buffers; returns notes for the profile."""
@@ -91,7 +98,7 @@ class Buffers:
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Buffer) and tensor.layout is torch.strided
-    return plain and not tensor.is_meta and not is_fake(tensor)
+    return plain and not (tensor.is_meta or is_fake(tensor))
 
 
 def _of_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

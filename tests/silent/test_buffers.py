@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import autoac
+from autoac.record.buffers import Buffers
 from tests.execute.exact.harness import assert_nothing_active
 
 SAMPLE = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
@@ -96,3 +99,41 @@ def test_a_loops_step_that_has_read_before_is_refused():
         trained(model)
     handle.remove()
     assert_nothing_active()
+
+
+def kinds() -> dict[str, torch.Tensor]:
+    """Buffers of kinds whose ops are few."""
+    numbers = torch.tensor([1.0 + 2j, 3.0], dtype=torch.complex64)
+    found = {
+        "conjugate": numbers.conj(),
+        "negative": numbers.conj().imag,
+        "float8": torch.ones(4).to(torch.float8_e4m3fn),
+        "bits": torch.empty(3, dtype=torch.bits8),
+        "number": torch.tensor(1.5),
+        "empty": torch.empty(0),
+        "expanded": torch.ones(1).expand(5),
+        "sparse": torch.eye(3).to_sparse(),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        found["quantized"] = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+    return found
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_buffers_of_any_kind(kind: str):
+    model = nn.Module()
+    model.register_buffer("kept", kinds()[kind])
+    buffers = Buffers(model)
+    buffers.put_back()
+    assert not buffers.overwritten
+
+
+def test_what_a_step_drops_is_not_held():
+    model = nn.Module()
+    model.state = torch.ones(3)
+    buffers, known = Buffers(model), weakref.ref(model.state)
+    model.state = torch.zeros(3)
+    assert known() is None
+    buffers.put_back()
+    assert not buffers.overwritten

@@ -35,7 +35,7 @@ class BeforeStep:
     def keep_values(self, index: int, tensor: torch.Tensor) -> None:
         """Keep the values of this tensor's storage, which is about to be written, for `restore`."""
         if index not in self._copies:
-            self._copies[index] = _whole(tensor.untyped_storage()).clone()
+            self._copies[index] = bytes_of(tensor.untyped_storage()).clone()
 
     def keep_graph(self, tensor: torch.Tensor) -> None:
         """Keep autograd's state of this tensor for `restore`; the tensor is about to be written."""
@@ -65,7 +65,7 @@ class BeforeStep:
             storage = storages[index]()
             if storage is not None and storage.nbytes() == copy.nbytes:  # see NOTE [ The recorded step ] 3
                 with torch.no_grad():
-                    _whole(storage).copy_(copy)
+                    bytes_of(storage).copy_(copy)
 
         try:
             put_back(
@@ -82,7 +82,7 @@ class BeforeStep:
                 table.clear()
 
 
-def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """The storage's bytes as a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
         storage, 0, (storage.nbytes(),), (1,)

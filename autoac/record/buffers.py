@@ -93,7 +93,7 @@ class Buffers:
                 cannot_run_twice(calls, call)
         names = ", ".join(map(repr, self.overwritten))
         note = "written by code that torch does not see, such as numpy or an extension: engine sac leaves the modules "
-        return (f"buffers {names} are {note}around them as they are",) if names else ()
+        return (f"tensors of modules ({names}) are {note}around them as they are",) if names else ()
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:

@@ -69,7 +69,7 @@ def test_written_by_numpy(after: bool, engine: Any):
     profile = autoac.profile(model, SAMPLE)
     assert all(map(torch.equal, model.state_dict().values(), build(after).state_dict().values()))
     assert not any(module.total.any() for module in model.modules() if isinstance(module, Scaled))
-    (note,) = (note for note in profile.notes if note.startswith("buffers"))
+    (note,) = (note for note in profile.notes if note.startswith("tensors of modules"))
     assert note.count("scale") == note.count("total") == 3
     assert "calls" not in note
     assert "running" not in note
@@ -87,7 +87,7 @@ def test_in_the_recorded_step_of_a_loop(engine: Any):
     handle = autoac.auto(model, "1GB", engine=engine)
     assert all(map(torch.equal, trained(model), expected))
     assert handle.plan is not None
-    (note,) = (note for note in handle.plan.notes if note.startswith("buffers"))
+    (note,) = (note for note in handle.plan.notes if note.startswith("tensors of modules"))
     assert note.count("scale") == note.count("total") == 3
 
 

@@ -29,6 +29,15 @@ def disable_dynamo(function: Function, reason: str) -> Function:
     return disabled
 
 
+def constant_while_compiling(function: Function) -> Function:
+    """A function that Dynamo calls while it compiles, and whose result it puts into the code.
+
+    As `torch.compiler.assume_constant_result`, which imports the compiler (torch/_dynamo/decorators.py).
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def is_compiled_wrapper(model: Any) -> bool:
     """Whether this is a wrapper that `torch.compile(module)` has returned.
 

@@ -33,6 +33,21 @@ def test_in_compiled_autograd():
     torch._dynamo.reset()
 
 
+def test_constant_while_compiling():
+    runs = []
+
+    def now() -> int:
+        runs.append(1)
+        return len(runs)
+
+    assert torch.compiler.assume_constant_result(lambda: None)._dynamo_marked_constant
+    marked = torch_private.constant_while_compiling(now)
+    compiled = torch.compile(lambda x: x + marked(), backend="eager", fullgraph=True)
+    assert [compiled(torch.zeros(())).item() for _ in range(2)] == [1.0, 1.0]
+    assert len(runs) == 1
+    torch._dynamo.reset()
+
+
 def test_is_compiled_wrapper():
     model = nn.Linear(2, 2)
     assert not torch_private.is_compiled_wrapper(model)

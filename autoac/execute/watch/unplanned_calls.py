@@ -26,7 +26,12 @@ from autoac.step.inputs import (
     without_autocast,
 )
 from autoac.step.model import Trained, checkpointing_switches, own_checkpointing, trained_parameters
-from autoac.torch_private import in_backward, remove_forward_hooks, remove_forward_pre_hooks
+from autoac.torch_private import (
+    constant_while_compiling,
+    in_backward,
+    remove_forward_hooks,
+    remove_forward_pre_hooks,
+)
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.outcome import Outcome
 
@@ -265,7 +270,7 @@ _KEYS = itertools.count()
 _WATCHES: weakref.WeakValueDictionary[int, UnplannedCalls] = weakref.WeakValueDictionary()
 
 
-@torch.compiler.assume_constant_result
+@constant_while_compiling
 def _tell_while_compiling(key: int) -> bool:
     """Warn while the model is compiled: Dynamo calls this then, and puts its result into the code."""
     watch = _WATCHES.get(key)

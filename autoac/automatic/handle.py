@@ -43,12 +43,9 @@ class Auto(LoopPlan):
         _give_up_abandoned()
         self.on_removed: list[Callable[[], None]] = []
         self._running = False
-        self._stepped: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  # optimizers whose state was compared with the plan
-        self._replacing: weakref.WeakSet[Any] = (
-            weakref.WeakSet()
-        )  # optimizers that came when all others were gone
+        # Optimizers whose state was compared with the plan, and those that came when all others were gone.
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._replacing: weakref.WeakSet[Any] = weakref.WeakSet()
         self._short = 0  # recordings dropped, because other batches step more optimizers
         self._retrained = 0  # recordings in a row of which none was planned for: others were trained next
         self._ahead = Ahead(model, self._about_to_be_called)

@@ -92,7 +92,7 @@ class Recording:
 
     @property
     def began_otherwise(self) -> bool:
-        """Whether there are gradients where there were none when the recorded step began, or none instead of some."""
+        """Whether more parameters have gradients than when the recorded step began, or none do and some did."""
         found = number_of_gradients(self._model)
         return found > self._gradients or (not found and self._gradients > 0)
 

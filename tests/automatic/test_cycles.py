@@ -59,6 +59,17 @@ def trained(
     return model, handle
 
 
+def assert_trained_as(without: nn.Module, model: nn.Module, handle: Auto | None) -> autoac.Plan:
+    """The same weights, under a plan that recomputes and is followed; returns it."""
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, without.state_dict()[name]), name
+    assert handle is not None
+    assert handle.plan is not None
+    assert any(region.wrapped for region in handle.plan.regions)
+    assert not handle.plan.is_not_followed
+    return handle.plan
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_all_steps_are_planned_for_as_one(loop: str):
     without, _ = trained(None, **LOOPS[loop])
@@ -70,14 +81,10 @@ def test_all_steps_are_planned_for_as_one(loop: str):
     least = least_budget_bytes(profile)
     budget = int(least + 0.3 * (ample.plan.record.unplanned_peak_bytes - least))
     model, handle = trained(budget, **LOOPS[loop])
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, without.state_dict()[name]), name
+    plan = assert_trained_as(without, model, handle)
     assert handle is not None
-    assert handle.plan is not None
-    assert any(region.wrapped for region in handle.plan.regions)
-    assert not handle.plan.is_not_followed
-    assert handle.measured_peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=1e-3)
-    assert handle.plan.predicted_peak_bytes <= budget
+    assert handle.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
+    assert plan.predicted_peak_bytes <= budget
     handle.remove()
 
 
@@ -124,12 +131,8 @@ def test_a_call_whose_output_is_detached_shifts_no_decisions():
         least = least_budget_bytes(profile)
         budget = int(least + 0.3 * (ample.plan.record.unplanned_peak_bytes - least))
         model, handle = trained_by_parts(budget)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, without.state_dict()[name]), name
+    assert_trained_as(without, model, handle)
     assert handle is not None
-    assert handle.plan is not None
-    assert any(region.wrapped for region in handle.plan.regions)
-    assert not handle.plan.is_not_followed
     assert handle.measured_peak_bytes is not None
     assert handle.measured_peak_bytes <= budget
     handle.remove()

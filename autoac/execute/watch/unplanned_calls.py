@@ -197,6 +197,7 @@ class UnplannedCalls:
         """Warn once, where the model is compiled together with this hook.
 
         Dynamo guards the comparison of symbolic sizes, so inputs that are larger compile the model anew and get here.
+        It traces this code, which therefore looks at tensors among the arguments only, not inside of them.
         """
         elements = 0
         for value in (*args, *kwargs.values()):

@@ -249,7 +249,7 @@ def suggestions(
         )
     largest = next(((k, m, s) for k, m, s in holders if k in ("Activation", "Temp")), None)
     if largest is not None and largest[2] > 0.25 * total:
-        outside = "code outside of all modules (the loss, say)"
+        outside = "code outside of the model's parts (its own forward, or the loss)"
         if largest[0] == "Temp":  # workspace has no module
             outside = f"the op's own workspace, or {outside},"
         owner = f"module {largest[1]!r}" if largest[1] else outside

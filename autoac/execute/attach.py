@@ -14,7 +14,7 @@ from autoac.execute.engines import ENGINES
 from autoac.execute.forwards import original_forward, put_forward
 from autoac.execute.program import Program
 from autoac.execute.running import in_first_run, in_second_run
-from autoac.step.carried import LOSS_KEY, REGION_KEY, planned
+from autoac.step.carried import LOSS_KEY, REGION_KEY, ROOT_KEY
 from autoac.step.inputs import elements_of
 from autoac.step.model import has_gradients
 from autoac.step.units import some_units, units_inside
@@ -182,14 +182,14 @@ class Root:
 def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a root that carries a `Root`."""
     module = called_module(module)
-    root: Root = module.__dict__[REGION_KEY]
+    root: Root = module.__dict__[ROOT_KEY]
     if torch.is_grad_enabled() and not in_second_run() and not in_stage_setup():
         call = root.next_call(module)
         if root.elements:
             call = root.fitting(call, elements_of(args, kwargs))
         for name, offsets in root.offsets.items():
-            region = planned(module.get_submodule(name))
-            if isinstance(region, PlannedRegion):
+            region = module.get_submodule(name).__dict__.get(REGION_KEY)
+            if region is not None:
                 region.restart(offsets[call])
     return original_forward(root, module)(*args, **kwargs)
 
@@ -202,11 +202,12 @@ def restart_calls(model: torch.nn.Module, told: bool, skipped: int = 0) -> None:
         skipped: calls of the step before the first planned one, such as one whose output is detached.
     """
     for module in model.modules():
-        carried = planned(module)
-        if isinstance(carried, PlannedRegion):
-            carried.restart(0)
-        elif isinstance(carried, Root):
-            carried.restart(told, skipped)
+        region: PlannedRegion | None = module.__dict__.get(REGION_KEY)
+        root: Root | None = module.__dict__.get(ROOT_KEY)
+        if region is not None:
+            region.restart(0)
+        if root is not None:
+            root.restart(told, skipped)
 
 
 def attach_root(
@@ -216,8 +217,9 @@ def attach_root(
     elements: Sequence[int],
     plan_id: str,
 ) -> None:
-    """Make each call of the model reset its modules' call counts; arguments as for `Root`."""
-    put_forward(model, root_forward, Root(offsets, fresh, elements, model.__dict__.get("forward"), plan_id))
+    """Make each call of the model reset its modules' call counts. Call it last; arguments as for `Root`."""
+    root = Root(offsets, fresh, elements, model.__dict__.get("forward"), plan_id)
+    put_forward(model, root_forward, root, ROOT_KEY)
 
 
 class LossSide:
@@ -268,7 +270,7 @@ def attach_losses(
 
 def detach(module: torch.nn.Module) -> None:
     """Restore one module to its exact state before the plan; the module must not be `covered`."""
-    for key in (REGION_KEY, LOSS_KEY):
+    for key in (ROOT_KEY, REGION_KEY, LOSS_KEY):  # the outermost first
         carried: PlannedRegion | Root | LossSide | None = module.__dict__.get(key)
         if carried is None:
             continue

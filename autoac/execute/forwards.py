@@ -17,6 +17,9 @@ import torch
 
 from autoac.step.carried import REGION_KEY
 
+_OURS: set[Callable[..., Any]] = set()
+"""Functions that were put on modules as their forwards."""
+
 
 class Carried(Protocol):
     """Record stored on a module whose forward was replaced.
@@ -34,6 +37,7 @@ def put_forward(
     module: torch.nn.Module, function: Callable[..., Any], carried: Carried, key: str = REGION_KEY
 ) -> None:
     """Make `function(module, ...)` the module's forward."""
+    _OURS.add(function)
     bound = functools.partial(function, module)
     # For `inspect.signature`: transformers' Trainer asks a model's forward which columns of the data it takes.
     bound.__wrapped__ = carried.forward or types.MethodType(type(module).forward, module)  # type: ignore[attr-defined]
@@ -42,5 +46,13 @@ def put_forward(
 
 
 def original_forward(carried: Carried, module: torch.nn.Module) -> Callable[..., Any]:
-    """The forward of the module that `carried` replaced."""
-    return carried.forward or functools.partial(type(module).forward, module)
+    """The forward of the module that `carried` replaced.
+
+    It may be another one of ours, bound to the module that this one is a shallow copy of.
+    """
+    found = carried.forward
+    if found is None:
+        return functools.partial(type(module).forward, module)
+    if isinstance(found, functools.partial) and found.func in _OURS and found.args != (module,):
+        return functools.partial(found.func, module)
+    return found  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from autoac.execute.engines import ENGINES
 from autoac.execute.program import Program
 from autoac.execute.watch.following import Following
 from autoac.step.model import model_fingerprint
+from autoac_solver.plan.recorded.programs import CallProgram, call_programs
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import PlanRecord
@@ -47,15 +48,20 @@ class PlanPrograms:
             for region in compiled
             for call in region.calls
         }
-        for region in self._record.regions:
-            untouched = Program(region.fqn, (), wrapped=False)
-            calls = programs.setdefault(region.fqn, [untouched] * region.calls)
-            calls[region.call] = Program(
-                *(region.name, region.steps, region.wrapped, self.following, region.point),
+        for found in self._calls:
+            untouched = Program(found.fqn, (), wrapped=False)
+            calls = programs.setdefault(found.fqn, [untouched] * found.calls)
+            calls[found.call] = Program(
+                *(found.name, found.steps, found.wrapped, self.following, found.point),
                 unchecked=self._unchecked,
-                inputs=inputs.get((region.fqn, region.call), ""),
+                inputs=inputs.get((found.fqn, found.call), ""),
+                cuts=found.cuts,
             )
         return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
+
+    @functools.cached_property
+    def _calls(self) -> tuple[CallProgram, ...]:
+        return call_programs(self._record)
 
     def alike(self, model: torch.nn.Module) -> dict[str, list[Program]]:
         """Programs for modules that the profiled step did not call (a skipped layer), taken from similar modules.
@@ -85,6 +91,7 @@ class PlanPrograms:
                 *(fqn, program.names, program.wrapped, self.following, program.point),
                 unchecked=self._unchecked,
                 inputs=program.inputs,
+                cuts=program.cuts,
             )
         return self._copies[fqn]
 
@@ -118,7 +125,8 @@ class PlanPrograms:
             step = step_of(self._record)
         except ProfileError:  # its programs were changed since, as in-model calibration does
             return 0, 0
-        return step.peak_if_saved(regions), self._record.predicted_peak_bytes
+        within = {name for found in self._calls if found.name in regions for name in found.regions}
+        return step.peak_if_saved({*regions, *within}), self._record.predicted_peak_bytes
 
     @property
     def all(self) -> tuple[Program, ...]:

@@ -14,8 +14,11 @@ from autoac.ops.info import OpInfo, op_info
 from autoac.torch_private import OpOverload
 from autoac_solver.records.compiled import EAGER
 
-Step = tuple[Any, bool, bool, OpInfo | None]
-"""Op overload, whether it is recomputed, whether the recording must handle it, and its `OpInfo`."""
+CUT = 2
+"""In place of true: the recording must handle the op, with which another part of the call begins."""
+
+Step = tuple[Any, bool, bool | int, OpInfo | None]
+"""Op overload, whether it is recomputed, whether the recording must handle it (or `CUT`), and its `OpInfo`."""
 
 END: Step = (None, False, False, None)
 
@@ -31,6 +34,7 @@ class Program:
         following: collects ops that the profiled step did not run; None makes one for this program alone.
         point: the point that the region is compiled at (engine compile).
         inputs: the planned inputs of a compiled region, as `described` tells them; "" if not known.
+        cuts: places among `steps` where another part begins: the ops of each are run again on their own (replay).
         unchecked: whether recomputed values have not been compared with forward's yet; the engine then does so in its
             first step, and clears this.
 
@@ -51,6 +55,7 @@ class Program:
         point: str = EAGER,
         unchecked: bool = False,
         inputs: str = "",
+        cuts: Iterable[int] = (),
     ):
         self.region = region
         self.names = tuple(steps)
@@ -59,6 +64,7 @@ class Program:
         self.point = point
         self.unchecked = unchecked
         self.inputs = inputs
+        self.cuts = frozenset(cuts)
         self.found_right = False  # by the last comparison
         self.draws_on_host: bool | None = (
             None  # Python's or numpy's random numbers; None until a call was seen
@@ -75,7 +81,7 @@ class Program:
     def __reduce__(self) -> Any:
         return Program, (
             *(self.region, self.names, self.wrapped),
-            *(self.following, self.point, self.unchecked, self.inputs),
+            *(self.following, self.point, self.unchecked, self.inputs, self.cuts),
         )
 
     @property
@@ -86,8 +92,14 @@ class Program:
             infos = [None if overload is None else op_info(overload) for overload in overloads]
             self._steps = (
                 *(
-                    (overload, recompute, recompute or bool(info and info.writes), info)
-                    for overload, info, (_, recompute) in zip(overloads, infos, self.names, strict=True)
+                    (
+                        *(overload, recompute),
+                        CUT if place in self.cuts else recompute or bool(info and info.writes),
+                        info,
+                    )
+                    for place, (overload, info, (_, recompute)) in enumerate(
+                        zip(overloads, infos, self.names, strict=True)
+                    )
                 ),
                 END,
             )

@@ -58,6 +58,7 @@ from autoac.torch_private import (
     top_dispatch_mode,
     top_saved_tensors_hooks,
 )
+from autoac_solver.plan.parts import with_parts
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import NEVER, OWN_CHECKPOINTING, OWN_LOOP, ModuleCall, Profile, Storage
 
@@ -266,29 +267,31 @@ class LiveStep:
         )
         recorder.check_recorded(tables, is_whole=True)
         checkpointed = notes_if_checkpointed(self.model)
-        return Profile(
-            model=own_name(self.model),
-            model_fingerprint=self.fingerprint,
-            device=str(self.device),
-            device_bytes=device_bytes(self.device),
-            torch_version=torch.__version__,
-            costs=engine_costs(self.device, recorder.bytes_per_op(tables["tape"])),
-            measured_step_s=elapsed,
-            notes=(
-                "recorded while the model was trained: a step of your own loop, up to the optimizer's",
-                *([_PROFILED] if self.profiled else []),
-                *([_ONE_DRAW] if self.tape.single.count else []),
-                *checkpointed,
-                *notes_if_compiled(self.model, self.tape),
-                *notes_if_uncounted(self.tape),
-                *notes_if_calls_differ(self.tape),
-                *notes_if_drawn_on_host(self.tape),
-                *unfit,
-                *note_if_unsteady(times.values(), self.device, self.disturbance),
-                *note_on_device(self.device),
-            ),
-            facts=(OWN_LOOP, *([OWN_CHECKPOINTING] if checkpointed else [])),
-            **tables,
+        return with_parts(
+            Profile(
+                model=own_name(self.model),
+                model_fingerprint=self.fingerprint,
+                device=str(self.device),
+                device_bytes=device_bytes(self.device),
+                torch_version=torch.__version__,
+                costs=engine_costs(self.device, recorder.bytes_per_op(tables["tape"])),
+                measured_step_s=elapsed,
+                notes=(
+                    "recorded while the model was trained: a step of your own loop, up to the optimizer's",
+                    *([_PROFILED] if self.profiled else []),
+                    *([_ONE_DRAW] if self.tape.single.count else []),
+                    *checkpointed,
+                    *notes_if_compiled(self.model, self.tape),
+                    *notes_if_uncounted(self.tape),
+                    *notes_if_calls_differ(self.tape),
+                    *notes_if_drawn_on_host(self.tape),
+                    *unfit,
+                    *note_if_unsteady(times.values(), self.device, self.disturbance),
+                    *note_on_device(self.device),
+                ),
+                facts=(OWN_LOOP, *([OWN_CHECKPOINTING] if checkpointed else [])),
+                **tables,
+            )
         )
 
     @property

@@ -42,6 +42,7 @@ from autoac.step.model import check_model, device_bytes, device_of, free_bytes, 
 from autoac.step.restore import untouched
 from autoac.step.step import TrainingStep
 from autoac.step.units import own_name
+from autoac_solver.plan.parts import with_parts
 from autoac_solver.records.profile import Profile
 
 
@@ -127,25 +128,27 @@ def record_fake(
         tape.ops, tables["storage_table"], found.result_bytes, device
     )
     checkpointed = notes_if_checkpointed(model)
-    return Profile(
-        model=own_name(model),
-        model_fingerprint=model_fingerprint(model),
-        device=str(device),
-        device_bytes=device_bytes(device),
-        torch_version=torch.__version__,
-        costs=engine_costs(device, bytes_per_op(tables["tape"]) if measure else 0),
-        measured_step_s=elapsed,
-        mode="fake",
-        notes=(
-            *notes_on_fake(results.unknown, found, len(signatures), measure, cuda_ops),
-            *runs.notes(),
-            *checkpointed,
-            *notes_if_compiled(model, tape),
-            *notes_if_uncounted(tape),
-            *note,
-        ),
-        facts=facts_of(checkpointed, runs),
-        **tables,
+    return with_parts(
+        Profile(
+            model=own_name(model),
+            model_fingerprint=model_fingerprint(model),
+            device=str(device),
+            device_bytes=device_bytes(device),
+            torch_version=torch.__version__,
+            costs=engine_costs(device, bytes_per_op(tables["tape"]) if measure else 0),
+            measured_step_s=elapsed,
+            mode="fake",
+            notes=(
+                *notes_on_fake(results.unknown, found, len(signatures), measure, cuda_ops),
+                *runs.notes(),
+                *checkpointed,
+                *notes_if_compiled(model, tape),
+                *notes_if_uncounted(tape),
+                *note,
+            ),
+            facts=facts_of(checkpointed, runs),
+            **tables,
+        )
     )
 
 

@@ -49,6 +49,7 @@ from autoac.step.uncompiled import compiled_modules, is_inside, uncompiled
 from autoac.step.units import here, own_name
 from autoac.torch_private import local_part, storage_key
 from autoac_solver.build.losses.cross_entropy import losses_in_modules
+from autoac_solver.plan.parts import with_parts
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import OWN_CHECKPOINTING, VARYING, Op, Profile
 
@@ -180,27 +181,29 @@ def recorded_step(
     tell("engine costs", 0.9)
     check_recorded(tables, step.is_whole)
     checkpointed = notes_if_checkpointed(model)
-    profile = Profile(
-        model=own_name(model),
-        model_fingerprint=model_fingerprint(model),
-        device=str(device),
-        device_bytes=device_bytes(device),
-        torch_version=torch.__version__,
-        costs=engine_costs(device, bytes_per_op(tables["tape"])),
-        measured_step_s=elapsed,
-        notes=(
-            *checkpointed,
-            *notes_if_compiled(model, tape),
-            *notes_if_uncounted(tape),
-            *notes_if_calls_differ(tape),
-            *notes_if_drawn_on_host(tape),
-            *runs.notes(),
-            *unfit,
-            *note,
-            *note_on_device(device),
-        ),
-        facts=facts_of(checkpointed, runs),
-        **tables,
+    profile = with_parts(
+        Profile(
+            model=own_name(model),
+            model_fingerprint=model_fingerprint(model),
+            device=str(device),
+            device_bytes=device_bytes(device),
+            torch_version=torch.__version__,
+            costs=engine_costs(device, bytes_per_op(tables["tape"])),
+            measured_step_s=elapsed,
+            notes=(
+                *checkpointed,
+                *notes_if_compiled(model, tape),
+                *notes_if_uncounted(tape),
+                *notes_if_calls_differ(tape),
+                *notes_if_drawn_on_host(tape),
+                *runs.notes(),
+                *unfit,
+                *note,
+                *note_on_device(device),
+            ),
+            facts=facts_of(checkpointed, runs),
+            **tables,
+        )
     )
     return profile, its_own
 

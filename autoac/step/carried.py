@@ -8,8 +8,10 @@ import torch
 
 REGION_KEY = "_autoac_region"
 LOSS_KEY = "_autoac_loss"
+ROOT_KEY = "_autoac_root"
 
 
 def planned(module: torch.nn.Module) -> Any:
     """The module's part of a plan (classes in `execute.attach`), None if no plan is on it."""
-    return module.__dict__.get(REGION_KEY) or module.__dict__.get(LOSS_KEY)
+    found = (module.__dict__.get(key) for key in (REGION_KEY, ROOT_KEY, LOSS_KEY))
+    return next((carried for carried in found if carried is not None), None)

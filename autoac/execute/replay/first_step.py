@@ -119,6 +119,11 @@ class CheckedRecording(Recording):
         if handle is not None and (checksum := checksum_in_little_memory(tensor)) is not None:
             self.call.packed[handle] = checksum
 
+    def begin_part(self) -> None:
+        self._saved.end()
+        self._saved = UntilReleased()
+        super().begin_part()
+
     def finish(self) -> None:
         self._saved.end()
         super().finish()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from autoac.execute.program import END, Program
+from autoac.execute.program import CUT, END, Program
 from autoac.execute.replay.call import ReplayCall, unpack
 from autoac.execute.replay.held import detach_foreign_too, is_foreign, key_of, without_graph
 from autoac.execute.replay.randoms import Stash, drawing
@@ -58,6 +58,7 @@ class Recording(UnwrappedDispatchMode):
     def __init__(self, call: ReplayCall):
         super().__init__()
         self.call = call
+        self.earlier: list[ReplayCall] = []  # of the parts before
         self.steps = call.program.steps
         self.position = 0
         self.counts: Any = None  # once out of step: how often each overload was called
@@ -80,6 +81,8 @@ class Recording(UnwrappedDispatchMode):
             self.position += 1
             try:
                 if look:
+                    if look is CUT:
+                        self.begin_part()
                     return self._run(func, info, types, args, kwargs or {}, recompute)
                 return func(*args, **kwargs) if kwargs else func(*args)
             except BaseException:
@@ -121,6 +124,12 @@ class Recording(UnwrappedDispatchMode):
         if decision is None:
             program.following.deviates(program.region, *self.left_at, func)
         return result
+
+    def begin_part(self) -> None:
+        """Record the following ops for a replay of their own, as if another region began."""
+        self.earlier.append(self.call)
+        self.call = type(self.call)(self.call.program)
+        self.slots, self.raw = {}, set()
 
     # -- recording ---------------------------------------------------------------------------------------------
 
@@ -312,8 +321,9 @@ class Recording(UnwrappedDispatchMode):
 
     def finish(self) -> None:
         """End the recording after the region's forward."""
-        self.call.recording = False
-        self.call.pending = bool(self.call.records)
+        for call in (*self.earlier, self.call):
+            call.recording = False
+            call.pending = bool(call.records)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from autoac_solver.build.draft import Draft
 from autoac_solver.build.engines import EngineModel, engine_model
 from autoac_solver.build.groups import PINNED, Groups
 from autoac_solver.build.losses.chunked import LOSS, decided_losses, ops_of, with_chunked_losses
-from autoac_solver.build.regions import Region, choose_regions
+from autoac_solver.build.regions import Region, choose_regions, holders
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import DecisionGroup, Problem, RegionCost, save_or_recompute
 from autoac_solver.records.profile import NEVER, Profile
@@ -61,7 +61,7 @@ def build(
     losses = decided_losses(step, found, model)
     only_losses = {region.index for region in found if ops_of(losses).issuperset(region.ops)}
     groups = Groups(step, found, model, pinned, repeated, only_losses)
-    draft = Draft(step, found, groups, Axis(step, found, groups, model), losses)
+    draft = Draft(step, found, groups, Axis(step, found, groups, model), losses, holders(step, found))
     loss = len(groups.all) if losses else -1
     storages: list[list[int]] = [[] for _ in groups.all]
     for storage, group in groups.of_storage.items():
@@ -80,13 +80,22 @@ def build(
 
 def _problem(draft: Draft, model: EngineModel, loss: int, pinned: AbstractSet[int]) -> Problem:
     profile, groups = draft.step.profile, list[DecisionGroup](draft.groups.all)
-    wraps = [RegionCost(model.overhead(draft, r), profile.module_name(r.call)) for r in draft.regions]
+    first = len(draft.regions) + (loss >= 0)  # of the holders
+    within = [holder if holder < 0 else first + holder for holder in map(draft.holder_of, draft.regions)]
+    wraps = [
+        RegionCost(model.overhead(draft, region), profile.module_name(region.call), outer)
+        for region, outer in zip(draft.regions, within, strict=True)
+    ]
     if loss >= 0:
         ops = tuple(loss.log_softmax for loss in draft.losses)
         time_s = sum(profile.tape[op].again_s for op in ops)
         must_save = "" if pinned.isdisjoint(ops) else PINNED
         groups.append(save_or_recompute(len(wraps), time_s, must_save=must_save, ops=ops))
         wraps.append(RegionCost(0.0, LOSS))
+    wraps += (
+        RegionCost(model.overhead(draft, holder), profile.module_name(holder.call))
+        for holder in draft.holders
+    )
     problem = Problem(
         n_positions=len(draft.axis),
         resident_bytes=sum(s.bytes for s in profile.storage_table if s.alloc == NEVER),

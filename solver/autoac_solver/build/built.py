@@ -94,7 +94,7 @@ class Built:
 
     def _again(self, profile: Profile, tape: RegionTape, decisions: Sequence[int]) -> Iterator[int]:
         """The ops of a region that run again, in reverse order."""
-        call = profile.calls[tape.call]
+        call = profile.spans[tape.call]
         saved = [s for s in profile.saved if call.start <= s.tick < call.end]
         begins = min((s.unpacked for s in saved if s.unpacked >= call.end), default=NEVER)
         wanted = {s.storage for s in saved if s.released >= begins}

@@ -34,7 +34,11 @@ def with_two_clocks(draft: Draft, problem: Problem, loss: int) -> Problem:
 def _pieces(draft: Draft, problem: Problem, loss: int) -> Iterator[Work]:
     """All pieces in order."""
     profile, axis = draft.step.profile, draft.axis
-    first = {region.ops[0]: region.index for region in draft.regions if len(region.ops)}
+    first: dict[int, list[int]] = {}
+    for region in draft.regions:
+        first.setdefault(region.ops[0], []).append(region.index)
+    for index, holder in enumerate(draft.holders, len(draft.regions) + (loss >= 0)):
+        first.setdefault(holder.ops[0], []).append(index)
     chunked = {found.backward: found for found in draft.losses}
     record_s = {index: _record_s(draft, problem, index) for index in range(len(draft.groups.all))}
     for op, again in zip(axis.op, axis.replayed, strict=True):
@@ -44,8 +48,8 @@ def _pieces(draft: Draft, problem: Problem, loss: int) -> Iterator[Work]:
             host_s = record.host_s + record_s[group]
             yield Work(host_s, record.again_s, record.waits, (Literal(group, RECOMPUTE),))
             continue
-        if op in first:
-            yield Work(problem.regions[first[op]].wrap_s, 0.0, wrapped=first[op])
+        for region in first.get(op, ()):
+            yield Work(problem.regions[region].wrap_s, 0.0, wrapped=region)
         if op in chunked:
             made = profile.tape[chunked[op].log_softmax]
             yield Work(made.host_s, made.again_s, literals=(Literal(loss, RECOMPUTE),))

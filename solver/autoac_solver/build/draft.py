@@ -38,6 +38,7 @@ class Draft:
     Args:
         step, regions, groups, axis: see their classes.
         losses: the cross entropies that may be chunked.
+        holders: calls that have parts among the regions; each of these is recorded as a whole.
     """
 
     step: Step
@@ -45,6 +46,11 @@ class Draft:
     groups: Groups
     axis: Axis
     losses: tuple[ChunkableLoss, ...]
+    holders: tuple[Region, ...] = ()
+
+    def holder_of(self, region: Region) -> int:
+        """Index of the holder that a region is within, -1 if it is in none."""
+        return next((i for i, holder in enumerate(self.holders) if holder.owns(region.start)), -1)
 
     def uses(self) -> Iterator[Use]:
         """The uses of every storage that the step allocates."""
@@ -58,7 +64,7 @@ class Draft:
             for op in region.ops:
                 for storage in profile.tape[op].reads if op in self.groups.of_op else ():
                     reads.setdefault(storage, []).append(op)
-            for storage in set(profile.calls[region.call].inputs):
+            for storage in set(profile.spans[region.call].inputs):
                 inputs.setdefault(storage, []).append(region)
         for index, storage in enumerate(profile.storage_table):
             if storage.is_gathered and storage.alloc != NEVER:

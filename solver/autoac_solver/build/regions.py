@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autoac_solver.build.engine_model import EngineModel
 from autoac_solver.build.step import Step
-from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, Profile
+from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, ModuleCall, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Region:
     """
 
     def __init__(self, step: Step, call: int) -> None:
-        profile, record = step.profile, step.profile.calls[call]
+        profile, record = step.profile, step.profile.spans[call]
         self.call = call
         self.start, self.end = record.start, record.end
         self.ops = step.ops(record.start, record.end)
@@ -91,10 +91,24 @@ def choose_regions(
     return found, tuple(refused)
 
 
+def holders(step: Step, regions: Sequence[Region]) -> tuple[Region, ...]:
+    """The outermost calls that have parts among the regions, in order."""
+    calls = step.profile.calls
+    found = {step.profile.spans[region.call].parent for region in regions if region.call >= len(calls)}
+    outermost = [
+        call for call in found if not any(_is_inside(calls[call], calls[other]) for other in found - {call})
+    ]
+    return tuple(sorted((Region(step, call) for call in outermost), key=lambda region: region.start))
+
+
+def _is_inside(inner: ModuleCall, outer: ModuleCall) -> bool:
+    return outer.start < inner.start and inner.end <= outer.end
+
+
 def _reasons(step: Step, region: Region, engine: EngineModel) -> Iterator[str]:
     """Reasons why a module call cannot be a region."""
     yield from refused_by_all(step.profile, region.call)
-    if not step.profile.calls[region.call].grad:
+    if not step.profile.spans[region.call].grad:
         yield "it runs with gradients off, so autograd saves nothing in it"
     yield from engine.refuses(step, region)
     if not region.ops:
@@ -105,12 +119,12 @@ def _reasons(step: Step, region: Region, engine: EngineModel) -> Iterator[str]:
 
 def refused_by_all(profile: Profile, call: int) -> Iterator[str]:
     """Reasons why a call that autograd saves tensors in is no region under any engine, and alternatives."""
-    if profile.calls[call].once == STREAMS:
+    if profile.spans[call].once == STREAMS:
         yield (
             "it runs on more than one stream of the GPU: what is computed again is freed early, while another stream "
             "may still read it. Modules inside of it that keep to one stream can be regions"
         )
-    if profile.calls[call].once == SHARDED:
+    if profile.spans[call].once == SHARDED:
         yield _contains_units(profile, call)
 
 

@@ -8,6 +8,7 @@ it. Engine sac keeps everything that is not recomputed, so there the value is si
 from __future__ import annotations
 
 import difflib
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -152,13 +153,18 @@ def _no_price(profile: Profile, policy: Policy, op: Op) -> str:
 
 
 def _region_of(profile: Profile, calls: Sequence[int]) -> list[int]:
-    """Per op the module call among `calls` in which it ran, -1 for none."""
+    """Per op the module call or part among `calls` in which it ran, -1 for none."""
     chosen, region_of = set(calls), []
     for op in profile.tape:
         call = -1 if op.backward else op.module
         while call >= 0 and call not in chosen:
             call = profile.calls[call].parent
         region_of.append(call)
+    ticks = [op.tick for op in profile.tape]
+    for part in (call for call in calls if call >= len(profile.calls)):
+        span = profile.spans[part]
+        for op in range(bisect_left(ticks, span.start), bisect_left(ticks, span.end)):
+            region_of[op] = part
     return region_of
 
 
@@ -170,9 +176,9 @@ def _code(profile: Profile, calls: Sequence[int], policy: Policy) -> frozenset[i
     for index, record in enumerate(profile.calls):
         if not matcher.in_module(policy.module, index):
             continue
-        regions |= {call for call in calls if record.start <= profile.calls[call].start < record.end}
+        regions |= {call for call in calls if record.start <= profile.spans[call].start < record.end}
         regions |= {
-            call for call in calls if profile.calls[call].start <= record.start < profile.calls[call].end
+            call for call in calls if profile.spans[call].start <= record.start < profile.spans[call].end
         }
     return frozenset(op for op, region in enumerate(region_of) if region in regions)
 

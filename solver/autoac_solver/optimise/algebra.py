@@ -159,7 +159,7 @@ class Algebra:
         for g, group in enumerate(problem.groups):
             others = (self.variables.literal(Literal(g, o)) for o in range(1, len(group.options)))
             if not never.issuperset(others):
-                possible.add(group.region)
+                possible |= {group.region, problem.regions[group.region].within}
         never |= {self.variables.wrapped(k) for k in range(len(problem.regions)) if k not in possible}
         stuck = [literal for literal in never if literal > 0 and -literal in never]
         stuck += [literals[0] for _, literals in self.variables.several() if never.issuperset(literals)]
@@ -279,6 +279,9 @@ def _implications(problem: Problem, variables: Variables) -> dict[int, set[int]]
                 implies(twin, taken)
             if number != SAVE:
                 implies(taken, variables.wrapped(group.region))
+    for index, region in enumerate(problem.regions):
+        if region.within >= 0:
+            implies(variables.wrapped(index), variables.wrapped(region.within))
     for _, literals in variables.several():
         for literal in literals:
             for other in literals:

@@ -12,8 +12,9 @@ from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
 from autoac_solver.build.engines import DEFAULT, engine_model
+from autoac_solver.plan.parts import PartTree
 from autoac_solver.records.engines import COMPILE
-from autoac_solver.records.profile import NEVER, Profile
+from autoac_solver.records.profile import NEVER, ModuleCall, Profile
 
 COARSEST_SHARE = 0.6
 """The largest share of all saved bytes that one region may hold."""
@@ -33,22 +34,24 @@ def partitions(profile: Profile, engine: str = DEFAULT) -> list[tuple[int, ...]]
     weights, model = _saved_bytes(profile), engine_model(engine)
     if model.compiles and profile.compiled is not None:  # Only measured regions are available.
         return [tuple(sorted(call for region in profile.compiled.regions for call in region.calls))]
-    children: list[list[int]] = [[] for _ in profile.calls]
-    roots = []
-    for index, call in enumerate(profile.calls):
-        (roots if call.parent < 0 else children[call.parent]).append(index)
+    children, roots = _tree(profile)
     possible = [call.grad and model.may_run(call) for call in profile.calls]
-    limit = COARSEST_SHARE * sum(weights[root] for root in roots)
-    choices: list[tuple[int, ...]] = []
-    while len(choices) < MOST_CHOICES:
-        choice = _descend(possible, roots, children, weights, limit)
-        choices.append(choice)
-        largest = max((weights[call] for call in choice if children[call]), default=0)
-        if not largest:
-            break
-        limit = FINER * largest
+    choices = _by_size(possible, roots, children, weights)
     choices.append(tuple(root for root in roots if possible[root]))
     return [choice for choice in dict.fromkeys(choices) if choice] or [()]
+
+
+def partitions_in_parts(profile: Profile, engine: str = DEFAULT) -> list[tuple[int, ...]]:
+    """Choices of regions with parts of calls among them, from coarse to fine; empty if the engine cannot have parts."""
+    model = engine_model(engine)
+    if model.runs_code_twice or model.compiles or not profile.parts:
+        return []
+    children, roots = _tree(profile)
+    tree, weights = PartTree(profile, children), _saved_bytes(profile, profile.spans)
+    possible = [span.grad and model.may_run(span) for span in profile.spans]
+    inside = [tree.inside(span) for span in range(len(profile.spans))]
+    choices = _by_size(possible, roots, inside, weights)
+    return [choice for choice in dict.fromkeys(choices) if any(span >= len(profile.calls) for span in choice)]
 
 
 def named_calls(profile: Profile, names: Sequence[str]) -> list[int]:
@@ -62,6 +65,31 @@ def named_calls(profile: Profile, names: Sequence[str]) -> list[int]:
         if call.fqn in wanted and call.grad and not inside:
             chosen.add(index)
     return sorted(chosen)
+
+
+def _tree(profile: Profile) -> tuple[list[list[int]], list[int]]:
+    """Per module call the calls directly in it, and the calls that are in no other."""
+    children: list[list[int]] = [[] for _ in profile.calls]
+    roots = []
+    for index, call in enumerate(profile.calls):
+        (roots if call.parent < 0 else children[call.parent]).append(index)
+    return children, roots
+
+
+def _by_size(
+    possible: list[bool], roots: list[int], children: list[list[int]], weights: list[int]
+) -> list[tuple[int, ...]]:
+    """Choices from coarse to fine; arguments as for `_descend`."""
+    limit = COARSEST_SHARE * sum(weights[root] for root in roots)
+    choices: list[tuple[int, ...]] = []
+    while len(choices) < MOST_CHOICES:
+        choice = _descend(possible, roots, children, weights, limit)
+        choices.append(choice)
+        largest = max((weights[call] for call in choice if children[call]), default=0)
+        if not largest:
+            break
+        limit = FINER * largest
+    return choices
 
 
 def _descend(
@@ -80,7 +108,7 @@ def _descend(
     return tuple(chosen)
 
 
-def _saved_bytes(profile: Profile) -> list[int]:
+def _saved_bytes(profile: Profile, spans: Sequence[ModuleCall] | None = None) -> list[int]:
     """Per module call the bytes that were made in it and saved by autograd."""
     saved = {s.storage for s in profile.saved}
     marks = sorted(
@@ -91,7 +119,8 @@ def _saved_bytes(profile: Profile) -> list[int]:
     ticks = [tick for tick, _ in marks]
     sums = [0, *accumulate(size for _, size in marks)]
     return [
-        sums[bisect_left(ticks, call.end)] - sums[bisect_left(ticks, call.start)] for call in profile.calls
+        sums[bisect_left(ticks, call.end)] - sums[bisect_left(ticks, call.start)]
+        for call in (profile.calls if spans is None else spans)
     ]
 
 
@@ -110,10 +139,7 @@ def blocks(profile: Profile) -> tuple[int, ...]:
     replaced by those, and that small modules are left out.
     """
     weights = _saved_bytes(profile)
-    children: list[list[int]] = [[] for _ in profile.calls]
-    roots = []
-    for index, call in enumerate(profile.calls):
-        (roots if call.parent < 0 else children[call.parent]).append(index)
+    children, roots = _tree(profile)
     total = sum(weights[root] for root in roots)
     model = engine_model(COMPILE)
     possible = [

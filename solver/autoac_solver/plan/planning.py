@@ -11,7 +11,7 @@ from autoac_solver.plan.baselines import baselines, checkpointed
 from autoac_solver.plan.choices import Choices
 from autoac_solver.plan.curve import Tradeoff
 from autoac_solver.plan.overhead import least_memory
-from autoac_solver.plan.partitions import named_calls, partitions
+from autoac_solver.plan.partitions import named_calls, partitions, partitions_in_parts
 from autoac_solver.plan.recorded.made import make_record
 from autoac_solver.plan.reserved import WithinReserved, allocator_of, check_budget_of
 from autoac_solver.plan.sweep import feasible_range, sweep
@@ -231,7 +231,7 @@ def region_choices(
         ValueError: they are no names.
     """
     if regions is None:
-        return partitions(profile, engine)
+        return [*partitions(profile, engine), *partitions_in_parts(profile, engine)]
     called = dict.fromkeys(call.fqn for call in profile.calls)
     names = outermost(matched(as_patterns(regions), called, "the profiled step"))
     calls = named_calls(profile, names)

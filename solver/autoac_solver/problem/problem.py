@@ -242,10 +242,15 @@ class Resource:
 
 @dataclass(frozen=True, slots=True)
 class RegionCost:
-    """A region, and the seconds that wrapping it adds to the step (paid once if any of its groups is not saved)."""
+    """A region, and the seconds that wrapping it adds to the step (paid once if any of its groups is not saved).
+
+    Args:
+        within: index of a region that is wrapped if this one is, -1 for none.
+    """
 
     wrap_s: float = 0.0
     name: str = ""
+    within: int = -1
 
 
 @dataclass(frozen=True, slots=True)

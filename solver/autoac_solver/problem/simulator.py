@@ -54,6 +54,9 @@ class _Facts:
         self._n_options = int(self._first[-1])
         self._n_regions = len(problem.regions)
         self._region = np.array([group.region for group in problem.groups], dtype=np.int64)
+        inside = [index for index, region in enumerate(problem.regions) if region.within >= 0]
+        self._inside = np.array(inside, dtype=np.int64)
+        self._within = np.array([problem.regions[index].within for index in inside], dtype=np.int64)
         self.true = 2 * self._n_options + self._n_regions
 
     def number(self, literal: Literal) -> int:
@@ -76,9 +79,10 @@ class _Facts:
         return np.concatenate([taken, ~taken, self.wrapped_regions(chosen), [True]])
 
     def wrapped_regions(self, chosen: np.ndarray) -> np.ndarray:
-        """Bool per region: any of its groups is not saved."""
+        """Bool per region: any of its groups, or of those in regions within it, is not saved."""
         wrapped = np.zeros(self._n_regions, dtype=bool)
         wrapped[self._region[chosen != SAVE]] = True
+        wrapped[self._within[wrapped[self._inside]]] = True
         return wrapped
 
 
@@ -295,7 +299,10 @@ class Simulator:
         numbers = [
             facts.number(Literal(group, option, positive)) for option in options for positive in (True, False)
         ]
-        numbers.append(facts.wrapped(self.problem.groups[group].region))
+        region = self.problem.groups[group].region
+        numbers.append(facts.wrapped(region))
+        if (outer := self.problem.regions[region].within) >= 0:
+            numbers.append(facts.wrapped(outer))
         depends = self._exists.mention(numbers)
         depends[self._extended[self._extends.mention(numbers)]] = True
         return depends

@@ -24,6 +24,8 @@ def _faults(problem: Problem) -> Iterator[str]:
     for index, region in enumerate(problem.regions):
         if not _is_duration(region.wrap_s):
             yield f"region {index}: wrap_s={region.wrap_s} is no duration"
+        if not -1 <= region.within < len(problem.regions) or problem.regions[region.within].within >= 0:
+            yield f"region {index}: it cannot be within {region.within}"
     for index, work in enumerate(problem.work):
         known = all(_is_known(problem, literal) for literal in work.literals)
         if not (_is_duration(work.host_s) and _is_duration(work.device_s) and known):

@@ -27,17 +27,17 @@ from autoac_solver.records.policies import APPLIED_POLICY, AppliedPolicy
 from autoac_solver.records.profile import PROFILE, Profile
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 12  # 11: other samples; 12: sizes of calls, the profile's ninth version
+SCHEMA_VERSION = 13  # 12: sizes of calls; 13: parts of calls, the profile's tenth version
 
 Steps = tuple[tuple[str, bool], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
-    """The program for one call of one module.
+    """The program for one region: a call of a module, or a part of one.
 
     Args:
-        fqn: the module's name in the model.
+        fqn: the module's name in the model, or the part's name, see `Profile.spans`.
         call, calls: index among the module's calls with gradients on in the step, and their number.
         wrapped: anything in it is recomputed; if not, this call is left untouched.
         steps: for every op in order, its overload's name and whether it is recomputed.
@@ -243,14 +243,15 @@ def _check(record: PlanRecord) -> None:
 
 def names_in(record: PlanRecord) -> set[str]:
     """Names of the modules that a plan is applied to."""
-    names = {region.fqn for region in record.regions}
+    parts = {span.fqn: record.profile.calls[span.parent].fqn for span in record.profile.spans_of_parts}
+    names = {parts.get(region.fqn, region.fqn) for region in record.regions}
     names |= {name for fqn, last in record.losses.items() for name in (fqn, *last) if name is not None}
     return names | set(record.several.before if record.several else ())
 
 
 def _check_regions(record: PlanRecord) -> None:
-    """Check that each region is a call of the profile with the same ops, and that none repeats or is inside another."""
-    calls = {(call.fqn, call.call): call for call in record.profile.calls if call.grad}
+    """Check that each region is a call or part of the profile with the same ops, and that none repeats or is inside another."""
+    calls = {(call.fqn, call.call): call for call in record.profile.spans if call.grad}
     number_of_calls = Counter(fqn for fqn, _ in calls)
     ticks = [op.tick for op in record.profile.tape]
     end = 0

@@ -237,7 +237,7 @@ class Matcher:
         self._fits: dict[tuple[tuple[str, ...], tuple[str, ...]], bool] = {}
         self._region_names: dict[int, tuple[str, str]] = {}
         for call in regions:
-            self._region_names[call] = profile.calls[call].fqn, profile.module_name(call)
+            self._region_names[call] = profile.spans[call].fqn, profile.module_name(call)
 
     def fits(self, policy: Policy, op: Op, region: int) -> bool:
         """Whether a policy matches an op.

@@ -145,7 +145,7 @@ def _refusals(step: Step, call: int, model: EngineModel) -> Iterator[str]:
 
 
 def _ancestors(profile: Profile, index: int) -> list[int]:
-    found, parent = [], profile.calls[index].parent
+    found, parent = [], profile.spans[index].parent
     while parent >= 0:
         found.append(parent)
         parent = profile.calls[parent].parent

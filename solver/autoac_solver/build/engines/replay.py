@@ -72,13 +72,15 @@ class Replay:
         return not storages.isdisjoint((*op.creates, *op.writes))
 
     def needed(self, profile: Profile, built: Built, tape: RegionTape) -> set[int]:
-        call, own = profile.calls[tape.call], set(tape.group_of) - {-1}
+        call, own = profile.spans[tape.call], set(tape.group_of) - {-1}
         saved = {s.storage for s in profile.saved if call.start <= s.tick < call.end}
         return {group for group in own if not saved.isdisjoint(built.group_storages[group])}
 
     def overhead(self, draft: Draft, region: Region) -> float:
         costs = draft.step.costs_of(self.name, ReplayCosts)
-        n_ops = len(region.ops) + draft.step.profile.calls[region.call].views
+        if draft.holder_of(region) >= 0 and region not in draft.holders:
+            return costs.call  # the holder's recording goes on to another record of ops
+        n_ops = len(region.ops) + draft.step.profile.spans[region.call].views
         return costs.op * n_ops + costs.saved * len(region.saved) + costs.call
 
     def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:

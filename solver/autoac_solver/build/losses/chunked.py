@@ -35,7 +35,7 @@ def decided_losses(step: Step, regions: Sequence[Region], engine: EngineModel) -
     tape = step.profile.tape
     others = [region for region in regions if not ops_of(losses).issuperset(region.ops)]
     ops = {op for region in others for op in region.ops}
-    held = {storage for region in others for storage in step.profile.calls[region.call].inputs}
+    held = {storage for region in others for storage in step.profile.spans[region.call].inputs}
     held |= {storage for op in ops for storage in set(tape[op].reads) - set(tape[op].writes)}
     # Selective checkpointing keeps every output of a region that is not recomputed, needed or not.
     held |= {storage for op in ops for storage in tape[op].creates} if engine.runs_code_twice else set()

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoac_solver.build.built import Built
 from autoac_solver.build.losses.cross_entropy import chunkable_losses, lean_losses
+from autoac_solver.build.regions import Region, holders
+from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import RECOMPUTE, SAVE
 from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.errors import ProfileError
-from autoac_solver.records.plan import PlanRecord, RegionPlan, RootCalls
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.plan import PlanRecord, RegionPlan, RootCalls, Steps
+from autoac_solver.records.profile import NEVER, Profile
 
 
 def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[str, Any]:
     """The fields of a `PlanRecord` that `apply` runs: regions, several, losses, chunked_losses, chunk_dtypes."""
     wrapped = {g.region for g, option in zip(built.problem.groups, decisions, strict=True) if option != SAVE}
-    calls_of = Counter(call.fqn for call in profile.calls if call.grad)
+    calls_of = Counter(call.fqn for call in profile.spans if call.grad)
     regions = []
     for index, tape in enumerate(built.regions):
-        call, steps = profile.calls[tape.call], built.steps(profile, index, decisions)
+        call, steps = profile.spans[tape.call], built.steps(profile, index, decisions)
         point, is_wrapped = built.point(index, decisions), index in wrapped
         if built.is_compiled(index):
             is_wrapped = point != EAGER
@@ -40,6 +42,73 @@ def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[s
     }
 
 
+@dataclass(frozen=True)
+class CallProgram:
+    """What the engine does in one call of one module.
+
+    Args:
+        fqn, call, calls: as for `RegionPlan`, of the module.
+        name: the call's name.
+        regions: names of the regions in it: its own, or those of its parts and of calls in these.
+        wrapped, steps, point: as for `RegionPlan`.
+        cuts: places among `steps` where another part begins or ends.
+    """
+
+    fqn: str
+    call: int
+    calls: int
+    name: str
+    regions: tuple[str, ...]
+    wrapped: bool
+    steps: Steps
+    point: str = EAGER
+    cuts: tuple[int, ...] = ()
+
+
+def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
+    """The programs of the calls that a plan wraps or leaves untouched.
+
+    A call with parts among the regions is recorded as a whole, with all regions in it.
+    """
+    profile, step = record.profile, Step(record.profile)
+    indices = region_calls(record)
+    outer = holders(step, [Region(step, index) for index in indices])
+    calls_of = Counter(call.fqn for call in profile.calls if call.grad)
+    inside: dict[int, list[tuple[Region, RegionPlan]]] = {holder.call: [] for holder in outer}
+    found = []
+    for index, plan in zip(indices, record.regions, strict=True):
+        region = Region(step, index)
+        holder = next((holder.call for holder in outer if holder.owns(region.start)), NEVER)
+        if holder != NEVER:
+            inside[holder].append((region, plan))
+            continue
+        found.append(
+            CallProgram(
+                *(plan.fqn, plan.call, plan.calls, plan.name, (plan.name,)),
+                *(plan.wrapped, plan.steps, plan.point),
+            )
+        )
+    for holder in outer:
+        call, first = profile.calls[holder.call], holder.ops[0]
+        steps = [(profile.tape[op].name, False) for op in holder.ops]
+        wrapped = [False] * (len(steps) + 1)
+        parts = [-1] * (len(steps) + 1)
+        for number, (region, plan) in enumerate(inside[holder.call]):
+            ops = slice(region.ops[0] - first, region.ops[-1] + 1 - first)
+            steps[ops] = plan.steps
+            parts[ops] = [number if plan.wrapped else -1] * len(plan.steps)
+            wrapped[ops] = [plan.wrapped] * len(plan.steps)
+        cuts = tuple(place for place in range(1, len(steps)) if parts[place] != parts[place - 1])
+        found.append(
+            CallProgram(
+                *(call.fqn, call.call, calls_of[call.fqn], profile.module_name(holder.call)),
+                *(tuple(plan.name for _, plan in inside[holder.call]), any(wrapped), tuple(steps)),
+                cuts=cuts,
+            )
+        )
+    return tuple(found)
+
+
 def with_regions(record: PlanRecord, regions: Sequence[RegionPlan]) -> PlanRecord:
     """A copy of a plan with other wrapped regions or other steps. Its predictions are not updated."""
     return replace(record, regions=tuple(regions), several=_several(record.profile, regions))
@@ -47,9 +116,11 @@ def with_regions(record: PlanRecord, regions: Sequence[RegionPlan]) -> PlanRecor
 
 def _several(profile: Profile, regions: Sequence[RegionPlan]) -> RootCalls | None:
     """Positions of the calls of wrapped modules that are called several times per step."""
-    wrapped = {region.fqn: region.calls for region in regions if region.wrapped}
-    names = [fqn for fqn, calls in wrapped.items() if calls > 1]
-    found = None if not names or "" in wrapped else profile.calls_below_root(names)
+    parts = {span.fqn: profile.calls[span.parent].fqn for span in profile.spans_of_parts}
+    calls = Counter(call.fqn for call in profile.calls if call.grad)
+    wrapped = dict.fromkeys(parts.get(region.fqn, region.fqn) for region in regions if region.wrapped)
+    names = [fqn for fqn in wrapped if calls[fqn] > 1]
+    found = profile.calls_below_root(names) if names else None
     sizes = profile.call_elements
     return None if found is None else RootCalls(*found, elements=sizes if len(set(sizes)) > 1 else ())
 
@@ -68,7 +139,7 @@ def region_calls(record: PlanRecord) -> tuple[int, ...]:
     Raises:
         ProfileError: its profile has no such call.
     """
-    calls = {(call.fqn, call.call): index for index, call in enumerate(record.profile.calls) if call.grad}
+    calls = {(call.fqn, call.call): index for index, call in enumerate(record.profile.spans) if call.grad}
     try:
         return tuple(calls[region.fqn, region.call] for region in record.regions)
     except KeyError as error:

@@ -8,7 +8,7 @@ On disk a profile is JSON in columns, with a schema version. Loading a file runs
 """
 
 from autoac_solver.records.profile.any_order import IN_ITS_ORDER
-from autoac_solver.records.profile.profile import PROFILE, EngineCosts, Profile
+from autoac_solver.records.profile.profile import PART, PROFILE, EngineCosts, Profile
 from autoac_solver.records.profile.rows import (
     CACHED,
     FACTS,
@@ -31,6 +31,7 @@ from autoac_solver.records.profile.rows import (
     VARYING,
     ModuleCall,
     Op,
+    Part,
     Saved,
     Storage,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "OPTIMIZER_STEP",
     "OWN_CHECKPOINTING",
     "OWN_LOOP",
+    "PART",
     "PROFILE",
     "SCALAR_BYTES",
     "SHARDED",
@@ -60,6 +62,7 @@ __all__ = [
     "EngineCosts",
     "ModuleCall",
     "Op",
+    "Part",
     "Profile",
     "Saved",
     "Storage",

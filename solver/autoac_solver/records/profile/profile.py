@@ -23,10 +23,13 @@ from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.format import format_bytes, format_seconds
 from autoac_solver.records.profile.any_order import in_any_order
 from autoac_solver.records.profile.checks import check
-from autoac_solver.records.profile.rows import FACTS, NEVER, TIMES_FROM, ModuleCall, Op, Saved, Storage
+from autoac_solver.records.profile.rows import FACTS, NEVER, TIMES_FROM, ModuleCall, Op, Part, Saved, Storage
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 9  # 8: no pauses; 9: sizes of the model's calls, facts
+SCHEMA_VERSION = 10  # 9: sizes of the model's calls, facts; 10: parts of calls
+
+PART = ":"
+"""Separates a module's name from the number of a part of its call."""
 
 EngineCosts = dict[str, dict[str, Seconds]]
 """Seconds of the engines' bookkeeping on the profile's machine: engine name -> part -> seconds.
@@ -49,6 +52,7 @@ class Profile(Shown):
         end: the last tick plus one.
         tape: the ops in order.
         storage_table, saved, calls: rows of `Storage`, `Saved` and `ModuleCall`.
+        parts: parts of the calls, rows of `Part`.
         signatures: overload, shapes, dtypes and scalars of the distinct ops, as text.
         mode: "real" if the step ran on real tensors, "fake" if it was recorded from shapes alone.
         device_name: readable name of the device, "" if unknown.
@@ -65,6 +69,8 @@ class Profile(Shown):
         compiled: measurements of compiled regions, None if none was compiled (`engine="compile"`).
         sources: module class (except torch's own) -> place of its forward: file name without folder, and line, such as
             "modeling_llama.py:312".
+
+    A region is one of `spans`: the calls, followed by the parts.
     """
 
     model: str
@@ -92,6 +98,7 @@ class Profile(Shown):
     any_order: bool = False
     compiled: CompiledTable | None = field(default=None, repr=False)
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+    parts: tuple[Part, ...] = field(default=(), repr=False)
 
     @property
     def resident_bytes(self) -> int:
@@ -108,9 +115,32 @@ class Profile(Shown):
         """The least predicted peak of any plan (engine replay); smaller budgets are infeasible. Runs the solver."""
         return ask("least_peak_bytes", self)
 
+    @property
+    def spans_of_parts(self) -> tuple[ModuleCall, ...]:
+        """The parts among the `spans`."""
+        return self.spans[len(self.calls) :]
+
+    @functools.cached_property
+    def spans(self) -> tuple[ModuleCall, ...]:
+        """The calls, and after them the parts, each as a call of a module of its own name inside of its call."""
+        parts = (
+            dataclasses.replace(
+                self.calls[part.call],
+                fqn=f"{self.module_name(part.call)}{PART}{part.number}",
+                call=0,
+                parent=part.call,
+                start=part.start,
+                end=part.end,
+                inputs=part.inputs,
+                views=part.views,
+            )
+            for part in self.parts
+        )
+        return (*self.calls, *parts)
+
     def source_of(self, module: str) -> str:
         """The class of a module, or of a call's module, and the place of its forward in `sources` if known."""
-        found = self._class_of.get(module.partition("#")[0], "")
+        found = self._class_of.get(module.partition(PART)[0].partition("#")[0], "")
         return f"{found}, {self.sources[found]}" if found in self.sources else found
 
     @property
@@ -176,10 +206,10 @@ class Profile(Shown):
         return pd.DataFrame(columns(self.storage_table, Storage))
 
     def module_name(self, call: int) -> str:
-        """Display name of a module call: its fqn, with the call's number if it is not the first."""
+        """Display name of a call or part: its fqn, with the call's number if it is not the first."""
         if call < 0:
             return ""
-        record = self.calls[call]
+        record = self.calls[call] if call < len(self.calls) else self.spans[call]
         return record.fqn if record.call == 0 else f"{record.fqn}#{record.call}"
 
     @property
@@ -199,7 +229,7 @@ class Profile(Shown):
         offsets = {}
         for name in names:
             starts = [call.start for call in self.calls if call.fqn == name and call.grad]
-            if any(not any(root.start < start < root.end for root in roots) for start in starts):
+            if name and any(not any(root.start < start < root.end for root in roots) for start in starts):
                 return None
             offsets[name] = tuple(sum(start < root.start for start in starts) for root in roots)
         gradients = (storage.alloc for storage in self.storage_table if storage.kind == "Gradient")
@@ -288,7 +318,13 @@ class Profile(Shown):
             raise ProfileError(f"{path} is not a valid profile: {error!s:.300}. Record it again.") from error
 
 
-_TABLES: dict[str, Any] = {"tape": Op, "storage_table": Storage, "saved": Saved, "calls": ModuleCall}
+_TABLES: dict[str, Any] = {
+    "tape": Op,
+    "storage_table": Storage,
+    "saved": Saved,
+    "calls": ModuleCall,
+    "parts": Part,
+}
 
 
 def _compiled_table(found: msgspec.Struct) -> CompiledTable:

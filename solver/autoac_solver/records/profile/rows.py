@@ -195,3 +195,25 @@ class ModuleCall:
     views: Size = 0
     changes_arguments: bool = False
     once: Annotated[str, one_of("", INFERENCE, CACHED, FOREIGN, SHARDED, STREAMS)] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of one module call: consecutive ops, between two items (ops or calls) of the forward's own code.
+
+    An engine that does not run code again can have parts as regions. They are halves, quarters and so on of their call.
+
+    Args:
+        call: index of its module call.
+        number: number among the parts of this call, from 1.
+        start, end: ticks. It starts with an op.
+        inputs: storages made before it in the step that its ops read.
+        views: as for `ModuleCall`, estimated.
+    """
+
+    call: int
+    number: int
+    start: int
+    end: int
+    inputs: tuple[int, ...] = ()
+    views: Size = 0

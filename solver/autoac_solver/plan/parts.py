@@ -1,0 +1,182 @@
+"""Parts of module calls: stretches of a forward's ops that can be regions of their own.
+
+NOTE [ Parts ]
+  1. A region saves what it is given, and in backward it needs all of its values at once. Regions that are modules are
+     the wrong size where many layers lie side by side in one forward: each layer alone gives nothing back, for its input
+     is the output of the one before it, and all of them together need everything at once.
+  2. So a call is cut in two between two items of its forward's own code (an op, or the call of a module), and the two
+     parts again, as long as a part is worth it. The cut is where little crosses it: values made before it and read
+     after it. A part that is one module's call needs no cut: that module is a region.
+  3. A cut has no place in the code, so only an engine can have parts that records ops and runs those again
+     (`EngineModel.runs_code_twice` is false).
+  4. A part starts at the dispatch of its first op, for recording and for the profile alike. What autograd saves for
+     that op before running it belongs to the part before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, Part, Profile
+
+LEAST_SHARE = 1 / 64
+"""A part with at most this share of all saved bytes is not cut any more."""
+
+_LEAST_SIDE = 0.25
+"""The least share of a part's saved bytes on each side of a cut, if that is possible."""
+
+
+def with_parts(profile: Profile) -> Profile:
+    """The profile with the parts of its calls, in place of those it had."""
+    cuts = _Cuts(profile)
+    return replace(profile, parts=tuple(part for call in range(len(profile.calls)) for part in cuts.of(call)))
+
+
+@dataclass
+class _Items:
+    """A call's ops, and where it may be cut.
+
+    Args:
+        first, end: its ops, [first, end).
+        places: ops at which an item of the forward's own code begins, in order, without the first.
+        crossing: for each of these the bytes made before it in the call and read or saved at it or later.
+    """
+
+    first: int
+    end: int
+    places: list[int]
+    crossing: list[int]
+
+
+class _Cuts:
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._ticks = [op.tick for op in profile.tape]
+        saved = {s.storage for s in profile.saved}
+        sizes = [sum(profile.storage_table[s].bytes for s in op.creates if s in saved) for op in profile.tape]
+        self._saved = [0, *accumulate(sizes)]
+        self._least = LEAST_SHARE * self._saved[-1]
+        self._views = sum(call.views for call in profile.calls if call.parent == NEVER)
+
+    def of(self, call: int) -> list[Part]:
+        record = self._profile.calls[call]
+        if not record.grad or record.once in (SHARDED, STREAMS):
+            return []
+        first, end = bisect_left(self._ticks, record.start), bisect_left(self._ticks, record.end)
+        if self._weight(first, end) <= self._least or self._has_backward(first, end):
+            return []
+        items = self._items(call, first, end)
+        found: list[tuple[int, int]] = []
+        waiting = [(first, end)]
+        while waiting:
+            part = waiting.pop()
+            if part != (first, end):
+                found.append(part)
+            place = self._cut(items, *part)
+            if place != NEVER:
+                waiting += [(place, part[1]), (part[0], place)]
+        return [self._part(call, number, *ops, items) for number, ops in enumerate(found, 1)]
+
+    def _weight(self, first: int, end: int) -> int:
+        """Bytes that these ops make and autograd saves."""
+        return self._saved[end] - self._saved[first]
+
+    def _has_backward(self, first: int, end: int) -> bool:
+        return any(op.backward for op in self._profile.tape[first:end])
+
+    def _items(self, call: int, first: int, end: int) -> _Items:
+        profile, tape = self._profile, self._profile.tape
+        places, before = [], (NEVER, NEVER)
+        for op in range(first, end):
+            module = tape[op].module
+            while module not in (call, NEVER) and profile.calls[module].parent != call:
+                module = profile.calls[module].parent
+            item = (NEVER, op) if module in (call, NEVER) else (module, NEVER)
+            if op > first and item != before:
+                places.append(op)
+            before = item
+        made = {s: op for op in range(first, end) for s in tape[op].creates}
+        last = dict(made)
+        for op in range(first, end):
+            last |= {s: op for s in tape[op].reads if s in made}
+        for saved in profile.saved:
+            if saved.storage in made and tape[first].tick <= saved.tick:
+                op = min(bisect_left(self._ticks, saved.tick) - 1, end)
+                last[saved.storage] = max(last[saved.storage], op)
+        changes = [0] * (end - first + 2)
+        for storage, op in made.items():
+            changes[op + 1 - first] += profile.storage_table[storage].bytes
+            changes[last[storage] + 1 - first] -= profile.storage_table[storage].bytes
+        across = list(accumulate(changes))
+        return _Items(first, end, places, [across[place - first] for place in places])
+
+    def _cut(self, items: _Items, first: int, end: int) -> int:
+        """The best place to cut these ops; `NEVER` if they should not be cut."""
+        weight = self._weight(first, end)
+        if weight <= self._least:
+            return NEVER
+        found = []
+        for index in range(bisect_left(items.places, first + 1), bisect_left(items.places, end)):
+            place = items.places[index]
+            left = self._weight(first, place)
+            side = min(left, weight - left) / weight
+            if side > 0:
+                balanced = side >= _LEAST_SIDE
+                found.append((not balanced, items.crossing[index] if balanced else 0, -side, place))
+        return min(found)[-1] if found else NEVER
+
+    def _part(self, call: int, number: int, first: int, end: int, items: _Items) -> Part:
+        profile, record = self._profile, self._profile.calls[call]
+        start = self._ticks[first]
+        until = record.end if end == items.end else self._ticks[end]
+        made = {s for op in profile.tape[first:end] for s in op.creates}
+        read = {s for op in profile.tape[first:end] for s in op.reads} - made
+        inputs = sorted(s for s in read if profile.storage_table[s].alloc != NEVER)
+        views = record.views * (end - first) // max(1, items.end - items.first)
+        return Part(call, number, start, until, tuple(inputs), views)
+
+
+class PartTree:
+    """The spans of a profile as a tree, in which the parts of a call lie between it and the calls in it.
+
+    Args:
+        profile: with parts.
+        children: per call the calls directly in it.
+    """
+
+    def __init__(self, profile: Profile, children: Sequence[Sequence[int]]) -> None:
+        self._profile, self._children = profile, children
+        self._ticks = [op.tick for op in profile.tape]
+        self._parts: dict[int, list[int]] = {}  # span -> the parts directly in it
+        around: list[int] = []
+        for index, part in enumerate(profile.parts, len(profile.calls)):
+            while around and not self._holds(around[-1], index):
+                around.pop()
+            self._parts.setdefault(around[-1] if around else part.call, []).append(index)
+            around.append(index)
+
+    def inside(self, span: int) -> list[int]:
+        """The spans directly in this one that hold all of its ops; empty if there are none."""
+        if span in self._parts:
+            return self._parts[span]
+        if span < len(self._profile.calls):
+            return list(self._children[span])
+        call = self._only_call(span)
+        return [] if call == NEVER else [call]
+
+    def _holds(self, outer: int, inner: int) -> bool:
+        outside, inside = self._profile.spans[outer], self._profile.spans[inner]
+        return outside.parent == inside.parent and outside.start <= inside.start and inside.end <= outside.end
+
+    def _only_call(self, part: int) -> int:
+        """The child call of the part's call that has all of the part's ops; `NEVER` if there is none."""
+        span = self._profile.spans[part]
+        ops = range(bisect_left(self._ticks, span.start), bisect_left(self._ticks, span.end))
+        for child in self._children[span.parent]:
+            call = self._profile.calls[child]
+            if call.start <= self._ticks[ops[0]] < call.end:
+                return child if self._ticks[ops[-1]] < call.end else NEVER
+        return NEVER

@@ -12,9 +12,8 @@ import pandas as pd
 from autoac_solver.draw.html import shown, svg, table
 from autoac_solver.draw.pictures import draw_batches, new_axes
 from autoac_solver.plan.baselines import baselines
-from autoac_solver.plan.choices import Choices
 from autoac_solver.plan.curve import Lazy, Tradeoff
-from autoac_solver.plan.planning import Progress, limits, region_choices, resolve_engine
+from autoac_solver.plan.planning import Progress, choices_of, limits, resolve_engine
 from autoac_solver.plan.sweep import sweep
 from autoac_solver.records.arguments import as_patterns, check_batch_sizes, check_effort, several_budgets
 from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeError, ProfilingError
@@ -221,7 +220,7 @@ class _Search:
         self.budgets_bytes = tuple(
             sorted({limits(budget, 0, profile.device_bytes or None)[0] for budget in self.budgets})
         )
-        choices = Choices(profile, region_choices(profile, self.regions, self.engine), self.engine)
+        choices = choices_of(profile, self.regions, self.engine)
         try:
             # A partial sweep does not show whether the batch fits, so Ctrl-C ends the whole search.
             points, notes = sweep(

@@ -24,6 +24,9 @@ from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeErro
 from autoac_solver.records.policies import Policy
 from autoac_solver.records.profile import Profile
 
+FURTHER_ABOVE = 0.1
+"""Further choices are tried if the best plan adds this share of the step or more."""
+
 
 class Choice:
     """One choice of regions, with results of earlier searches.
@@ -89,7 +92,8 @@ class Choices:
 
     Args:
         profile, engine: as for `Choice`.
-        calls: the module calls of each choice.
+        calls: the regions of each choice: module calls or parts, indices of `Profile.spans`.
+        further: of choices that are tried only if no plan with those before adds less than `FURTHER_ABOVE`.
         policies: the user's policies; choices under which they cannot be followed are dropped when built.
     """
 
@@ -99,12 +103,14 @@ class Choices:
         calls: Sequence[Sequence[int]],
         engine: str,
         policies: Sequence[Policy] = (),
+        further: Sequence[Sequence[int]] = (),
     ) -> None:
         self.profile = profile
         self.engine = engine
         self.policies = tuple(policies)
-        self._all_calls = calls
-        self._calls = list(calls)
+        self._all_calls, self._further = calls, further
+        self._calls = [*calls, *further]
+        self._n_first = len(calls)  # Without further ones.
         self._refused: PolicyError | None = None  # Why the first choice was dropped.
         self._made: list[Choice] = []
         self._longest_s = 0.0  # Longest time to build one of them.
@@ -134,6 +140,7 @@ class Choices:
         except PolicyError as error:
             self._refused = self._refused or error
             del self._calls[index]
+            self._n_first -= index < self._n_first
             if not self._calls:
                 raise self._refused from None
         self._longest_s = max(self._longest_s, time.perf_counter() - start)
@@ -144,6 +151,8 @@ class Choices:
         time_limit_s: float,
         gap: float,
         tell: Callable[[str, float], None] = lambda *_: None,
+        *,
+        all_choices: bool = False,
     ) -> tuple[Choice, Solution]:
         """Find the fastest plan within a limit.
 
@@ -151,10 +160,14 @@ class Choices:
         are solved to the gap, except those whose bound already rules out a faster plan. If time suffices, more memory
         never gives a plan that is slower by more than the gap.
 
-        The bound and the status of the solution hold over all choices.
+        The bound and the status of the solution hold over the choices that were tried.
 
         Once there is a plan, a further choice gets half of the remaining time, because solving to the gap takes time,
         too. Further choices are skipped if building them, which cannot be interrupted, would take all of it.
+
+        Args:
+            limit: bytes.
+            all_choices: try the further ones in any case.
 
         Raises:
             InfeasibleBudgetError: no plan fits; describes the choice with the least possible peak.
@@ -176,6 +189,8 @@ class Choices:
         least_bytes: list[int] = []  # of each choice that was ruled out: no plan of it has a lower peak
         late: NoPlanInTimeError | None = None
         while index < len(self):
+            if index == self._n_first and not all_choices and self._suffices(rough):
+                break
             if index and is_late(self._building_s(index) * (2 if rough else 1)):
                 break
             tell(f"solving with {len(self._calls[index])} regions", index / len(self) / 2)
@@ -207,7 +222,7 @@ class Choices:
                 break
         best: tuple[Choice, Solution] | None = None
         # Choices that were not solved have no bound. Those that add more than the gap are solved, unless time is up.
-        bound_s = 0.0 if late is not None or index < len(self) else math.inf
+        bound_s = 0.0 if late is not None or index < min(self._n_first, len(self)) else math.inf
         for done, (choice, solution) in enumerate(sorted(rough, key=lambda found: found[1].objective_s)):
             gap_s = gap * choice.built.problem.step_s
             if best is not None and solution.bound_s >= best[1].objective_s - gap_s:
@@ -233,6 +248,15 @@ class Choices:
         error.bound_bytes = min(least_bytes) if index == len(self) else 0
         raise error
 
+    @staticmethod
+    def _suffices(rough: Sequence[tuple[Choice, Solution]]) -> bool:
+        """Whether further choices are not worth their time."""
+        return any(s.objective_s < FURTHER_ABOVE * choice.built.problem.step_s for choice, s in rough)
+
+    def has_further(self, choice: Choice) -> bool:
+        """Whether a choice of this object is one of the further ones."""
+        return self._made.index(choice) >= self._n_first
+
     def _building_s(self, index: int) -> float:
         """Estimated seconds to build a choice, from those built so far; 0 if it is built."""
         return 0.0 if index < len(self._made) else self._longest_s
@@ -244,12 +268,12 @@ class Choices:
         profile, built = self.profile, choice.built
         error.where = describe_position(profile, built, error.peak_position)
         error.holders = holders_at(profile, built, error.decisions, error.peak_position)[:10]
-        named = len(self) == 1 and list(self._all_calls) != partitions(profile, self.engine)
+        named = len(self._all_calls) == 1 and list(self._all_calls) != partitions(profile, self.engine)
         error.suggestions = suggestions(error.holders, named, error.where)
         abouts = (
             about_caches(profile, self.engine),
             about_torchs_loss(profile, error.where),
-            about_flat_containers(profile),
+            "" if self._further else about_flat_containers(profile),
         )
         error.suggestions = (*filter(None, abouts), *error.suggestions)
         error.policies = tuple(str(policy) for policy in self.policies if policy.is_must)
@@ -261,7 +285,7 @@ class Choices:
         """The least feasible budget without policies; 0 if it was not found in time."""
         if time_limit_s < 2 * self._longest_s:
             return 0
-        free = Choices(self.profile, self._all_calls, self.engine)
+        free = Choices(self.profile, self._all_calls, self.engine, further=self._further)
         try:
             return free.best(self.profile.resident_bytes, time_limit_s, 1.0)[1].peak_bytes
         except InfeasibleBudgetError as error:

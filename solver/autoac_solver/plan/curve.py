@@ -363,8 +363,8 @@ def _recount(curve: Tradeoff) -> None:
     """
     simulators: dict[tuple[int, ...], Simulator] = {}
     for point in curve.points:
-        if not all(0 <= call < len(curve.profile.calls) for call in point.calls):
-            raise ValueError("a region is no call of the profile")
+        if not all(0 <= call < len(curve.profile.spans) for call in point.calls):
+            raise ValueError("a region is no call or part of the profile")
         if point.calls not in simulators:
             simulators[point.calls] = Simulator(
                 stacked(curve.profile, point.calls, curve.engine, curve.policies).built.problem

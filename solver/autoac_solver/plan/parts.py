@@ -1,9 +1,9 @@
 """Parts of module calls: stretches of a forward's ops that can be regions of their own.
 
 NOTE [ Parts ]
-  1. A region saves what it is given, and in backward it needs all of its values at once. Regions that are modules are
-     the wrong size where many layers lie side by side in one forward: each layer alone gives nothing back, for its input
-     is the output of the one before it, and all of them together need everything at once.
+  1. A region saves what it is given, and in backward it needs all of its values at once. Modules have the wrong size
+     where many layers lie side by side in one forward: one layer alone gives nothing back, for its input is the output
+     of the layer before, and all of them together need everything at once.
   2. So a call is cut in two between two items of its forward's own code (an op, or the call of a module), and the two
      parts again, as long as a part is worth it. The cut is where little crosses it: values made before it and read
      after it. A part that is one module's call needs no cut: that module is a region.
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, Part, Profile
+from autoac_solver.records.profile import NEVER, PART, SHARDED, STREAMS, Part, Profile
 
 LEAST_SHARE = 1 / 64
 """A part with at most this share of all saved bytes is not cut any more."""
@@ -31,8 +31,29 @@ _LEAST_SIDE = 0.25
 
 def with_parts(profile: Profile) -> Profile:
     """The profile with the parts of its calls, in place of those it had."""
+    if any(PART in call.fqn for call in profile.calls):
+        return replace(profile, parts=())  # A part's name could be a module's.
     cuts = _Cuts(profile)
     return replace(profile, parts=tuple(part for call in range(len(profile.calls)) for part in cuts.of(call)))
+
+
+def with_parts_of(profile: Profile, other: Profile) -> Profile:
+    """The profile of a step, with parts at the same ops as in another one: those whose ops are the same."""
+    there, here = _Cuts(other), _Cuts(profile)
+    calls = {(call.fqn, call.call): index for index, call in enumerate(profile.calls) if call.grad}
+    found = []
+    for part in other.parts:
+        call = other.calls[part.call]
+        index = calls.get((call.fqn, call.call), NEVER)
+        if index == NEVER:
+            continue
+        begin, ops = there.ops(call.start, call.end)[0], there.ops(part.start, part.end)
+        own = here.ops(profile.calls[index].start, profile.calls[index].end)
+        first, end = own[0] + ops[0] - begin, own[0] + ops[1] - begin
+        names = [op.name for op in other.tape[slice(*ops)]]
+        if end <= own[1] and [op.name for op in profile.tape[first:end]] == names:
+            found.append(here.part(index, part.number, first, end))
+    return replace(profile, parts=tuple(found))
 
 
 @dataclass
@@ -40,13 +61,10 @@ class _Items:
     """A call's ops, and where it may be cut.
 
     Args:
-        first, end: its ops, [first, end).
         places: ops at which an item of the forward's own code begins, in order, without the first.
         crossing: for each of these the bytes made before it in the call and read or saved at it or later.
     """
 
-    first: int
-    end: int
     places: list[int]
     crossing: list[int]
 
@@ -59,13 +77,12 @@ class _Cuts:
         sizes = [sum(profile.storage_table[s].bytes for s in op.creates if s in saved) for op in profile.tape]
         self._saved = [0, *accumulate(sizes)]
         self._least = LEAST_SHARE * self._saved[-1]
-        self._views = sum(call.views for call in profile.calls if call.parent == NEVER)
 
     def of(self, call: int) -> list[Part]:
         record = self._profile.calls[call]
         if not record.grad or record.once in (SHARDED, STREAMS):
             return []
-        first, end = bisect_left(self._ticks, record.start), bisect_left(self._ticks, record.end)
+        first, end = self.ops(record.start, record.end)
         if self._weight(first, end) <= self._least or self._has_backward(first, end):
             return []
         items = self._items(call, first, end)
@@ -78,7 +95,11 @@ class _Cuts:
             place = self._cut(items, *part)
             if place != NEVER:
                 waiting += [(place, part[1]), (part[0], place)]
-        return [self._part(call, number, *ops, items) for number, ops in enumerate(found, 1)]
+        return [self.part(call, number, *ops) for number, ops in enumerate(found, 1)]
+
+    def ops(self, start: int, end: int) -> tuple[int, int]:
+        """The ops at ticks in [start, end), as [first, end)."""
+        return bisect_left(self._ticks, start), bisect_left(self._ticks, end)
 
     def _weight(self, first: int, end: int) -> int:
         """Bytes that these ops make and autograd saves."""
@@ -111,7 +132,7 @@ class _Cuts:
             changes[op + 1 - first] += profile.storage_table[storage].bytes
             changes[last[storage] + 1 - first] -= profile.storage_table[storage].bytes
         across = list(accumulate(changes))
-        return _Items(first, end, places, [across[place - first] for place in places])
+        return _Items(places, [across[place - first] for place in places])
 
     def _cut(self, items: _Items, first: int, end: int) -> int:
         """The best place to cut these ops; `NEVER` if they should not be cut."""
@@ -128,14 +149,16 @@ class _Cuts:
                 found.append((not balanced, items.crossing[index] if balanced else 0, -side, place))
         return min(found)[-1] if found else NEVER
 
-    def _part(self, call: int, number: int, first: int, end: int, items: _Items) -> Part:
+    def part(self, call: int, number: int, first: int, end: int) -> Part:
+        """The part of a call with the ops [first, end)."""
         profile, record = self._profile, self._profile.calls[call]
+        own = self.ops(record.start, record.end)
         start = self._ticks[first]
-        until = record.end if end == items.end else self._ticks[end]
+        until = record.end if end == own[1] else self._ticks[end]
         made = {s for op in profile.tape[first:end] for s in op.creates}
         read = {s for op in profile.tape[first:end] for s in op.reads} - made
         inputs = sorted(s for s in read if profile.storage_table[s].alloc != NEVER)
-        views = record.views * (end - first) // max(1, items.end - items.first)
+        views = record.views * (end - first) // max(1, own[1] - own[0])
         return Part(call, number, start, until, tuple(inputs), views)
 
 

@@ -80,7 +80,7 @@ def plan_profile(
     )
     if overhead is not None and budget_of == "reserved":
         raise ValueError("budget_of='reserved' goes with a budget, not with max_overhead.")
-    choices = Choices(profile, region_choices(profile, regions, engine), engine, policies)
+    choices = choices_of(profile, regions, engine, policies)
     left_s = max(0.0, time_limit_s - (time.perf_counter() - start))
     tell = progress or (lambda *_: None)
     try:
@@ -148,7 +148,7 @@ def plan_budgets(
     check_points(points, budgets)
     total = profile.device_bytes or None
     given = None if budgets is None else [limits(b, 0, total)[0] for b in several_budgets(budgets)]
-    choices = Choices(profile, region_choices(profile, regions, engine), engine, policies)
+    choices = choices_of(profile, regions, engine, policies)
     tell = progress or (lambda *_: None)
     tell("what people do by hand", 0.0)
     by_hand = baselines(profile)
@@ -216,6 +216,15 @@ def limits(budget: int | str, headroom: int | str, total: int | None) -> tuple[i
     return budget_bytes, headroom_bytes
 
 
+def choices_of(
+    profile: Profile, regions: str | Iterable[str] | None, engine: str, policies: Sequence[Policy] = ()
+) -> Choices:
+    """The choices of regions to plan with; arguments and errors as for `region_choices`."""
+    calls = region_choices(profile, regions, engine)
+    further = partitions_in_parts(profile, engine) if regions is None else ()
+    return Choices(profile, calls, engine, policies, further)
+
+
 def region_choices(
     profile: Profile, regions: str | Iterable[str] | None, engine: str
 ) -> list[tuple[int, ...]]:
@@ -231,7 +240,7 @@ def region_choices(
         ValueError: they are no names.
     """
     if regions is None:
-        return [*partitions(profile, engine), *partitions_in_parts(profile, engine)]
+        return partitions(profile, engine)
     called = dict.fromkeys(call.fqn for call in profile.calls)
     names = outermost(matched(as_patterns(regions), called, "the profiled step"))
     calls = named_calls(profile, names)

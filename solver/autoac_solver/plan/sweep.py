@@ -58,7 +58,9 @@ def sweep(
             tell(f"budget {index + 1} of {len(budgets_bytes)}", index / len(budgets_bytes))
             start = time.perf_counter()
             try:
-                choice, solution = choices.best(limit, time_limit_s, gap)
+                # Bounds of larger budgets hold for smaller ones, so choices of regions that won must stay in the race.
+                won = last is not None and choices.has_further(last[0])
+                choice, solution = choices.best(limit, time_limit_s, gap, all_choices=won)
             except (InfeasibleBudgetError, NoPlanInTimeError) as error:
                 missing = error
                 ruled_out = isinstance(error, InfeasibleBudgetError) and (

@@ -250,7 +250,7 @@ def names_in(record: PlanRecord) -> set[str]:
 
 
 def _check_regions(record: PlanRecord) -> None:
-    """Check that each region is a call or part of the profile with the same ops, and that none repeats or is inside another."""
+    """Check that each region is a call or part in the profile with the same ops, none given twice or inside another."""
     calls = {(call.fqn, call.call): call for call in record.profile.spans if call.grad}
     number_of_calls = Counter(fqn for fqn, _ in calls)
     ticks = [op.tick for op in record.profile.tape]

@@ -132,7 +132,7 @@ def _by_module(step: PlannedStep) -> pd.DataFrame:
 def _values(record: PlanRecord, step: PlannedStep) -> pd.DataFrame:
     frame = step.decisions.copy()
     class_of = _module_classes(record.profile, step.built)
-    region_class = {record.profile.module_name(i): c.class_name for i, c in enumerate(record.profile.calls)}
+    region_class = {record.profile.module_name(i): c.class_name for i, c in enumerate(record.profile.spans)}
     frame["module_class"] = [
         class_of[storage] if storage in class_of else region_class.get(region, "")
         for storage, region in zip(frame["storage"], frame["region"], strict=True)

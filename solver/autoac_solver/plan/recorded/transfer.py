@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autoac_solver.build.built import Built
 from autoac_solver.build.stacking import stacked
+from autoac_solver.plan.parts import with_parts_of
 from autoac_solver.problem.problem import RECOMPUTE, SAVE
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.records.outcome import Outcome
@@ -20,7 +21,8 @@ def outcome_of(record: PlanRecord, profile: Profile) -> Outcome:
     Decisions are transferred as the engines do it: by position while the ops equal the planned ones, after that by
     overload and its n-th call. Values unknown to the plan are saved.
     """
-    index = {(call.fqn, call.call): i for i, call in enumerate(profile.calls) if call.grad}
+    profile = with_parts_of(profile, record.profile)
+    index = {(span.fqn, span.call): i for i, span in enumerate(profile.spans) if span.grad}
     regions = [region for region in record.regions if (region.fqn, region.call) in index]
     calls = tuple(index[region.fqn, region.call] for region in regions)
     policies = [applied.policy for applied in record.policies]

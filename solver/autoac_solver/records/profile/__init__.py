@@ -8,7 +8,7 @@ On disk a profile is JSON in columns, with a schema version. Loading a file runs
 """
 
 from autoac_solver.records.profile.any_order import IN_ITS_ORDER
-from autoac_solver.records.profile.profile import PART, PROFILE, EngineCosts, Profile
+from autoac_solver.records.profile.profile import PROFILE, EngineCosts, Profile
 from autoac_solver.records.profile.rows import (
     CACHED,
     FACTS,
@@ -22,6 +22,7 @@ from autoac_solver.records.profile.rows import (
     OPTIMIZER_STEP,
     OWN_CHECKPOINTING,
     OWN_LOOP,
+    PART,
     SCALAR_BYTES,
     SHARDED,
     STREAMS,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autoac_solver.records.compiled import MOST_POINTS
 from autoac_solver.records.disk.limits import MOST_BYTES
-from autoac_solver.records.profile.rows import NEVER
+from autoac_solver.records.profile.rows import NEVER, PART, Part
 
 if TYPE_CHECKING:
     from autoac_solver.records.profile.profile import Profile
@@ -22,6 +23,7 @@ def check(profile: Profile) -> None:
     _check_ops(profile)
     _check_storages(profile)
     _check_calls(profile)
+    _check_parts(profile)
     _check_compiled(profile)
     _demand(
         len(profile.call_elements) in (0, profile.n_root_calls),
@@ -89,6 +91,34 @@ def _check_calls(profile: Profile) -> None:
             index == NEVER or inside <= profile.calls[index].views,
             f"call {index} has fewer views than the calls in it",
         )
+
+
+def _check_parts(profile: Profile) -> None:
+    """Check that parts are numbered from 1 in each call and hold ops, and that each is inside or beside the others."""
+    ticks = [op.tick for op in profile.tape]
+    numbers: dict[int, int] = {}
+    around: list[Part] = []
+    for part in profile.parts:
+        where = f"part {part.number} of call {part.call}"
+        _demand(_refers(profile.calls, part.call), f"{where} is of a call that is not there")
+        call = profile.calls[part.call]
+        _demand(PART not in call.fqn, f"{where} is of a module with {PART!r} in its name")
+        _demand(numbers.get(part.call, 0) < part.number, f"{where} is out of order")
+        numbers[part.call] = part.number
+        _demand(
+            call.grad and call.start <= part.start < part.end <= call.end,
+            f"{where} is not inside of its call",
+        )
+        _demand(bisect_left(ticks, part.start) < bisect_left(ticks, part.end), f"{where} has no op")
+        while around and (around[-1].call != part.call or around[-1].end <= part.start):
+            around.pop()
+        _demand(not around or part.end <= around[-1].end, f"{where} overlaps another one")
+        around.append(part)
+        _demand(
+            all(_refers(profile.storage_table, storage) for storage in part.inputs),
+            f"{where} refers to a storage that is not there",
+        )
+        _demand(part.views <= call.views, f"{where} has more views than its call")
 
 
 def _check_compiled(profile: Profile) -> None:

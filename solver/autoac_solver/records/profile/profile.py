@@ -23,13 +23,20 @@ from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.format import format_bytes, format_seconds
 from autoac_solver.records.profile.any_order import in_any_order
 from autoac_solver.records.profile.checks import check
-from autoac_solver.records.profile.rows import FACTS, NEVER, TIMES_FROM, ModuleCall, Op, Part, Saved, Storage
+from autoac_solver.records.profile.rows import (
+    FACTS,
+    NEVER,
+    PART,
+    TIMES_FROM,
+    ModuleCall,
+    Op,
+    Part,
+    Saved,
+    Storage,
+)
 
 SCHEMA = "autoac.profile"
 SCHEMA_VERSION = 10  # 9: sizes of the model's calls, facts; 10: parts of calls
-
-PART = ":"
-"""Separates a module's name from the number of a part of its call."""
 
 EngineCosts = dict[str, dict[str, Seconds]]
 """Seconds of the engines' bookkeeping on the profile's machine: engine name -> part -> seconds.

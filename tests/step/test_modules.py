@@ -13,7 +13,7 @@ from autoac.step.modules import lean_modules, select_modules
 from autoac_solver.plan.partitions import partitions
 from autoac_solver.plan.planning import named_calls
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.profile import PART, Profile
 from tests import real_models
 from tests.small_models import batch, make, tight_plan
 
@@ -207,7 +207,7 @@ def test_scripted_modules_are_no_regions_but_may_be_inside(how: str, engine: str
     model.zero_grad(set_to_none=True)
     profile = autoac.profile(model, x)
     plan = tight_plan(profile, engine)
-    assert "1" in {region.fqn for region in plan.regions if region.wrapped}
+    assert "1" in {region.fqn.partition(PART)[0] for region in plan.regions if region.wrapped}  # or parts of it
     report = plan.verify(model, x)
     assert report.ok
     assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=1e-3)

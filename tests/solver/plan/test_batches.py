@@ -46,10 +46,10 @@ def test_ctrl_c_ends_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of a batch size's budgets say nothing of whether it fits the largest."""
     best = Choices.best
 
-    def interrupted(self: Choices, limit: int, *rest):
+    def interrupted(self: Choices, limit: int, *rest, **options):
         if limit == 1576:
             raise KeyboardInterrupt
-        return best(self, limit, *rest)
+        return best(self, limit, *rest, **options)
 
     monkeypatch.setattr(Choices, "best", interrupted)
     with pytest.raises(KeyboardInterrupt):

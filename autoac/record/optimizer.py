@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +28,11 @@ from autoac.torch_private import (
     fakes_as_parameters,
     key_of_storage,
     local_part,
+    schema_of,
     storage_key,
 )
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.profile import NEVER, OPTIMIZER_STEP, Op, Profile, Storage
+from autoac_solver.records.profile import NEVER, OPTIMIZER_STEP, SCALAR_BYTES, Op, Profile, Storage
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, device: str) -> list[torch.Tensor]:
@@ -205,11 +206,23 @@ class _LiveBytes(TorchDispatchMode):
             size = self._allocated(storage.nbytes())
             self.live_bytes += size
             self._watch(storage, size)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + self._numbers(func, args, given))
         flops = flops_of(func, args, kwargs, result)
         if flops or len({tensor.dtype for tensor in given if tensor.dim()}) > 1:
             self._note(Signature.of(func, args, kwargs), max(before, self.live_bytes), flops)
         return result
+
+    def _numbers(self, func: Any, args: Any, given: Sequence[torch.Tensor]) -> int:
+        """Bytes of the tensors that stand for Python numbers while an op on CPU runs: the number, and its cast."""
+        if self.device != "cpu":
+            return 0
+        total = 0
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
+            if isinstance(value, (int, float)) and str(argument.type) == "Tensor":
+                own = torch.float64 if isinstance(value, float) else torch.int64
+                dtype = given[0].dtype if given else own
+                total += SCALAR_BYTES + (0 if dtype is own else dtype.itemsize)
+        return total
 
     def _made(self, result: Any) -> Iterator[torch.Tensor]:
         for tensor in tensors_in(result):

@@ -46,14 +46,17 @@ def test_every_job_and_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for model in ("gpt", "llama"):
         for number in range(2):
             row = found[f"{model}/ours {number}"]
-            assert row["peak_bytes"] == row["predicted_peak_bytes"] <= row["budget_bytes"]
+            # The step's loss is gone before optimizer.step, in the profiled one it is not.
+            assert 0 <= row["predicted_peak_bytes"] - row["peak_bytes"] <= 4
+            assert row["predicted_peak_bytes"] <= row["budget_bytes"]
             assert row["bits"] == found[f"{model}/none"]["bits"]
             assert row["predicted_reserved_bytes"] is None  # nothing is reserved on CPU
     assert found["gpt/largest batch"]["ours"] >= found["gpt/largest batch"]["none"] >= 1
     assert found["gpt/largest batch"]["ours, measured"]["within"]
     for number in range(2):
         row = found[f"gpt/ours compiled {number}"]
-        assert row["peak_bytes"] == row["predicted_peak_bytes"] <= row["budget_bytes"]
+        assert 0 <= row["predicted_peak_bytes"] - row["peak_bytes"] <= 4
+        assert row["predicted_peak_bytes"] <= row["budget_bytes"]
     text = (folder / "report.md").read_text()
     for part in (
         "## Environment",

@@ -179,7 +179,8 @@ def test_a_gpus_optimizer_takes_all_parameters_at_once(
         for d in (None, "h200")
     ]
     taken = [next(op for op in p.tape if op.name == "optimizer.step").workspace_bytes for p in profiles]
-    assert [taken_bytes / 2**20 for taken_bytes in taken] == [on_cpu, on_gpu]
+    # On CPU a Python number among the arguments is a tensor while the op runs.
+    assert [taken_bytes / 2**20 for taken_bytes in taken] == pytest.approx([on_cpu, on_gpu], abs=2e-5)
     states = [storage.bytes for storage in profiles[1].storage_table if storage.kind == "Optstate"]
     assert [bytes_ / 2**20 for bytes_ in states] == [state_on_gpu]
 

@@ -207,7 +207,9 @@ def test_scripted_modules_are_no_regions_but_may_be_inside(how: str, engine: str
     model.zero_grad(set_to_none=True)
     profile = autoac.profile(model, x)
     plan = tight_plan(profile, engine)
-    assert "1" in {region.fqn.partition(PART)[0] for region in plan.regions if region.wrapped}  # or parts of it
+    assert "1" in {
+        region.fqn.partition(PART)[0] for region in plan.regions if region.wrapped
+    }  # or parts of it
     report = plan.verify(model, x)
     assert report.ok
     assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=1e-3)

@@ -28,11 +28,10 @@ from autoac.measure import in_turn, measure_peak
 from autoac.price.meters import Disturbance
 from autoac.step.restore import tensors_of, untouched
 from autoac.step.trial import OptimizerStates, trial
+from autoac.torch_private import copied_hooks
 
 SEED = 1
 _ATTEMPTS = 4
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-"""Endings of the names of a module's attributes that hold hooks."""
 
 Tell = Callable[[str, float], None]
 """Progress callback, called with a text and the share done, 0 to 1."""
@@ -73,11 +72,10 @@ class Installed:
     def __init__(self, model: nn.Module, install: Callable[[nn.Module], object]) -> None:
         plain = [(module, dict(module.__dict__)) for module in model.modules()]
         try:
-            for (
-                module,
-                before,
-            ) in plain:  # hooks are put into dictionaries, which are to be the strategy's own
-                module.__dict__.update({k: v.copy() for k, v in before.items() if k.endswith(_HOOKS)})
+            for module, _ in plain:
+                module.__dict__.update(
+                    copied_hooks(module)
+                )  # the strategy's hooks go into its own dictionaries
             install(model)
             self._changes = [(module, *_changed(module, before)) for module, before in plain]
         finally:

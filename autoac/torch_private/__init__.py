@@ -29,7 +29,9 @@ from autoac.torch_private.autograd import (
     top_saved_tensors_hooks,
 )
 from autoac.torch_private.called import (
+    HOOKS,
     called_module,
+    copied_hooks,
     hooked_inside,
     remove_forward_hooks,
     remove_forward_pre_hooks,
@@ -256,7 +258,9 @@ __all__ = [
     "current_raw_stream",
     "default_generator",
     "overload_with_generator",
+    "HOOKS",
     "called_module",
+    "copied_hooks",
     "KernelFlags",
     "kernel_flags",
     "with_kernel_flags",

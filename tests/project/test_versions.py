@@ -52,3 +52,12 @@ def test_what_is_called_tried_has_passed_all_tests():
     assert pinned is not None
     assert pinned[1] in torch_private.TRIED_VERSIONS
     assert set(torch_private.TRIED_VERSIONS) <= complete | {pinned[1]}
+
+
+def test_the_oldest_version_that_is_accepted_is_one_that_was_tried():
+    """By pip, and as the docs say."""
+    requirement = re.search(r'"torch>=([\d.]+)"', (versions.ROOT / "pyproject.toml").read_text())
+    assert requirement is not None
+    assert f"{requirement[1]}.0" in torch_private.TRIED_VERSIONS
+    assert f"| torch | {requirement[1]} and newer |" in versions.PAGE.read_text()
+    assert f"torch {requirement[1]} or newer" in (versions.ROOT / "docs" / "quick-start.md").read_text()

@@ -19,7 +19,7 @@ Tell = Callable[[str, float], None]
 """Called with a description of the current work and the share that is done, 0 to 1."""
 
 Progress = Tell | bool | None
-"""How progress is shown: a function of the caller's; False for not at all; None or True for a bar or log lines."""
+"""Where progress is shown: a function of the caller's; False for nowhere; None or True for a bar or log lines."""
 
 LOGGER = logging.getLogger("autoac")
 OFF = "AUTOAC_PROGRESS"

@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoac.compare import quiet
@@ -27,6 +26,7 @@ from autoac.execute.program import Program
 from autoac.execute.sac import sac
 from autoac.measure import in_turn
 from autoac.ops.info import op_info
+from autoac.torch_private import TorchDispatchMode
 from autoac_solver.records.disk.files import write_json
 
 OPS = 200

@@ -350,7 +350,10 @@ def test_the_example_of_the_docs():
 
 def test_why_of_a_module_that_is_no_region_because_others_were_asked_for():
     plan = autoac.plan(make(blocks=2), batch(), 10**9, regions=["blocks.0"])
-    assert "this plan has other regions, named by regions=" in plan.why("blocks.1")
+    assert plan.why("blocks.1") == (
+        "blocks.1: is no region: this plan's regions, named by regions= or chosen by the planner, are 'blocks.0'; name "
+        "it in regions= to make it one"
+    )
     assert plan.why("blocks.0").startswith("blocks.0: is a region")
     assert plan.why("blocks") == (
         "'blocks' is a container, which is not called itself; decisions are on 'blocks.0', 'blocks.1'"

@@ -33,7 +33,11 @@ OF_THE_LIST = "tests/torch_private/test_versions.py::test_this_version_was_tried
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of pytest found."""
+    """Counts of a run of pytest.
+
+    Args:
+        failed: the tests that failed or ended with an error, such as "tests.api.test_api::test_a_plan[sac]".
+    """
 
     passed: int
     skipped: int
@@ -48,7 +52,8 @@ def outcome(junit: Path) -> Outcome:
     for case in ElementTree.parse(junit).iter("testcase"):
         skip = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
-            failed.add(case.attrib["name"])
+            # A test that fails and then ends with an error in its fixtures has two cases.
+            failed.add(f"{case.attrib['classname']}::{case.attrib['name']}")
         elif skip is None:
             passed += 1
         elif skip.attrib.get("type") == "pytest.xfail":

@@ -29,9 +29,9 @@ from autoac.record.recorder import recorded_step
 from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.model import check_model, device_of, free_bytes, runs_compiled, unwrapped
 from autoac.step.modules import RegionChoice, select_modules
-from autoac.step.optimizer_states import OptimizerStates
 from autoac.step.samples import Samples
 from autoac.step.step import Loss, TrainingStep
+from autoac.step.trial import OptimizerStates
 from autoac.step.units import here, holds_shards
 from autoac.torch_private import any_autocast, note_untried
 from autoac_solver.records.devices import DeviceTable, find_device, on_device

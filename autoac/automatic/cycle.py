@@ -1,4 +1,4 @@
-"""Where a step of the loop begins and ends, from the model's calls and the optimizers' steps.
+"""Begin and end of the loop's steps, from the model's calls and the optimizers' steps.
 
 NOTE [ Several optimizers ]
   In most loops a step ends with the optimizer. A GAN's loop takes one step for the discriminator, one for the

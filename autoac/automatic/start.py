@@ -19,7 +19,7 @@ from autoac.policies import Policies, listed
 from autoac.step.model import check_model, unwrapped
 from autoac.step.modules import RegionChoice
 from autoac.step.optimizer import real_optimizer
-from autoac.torch_private import compiled_attribute, is_compiled_wrapper
+from autoac.torch_private import compiled_attribute, is_compiled_wrapper, note_untried
 from autoac_solver.plan.planning import resolve_engine
 from autoac_solver.records.disk.files import check_writable
 from autoac_solver.records.disk.limits import MOST_BYTES
@@ -104,6 +104,7 @@ def auto(
     if path is not None:
         check_writable(path)
     real = None if optimizer is None else real_optimizer(optimizer, unwrapped(model))
+    note_untried()  # before the recorded step, which uses private interfaces too
     return Auto(
         model,
         Wanted(

@@ -28,8 +28,9 @@ from autoac.device import device_for
 from autoac.measure import in_turn
 from autoac.plans import Plan
 from autoac.step.model import device_of
-from autoac.step.restore import untouched, values_kept
+from autoac.step.restore import untouched
 from autoac.step.step import TrainingStep
+from autoac.step.trial import trial
 from autoac.step.uncompiled import uncompiled
 from autoac_solver.build.engine_model import costs_of
 from autoac_solver.build.engines import DEFAULT, engine_model, planned_for
@@ -242,8 +243,7 @@ def _measured(
         return taken
 
     with (
-        untouched(model, step.inputs),
-        values_kept(model.buffers(), places=model.parameters()),
+        trial(model, step.inputs, model.buffers(), places=model.parameters()),
         uncompiled(model),
         warnings.catch_warnings(),
     ):
@@ -286,8 +286,7 @@ def _measured_forward(
     first, second = ((names[k::2], _plan_wrapping(plan, names[k::2])) for k in (0, 1))
     extra: dict[str, list[float]] = {name: [] for name in names}
     with (
-        untouched(model, step.inputs),
-        values_kept(model.buffers(), places=model.parameters()),
+        trial(model, step.inputs, model.buffers(), places=model.parameters()),
         uncompiled(model),
         warnings.catch_warnings(),
         _timed_modules(model, names) as seconds,

@@ -11,9 +11,8 @@ import torch
 from autoac.check.any_plan import AnyPlan
 from autoac.check.equal import bits_of
 from autoac.ops.info import op_info, tensors_in, written_tensors
-from autoac.step.optimizer_states import OptimizerStates
-from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
+from autoac.step.trial import OptimizerStates, trial
 from autoac.torch_private import TorchDispatchMode, counted_writes, current_node, parts_of
 
 
@@ -71,9 +70,7 @@ def first_op(
     for planned in (False, True):
         context = plan.applied(model) if planned else nullcontext()
         with (
-            untouched(model, step.inputs, plan.gradient_at_start),
-            values_kept(step.written),
-            optimizers,
+            trial(model, step.inputs, step.written, gradient=plan.gradient_at_start, optimizers=optimizers),
             context,
             _Trace(in_forward) as trace,
         ):

@@ -7,6 +7,7 @@ what order, and the measured run lists every op with its start.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import pandas as pd
@@ -15,9 +16,8 @@ from autoac.check.any_plan import AnyPlan
 from autoac.measure import Timeline, measure_peak
 from autoac.step.failures import noted
 from autoac.step.model import check_backwards_may_run, device_of
-from autoac.step.optimizer_states import OptimizerStates
-from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
+from autoac.step.trial import OptimizerStates, trial
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import ProfilingError
 
@@ -42,8 +42,10 @@ def measured_memory(plan: AnyPlan, step: TrainingStep) -> pd.Series:
 
     def run() -> Timeline:
         with (
-            untouched(model, step.inputs, plan.gradient_at_start),
-            values_kept(step.written),
+            # The optimizers' states are restored after both runs: the second one finds those that the first made.
+            trial(
+                model, step.inputs, step.written, gradient=plan.gradient_at_start, optimizers=nullcontext()
+            ),
             plan.applied(model),
         ):
             timeline = measure_peak(step.run, device).timeline

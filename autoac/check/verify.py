@@ -21,9 +21,9 @@ from autoac.measure import ONE_AT_A_TIME, in_turn, measure_peak
 from autoac.ops.info import is_collective
 from autoac.step.failures import noted
 from autoac.step.model import check_backwards_may_run, device_of
-from autoac.step.optimizer_states import OptimizerStates
-from autoac.step.restore import other_random_numbers, random_states, untouched, values_kept
+from autoac.step.restore import other_random_numbers, random_states
 from autoac.step.step import TrainingStep
+from autoac.step.trial import OptimizerStates, trial
 from autoac.step.uncompiled import uncompiled
 from autoac_solver.plan.baselines import checkpointed
 from autoac_solver.records.errors import ProfilingError
@@ -159,9 +159,7 @@ def _verify(plan: AnyPlan, step: TrainingStep, reference: AnyPlan | None, steps:
 
     def run(planned: bool, measure: bool = False) -> _Outcome:
         with (
-            untouched(model, step.inputs, plan.gradient_at_start),
-            values_kept(step.written),
-            optimizers,
+            trial(model, step.inputs, step.written, gradient=plan.gradient_at_start, optimizers=optimizers),
             plan.applied(model) if planned else unplanned(),
         ):
             outcome = _run(step, measure)

@@ -11,7 +11,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +26,12 @@ from autoac.compare.workload import Workload
 from autoac.device import device_for
 from autoac.measure import in_turn, measure_peak
 from autoac.price.meters import Disturbance
-from autoac.step.restore import tensors_of, untouched, values_kept
+from autoac.step.restore import tensors_of, untouched
+from autoac.step.trial import OptimizerStates, trial
+from autoac.torch_private import copied_hooks
 
 SEED = 1
 _ATTEMPTS = 4
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-"""Endings of the names of a module's attributes that hold hooks."""
 
 Tell = Callable[[str, float], None]
 """Progress callback, called with a text and the share done, 0 to 1."""
@@ -72,11 +72,10 @@ class Installed:
     def __init__(self, model: nn.Module, install: Callable[[nn.Module], object]) -> None:
         plain = [(module, dict(module.__dict__)) for module in model.modules()]
         try:
-            for (
-                module,
-                before,
-            ) in plain:  # hooks are put into dictionaries, which are to be the strategy's own
-                module.__dict__.update({k: v.copy() for k, v in before.items() if k.endswith(_HOOKS)})
+            for module, _ in plain:
+                module.__dict__.update(
+                    copied_hooks(module)
+                )  # the strategy's hooks go into its own dictionaries
             install(model)
             self._changes = [(module, *_changed(module, before)) for module, before in plain]
         finally:
@@ -131,6 +130,7 @@ class Bench:
         self.order = random.Random(SEED)
         self.turns = 0
         self.taken_again = 0
+        self._optimizers = OptimizerStates(copies=True)  # copied in a warm-up, which is not measured
 
     @property
     def tells_gradients(self) -> bool:
@@ -140,8 +140,8 @@ class Bench:
     def examine(self, strategy: Strategy) -> Configuration:
         """Peak and gradients of a strategy; gradients are compared with those of the first strategy that ran.
 
-        Those of compiled strategies are compared with those of the first compiled one. Model, gradients and random
-        states are restored, whatever happens.
+        Those of compiled strategies are compared with those of the first compiled one. Model, gradients, random
+        states and the states of optimizers that step are restored, whatever happens.
         """
         if strategy.error:
             return Configuration(strategy, error=strategy.error)
@@ -155,14 +155,15 @@ class Bench:
     def _examine(self, strategy: Strategy) -> Configuration:
         device_for(self.device).release_cache()  # fragments left by a strategy that ran out of memory
         installed = Installed(self.model, strategy.install)
-        if self.reference is None or strategy.compiled:
+        with self._optimizers:  # around both steps: the first one sets up new states as well
+            if self.reference is None or strategy.compiled or self.workload.runs_itself:
+                with self._kept(), installed.applied():
+                    self.step()  # warm-up: one-time setup and compilation are not measured
             with self._kept(), installed.applied():
-                self.step()  # warm-up: one-time setup and compilation are not measured
-        with self._kept(), installed.applied():
-            self._prepare()
-            measured = measure_peak(self.step, self.device)
-            buffers = [buffer.clone() for buffer in self.model.buffers()]
-            outcome = _Outcome([leaf.grad for leaf in self._leaves()], buffers)
+                self._prepare()
+                measured = measure_peak(self.step, self.device)
+                buffers = [buffer.clone() for buffer in self.model.buffers()]
+                outcome = _Outcome([leaf.grad for leaf in self._leaves()], buffers)
         self.reference = self.reference or outcome
         reference, tolerance = self.reference, 0.0
         if strategy.compiled:
@@ -194,7 +195,7 @@ class Bench:
             tell(f"round {done} of {rounds}, {left_s:.0f} s left", done / rounds)
 
         try:
-            with self._kept():
+            with self._optimizers, self._kept():
                 runs = {number: functools.partial(self._time, one) for number, one in enumerate(able)}
                 in_turn(runs, rounds, shuffle=self.order, after_round=told)
         finally:
@@ -233,9 +234,11 @@ class Bench:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Context that restores attributes, gradients, random states and values, even if a step fails."""
+        """Context that starts without gradients and restores all but the optimizers' states, even if a step fails."""
         trained = self.model.parameters() if self.workload.runs_itself else ()
-        with values_kept((*self.model.buffers(), *trained)), from_zero_grad(self.workload):
+        written = (*self.model.buffers(), *trained)
+        inputs = self.workload.inputs
+        with trial(self.model, inputs, written, gradient=lambda leaf: None, optimizers=nullcontext()):
             yield
 
 

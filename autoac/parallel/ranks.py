@@ -29,7 +29,7 @@ from autoac.torch_private import collectives_within, default_store
 from autoac_solver.records.errors import ParallelError
 
 PATIENCE_S = 20.0
-"""How long ranks wait for a silent one, seconds."""
+"""Seconds that ranks wait for a silent one."""
 
 _BEAT_S, _LOOK_S = 1.0, 0.02
 _PIECE = 1 << 20

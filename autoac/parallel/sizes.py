@@ -89,7 +89,7 @@ def by_world_size(
     optimizer: torch.optim.Optimizer | None = None,
     sizes: Iterable[int] | None = None,
 ) -> pd.DataFrame:
-    """What one rank holds, and the peak of this plan's decisions, with other numbers of ranks.
+    """One rank's memory by kind, and the peak of this plan's decisions, with other numbers of ranks.
 
     Nothing is recorded again: in the planned step the shards are replaced by those of the other number. Gathered
     parameters and activations stay as they are, except for the padding of parameters that the ranks do not divide.

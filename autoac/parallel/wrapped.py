@@ -19,7 +19,7 @@ from autoac.torch_private import (
 
 
 def found_on(model: torch.nn.Module) -> Plain:
-    """How this model is trained on several processes, according to its wrappers.
+    """The parallelism of a model's training, according to its wrappers; `Plain` for one process.
 
     Args:
         model: as the training loop calls it. For `ddp.module` the buckets of `ddp` count, but the ranks do not plan

@@ -83,10 +83,11 @@ class PlanView:
 
     @property
     def refused(self) -> dict[str, str]:
-        """Why modules can be no regions under the engine: reasons by the name of the outermost module ("" for all).
+        """Why modules can be no regions at any budget: reasons by the name of the outermost module ("" for all).
 
-        A module that is in no region for another reason (the planner's choice, nothing to recompute) is not listed;
-        `why` answers for every module.
+        Reasons are the engine's, or that a module has nothing to recompute: it runs with gradients off, or backward
+        needs nothing that is saved in it. Modules that could be regions are not listed, nor are layers such as
+        `Identity` that have nothing to recompute; `why` answers for every module.
         """
         return dict(refusals.modules_that_are_refused(self.record))
 

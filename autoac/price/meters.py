@@ -38,7 +38,7 @@ _ENOUGH = 2
 
 @dataclass(frozen=True, slots=True)
 class OpTime:
-    """How long an op takes, seconds.
+    """Measured time of an op, seconds.
 
     Args:
         time_s: median of its runs.

@@ -24,12 +24,12 @@ from autoac.step.uncompiled import is_inside
 from autoac.torch_private import disable_dispatch_modes, is_fake, storage_key
 
 _MOST_BYTES = 2**26
-"""Of all copies together."""
+"""Most bytes of all copies together."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A tensor of a module, which it may drop in the step; its storage's key and bytes before the step."""
+    """A module's tensor, which it may drop in the step, and the tensor's storage key and bytes before the step."""
 
     name: str
     known: weakref.ref[torch.Tensor]

@@ -209,7 +209,12 @@ def recorded_step(
 
 
 def facts_of(checkpointed: Sequence[str], runs: Runs) -> tuple[str, ...]:
-    """What the profile of a step with these notes on checkpointing, which was run so, knows of it: see `FACTS`."""
+    """The facts (see `FACTS`) about a recorded step.
+
+    Args:
+        checkpointed: notes on the model's own checkpointing.
+        runs: of the step.
+    """
     return (*([OWN_CHECKPOINTING] if checkpointed else []), *([VARYING] if runs.varies else []))
 
 

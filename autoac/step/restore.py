@@ -59,13 +59,18 @@ class Restorer:
             self._held_back.__exit__(*exception)
 
 
+def own_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The current gradient of a leaf."""
+    return tensor.grad
+
+
 @contextlib.contextmanager
 def untouched(
     model: torch.nn.Module,
     inputs: Iterable[torch.Tensor],
-    gradient: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: tensor.grad,
+    gradient: Callable[[torch.Tensor], torch.Tensor | None] = own_gradient,
 ) -> Iterator[Restorer]:
-    """Context: restore everything that a step changes, also when it fails.
+    """Context: restore what a step changes, but for values and the states of optimizers, also when it fails.
 
     Args:
         inputs: the tensors of the sample.
@@ -75,7 +80,8 @@ def untouched(
         The restorer, to register further actions.
 
     Values that are written in place are not copied here (that would double the parameters' memory): the recording
-    copies a storage before its first write and restores it itself, see `BeforeStep`.
+    copies a storage before its first write and restores it itself, see `BeforeStep`. Other trial runs restore values
+    and optimizers as well: see `trial`.
     """
     inputs = list(inputs)
     settle_units(model)

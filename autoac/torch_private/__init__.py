@@ -1,9 +1,9 @@
 """Every private interface of torch that autoac uses, by topic.
 
-Tried with torch 2.13.0 (CPU), see `TRIED_VERSIONS`. Each function names the interface it stands for and its place in
-torch's sources. `tests/torch_private` tests each and fails if one changes its meaning, so that a new release of torch
-is checked here and nowhere else. With a release that was not tried autoac works as far as torch lets it, and says so
-once per process, see `note_untried`.
+Each function names the interface it stands for and its place in torch's sources. `tests/torch_private` tests each and
+fails if one changes its meaning, so that a new release of torch is checked here and nowhere else. `TRIED_VERSIONS` has
+the releases with which all tests pass. With a release that was not tried autoac works as far as torch lets it, and
+says so once per process, see `note_untried`.
 """
 
 from autoac.torch_private.autocast import (
@@ -29,7 +29,9 @@ from autoac.torch_private.autograd import (
     top_saved_tensors_hooks,
 )
 from autoac.torch_private.called import (
+    HOOKS,
     called_module,
+    copied_hooks,
     hooked_inside,
     remove_forward_hooks,
     remove_forward_pre_hooks,
@@ -256,7 +258,9 @@ __all__ = [
     "current_raw_stream",
     "default_generator",
     "overload_with_generator",
+    "HOOKS",
     "called_module",
+    "copied_hooks",
     "KernelFlags",
     "kernel_flags",
     "with_kernel_flags",

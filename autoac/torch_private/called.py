@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any
 
 import torch
+
+HOOKS = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_load_state_dict_post_hooks",
+    "_load_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)
+"""Attributes of a module that hold its hooks."""
 
 
 def called_module(bound: torch.nn.Module) -> torch.nn.Module:
@@ -63,3 +79,14 @@ def hooked_inside(module: torch.nn.Module) -> str:
         if name and (hooks or inside._backward_hooks or inside._backward_pre_hooks):
             return name
     return ""
+
+
+def copied_hooks(module: torch.nn.Module) -> dict[str, Any]:
+    """Copies of the dictionaries in which a module holds its hooks, by the attribute's name.
+
+    Registering a hook writes into these. Put into `module.__dict__`, the copies take the writes, and the earlier
+    dictionaries keep the earlier hooks.
+
+    Source: `Module.__init__` (torch/nn/modules/module.py), all attributes in `HOOKS`.
+    """
+    return {name: module.__dict__[name].copy() for name in HOOKS if name in module.__dict__}

@@ -131,7 +131,7 @@ Source: torch/_inductor/config.py.
 
 
 def recompile_limit() -> int:
-    """How often the user lets one function be compiled.
+    """The number of times that the user lets one function be compiled.
 
     Source: `recompile_limit` (torch/_dynamo/config.py).
     """

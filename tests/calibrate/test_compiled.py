@@ -127,6 +127,26 @@ def test_regions_whose_inputs_need_no_gradient_are_others():
         captured(TrainingStep(model, batch(), loss), {("head", 1): ""})
 
 
+def test_a_whole_step_that_is_caught_between_two_optimizer_steps_is_undone():
+    model, x = Blocks(), batch()
+    adam = torch.optim.Adam(model.parameters())
+
+    def micro_step() -> None:
+        loss(model(x)).backward()
+        adam.step()
+
+    def step() -> None:
+        micro_step()
+        micro_step()
+
+    micro_step()
+    before = copy.deepcopy((model.state_dict(), adam.state_dict(), [p.grad for p in model.parameters()]))
+    kinds = {("blocks.0", 0): "first", ("blocks.0", 1): "second"}
+    assert [calls for _, calls in captured(TrainingStep(model, step), kinds)] == [[call] for call in kinds]
+    after = model.state_dict(), adam.state_dict(), [p.grad for p in model.parameters()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
 def test_budgets_are_met_as_predicted_and_gradients_are_those_of_any_budget(profile: Profile):
     """The whole step by the allocator's own account; masks are the same, or gradients would be far off."""
     peaks, gradients = [], []

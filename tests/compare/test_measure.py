@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +204,38 @@ def test_a_step_of_the_users_own() -> None:
     assert all(row.gradients_equal and not row.error for row in rows)
     assert rows[2].peak_bytes < rows[0].peak_bytes
     assert all(map(torch.equal, model.parameters(), weights))
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_the_optimizer_of_a_whole_step_is_left_as_it_was(has_stepped: bool) -> None:
+    """Its state is set up before a peak is measured, and is not there afterwards if it was not before."""
+    model, x = make(blocks=4), batch()
+    adam = torch.optim.Adam(model.parameters())
+
+    def step() -> torch.Tensor:
+        adam.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        adam.step()
+        return loss
+
+    if has_stepped:
+        step()
+    before, weights = copy.deepcopy(adam.state_dict()), [p.detach().clone() for p in model.parameters()]
+    at = [value.data_ptr() for row in adam.state.values() for value in row.values()]
+    measured = bench(Workload("own", "own", model, step, BLOCKS))
+    rows = [measured.examine(strategy) for strategy in by_hand(BLOCKS, {})[:3]]
+    assert all(row.gradients_equal for row in rows)
+    assert rows[2].peak_bytes < rows[0].peak_bytes == rows[1].peak_bytes
+    for _ in range(2):
+        assert_equal(adam.state_dict(), before)
+        assert [value.data_ptr() for row in adam.state.values() for value in row.values()] == at
+        assert all(map(torch.equal, model.parameters(), weights))
+        measured.time(rows, 2, lambda *_: None)
+
+
+def assert_equal(state: dict[str, Any], other: dict[str, Any]) -> None:
+    torch.testing.assert_close(state, other, rtol=0, atol=0)
 
 
 def test_a_step_that_drops_its_gradients_is_refused() -> None:

@@ -11,6 +11,8 @@ JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="test_one"/>
 <testcase classname="tests.a" name="test_two[x]"><failure message="no">no</failure></testcase>
 <testcase classname="tests.a" name="test_two[x]"><error message="no">no</error></testcase>
+<testcase classname="tests.b" name="test_two[x]"><failure message="no">no</failure></testcase>
+<testcase classname="tests.b.TestC" name="test_two[x]"/>
 <testcase classname="tests.a" name="test_three"><skipped type="pytest.skip" message="no GPU"/></testcase>
 <testcase classname="tests.a" name="test_four"><skipped type="pytest.xfail" message="known"/></testcase>
 </testsuite></testsuites>"""
@@ -21,9 +23,11 @@ DAY = datetime.date(2026, 1, 2)
 def test_counts(tmp_path: Path):
     (tmp_path / "junit.xml").write_text(JUNIT)
     found = versions.outcome(tmp_path / "junit.xml")
-    assert found == versions.Outcome(passed=1, skipped=1, expected=1, failed=("test_two[x]",))
+    failed = ("tests.a::test_two[x]", "tests.b::test_two[x]")
+    assert found == versions.Outcome(passed=2, skipped=1, expected=1, failed=failed)
     row = versions.row("2.99.0+cu1", "3.11.7", DAY, ["tests/a.py"], found)
-    assert row == "| 2.99.0+cu1 | 3.11.7 | 2026-01-02 | `tests/a.py` | 1 | 1: `test_two[x]` | 1 | 1 |\n"
+    names = ", ".join(f"`{name}`" for name in failed)
+    assert row == f"| 2.99.0+cu1 | 3.11.7 | 2026-01-02 | `tests/a.py` | 2 | 2: {names} | 1 | 1 |\n"
 
 
 def test_a_row_takes_the_place_of_one_of_the_same_kind_and_the_newest_torch_comes_first():
@@ -48,3 +52,12 @@ def test_what_is_called_tried_has_passed_all_tests():
     assert pinned is not None
     assert pinned[1] in torch_private.TRIED_VERSIONS
     assert set(torch_private.TRIED_VERSIONS) <= complete | {pinned[1]}
+
+
+def test_the_oldest_version_that_is_accepted_is_one_that_was_tried():
+    """By pip, and as the docs say."""
+    requirement = re.search(r'"torch>=([\d.]+)"', (versions.ROOT / "pyproject.toml").read_text())
+    assert requirement is not None
+    assert f"{requirement[1]}.0" in torch_private.TRIED_VERSIONS
+    assert f"| torch | {requirement[1]} and newer |" in versions.PAGE.read_text()
+    assert f"torch {requirement[1]} or newer" in (versions.ROOT / "docs" / "quick-start.md").read_text()

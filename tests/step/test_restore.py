@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ import autoac
 from autoac.price.engine_costs import engine_costs
 from autoac.step.interrupts import held_back, interruptible
 from autoac.step.restore import Graph, Restorer, untouched
+from autoac.step.trial import trial
 from autoac.torch_private import TorchDispatchMode, modes_entered
 from tests.small_models import batch, least_bytes, make
 
@@ -330,3 +332,38 @@ def test_modes_that_are_left_over_are_left():
         torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x).__enter__()
         torch._C._set_grad_enabled(False)
     assert modes_entered() == before
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_trial_restores_values_gradients_and_optimizers(restores: bool):
+    """Optimizers that the caller restores are left to it."""
+    model, x = tiny(), torch.ones(8, 4)
+    adam = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        model(x).sum().backward()
+        adam.step()
+
+    step()
+    weights = [p.detach().clone() for p in model.parameters()]
+    gradients = [gradient_of(p).clone() for p in model.parameters()]
+    optimizers = None if restores else contextlib.nullcontext()
+    for _ in range(2):
+        with trial(
+            model,
+            [x],
+            (*model.parameters(), x),
+            gradient=lambda p: gradient_of(p).clone(),
+            optimizers=optimizers,
+        ):
+            step()
+            x.zero_()
+            assert not any(map(torch.equal, weights, model.parameters()))
+        assert all(map(torch.equal, weights, model.parameters()))
+        assert all(map(torch.equal, gradients, map(gradient_of, model.parameters())))
+        assert torch.equal(x, torch.ones(8, 4))
+    assert {int(row["step"]) for row in adam.state.values()} == {1 if restores else 3}
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

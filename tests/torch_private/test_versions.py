@@ -45,6 +45,11 @@ def test_an_untried_version_is_noted_once_and_everything_works(
     )
 
 
+def test_auto_notes_it_before_a_step_runs(another_torch: str, caplog: pytest.LogCaptureFixture):
+    autoac.auto(make(), budget="100GB").remove()
+    assert [(record.name, record.levelno) for record in caplog.records] == [("autoac", logging.WARNING)]
+
+
 def test_a_plan_from_a_file_is_noted_too(another_torch: str, caplog: pytest.LogCaptureFixture):
     model, sample = make(), batch()
     plan = autoac.plan(model, sample, budget="100GB")

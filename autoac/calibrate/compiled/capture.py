@@ -14,8 +14,9 @@ from autoac.ops.geometry import clone_with_geometry
 from autoac.step.autocast import autocasts
 from autoac.step.inputs import described
 from autoac.step.model import device_of
-from autoac.step.restore import untouched, values_kept
+from autoac.step.restore import own_gradient
 from autoac.step.step import TrainingStep
+from autoac.step.trial import trial
 from autoac.step.uncompiled import uncompiled
 from autoac.torch_private import disable_dispatch_modes, hooked_inside, is_dense, tree_flatten, tree_map
 from autoac_solver.records.errors import ProfilingError
@@ -147,8 +148,12 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
     written = [*model.parameters(), *model.buffers()]
     keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _unpacked)
     with (
-        untouched(model, step.inputs) as restorer,
-        values_kept(written if step.is_whole else model.buffers()),
+        trial(
+            model,
+            step.inputs,
+            written if step.is_whole else model.buffers(),
+            gradient=_copied if step.is_whole else own_gradient,  # only a whole step runs backward
+        ) as restorer,
         uncompiled(model),
     ):
         restorer.later(catcher.take_off)
@@ -166,6 +171,11 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
             "be compiled and measured. Have the step call the same modules each time."
         )
     return catcher.caught
+
+
+def _copied(leaf: torch.Tensor) -> torch.Tensor | None:
+    """A copy of a leaf's gradient, for a step that adds to it in place."""
+    return None if leaf.grad is None else leaf.grad.clone()
 
 
 def _described(value: Any) -> Hashable:

@@ -16,8 +16,8 @@ from autoac.execute.compiled.code import surveying
 from autoac.measure import ONE_AT_A_TIME
 from autoac.step.autocast import forward_autocast
 from autoac.step.model import device_of
-from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
+from autoac.step.trial import trial
 from autoac.step.uncompiled import uncompiled
 from autoac.torch_private import first_line, raised_in_compiler
 from autoac_solver.plan.partitions import blocks, named_calls, whole
@@ -135,8 +135,7 @@ def _regions(
             progress(f"{words}: {what}", index / len(found))
 
         with (
-            untouched(model, inputs),
-            values_kept(region.module.buffers()),
+            trial(model, inputs, region.module.buffers()),
             uncompiled(model),
         ):
             regions.append(_region(region, tuple(group), _never(profile, group), device, tell))

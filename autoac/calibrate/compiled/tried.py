@@ -14,9 +14,8 @@ from autoac.measure import ONE_AT_A_TIME, measure_peak
 from autoac.outcomes import told_of, unplanned_bytes
 from autoac.plans import Plan
 from autoac.step.model import device_of
-from autoac.step.optimizer_states import OptimizerStates
-from autoac.step.restore import untouched, values_kept
 from autoac.step.step import TrainingStep
+from autoac.step.trial import OptimizerStates, trial
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import InfeasibleBudgetError
 from autoac_solver.records.outcome import Outcome
@@ -102,9 +101,14 @@ def peak_with(plan: Plan, step: TrainingStep) -> int:
     for measures in (False, True):
         with (
             ONE_AT_A_TIME,
-            untouched(model, step.inputs, plan.gradient_at_start),
-            values_kept(written, parameters.values()),
-            optimizers,
+            trial(
+                model,
+                step.inputs,
+                written,
+                places=parameters.values(),
+                gradient=plan.gradient_at_start,
+                optimizers=optimizers,
+            ),
             plan.applied(model),
         ):
             if measures:

@@ -115,7 +115,7 @@ class ReplayCall:
                     call_below_autograd(self._run, run, last_use, keep_graph)
 
     def _schedule(self) -> tuple[list[bool], list[list[Slot]]]:
-        """Which records must run, and for each record the slots that no later one reads."""
+        """Bool per record, whether it must run; and per record the slots that no later one reads."""
         wanted = {slot for slot in self.slots for handle in slot.handles if handle() is not None}
         read_later: set[Slot] = set()
         run = [False] * len(self.records)

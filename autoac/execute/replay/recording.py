@@ -328,12 +328,12 @@ class Recording(UnwrappedDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class _Writes:
-    """What is undone if the op that was to write raises.
+    """Changes of a recording for an op that is about to write, undone if the op raises.
 
     Args:
-        raw: of the recording.
-        keys: those that were in it.
-        marks: of the slots before.
+        raw: the recording's set `raw`.
+        keys: the keys that the op takes out of it.
+        marks: the changed slots, each with its earlier state.
     """
 
     raw: set[int]

@@ -78,7 +78,7 @@ class Slot:
                 handle.modified |= not certainly_disjoint(geometry_of(target), seen)
 
     def marks(self) -> Marks:
-        """What `is_written` changes."""
+        """The state that `is_written` changes."""
         return self.written, self.version, [ref for ref in self.handles if _is_intact(ref())]
 
     def put_back(self, marks: Marks) -> None:

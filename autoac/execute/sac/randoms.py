@@ -27,11 +27,11 @@ from autoac.step.restore import host_random_states
 from autoac.torch_private import TorchDispatchMode, is_sharded_type, on_fake_tensors
 
 Result = tuple[Any, ...]
-"""What is compared of a random op's result."""
+"""The properties of a random op's result that are compared between the two runs."""
 
 
 class Drawn:
-    """What the random ops of one call of a region drew in the first run, by overload, in order."""
+    """Results of the random ops of one call of a region in the first run, by overload, in order."""
 
     def __init__(self) -> None:
         self.results: dict[Any, deque[Result]] = {}

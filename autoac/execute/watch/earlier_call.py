@@ -1,4 +1,4 @@
-"""How many graphs of a model's previous calls are alive and wait for their backward."""
+"""Counts the graphs of a model's previous calls that are alive and wait for their backward."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a step takes on CUDA, known without one: its ops, autocast, attention kernels and cuBLAS workspaces."""
+"""A step's ops, autocast, attention kernels and cuBLAS workspaces on CUDA, found without a GPU."""

@@ -55,7 +55,7 @@ class Axis:
         return region.window.first + bisect_left(region.window.rerun_ticks, tick)
 
     def rerun_free(self, region: Region, free: int) -> int:
-        """Where the second run of the region's code frees a storage that the first run freed at tick `free`."""
+        """Position at which the second run of the region frees a storage that the first run freed at tick `free`."""
         return region.window.end if free > region.end else self.rerun_at(region, free)
 
     def _append(self, ops: Sequence[int], replayed: bool, tick: int | None) -> None:

@@ -108,9 +108,15 @@ def _is_inside(inner: ModuleCall, outer: ModuleCall) -> bool:
 def _reasons(step: Step, region: Region, engine: EngineModel) -> Iterator[str]:
     """Reasons why a module call cannot be a region."""
     yield from refused_by_all(step.profile, region.call)
-    if not step.profile.spans[region.call].grad:
+    if step.profile.spans[region.call].grad:
+        yield from engine.refuses(step, region)
+    yield from nothing_to_recompute(step.profile, region)
+
+
+def nothing_to_recompute(profile: Profile, region: Region) -> Iterator[str]:
+    """Reasons why no engine can save memory by recomputing a module call."""
+    if not profile.spans[region.call].grad:
         yield "it runs with gradients off, so autograd saves nothing in it"
-    yield from engine.refuses(step, region)
     if not region.ops:
         yield "it runs no op"
     if region.begin_backward == NEVER:

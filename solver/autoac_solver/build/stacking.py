@@ -39,7 +39,7 @@ class Stacked:
     groups: tuple[frozenset[int], ...]
 
     def applied(self, decisions: Sequence[int]) -> tuple[AppliedPolicy, ...]:
-        """How far decisions follow the policies."""
+        """The policies, each with the number of groups that it matches and of those decided as it says."""
         recomputed = self.built.is_recomputed
         return tuple(
             AppliedPolicy(

@@ -281,13 +281,13 @@ class Problem:
         resident_bytes: alive at every position under all decisions.
         step_s: seconds of the step with nothing recomputed.
         groups, regions: see their classes.
-        lifetimes: allocations on the device, which the budget is for.
+        lifetimes: allocations on the device, whose memory the budget limits.
         position_op: per position the profile's op that runs there (for reports); may be empty in tests.
         position_replayed: per position whether it is a replay of that op; may be empty in tests.
         work: the pieces of the step in order, if host and device have separate clocks. Decisions then add as many
             seconds as they delay the step's end. The seconds of options and regions are prices for the integer program,
             which must not exceed that delay, see NOTE [ Prices of one path ].
-        resources: other memory with limits, which decisions must keep to as to any other rule.
+        resources: other memory with limits of its own, constraints like the budget.
     """
 
     n_positions: int

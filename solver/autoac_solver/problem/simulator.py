@@ -69,7 +69,7 @@ class _Facts:
         return 2 * self._n_options + region
 
     def of(self, chosen: np.ndarray) -> np.ndarray:
-        """Which facts are true: bool per fact.
+        """Bool per fact: whether it is true.
 
         Args:
             chosen: the option of each group.

@@ -9,7 +9,7 @@ import pandas as pd
 
 from autoac_solver.build.built import Built
 from autoac_solver.build.engines import EngineModel, engine_model
-from autoac_solver.build.regions import Region, choose_regions, refused_by_all
+from autoac_solver.build.regions import Region, choose_regions, nothing_to_recompute, refused_by_all
 from autoac_solver.build.step import Step
 from autoac_solver.plan.recorded.step import PlannedStep, step_of
 from autoac_solver.records.errors import ProfilingError
@@ -60,22 +60,57 @@ def values_that_must_be_saved(step: PlannedStep, profile: Profile) -> pd.DataFra
 
 
 def modules_that_are_refused(record: PlanRecord) -> tuple[tuple[str, str], ...]:
-    """Name and reason of the outermost modules that cannot be regions under the engine at any budget.
+    """Name and reason of the outermost modules that cannot be regions at any budget.
 
-    Modules without a compiled point (engine compile) are left out: most are so by choice, and `why` has the reason.
+    A module is listed if one of its calls is refused under the engine, or if there is nothing to recompute in any of
+    them: gradients are off, as around a frozen encoder, or backward needs nothing that is saved there. Not listed, but
+    answered by `why`, are
+
+    - modules without a compiled point (engine compile): most are so by choice;
+    - with nothing to recompute, modules inside of a region or around one;
+    - with gradients on and nothing to recompute, modules that call no other module, such as `Identity`, `Flatten`, or
+      `Dropout` in eval mode: nobody expects these to be regions.
     """
-    profile, model = record.profile, engine_model(record.engine)
-    step, regions = Step(profile), {(region.fqn, region.call) for region in record.regions}
+    profile, model, step = record.profile, engine_model(record.engine), Step(record.profile)
+    regions = _calls_of_regions(record)
+    around = {call for region in regions for call in _ancestors(profile, region)}
+    outer = {call.parent for call in profile.calls}
+
+    def idle(index: int) -> bool:
+        """Whether there is nothing to recompute in a call, and that is worth telling."""
+        plain = profile.calls[index].grad and index not in outer
+        inside = any(call in regions for call in _ancestors(profile, index))
+        return not (plain or inside or index in regions | around) and any(
+            nothing_to_recompute(profile, Region(step, index))
+        )
+
+    calls: dict[str, list[int]] = {}
+    for index, call in enumerate(profile.calls):
+        calls.setdefault(call.fqn, []).append(index)
     found: dict[str, str] = {}
     for index, call in enumerate(profile.calls):
-        if not call.grad or any(_is_inside(call.fqn, name) for name in found):
+        if index in regions or any(_is_inside(call.fqn, name) for name in found):
             continue
-        reason = next(refused_by_all(profile, index), "")
-        if not reason and not model.compiles:
-            reason = next(model.refuses(step, Region(step, index)), "")
-        if reason and (call.fqn, call.call) not in regions:
+        reason = next(_refused(step, index, model), "") if call.grad else ""
+        if not reason and all(map(idle, calls[call.fqn])):
+            reason = next(nothing_to_recompute(profile, Region(step, index)))
+        if reason:
             found[call.fqn] = reason
     return tuple(found.items())
+
+
+def _calls_of_regions(record: PlanRecord) -> set[int]:
+    """Indices of the module calls that are regions of the plan."""
+    regions = {(region.fqn, region.call) for region in record.regions}
+    calls = enumerate(record.profile.calls)
+    return {index for index, call in calls if call.grad and (call.fqn, call.call) in regions}
+
+
+def _refused(step: Step, index: int, model: EngineModel) -> Iterator[str]:
+    """Reasons against a call with gradients on, other than that there is nothing to recompute."""
+    yield from refused_by_all(step.profile, index)
+    if not model.compiles:
+        yield from model.refuses(step, Region(step, index))
 
 
 def lines(record: PlanRecord, step: PlannedStep) -> Iterator[str]:
@@ -107,7 +142,11 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
     reason = next(_refusals(Step(profile), index, engine_model(record.engine)), "")
     inside = {saved.module for saved in profile.saved if saved.module != NEVER}
     if not reason and any(index in (call, *_ancestors(profile, call)) for call in inside):
-        reason = "this plan has other regions, named by regions= or chosen by the planner"
+        # A record does not tell whether its regions were named or chosen.
+        others = (
+            f"this plan's regions, named by regions= or chosen by the planner, are {_some(profile, regions)}"
+        )
+        reason = f"{others}; name it in regions= to make it one" if regions else "this plan has no regions"
     return f"{name}: is no region: {reason or 'autograd saves nothing in it that a plan could recompute'}"
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 IN_ITS_ORDER = "If their order varies, plan for all orders: autoac.solve(profile.in_any_order(), budget)"
 _IN_ANY_ORDER = "They may come in any order, and the predicted peak is that of the worst"
-"""How a profile's note on the calls ends."""
+"""End of a profile's note on the calls."""
 
 _STAYS = "Parameter", "Buffer", "Gradient", "Optstate"
 
@@ -66,9 +66,9 @@ def _gradients_first(profile: Profile, start: int) -> list[Storage]:
 
 
 def _left(profile: Profile, roots: list[ModuleCall]) -> list[Storage]:
-    """What calls may find from the call before them, beyond what they found in the recorded step.
+    """Storages for the bytes that calls may find from the call before, beyond those found in the recorded step.
 
-    Some of it goes when the call returns, where the loop binds its output to the name of the last one.
+    Some are freed when the call returns, where the loop binds its output to the name of the last one.
     """
     inputs = {storage for root in roots for storage in root.inputs}
     ticks = [op.tick for op in profile.tape]

@@ -27,9 +27,9 @@ VARIES = "the step varies"
 """Beginning of a profile's note that the step does not run the same ops every time."""
 
 FACTS = ("own loop", "eval mode", "own checkpointing", "varies", "no autocast in backward")
-"""What is known of a recorded step, for code; the profile's notes say it to readers. The loop's own step was recorded,
-with the tensors that the loop still held; the model was in eval mode; it recomputes by its own checkpointing; the step
-does not run the same ops every time; its backward ran without the autocast of its forward."""
+"""Facts about a recorded step, for code; the profile's notes say them to readers. In this order: the step was the
+loop's own, with the tensors that the loop still held; the model was in eval mode; it recomputes by its own
+checkpointing; the step does not run the same ops every time; its backward ran without the autocast of its forward."""
 
 OWN_LOOP, IN_EVAL, OWN_CHECKPOINTING, VARYING, NO_AUTOCAST_IN_BACKWARD = FACTS
 

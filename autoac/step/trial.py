@@ -1,16 +1,51 @@
-"""Restores the states of optimizers that step in a trial run."""
+"""Restores everything after a trial run, with the states of the optimizers that step in it."""
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autoac.step.restore import put_back
+from autoac.step.restore import Restorer, own_gradient, put_back, untouched, values_kept
 from autoac.torch_private import parts_of
+
+
+@contextmanager
+def trial(
+    model: torch.nn.Module,
+    inputs: Iterable[torch.Tensor],
+    written: Iterable[torch.Tensor],
+    *,
+    places: Iterable[torch.Tensor] = (),
+    gradient: Callable[[torch.Tensor], torch.Tensor | None] = own_gradient,
+    optimizers: AbstractContextManager[object] | None = None,
+) -> Iterator[Restorer]:
+    """Context: restore everything that a step changes, also when it fails.
+
+    Args:
+        inputs: the tensors of the sample.
+        written: tensors that the step may write in place, such as `TrainingStep.written`; copied here.
+        places: tensors of which only shapes and storages are restored, not the values.
+        gradient: gives a leaf's gradient at the step's start; by default the current one. A step adds to that in place,
+            so give a copy, or None, if it runs backward.
+        optimizers: restores the optimizers that step; by default a new `OptimizerStates(copies=True)`. That copies an
+            optimizer's state at its first step, which counts in a peak measured there: pass one whose `known` has the
+            optimizers already, after a step that is not measured.
+
+    Returns:
+        The restorer, to register further actions.
+
+    The recording copies no values beforehand and has contexts of its own: see `autoac/record/recorder.py`.
+    """
+    states = OptimizerStates(copies=True) if optimizers is None else optimizers
+    with untouched(model, inputs, gradient) as restorer, values_kept(written, places), states:
+        yield restorer
+
 
 Kept = dict[str, tuple[Any, Any]]
 """Name -> the earlier value, and what to restore it from: itself, or a copy."""

@@ -1,0 +1,79 @@
+"""Modules that `plan.refused` lists: those that a reader could expect to be regions, and that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autoac
+from tests.small_models import WIDTH, Block, batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OFF = "it runs with gradients off, so autograd saves nothing in it"
+NOT_NEEDED = "backward needs nothing that autograd saves in it"
+
+
+class Frozen(nn.Module):
+    """A frozen encoder without gradients, one that autograd sees, and layers that have nothing to recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU())
+        self.stem = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()).requires_grad_(False)
+        self.block = nn.Sequential(nn.Identity(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.flatten = nn.Flatten()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            encoded = self.encoder(x)
+        return self.flatten(self.block(encoded + self.stem(x)))
+
+
+def test_frozen_modules_are_listed_and_layers_without_effect_are_not():
+    plan = autoac.plan(Frozen(), batch(), "100GB", regions=["block"])
+    assert plan.refused == {"encoder": OFF, "stem": NOT_NEEDED}
+    assert f"no region       'encoder': {OFF}" in plan.explain()
+    for name, reason in (*plan.refused.items(), ("flatten", "it runs no op")):
+        assert plan.why(name) == f"{name}: is no region: {reason}"
+
+
+class Twice(nn.Module):
+    """A teacher's pass without gradients through a module that is trained as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Block(0.0), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.block(x)
+        return self.head(self.block(x)) - target
+
+
+def test_a_module_that_runs_with_gradients_as_well_is_not_listed():
+    assert autoac.plan(Twice(), batch(), "100GB", regions=["head"]).refused == {}
+    assert autoac.plan(Twice(), batch(), "100GB", regions=["block"]).refused == {}
+
+
+def test_what_surrounds_a_region_is_not_listed():
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = Block(0.0), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                return self.head(self.inner(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outer = Around()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return self.outer(x)
+
+    assert autoac.plan(Model(), batch(), "100GB", regions=["outer.inner"]).refused == {}

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from autoac_solver.records.profile import NEVER, PART, SHARDED, STREAMS, Part, Profile
+from autoac_solver.build.losses.cross_entropy import LOG_SOFTMAX
+from autoac_solver.records.profile import NEVER, PART, SHARDED, STREAMS, Op, Part, Profile
 
 LEAST_SHARE = 1 / 64
 """A part with at most this share of all saved bytes is not cut any more."""
@@ -56,6 +57,11 @@ def with_parts_of(profile: Profile, other: Profile) -> Profile:
     return replace(profile, parts=tuple(found))
 
 
+def _may_be_held(op: Op) -> bool:
+    """Whether a call with this op may be recorded as a whole, see NOTE [ Parts ] 5."""
+    return not op.backward and op.name != LOG_SOFTMAX
+
+
 @dataclass
 class _Items:
     """A call's ops, and where it may be cut.
@@ -83,7 +89,9 @@ class _Cuts:
         if not record.grad or record.once in (SHARDED, STREAMS):
             return []
         first, end = self.ops(record.start, record.end)
-        if self._weight(first, end) <= self._least or self._has_backward(first, end):
+        if self._weight(first, end) <= self._least or not all(
+            map(_may_be_held, self._profile.tape[first:end])
+        ):
             return []
         items = self._items(call, first, end)
         found: list[tuple[int, int]] = []
@@ -104,9 +112,6 @@ class _Cuts:
     def _weight(self, first: int, end: int) -> int:
         """Bytes that these ops make and autograd saves."""
         return self._saved[end] - self._saved[first]
-
-    def _has_backward(self, first: int, end: int) -> bool:
-        return any(op.backward for op in self._profile.tape[first:end])
 
     def _items(self, call: int, first: int, end: int) -> _Items:
         profile, tape = self._profile, self._profile.tape

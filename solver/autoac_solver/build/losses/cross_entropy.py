@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from autoac_solver.records.profile import NEVER, ModuleCall, Op, Profile, Saved
 
-_LOG_SOFTMAX = "aten._log_softmax.default"
+LOG_SOFTMAX = "aten._log_softmax.default"
 _TORCHS_BACKWARD = "aten._log_softmax_backward_data.default"
 _LEAN_BACKWARD = "aten._log_softmax_backward_data.out"
 _NLL_LOSS_BACKWARD = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
@@ -83,7 +83,7 @@ def chunkable_losses(profile: Profile) -> tuple[ChunkableLoss, ...]:
     made = {
         storage: index
         for index, op in enumerate(tape)
-        if op.name == _LOG_SOFTMAX and op.module != NEVER
+        if op.name == LOG_SOFTMAX and op.module != NEVER
         for storage in op.creates
     }
     lean = [
@@ -146,7 +146,7 @@ def _chunkable(
         or tape[backward].writes != makes.creates
         or table[logits].bytes != table[log_probabilities].bytes
         or any(op.tick < tape[i].tick < saves[0].released for i in uses.writes[logits])
-        or sum(tape[i].name == _LOG_SOFTMAX for i in uses.reads[logits]) != 1
+        or sum(tape[i].name == LOG_SOFTMAX for i in uses.reads[logits]) != 1
         # If autograd adds another gradient to it in place, it must not overwrite the logits.
         or uses.writes[makes.creates[0]] != [backward]
     ):
@@ -198,7 +198,7 @@ def losses_in_modules(
         none.
     """
     made = {
-        storage: op for op in tape for storage in op.creates if op.name == _LOG_SOFTMAX and op.module != NEVER
+        storage: op for op in tape for storage in op.creates if op.name == LOG_SOFTMAX and op.module != NEVER
     }
     backward = (_LEAN_BACKWARD,) if lean else (_LEAN_BACKWARD, _TORCHS_BACKWARD)
     computed = {made[s].tick: made[s] for op in tape if op.name in backward for s in op.reads if s in made}
@@ -227,7 +227,7 @@ def with_torchs_losses(profile: Profile) -> Profile:
     even without a plan cannot be recognised and counts as torch's.
     """
     in_modules = {
-        s for op in profile.tape if op.name == _LOG_SOFTMAX and op.module != NEVER for s in op.creates
+        s for op in profile.tape if op.name == LOG_SOFTMAX and op.module != NEVER for s in op.creates
     }
     tape = tuple(
         replace(op, workspace_bytes=op.workspace_bytes + _bytes(profile, op.writes))
@@ -240,7 +240,7 @@ def with_torchs_losses(profile: Profile) -> Profile:
 
 def torchs_loss_bytes(profile: Profile) -> int:
     """Bytes that the largest of torch's cross entropies outside of all modules takes beyond a lean one; 0: none."""
-    outside = {s for op in profile.tape if op.name == _LOG_SOFTMAX and op.module == NEVER for s in op.creates}
+    outside = {s for op in profile.tape if op.name == LOG_SOFTMAX and op.module == NEVER for s in op.creates}
     of_classes = {s for op in profile.tape if op.name in _NLL_LOSS_BACKWARD for s in op.reads} & outside
     backward = [
         op for op in profile.tape if op.name == _TORCHS_BACKWARD and of_classes.intersection(op.reads)

@@ -133,7 +133,11 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
     regions = [tape.call for tape in step.built.regions]
     if index in regions:
         return f"{name}: {_region(profile, step, regions.index(index))}"
-    around = next((region for region in _ancestors(profile, index) if region in regions), None)
+    outer = [
+        *_ancestors(profile, index),
+        *(region for region in regions if _is_part_around(profile, region, index)),
+    ]
+    around = next((region for region in outer if region in regions), None)
     if around is not None:
         return f"{name}: is a part of region {profile.module_name(around)!r}, whose values are decided on one by one"
     within = [region for region in regions if index in _ancestors(profile, region)]
@@ -189,6 +193,15 @@ def _ancestors(profile: Profile, index: int) -> list[int]:
         found.append(parent)
         parent = profile.calls[parent].parent
     return found
+
+
+def _is_part_around(profile: Profile, part: int, call: int) -> bool:
+    """Whether a span is a part of a call that has all ops of another call."""
+    if part < len(profile.calls):
+        return False
+    step, outer, inner = Step(profile), profile.spans[part], profile.spans[call]
+    ops, own = step.ops(outer.start, outer.end), step.ops(inner.start, inner.end)
+    return bool(own) and ops.start <= own.start and own.stop <= ops.stop
 
 
 def _is_inside(name: str, outer: str) -> bool:

@@ -1,0 +1,215 @@
+"""Regions that are parts of one module's call: layers side by side in one forward."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autoac
+from autoac_solver.records.profile import PART
+from tests.execute.exact.harness import differences, recomputes
+from tests.features.feature import feature
+
+X = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
+IMAGES = torch.linspace(-1, 1, 2 * 3 * 32 * 32).reshape(2, 3, 32, 32)
+LAYERS = 12
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(64, 64), nn.GELU())))
+
+
+class Inline(nn.Module):
+    """Layers in a list, with everything between them in the model's own forward."""
+
+    def __init__(self, dropout: float = 0.0, inplace: bool = False):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(LAYERS))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(LAYERS))
+        self.dropout, self.inplace = dropout, inplace
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            h = F.relu(norm(layer(x)), inplace=self.inplace)
+            x = torch.tanh(F.dropout(h, self.dropout, self.training)) + 0.5 * h
+        return x
+
+
+def convolutions() -> nn.Module:
+    channels = [3, 8, 8, 8, 8, 8, 8]
+    layers = [
+        layer
+        for a, b in itertools.pairwise(channels)
+        for layer in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
+    ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+
+
+MODELS = {
+    "perceptron": (perceptron, X),
+    "inline": (Inline, X),
+    "inline, dropout": (lambda: Inline(0.1), X),
+    "inline, in place": (lambda: Inline(0.1, inplace=True), X),
+    "convolutions": (convolutions, IMAGES),
+}
+
+
+def made(name: str) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    build, sample = MODELS[name]
+    return build(), sample
+
+
+def steps(
+    model: nn.Module, x: torch.Tensor, calls: int = 1, count: int = 2
+) -> dict[str, torch.Tensor | None]:
+    """What some training steps leave behind."""
+    torch.manual_seed(1)
+    left: dict[str, torch.Tensor | None] = {}
+    for step in range(count):
+        model.zero_grad(set_to_none=True)
+        for _ in range(calls):
+            loss = model(x).square().mean()
+            loss.backward()
+        left[f"loss {step}"] = loss.detach()
+        left |= {f"gradient of {name} {step}": p.grad for name, p in model.named_parameters()}
+        left |= {f"{name} {step}": buffer.clone() for name, buffer in model.named_buffers()}
+    left["random state"] = torch.get_rng_state()
+    return left
+
+
+def has_parts(plan: autoac.Plan) -> bool:
+    return any(region.wrapped and PART in region.fqn for region in plan.regions)
+
+
+@feature("regions that are parts of a module's call")
+@pytest.mark.parametrize("name", MODELS)
+def test_exact_at_three_budgets(name: str):
+    model, x = made(name)
+    expected = steps(copy.deepcopy(model), x)
+    profile = autoac.profile(model, x)
+    least = profile.least_peak_bytes
+    seen = []
+    for share in (0.0, 0.3, 0.6):
+        plan = autoac.solve(profile, least + int(share * (profile.peak_bytes - least)))
+        planned = plan.apply(copy.deepcopy(model))
+        assert not differences(steps(planned, x), expected)
+        assert not plan.is_not_followed
+        report = plan.verify(model, x)
+        assert report.ok
+        assert report.measured_peak_bytes == report.predicted_peak_bytes
+        seen.append(has_parts(plan))
+    assert any(seen)
+
+
+def test_a_flat_model_takes_half_the_memory():
+    """Each layer's input is the output of the one before it, so that single layers as regions give nothing back."""
+    model, x = made("perceptron")
+    profile = autoac.profile(model, x)
+    above = profile.peak_bytes - profile.resident_bytes
+    assert profile.least_peak_bytes - profile.resident_bytes < 0.5 * above
+    layers = [name for name, _ in model.named_children()]
+    with pytest.raises(autoac.InfeasibleBudgetError):
+        autoac.solve(profile, int(0.9 * profile.peak_bytes), regions=layers)
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["whole steps", "a step that is aborted"])
+def test_micro_batches(aborted: bool):
+    """Each call of the model has its own parts; a step that ends early does not shift them."""
+    model, x = made("perceptron")
+
+    def whole() -> None:
+        for _ in range(3):
+            model(x).square().mean().backward()
+
+    profile = autoac.profile(model, whole)
+    plan = autoac.solve(profile, profile.least_peak_bytes)
+    expected = steps(copy.deepcopy(model), x, calls=3)
+    planned = plan.apply(copy.deepcopy(model))
+    assert has_parts(plan)
+    if aborted:
+        planned(x).square().mean().backward()
+    assert not differences(steps(planned, x, calls=3), expected)
+    assert not plan.is_not_followed
+
+
+def test_copies_run_their_own_weights():
+    model, x = made("inline")
+    profile = autoac.profile(model, x)
+    plan = autoac.solve(profile, profile.least_peak_bytes)
+    plan.apply(model)
+    for copied in (copy.deepcopy(model), copy.copy(model)):
+        copied.layers = copy.deepcopy(model.layers)
+        with torch.no_grad():
+            copied.layers[0].weight.mul_(2)
+        plain = copy.deepcopy(copied)
+        for module in plain.modules():
+            for key in [key for key in module.__dict__ if key == "forward" or key.startswith("_autoac")]:
+                del module.__dict__[key]
+        assert not differences(steps(copied, x), steps(plain, x))
+    plan.remove(model)
+    assert not [key for module in model.modules() for key in module.__dict__ if "autoac" in key]
+
+
+def test_a_saved_plan_is_the_same(tmp_path):
+    model, x = made("inline, dropout")
+    profile = autoac.profile(model, x)
+    plan = autoac.solve(profile, profile.least_peak_bytes)
+    plan.save(tmp_path / "plan.json")
+    loaded = autoac.Plan.load(tmp_path / "plan.json")
+    assert loaded.record == plan.record
+    assert has_parts(loaded)
+    assert recomputes(loaded)
+    expected = steps(copy.deepcopy(model), x)
+    assert not differences(steps(loaded.apply(copy.deepcopy(model)), x), expected)
+
+
+def test_other_ops_than_planned_are_exact_and_told():
+    model, x = made("inline")
+    profile = autoac.profile(model, x)
+    plan = autoac.solve(profile, profile.least_peak_bytes)
+    other = copy.deepcopy(model)
+    other.dropout = model.dropout = 0.2
+    expected = steps(other, x)
+    plan.apply(model)
+    with pytest.warns(UserWarning, match="ops that the profiled step did not run"):
+        found = steps(model, x)
+    assert not differences(found, expected)
+    assert plan.is_not_followed
+    assert plan.is_not_followed.peak_bytes >= plan.predicted_peak_bytes
+
+
+def test_two_backwards_through_one_graph():
+    model, x = made("perceptron")
+    profile = autoac.profile(model, x)
+    plain = copy.deepcopy(model)
+    autoac.solve(profile, profile.least_peak_bytes).apply(model)
+    for each in (model, plain):
+        loss = each(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+
+
+def test_the_first_step_of_a_plan_from_fake_tensors_is_checked():
+    """Every part compares what it recomputes."""
+    model, x = made("inline")
+    plain = copy.deepcopy(model)
+    profile = autoac.profile(model, x, mode="fake")
+    plan = autoac.solve(profile, profile.least_peak_bytes)
+    assert has_parts(plan)
+    assert not differences(steps(plan.apply(model), x), steps(plain, x))
+
+
+def test_what_a_module_is_to_the_plan():
+    model, x = made("perceptron")
+    plan = autoac.plan(model, x, budget=autoac.profile(model, x).least_peak_bytes)
+    assert "in parts" in plan.why("")
+    inside = plan.why("3")
+    assert "is a part of region" in inside
+    assert PART in inside

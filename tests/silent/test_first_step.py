@@ -118,6 +118,9 @@ class Masked(Layers):
         return x * torch.from_numpy(NUMBERS.random(x.shape, np.float32))
 
 
+REGIONS = ("0", "1")
+
+
 def planned(kind: type[Layers], engine: str, saved: str = "") -> tuple[nn.Module, Plan]:
     """A model, and its plan for the least budget; `saved` is an op whose results it must save."""
     torch.manual_seed(0)
@@ -125,8 +128,8 @@ def planned(kind: type[Layers], engine: str, saved: str = "") -> tuple[nn.Module
     profile = autoac.profile(model, X, mode="fake")
     policies = [autoac.Policy("MUST_SAVE", op=saved)] if saved else []
     with pytest.raises(autoac.InfeasibleBudgetError) as least:
-        autoac.solve(profile, 1000, engine=engine, policies=policies)
-    plan = autoac.solve(profile, least.value.minimum_bytes, engine=engine, policies=policies)
+        autoac.solve(profile, 1000, engine=engine, policies=policies, regions=REGIONS)
+    plan = autoac.solve(profile, least.value.minimum_bytes, engine=engine, policies=policies, regions=REGIONS)
     assert any(region.wrapped for region in plan.regions)
     return model, plan
 

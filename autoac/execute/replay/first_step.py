@@ -39,7 +39,7 @@ DIFFERS = (
 class CheckedCall(ReplayCall):
     """A region's call whose replay is compared with its forward."""
 
-    __slots__ = ("makers", "packed", "private", "reads")
+    __slots__ = ("left", "makers", "packed", "private", "reads")
 
     def __init__(self, program: Program):
         super().__init__(program)
@@ -47,6 +47,9 @@ class CheckedCall(ReplayCall):
         self.packed: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self.makers: dict[Slot, str] = {}  # the op that made each slot
         self.private: set[Slot] = set()  # kernels' own workspaces, parts of which may stay unwritten
+        self.left: set[int] = (
+            set()
+        )  # ids of the calls, one for each part, whose replays were not compared yet
 
     def _run_one(self, record: Record, table: dict[Slot, torch.Tensor]) -> Any:
         for place, checksum in self.reads.get(id(record), ()):
@@ -59,7 +62,9 @@ class CheckedCall(ReplayCall):
             if handle.tensor is not None and not handle.modified and handle.slot not in self.private:
                 self._compare(handle.slot, handle.tensor, checksum)
         if not self.recording:
-            self.program.unchecked = False
+            self.left.discard(id(self))
+            if not self.left:
+                self.program.unchecked = False
 
     def _compare(self, slot: Slot, tensor: torch.Tensor, checksum: int) -> None:
         if checksum_in_little_memory(tensor) not in (checksum, None):
@@ -127,3 +132,9 @@ class CheckedRecording(Recording):
     def finish(self) -> None:
         self._saved.end()
         super().finish()
+        calls = [
+            call for call in (*self.earlier, self.call) if isinstance(call, CheckedCall) and call.pending
+        ]
+        left = {id(call) for call in calls}
+        for call in calls:
+            call.left = left

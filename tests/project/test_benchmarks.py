@@ -16,7 +16,7 @@ import torch
 from autoac.compare.ours import budgets_between
 from autoac.compare.results import ModelResult, Results, Row
 from autoac.record import recorder
-from benchmarks import checks, guard_cost, models, op_cost, report
+from benchmarks import checks, flat, guard_cost, models, op_cost, report
 from benchmarks.compare import in_the_running, measure_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -322,3 +322,10 @@ def test_guard_cost_profiles_with_and_without():
     with guard_cost.off():
         assert recorder.Guard() is None
     assert recorder.Guard() is not None
+
+
+def test_layers_side_by_side_take_no_more_memory_than_in_segments():
+    rows = flat.measure(layers=8, width=32, batch=256, segments=(2, 4), rounds=1)
+    assert [row.segments for row in rows] == [0, 2, 4]
+    assert all(row.equal and row.our_peak_bytes <= row.peak_bytes for row in rows)
+    assert flat.render(rows).count("\n|") == 4

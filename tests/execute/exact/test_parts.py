@@ -11,7 +11,6 @@ from torch.nn import functional as F
 import autoac
 from autoac_solver.records.profile import PART
 from tests.execute.exact.harness import differences, recomputes
-from tests.features.feature import feature
 
 X = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 32 * 32).reshape(2, 3, 32, 32)
@@ -85,7 +84,6 @@ def has_parts(plan: autoac.Plan) -> bool:
     return any(region.wrapped and PART in region.fqn for region in plan.regions)
 
 
-@feature("regions that are parts of a module's call")
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_at_three_budgets(name: str):
     model, x = made(name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autoac_solver.build.engine_model import EngineModel
 from autoac_solver.build.step import Step
-from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, ModuleCall, Profile
+from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +92,10 @@ def choose_regions(
 
 
 def holders(step: Step, regions: Sequence[Region]) -> tuple[Region, ...]:
-    """The outermost calls that have parts among the regions, in order."""
-    calls = step.profile.calls
-    found = {step.profile.spans[region.call].parent for region in regions if region.call >= len(calls)}
-    outermost = [
-        call for call in found if not any(_is_inside(calls[call], calls[other]) for other in found - {call})
-    ]
-    return tuple(sorted((Region(step, call) for call in outermost), key=lambda region: region.start))
-
-
-def _is_inside(inner: ModuleCall, outer: ModuleCall) -> bool:
-    return outer.start < inner.start and inner.end <= outer.end
+    """The calls that have parts among the regions, in order."""
+    profile = step.profile
+    calls = {profile.spans[region.call].parent for region in regions if region.call >= len(profile.calls)}
+    return tuple(sorted((Region(step, call) for call in calls), key=lambda region: region.start))
 
 
 def _reasons(step: Step, region: Region, engine: EngineModel) -> Iterator[str]:

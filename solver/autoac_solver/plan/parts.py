@@ -5,19 +5,22 @@ NOTE [ Parts ]
      where many layers lie side by side in one forward: one layer alone gives nothing back, for its input is the output
      of the layer before, and all of them together need everything at once.
   2. So a call is cut in two between two items of its forward's own code (an op, or the call of a module), and the two
-     parts again, as long as a part is worth it. The cut is where little crosses it: values made before it and read
-     after it. A part that is one module's call needs no cut: that module is a region.
+     parts again, as long as a part is worth it; a part that is one module's call, between the items of that. The cut
+     is where little crosses it: values made before it and read after it.
   3. A cut has no place in the code, so only an engine can have parts that records ops and runs those again
      (`EngineModel.runs_code_twice` is false).
   4. A part starts at the dispatch of its first op, for recording and for the profile alike. What autograd saves for
-     that op before running it belongs to the part before.
+     that op before running it belongs to the part before. A module's call as a region begins before that, so regions
+     within one call are either all parts or all module calls.
+  5. A call with parts is recorded as a whole. So it must not run a backward, nor a cross entropy, which runs in place
+     or over chunks of rows outside of all regions (`build.losses`). The outermost calls that may have parts have them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from autoac_solver.build.losses.cross_entropy import LOG_SOFTMAX
@@ -34,8 +37,13 @@ def with_parts(profile: Profile) -> Profile:
     """The profile with the parts of its calls, in place of those it had."""
     if any(PART in call.fqn for call in profile.calls):
         return replace(profile, parts=())  # A part's name could be a module's.
-    cuts = _Cuts(profile)
-    return replace(profile, parts=tuple(part for call in range(len(profile.calls)) for part in cuts.of(call)))
+    cuts, parts, inside = _Cuts(profile), list[Part](), set[int]()  # inside: of a call with parts
+    for index, call in enumerate(profile.calls):
+        found = [] if call.parent in inside else cuts.of(index)
+        parts += found
+        if found or call.parent in inside:
+            inside.add(index)
+    return replace(profile, parts=tuple(parts))
 
 
 def with_parts_of(profile: Profile, other: Profile) -> Profile:
@@ -62,19 +70,6 @@ def _may_be_held(op: Op) -> bool:
     return not op.backward and op.name != LOG_SOFTMAX
 
 
-@dataclass
-class _Items:
-    """A call's ops, and where it may be cut.
-
-    Args:
-        places: ops at which an item of the forward's own code begins, in order, without the first.
-        crossing: for each of these the bytes made before it in the call and read or saved at it or later.
-    """
-
-    places: list[int]
-    crossing: list[int]
-
-
 class _Cuts:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -93,14 +88,14 @@ class _Cuts:
             map(_may_be_held, self._profile.tape[first:end])
         ):
             return []
-        items = self._items(call, first, end)
+        crossing = self._crossing(first, end)
         found: list[tuple[int, int]] = []
         waiting = [(first, end)]
         while waiting:
             part = waiting.pop()
             if part != (first, end):
                 found.append(part)
-            place = self._cut(items, *part)
+            place = self._cut(crossing, call, first, *part)
             if place != NEVER:
                 waiting += [(place, part[1]), (part[0], place)]
         return [self.part(call, number, *ops) for number, ops in enumerate(found, 1)]
@@ -113,17 +108,9 @@ class _Cuts:
         """Bytes that these ops make and autograd saves."""
         return self._saved[end] - self._saved[first]
 
-    def _items(self, call: int, first: int, end: int) -> _Items:
+    def _crossing(self, first: int, end: int) -> list[int]:
+        """For each of a call's ops the bytes that are made before it in the call, and read or saved at it or later."""
         profile, tape = self._profile, self._profile.tape
-        places, before = [], (NEVER, NEVER)
-        for op in range(first, end):
-            module = tape[op].module
-            while module not in (call, NEVER) and profile.calls[module].parent != call:
-                module = profile.calls[module].parent
-            item = (NEVER, op) if module in (call, NEVER) else (module, NEVER)
-            if op > first and item != before:
-                places.append(op)
-            before = item
         made = {s: op for op in range(first, end) for s in tape[op].creates}
         last = dict(made)
         for op in range(first, end):
@@ -136,22 +123,35 @@ class _Cuts:
         for storage, op in made.items():
             changes[op + 1 - first] += profile.storage_table[storage].bytes
             changes[last[storage] + 1 - first] -= profile.storage_table[storage].bytes
-        across = list(accumulate(changes))
-        return _Items(places, [across[place - first] for place in places])
+        return list(accumulate(changes))
 
-    def _cut(self, items: _Items, first: int, end: int) -> int:
-        """The best place to cut these ops; `NEVER` if they should not be cut."""
+    def _places(self, call: int, first: int, end: int) -> list[int]:
+        """Where the ops [first, end) of a call may be cut: at ops with which an item of its forward's code begins."""
+        while True:
+            items = [self._item(call, op) for op in range(first, end)]
+            if len(set(items)) > 1 or items[0] < 0:
+                return [first + i for i in range(1, len(items)) if items[i] != items[i - 1]]
+            call = items[0]
+
+    def _item(self, call: int, op: int) -> int:
+        """The call directly in this one that has an op, or a negative number of its own if it is the call's own op."""
+        module, calls = self._profile.tape[op].module, self._profile.calls
+        while module not in (call, NEVER) and calls[module].parent != call:
+            module = calls[module].parent
+        return -1 - op if module in (call, NEVER) else module
+
+    def _cut(self, crossing: Sequence[int], call: int, start: int, first: int, end: int) -> int:
+        """The best place to cut the ops [first, end) of a call that starts with op `start`; `NEVER` for none."""
         weight = self._weight(first, end)
         if weight <= self._least:
             return NEVER
         found = []
-        for index in range(bisect_left(items.places, first + 1), bisect_left(items.places, end)):
-            place = items.places[index]
+        for place in self._places(call, first, end):
             left = self._weight(first, place)
             side = min(left, weight - left) / weight
             if side > 0:
                 balanced = side >= _LEAST_SIDE
-                found.append((not balanced, items.crossing[index] if balanced else 0, -side, place))
+                found.append((not balanced, crossing[place - start] if balanced else 0, -side, place))
         return min(found)[-1] if found else NEVER
 
     def part(self, call: int, number: int, first: int, end: int) -> Part:
@@ -168,7 +168,7 @@ class _Cuts:
 
 
 class PartTree:
-    """The spans of a profile as a tree, in which the parts of a call lie between it and the calls in it.
+    """The spans of a profile as a tree, in which a call's parts take the place of the calls in it.
 
     Args:
         profile: with parts.
@@ -177,7 +177,6 @@ class PartTree:
 
     def __init__(self, profile: Profile, children: Sequence[Sequence[int]]) -> None:
         self._profile, self._children = profile, children
-        self._ticks = [op.tick for op in profile.tape]
         self._parts: dict[int, list[int]] = {}  # span -> the parts directly in it
         around: list[int] = []
         for index, part in enumerate(profile.parts, len(profile.calls)):
@@ -187,24 +186,11 @@ class PartTree:
             around.append(index)
 
     def inside(self, span: int) -> list[int]:
-        """The spans directly in this one that hold all of its ops; empty if there are none."""
+        """The spans directly in this one; empty if there are none."""
         if span in self._parts:
             return self._parts[span]
-        if span < len(self._profile.calls):
-            return list(self._children[span])
-        call = self._only_call(span)
-        return [] if call == NEVER else [call]
+        return list(self._children[span]) if span < len(self._profile.calls) else []
 
     def _holds(self, outer: int, inner: int) -> bool:
         outside, inside = self._profile.spans[outer], self._profile.spans[inner]
         return outside.parent == inside.parent and outside.start <= inside.start and inside.end <= outside.end
-
-    def _only_call(self, part: int) -> int:
-        """The child call of the part's call that has all of the part's ops; `NEVER` if there is none."""
-        span = self._profile.spans[part]
-        ops = range(bisect_left(self._ticks, span.start), bisect_left(self._ticks, span.end))
-        for child in self._children[span.parent]:
-            call = self._profile.calls[child]
-            if call.start <= self._ticks[ops[0]] < call.end:
-                return child if self._ticks[ops[-1]] < call.end else NEVER
-        return NEVER

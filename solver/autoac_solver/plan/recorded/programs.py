@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from autoac_solver.build.built import Built
@@ -49,7 +50,7 @@ class CallProgram:
     Args:
         fqn, call, calls: as for `RegionPlan`, of the module.
         name: the call's name.
-        regions: names of the regions in it: its own, or those of its parts and of calls in these.
+        regions: names of the regions in it: its own, or those of its parts.
         wrapped, steps, point: as for `RegionPlan`.
         cuts: places among `steps` where another part begins or ends.
     """
@@ -68,7 +69,7 @@ class CallProgram:
 def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
     """The programs of the calls that a plan wraps or leaves untouched.
 
-    A call with parts among the regions is recorded as a whole, with all regions in it.
+    A call with parts among the regions is recorded as a whole, with all its parts.
     """
     profile, step = record.profile, Step(record.profile)
     indices = region_calls(record)
@@ -98,7 +99,8 @@ def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
             steps[ops] = plan.steps
             parts[ops] = [number if plan.wrapped else -1] * len(plan.steps)
             wrapped[ops] = [plan.wrapped] * len(plan.steps)
-        cuts = tuple(place for place in range(1, len(steps)) if parts[place] != parts[place - 1])
+        # What autograd saves before the first op belongs to no part, so a part at the start begins with a cut, too.
+        cuts = tuple(i for i, (before, part) in enumerate(pairwise((-1, *parts[:-1]))) if part != before)
         found.append(
             CallProgram(
                 *(call.fqn, call.call, calls_of[call.fqn], profile.module_name(holder.call)),

@@ -7,10 +7,10 @@ from torch import nn
 import autoac
 
 
-def suggestions(model: nn.Module) -> tuple[str, ...]:
+def suggestions(model: nn.Module, engine: str = "sac") -> tuple[str, ...]:
     profile = autoac.profile(model, torch.randn(64, 16))
     with pytest.raises(autoac.InfeasibleBudgetError) as caught:
-        autoac.solve(profile, 1)
+        autoac.solve(profile, 1, engine=engine)
     return tuple(caught.value.suggestions)
 
 
@@ -20,5 +20,8 @@ def test_layers_side_by_side_are_to_be_grouped():
     (advice,) = (text for text in suggestions(flat) if "side by side" in text)
     assert advice.startswith("the model is a Sequential of 12 layers side by side")
     assert not any("side by side" in text for text in suggestions(nn.Sequential(*layers)))
+    assert not any(
+        "side by side" in text for text in suggestions(flat, "replay")
+    )  # which has parts as regions
     (advice,) = (text for text in suggestions(nn.Sequential(flat)) if "side by side" in text)
     assert advice.startswith("'0' is a Sequential of 12 layers")

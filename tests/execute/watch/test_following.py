@@ -180,7 +180,7 @@ def test_another_attention_implementation():
     model = transformers.LlamaForCausalLM(config).train()
     ids = torch.randint(64, (2, 16))
     sample = {"input_ids": ids, "labels": ids, "use_cache": False}
-    plan = tight_plan(autoac.profile(model, sample), "replay")
+    plan = tight_plan(autoac.profile(model, sample), "replay", ["model.layers.0", "model.layers.1"])
     model.set_attn_implementation("eager")
     with plan.applied(model), heard() as words:
         model(**sample).loss.backward()

@@ -139,7 +139,7 @@ def test_compiled_module_inside_a_region(engine, backend):
     model(x).mean().backward()  # compiled before it is planned
     model.zero_grad(set_to_none=True)
     profile = autoac.profile(model, x)
-    plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine, regions=["0", "1"])
+    plan = autoac.solve(profile, least_bytes(profile, engine, ["0", "1"]), engine=engine, regions=["0", "1"])
     report = plan.verify(model, x)
     assert report.ok
     assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=1e-3)

@@ -111,7 +111,7 @@ def test_it_is_said_anew_where_the_plan_is_applied_anew():
 
 def test_a_step_that_does_not_call_the_root():
     model = layers().train()
-    plan = plan_for(model)
+    plan = plan_for(model, ["0", "1", "2", "3"])
     switch(model[1], True)
     with plan.applied(model), heard() as words:
         x = batch()

@@ -13,7 +13,7 @@ from autoac.step.modules import lean_modules, select_modules
 from autoac_solver.plan.partitions import partitions
 from autoac_solver.plan.planning import named_calls
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.profile import PART, Profile
+from autoac_solver.records.profile import Profile
 from tests import real_models
 from tests.small_models import batch, make, tight_plan
 

@@ -11,7 +11,7 @@ import torch
 
 from autoac.execute.cross_entropy.lean import Side, run_with_losses, sides
 from autoac.execute.engines import ENGINES
-from autoac.execute.forwards import original_forward, put_forward
+from autoac.execute.forwards import original_forward, planned_forward, put_forward
 from autoac.execute.program import Program
 from autoac.execute.running import in_first_run, in_second_run
 from autoac.step.carried import LOSS_KEY, REGION_KEY, ROOT_KEY
@@ -59,6 +59,7 @@ class PlannedRegion:
         self.calls.index = index
 
 
+@planned_forward
 def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a planned module."""
     module = called_module(module)
@@ -179,6 +180,7 @@ class Root:
         self.calls.index, self.calls.is_told = -skipped, told
 
 
+@planned_forward
 def root_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a root that carries a `Root`."""
     module = called_module(module)
@@ -243,6 +245,7 @@ class LossSide:
         return LossSide(self.side, copy.deepcopy(self.forward, memo), self.plan_id)
 
 
+@planned_forward
 def loss_side_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module that carries a `LossSide`."""
     module = called_module(module)

@@ -18,7 +18,12 @@ import torch
 from autoac.step.carried import REGION_KEY
 
 _OURS: set[Callable[..., Any]] = set()
-"""Functions that were put on modules as their forwards."""
+
+
+def planned_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for the functions that `put_forward` makes forwards; a model that was unpickled has them, too."""
+    _OURS.add(function)
+    return function
 
 
 class Carried(Protocol):
@@ -37,7 +42,6 @@ def put_forward(
     module: torch.nn.Module, function: Callable[..., Any], carried: Carried, key: str = REGION_KEY
 ) -> None:
     """Make `function(module, ...)` the module's forward."""
-    _OURS.add(function)
     bound = functools.partial(function, module)
     # For `inspect.signature`: transformers' Trainer asks a model's forward which columns of the data it takes.
     bound.__wrapped__ = carried.forward or types.MethodType(type(module).forward, module)  # type: ignore[attr-defined]

@@ -158,7 +158,7 @@ class Choices:
 
         First the choices are solved roughly, from coarse to fine, until one adds no time (within the gap). Then they
         are solved to the gap, except those whose bound already rules out a faster plan. If time suffices, more memory
-        never gives a plan that is slower by more than the gap.
+        never gives a plan that is slower by more than the gap, as long as the same choices are tried.
 
         The bound and the status of the solution hold over the choices that were tried.
 

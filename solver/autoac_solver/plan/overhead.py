@@ -24,8 +24,8 @@ def least_memory(
 ) -> tuple[Choice, Solution]:
     """Find the plan with the least peak whose overhead is within a maximum.
 
-    A larger budget never needs more time, so the range of budgets is bisected; the lower half is dropped if the fastest
-    plan found at its upper end is too slow.
+    A larger budget hardly ever needs more time, so the range of budgets is bisected; the lower half is dropped if the
+    fastest plan found at its upper end is too slow.
 
     Args:
         max_overhead: extra time / step time.

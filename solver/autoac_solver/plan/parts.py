@@ -47,21 +47,29 @@ def with_parts(profile: Profile) -> Profile:
 
 
 def with_parts_of(profile: Profile, other: Profile) -> Profile:
-    """The profile of a step, with parts at the same ops as in another one: those whose ops are the same."""
+    """The profile of a step, with parts at the same ops as in another one: those of calls whose ops are all the same.
+
+    Once a call leaves the profiled one, the engine records the rest of it in one piece.
+    """
     there, here = _Cuts(other), _Cuts(profile)
     calls = {(call.fqn, call.call): index for index, call in enumerate(profile.calls) if call.grad}
-    found = []
+    found, same = [], dict[tuple[int, int], bool]()
     for part in other.parts:
         call = other.calls[part.call]
         index = calls.get((call.fqn, call.call), NEVER)
         if index == NEVER:
             continue
-        begin, ops = there.ops(call.start, call.end)[0], there.ops(part.start, part.end)
+        planned, ops = there.ops(call.start, call.end), there.ops(part.start, part.end)
         own = here.ops(profile.calls[index].start, profile.calls[index].end)
-        first, end = own[0] + ops[0] - begin, own[0] + ops[1] - begin
-        names = [op.name for op in other.tape[slice(*ops)]]
-        if end <= own[1] and [op.name for op in profile.tape[first:end]] == names:
-            found.append(here.part(index, part.number, first, end))
+        if (part.call, index) not in same:
+            names = (
+                [op.name for op in step.tape[slice(*ops_of)]]
+                for step, ops_of in ((other, planned), (profile, own))
+            )
+            same[part.call, index] = next(names) == next(names)
+        if same[part.call, index]:
+            shift = own[0] - planned[0]
+            found.append(here.part(index, part.number, ops[0] + shift, ops[1] + shift))
     return replace(profile, parts=tuple(found))
 
 

@@ -212,3 +212,23 @@ def test_what_a_module_is_to_the_plan():
     inside = plan.why("3")
     assert "is a part of region" in inside
     assert PART in inside
+
+
+class Turning(nn.Module):
+    """The first op depends on the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = perceptron()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.sin() if len(x) < len(X) else x.cos())
+
+
+def test_another_sample_with_other_ops_is_not_said_to_fit_as_if_it_had_the_parts():
+    """Where its call leaves the planned one, the rest is recorded in one piece."""
+    model = Turning()
+    least = autoac.profile(model, X).least_peak_bytes
+    plan = autoac.plan(model, autoac.Samples([X, X[:192]]), int(1.05 * least))
+    assert has_parts(plan)
+    assert list(plan.samples["fits"]) == [True, False]

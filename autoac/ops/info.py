@@ -77,6 +77,7 @@ class OpInfo:
         lists: positions of arguments that are a list of tensors.
         keywords: names of keyword-only arguments that are tensors or lists of them.
         writes: positions (int) or keyword names (str) of the arguments that are written in place.
+        updates: it reads what it writes: it is the in-place form of a pointwise op.
         writes_lists: some of these are lists of tensors, and the schema says so.
         random: it may draw from a generator, see `draws_random`.
         unknown: it is an op of another library, not declared random, but may draw all the same: compare the generators'
@@ -98,6 +99,7 @@ class OpInfo:
     lists: tuple[int, ...] = ()
     keywords: tuple[str, ...] = ()
     writes: tuple[int | str, ...] = ()
+    updates: bool = False
     writes_lists: bool = False
     random: bool = False
     unknown: bool = False
@@ -188,6 +190,7 @@ def _read(func: Any) -> OpInfo:
         lists=tuple(lists),
         keywords=tuple(keywords),
         writes=tuple(writes),
+        updates=bool(writes) and torch.Tag.pointwise in func.tags and _is_in_place(func),
         writes_lists=any(where in lists for where in declared),
         random=torch.Tag.nondeterministic_seeded in func.tags,
         unknown=func.namespace not in _TORCHS_NAMESPACES
@@ -234,6 +237,17 @@ def read_tensors(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for name in info.keywords:
         found.extend(tensors_in(kwargs.get(name)))
     return found
+
+
+def read_and_filled(
+    info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors whose values this call needs, and those that it writes without."""
+    if not info.writes or info.updates:
+        return read_tensors(info, args, kwargs), []
+    filled = written_tensors(info, args, kwargs)
+    among = {id(tensor) for tensor in filled}
+    return [tensor for tensor in read_tensors(info, args, kwargs) if id(tensor) not in among], filled
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

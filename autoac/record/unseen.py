@@ -24,6 +24,8 @@ NOTE [ Unseen writes ]
      checksums, since it might fill the tensor again while backward still needs it.
   8. A step of the user's own loop is recorded only once, and its gradients count. There the values that were written
      are kept: see `SavedTensors.keep` and `LeanRecording`.
+  9. What was allocated and is read before an op has written it (`torch.empty`) was written by unseen code, even if its
+     bytes are those that the memory held before: a step that is run again often gets the memory of the last one.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoac.execute.checksums import on_device
+from autoac.ops.info import OpInfo, read_and_filled
 from autoac.record.tape.calls import ModuleCalls
 from autoac.torch_private import (
     disable_dispatch_modes,
@@ -83,6 +86,7 @@ class UnseenWrites:
         self._ref = weakref.ref(tape)
         self._left: dict[int, tuple[int, int, int]] = {}  # storage -> bytes, checksum, tick of the checksum
         self._read: set[int] = set()  # storages that were read or saved since
+        self._raw: set[int] = set()  # storages without values yet, see NOTE [ Unseen writes ] 9
         self._held: dict[int, torch.Tensor] = {}  # see NOTE [ Unseen writes ] 3
         self._changed: list[tuple[int, int, bool]] = []  # storage, number of ops so far, whether in _read
         self._filled: list[tuple[int, int]] = []  # ticks between which an older storage was written
@@ -95,11 +99,12 @@ class UnseenWrites:
         assert tape is not None
         return tape
 
-    def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
-        """An op of forward has made or written these."""
+    def wrote(self, tensors: Iterable[torch.Tensor], uninitialised: bool = False) -> None:
+        """An op of forward has made or written these, or only allocated them."""
         for index, tensor in self._compared(tensors):
             self._note(index, tensor)
             self._read.discard(index)
+            (self._raw.add if uninitialised else self._raw.discard)(index)
             if index not in self._held:
                 self._held[index] = self._tape.saved.alias(tensor)
 
@@ -109,11 +114,24 @@ class UnseenWrites:
             self._left.pop(index, None)
             self._held.pop(index, None)
 
+    def before_op(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An op is about to run."""
+        read, filled = read_and_filled(info, args, kwargs)
+        self.reads(read)
+        self.passes(filled)
+
     def reads(self, tensors: Iterable[torch.Tensor]) -> None:
-        """An op is about to read or write these, autograd saves them, or a lean module returns them."""
+        """An op is about to read these, or autograd saves them."""
+        self._look(tensors, reading=True)
+
+    def passes(self, tensors: Iterable[torch.Tensor]) -> None:
+        """An op is about to write these without reading them, or a lean module returns them."""
+        self._look(tensors, reading=False)
+
+    def _look(self, tensors: Iterable[torch.Tensor], reading: bool) -> None:
         for index, tensor in self._compared(tensors):
             if index in self._left:
-                self._compare(index, tensor)
+                self._compare(index, tensor, is_filled=reading and index in self._raw)
             elif self._tape.storages.was_before(index):
                 self._note(index, tensor)
                 self._held[index] = self._tape.saved.alias(tensor)
@@ -148,14 +166,15 @@ class UnseenWrites:
         n_bytes = tensor.untyped_storage().nbytes()
         self._left[index] = n_bytes, checksum_of_storage(tensor), self._tape.clock.tick
 
-    def _compare(self, index: int, tensor: torch.Tensor) -> None:
+    def _compare(self, index: int, tensor: torch.Tensor, is_filled: bool = False) -> None:
         n_bytes, left, since = self._left[index]
         if tensor.untyped_storage().nbytes() != n_bytes:
             del self._left[index]  # resized without an op
             return
         self._note(index, tensor)
-        if self._left[index][1] == left:
+        if self._left[index][1] == left and not is_filled:
             return
+        self._raw.discard(index)
         self._changed.append((index, len(self._tape.ops), index in self._read))
         if self._tape.storages.was_before(index):
             self._filled.append((since, self._tape.clock.tick))

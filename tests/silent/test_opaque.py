@@ -20,6 +20,7 @@ from autoac.execute.program import Program
 from autoac.execute.replay import call, recording
 from autoac.ops import info as ops
 from autoac.plans import Plan
+from autoac.record import unseen
 from autoac_solver.plan.recorded.programs import with_regions
 from autoac_solver.records.profile import Profile
 from tests.execute.exact.harness import Case, assert_exact, decisions, differences, plan_with, run
@@ -204,6 +205,20 @@ def test_an_op_writes_what_a_kernel_has_filled(monkeypatch):
         lambda: nn.Sequential(Negated(), Negated()), forward, ("0", "1"), lambda result: result[0].backward()
     )
     left_alone_by_sac(case, case.profile())
+
+
+@pytest.mark.parametrize("last", [torch.sin, torch.neg_], ids=["read", "written by an op"])
+def test_memory_that_held_the_same_values_before(last, monkeypatch):
+    """As in a step that runs again and gets the memory of the last one: checksums show nothing then."""
+    monkeypatch.setattr(unseen, "checksum_of_storage", lambda tensor: 0)
+    monkeypatch.setattr(Kernel, "make", staticmethod(torch.empty_like))
+
+    class Last(Large):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return last(Kernel.apply(self.inner(self.first(x))))
+
+    case = Case(lambda: nn.Sequential(Last(), Last()), LARGE.forward, LARGE.regions)
+    assert [op.name for op in case.profile().tape if not op.replayable] == ["aten.empty_like.default"] * 2
 
 
 def test_a_write_into_what_a_recomputed_module_returns(monkeypatch):

@@ -85,10 +85,9 @@ class LeanRecording(Recording):
         unseen = self.saved.unseen
         if unseen is None or in_backward():
             return
-        tensors = (*read_tensors(info, args, kwargs), *written_tensors(info, args, kwargs))
-        unseen.reads(tensors)
+        unseen.before_op(info, args, kwargs)
         unseen.is_checked = True
-        for tensor in tensors:
+        for tensor in (*read_tensors(info, args, kwargs), *written_tensors(info, args, kwargs)):
             if unseen.is_kept(tensor):
                 self.slots.pop(key_of(tensor), None)
 

@@ -179,7 +179,7 @@ class Tape(TorchDispatchMode):
         if unseen is not None and in_backward():
             unseen.backward_begins()
         elif unseen is not None and not unseen.is_checked:
-            unseen.reads((*read_tensors(info, args, kwargs), *written))
+            unseen.before_op(info, args, kwargs)
         writes = self.storages.indices_of(written)
         statistics = info.updates_statistics(args)
         if statistics:
@@ -252,13 +252,16 @@ class Tape(TorchDispatchMode):
         if unseen is not None:
             unseen.is_checked = False
             later = in_backward() or is_collective(info.name)
-            (unseen.is_written_later if later else unseen.wrote)((*written, *tensors_in(result)))
+            if later:
+                unseen.is_written_later((*written, *tensors_in(result)))
+            else:
+                unseen.wrote((*written, *tensors_in(result)), info.uninitialised)
         return result
 
     def left_lean(self, result: Any) -> None:
         """Called with the result of a lean module."""
         if self.saved.unseen is not None:
-            self.saved.unseen.reads(tensors_of(result))
+            self.saved.unseen.passes(tensors_of(result))
 
     def _note_scattered(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record the tensor that gloo's reduce-scatter makes without an op; after the wait it is copied out."""

@@ -227,7 +227,7 @@ class LooksBack(torch.optim.SGD):
         self.n_steps = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step(closure)
         self.n_steps += 1
         if self.n_steps % 5:
@@ -275,7 +275,7 @@ def test_an_optimizer_that_branches_on_what_it_reads():
 
     class SkipsAtNan(torch.optim.SGD):
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:
             parameters = self.param_groups[0]["params"]
             if any(p.grad.isnan().any() for p in parameters):
                 return

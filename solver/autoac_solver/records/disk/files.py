@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -96,9 +97,13 @@ def check_writable(path: str | Path) -> None:
     Raises:
         FileNotFoundError: the parent folder does not exist.
         IsADirectoryError: the path is a folder.
-        OSError: the path is a device, a pipe or a socket.
+        OSError: the path is a device, a pipe or a socket, or a link that leads to itself.
     """
     target = Path(os.path.realpath(path))
+    if target.is_symlink():  # `realpath` goes on until a link repeats
+        raise OSError(
+            errno.ELOOP, f"{path} cannot be written: it is a link that leads to itself. Name a file."
+        )
     if target.is_dir():
         raise IsADirectoryError(f"{path} cannot be written: it is a folder. Name a file in it.")
     if not target.parent.is_dir():

@@ -271,7 +271,7 @@ def test_an_optimizer_that_takes_more_in_later_steps(name: str, n_before: int):
 
 
 def test_an_optimizer_that_branches_on_what_it_reads():
-    """A gradient that is finite makes no step that is skipped; values that are read have another one in a late step."""
+    """The early fake steps read true and skip the update; the late ones read false, and make it."""
 
     class SkipsAtNan(torch.optim.SGD):
         @torch.no_grad()

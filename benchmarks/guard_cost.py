@@ -23,6 +23,7 @@ import typer
 import autoac
 from autoac.compare import quiet
 from autoac.measure import in_turn
+from autoac.ops.info import OpInfo
 from autoac.record import recorder
 from autoac.record.guard import Guard
 from autoac.record.unseen import UnseenWrites
@@ -49,10 +50,16 @@ class Cost:
 class _NoUnseen(UnseenWrites):
     """Compares nothing."""
 
-    def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
+    def wrote(self, tensors: Iterable[torch.Tensor], uninitialised: bool = False) -> None:
+        pass
+
+    def before_op(self, info: OpInfo, args: Any, kwargs: Any) -> None:
         pass
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> None:
+        pass
+
+    def passes(self, tensors: Iterable[torch.Tensor]) -> None:
         pass
 
     def is_written_later(self, tensors: Iterable[torch.Tensor]) -> None:

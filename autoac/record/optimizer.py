@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,10 @@ from autoac.torch_private import (
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import NEVER, OPTIMIZER_STEP, SCALAR_BYTES, Op, Profile, Storage
 
+# The count of a late step. Optimizers may take another path from some step on, or in every k-th step: this number can
+# be divided by 1 to 12, by 100 and by 1000, and float32 holds it exactly.
+LATE_STEP = 1_386_000
+
 
 def state_tensors(optimizer: torch.optim.Optimizer, device: str) -> list[torch.Tensor]:
     """The optimizer's state tensors on one device type; some optimizers keep counters on the CPU."""
@@ -60,9 +65,10 @@ def with_optimizer(
 ) -> Profile:
     """The profile of the step with this optimizer's `step()` at its end.
 
-    The state counts as resident: it exists in every step but the first. A copy of the optimizer takes two steps on
+    The state counts as resident: it exists in every step but the first. A copy of the optimizer takes some steps on
     fake tensors, which allocates nothing and leaves the optimizer and the parameters untouched. A value that it reads
-    on the host (a norm, to scale by it) is taken to be 1.
+    on the host (its count of steps, a norm to scale by) is taken to be 1 in the first two. If it reads any, or counts
+    its steps in Python, late steps follow, with large values; the step that takes most counts.
 
     Args:
         measure: run its matrix products and mixed-dtype ops once in isolation, for their workspace.
@@ -75,16 +81,19 @@ def with_optimizer(
     optimizer = inner_optimizer(optimizer)
     device = torch.device(profile.device)
     try:
-        state_bytes, live = _fake_steps(optimizer, device.type, elsewhere or device.type)
+        steps = _fake_steps(optimizer, device.type, elsewhere or device.type)
     except Exception as error:
         raise ProfilingError(
             f"{type(optimizer).__name__} cannot be run on fake tensors, so its memory is not known ({error!r:.200}). "
             "Set headroom= to its state and the temporaries of its step, in place of optimizer=."
         ) from error
-    step_bytes = live.peak_with(_workspaces(live, device)) if measure and live.calls else live.peak_bytes
+    step_bytes = steps.peak_bytes(_workspaces(steps, device) if measure else {})
     note = f"includes {type(optimizer).__name__}.step(), whose time is not counted"
-    if live.looked_at_values:
-        note += "; it looks at values, for which 1 stood"
+    if steps.looked_at_values:
+        note += f"; it looks at values, for which 1 and {LATE_STEP} stood"
+    if steps.failed_late:
+        note += "; its late steps failed on fake tensors and are not counted"
+    state_bytes = steps.state_bytes
     state = Storage(state_bytes, NEVER, profile.end, "Optstate", type(optimizer).__name__)
     step = Op(OPTIMIZER_STEP, profile.end, NEVER, False, 0.0, (), (), (), workspace_bytes=step_bytes)
     at_end = profile.end + 1
@@ -101,15 +110,15 @@ def _survive(storage: Storage, end: int, new_end: int) -> Storage:
     return replace(storage, free=new_end) if storage.free == end else storage
 
 
-def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> tuple[int, _LiveBytes]:
-    """Bytes of the state, and the live bytes of a step above everything that stays.
+def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> _FakeSteps:
+    """Steps of a copy of the optimizer, whose state is empty, on fake tensors.
 
     Args:
         here: the type of device that the parameters are on.
         device: the type that they are to be on. Fake CUDA tensors need no CUDA: gradients are off.
     """
-    allocated = device_for(torch.device(device)).allocated_bytes
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    n_taken = _largest_count(optimizer)
     with fakes_as_parameters(parameters), FakeTensorMode(allow_non_fake_inputs=True):
         fake = copy.copy(optimizer)
         groups = [
@@ -127,22 +136,127 @@ def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> tup
             {name: copy.copy(v) if isinstance(v, (dict, list)) else v for name, v in own.items()}
         )
         vars(fake).update(state=defaultdict(dict), param_groups=groups)
-        with _LiveBytes(device) as first:
-            fake.step()
+        steps = _FakeSteps(fake, device)
+        steps.take_early_and_late(n_taken)
         stand_ins = {storage_key(p) for group in groups for p in group["params"] if p.requires_grad}
-        if first.given.isdisjoint(stand_ins):
+        if steps.given.isdisjoint(stand_ins):
             raise TypeError("its step uses none of its own parameters: does it wrap another optimizer?")
-        storages = {storage_key(tensor): tensor for tensor in state_tensors(fake, device)}.values()
-        state_bytes = sum(allocated(unique_storage_bytes([tensor])) for tensor in storages)
-        with _LiveBytes(device) as live:
-            fake.step()
-    return state_bytes, live
+    return steps
 
 
-def _workspaces(live: _LiveBytes, device: torch.device) -> dict[Signature, int]:
+def _largest_count(optimizer: torch.optim.Optimizer) -> int:
+    """The number of steps that the optimizer has taken by its state, or zero."""
+    counts = [entry["step"] for entry in optimizer.state.values() if "step" in entry]
+    numbers = (
+        c for c in counts if isinstance(c, (int, float)) or (isinstance(c, torch.Tensor) and c.numel() == 1)
+    )
+    return int(max(map(float, numbers), default=0))
+
+
+class _FakeSteps:
+    """Steps of an optimizer on fake tensors.
+
+    Attributes:
+        state_bytes: of the state after the steps.
+        given: keys of the storages that ops were given.
+        looked_at_values: whether a step read a tensor's value on the host.
+        failed_late: whether a late step ended in an error, such as that of a schedule which is over by then.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: str):
+        self.optimizer = optimizer
+        self.device = device
+        self.state_bytes = 0
+        self.given: set[int] = set()
+        self.failed_late = False
+        self._allocated = device_for(torch.device(device)).allocated_bytes
+        self._kept: list[tuple[int, _LiveBytes]] = []  # with the bytes of the state before the step
+
+    @property
+    def looked_at_values(self) -> bool:
+        return any(live.looked_at_values for _, live in self._kept)
+
+    @property
+    def calls(self) -> dict[Signature, tuple[int, int, int]]:
+        """Those of all steps (`_LiveBytes.calls`)."""
+        found: dict[Signature, tuple[int, int, int]] = {}
+        for _, live in self._kept:
+            for call, work in live.calls.items():
+                found[call] = max(found.get(call, work), work)
+        return found
+
+    def peak_bytes(self, workspace_bytes: dict[Signature, int]) -> int:
+        """The most that a step takes above the state, if these ops have these workspaces."""
+        # A state that only late steps make counts as resident, and not a second time in the step that makes it.
+        peaks = (state + live.peak_with(workspace_bytes) for state, live in self._kept)
+        return max(0, max(peaks) - self.state_bytes)
+
+    def take(self, value: int, keep: bool = True) -> None:
+        """One step, in which `value` stands for what it reads on the host."""
+        live = _LiveBytes(self.device, value)
+        if keep:
+            self._kept.append((self.state_bytes, live))
+        try:
+            with live:
+                self.optimizer.step()
+        finally:
+            storages = {storage_key(t): t for t in state_tensors(self.optimizer, self.device)}.values()
+            self.state_bytes = sum(self._allocated(unique_storage_bytes([tensor])) for tensor in storages)
+            self.given |= live.given
+
+    def take_early_and_late(self, n_taken: int) -> None:
+        """The first two steps, late ones, and the one that comes next after `n_taken` steps.
+
+        The memory of the first does not count: it makes the state, and is not a step like the others.
+        """
+        self.take(1, keep=False)
+        before = {(id(place), name): number for place, name, number in _numbers(self.optimizer)}
+        self.take(1)
+        counters = [
+            (place, name)
+            for place, name, number in _numbers(self.optimizer)
+            if number > before.get((id(place), name), number)
+        ]
+        if not counters and not self.looked_at_values:
+            return
+        # A count is looked at before or after the step has increased it.
+        for count in [*([n_taken] if n_taken else []), LATE_STEP - 1, *([LATE_STEP] if counters else [])]:
+            known_bytes = self.state_bytes
+            self._take_at(count, counters)
+            if self.state_bytes > known_bytes:
+                self._take_at(count, counters)  # with all of that state from its beginning
+
+    def _take_at(self, count: int, counters: list[tuple[dict[Any, Any], Any]]) -> None:
+        """One step after `count` steps."""
+        for place, name in counters:
+            old = place[name]
+            is_tensor = isinstance(old, torch.Tensor)
+            place[name] = torch.tensor(count, dtype=old.dtype, device=old.device) if is_tensor else count
+        try:
+            self.take(count + 1)
+        except Exception:
+            self.failed_late = True
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[Any, Any], Any, float]]:
+    """Numbers among the optimizer's attributes, settings and state: where each is, its name and its value."""
+    own = [value for value in vars(optimizer).values() if isinstance(value, dict)]
+    for place in [vars(optimizer), *own, *optimizer.param_groups, *optimizer.state.values()]:
+        for name, value in place.items():
+            if type(value) is int:
+                yield place, name, value
+            elif isinstance(value, torch.Tensor) and value.dim() == 0:
+                with suppress(DataDependentOutputException):  # a fake tensor of constants has a value
+                    yield place, name, value.item()
+
+
+def _workspaces(steps: _FakeSteps, device: torch.device) -> dict[Signature, int]:
+    calls = steps.calls
+    if not calls:
+        return {}
     rates = device_rates(device)
-    estimate_s = {call: rates.roofline_s(call.dtype, *work) for call, (_, *work) in live.calls.items()}
-    return workspaces_on_scratch(live.calls, estimate_s.__getitem__, device, free_bytes(device) // 4)
+    estimate_s = {call: rates.roofline_s(call.dtype, *work) for call, (_, *work) in calls.items()}
+    return workspaces_on_scratch(calls, estimate_s.__getitem__, device, free_bytes(device) // 4)
 
 
 def _fake_parameters(
@@ -166,15 +280,19 @@ def _fake_parameters(
 class _LiveBytes(TorchDispatchMode):
     """Mode that counts the bytes of the storages that ops make, above those at the start.
 
+    Args:
+        value: stands for every value that is read on the host. A truth value is true if this is 1.
+
     Attributes:
         calls: ops that may take workspace: the most live bytes before or after one, its floating-point operations and
             the bytes it moves.
         looked_at_values: whether the step read a tensor's value on the host.
     """
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, value: int):
         super().__init__()
         self.device = device
+        self.value = value
         self._allocated = device_for(torch.device(device)).allocated_bytes
         self.live_bytes = self.peak_bytes = 0
         self.calls: dict[Signature, tuple[int, int, int]] = {}
@@ -200,25 +318,31 @@ class _LiveBytes(TorchDispatchMode):
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
             self.looked_at_values = True
-            return 1.0 if args[0].is_floating_point() else 1
+            if args[0].dtype == torch.bool:
+                return self.value == 1
+            return float(self.value) if args[0].is_floating_point() else self.value
         for tensor in self._made(result):
             storage = tensor.untyped_storage()
             size = self._allocated(storage.nbytes())
             self.live_bytes += size
             self._watch(storage, size)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + self._numbers(func, args, given))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + self._number_bytes(func, args, given))
         flops = flops_of(func, args, kwargs, result)
         if flops or len({tensor.dtype for tensor in given if tensor.dim()}) > 1:
             self._note(Signature.of(func, args, kwargs), max(before, self.live_bytes), flops)
         return result
 
-    def _numbers(self, func: Any, args: Any, given: Sequence[torch.Tensor]) -> int:
+    def _number_bytes(self, func: Any, args: Any, given: Sequence[torch.Tensor]) -> int:
         """Bytes of the tensors that stand for Python numbers while an op on CPU runs: the number, and its cast."""
         if self.device != "cpu":
             return 0
         total = 0
-        for argument, value in zip(schema_of(func).arguments, args, strict=False):
-            if isinstance(value, (int, float)) and str(argument.type) == "Tensor":
+        schema = schema_of(func)
+        # On CPU these call an op for each tensor, which makes a tensor of a number that they pass on.
+        for_each = schema.name.startswith("aten::_foreach_")
+        for argument, value in zip(schema.arguments, args, strict=False):
+            is_tensor = str(argument.type) == "Tensor" or (for_each and str(argument.type) == "number")
+            if isinstance(value, (int, float)) and is_tensor:
                 own = torch.float64 if isinstance(value, float) else torch.int64
                 dtype = given[0].dtype if given else own
                 total += SCALAR_BYTES + (0 if dtype is own else dtype.itemsize)

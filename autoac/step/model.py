@@ -30,6 +30,11 @@ def check_model(model: torch.nn.Module) -> None:
     """Refuse a model that cannot be profiled, before anything runs."""
     if not isinstance(model, torch.nn.Module):
         raise ProfilingError(f"model is a {type(model).__name__}, not a torch.nn.Module.")
+    for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()):
+        if not is_unicode(name):
+            raise ProfilingError(
+                f"the name {name!r} in this model is no text (half of a surrogate pair): rename it."
+            )
     if any(planned(module) for module in model.modules()):
         raise ProfilingError(
             "this model has a plan applied: call plan.remove(model) before profiling it again."
@@ -57,6 +62,15 @@ def check_model(model: torch.nn.Module) -> None:
         raise ProfilingError(
             f"the model's parameters are on {sorted(map(str, devices))}; one device is supported."
         )
+
+
+def is_unicode(name: str) -> bool:
+    """Whether a text can be encoded; one with a lone surrogate can be neither hashed, printed nor saved."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def has_gradients(model: torch.nn.Module) -> bool:

@@ -76,6 +76,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def current_backward() -> int:
+    """A number of the backward that is running in this thread, -1 outside of one.
+
+    Source: `torch._C._current_graph_task_id` (torch/csrc/Module.cpp).
+    """
+    return torch._C._current_graph_task_id()
+
+
 def backward_keeps_graph() -> bool:
     """Whether the running backward retains the graph; true outside of a backward pass.
 

@@ -45,6 +45,16 @@ def is_checkpoint_wrapper(module: torch.nn.Module) -> bool:
     return there is not None and isinstance(module, there.CheckpointWrapper)
 
 
+def has_checkpoint_rule(op: Any) -> bool:
+    """Whether selective checkpointing can run this higher-order op; its error is "There was no rule registered".
+
+    Source: `python_key_table` of `HigherOrderOperator.dispatch` (torch/_ops.py), which `redirect_to_mode` fills, and
+    `_CachingTorchDispatchMode` in torch/utils/checkpoint.py.
+    """
+    mode = torch.utils.checkpoint._CachingTorchDispatchMode
+    return mode in op.python_key_table or mode.supports_higher_order_operators
+
+
 def bypassing_hooks(mode: Any) -> Any:
     """Let selective checkpointing's first mode keep tensors without passing them to saved-tensor hooks.
 

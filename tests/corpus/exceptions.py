@@ -7,8 +7,10 @@ from collections.abc import Mapping
 KNOWN: Mapping[str, tuple[str | tuple[str, ...], str]] = {
     "ernie4_5_moe": (
         "the prediction is off",
-        "under engine sac 1,024 of 825,608 bytes less were measured than predicted, with one of three plans; "
-        "of which value is not known",
+        "under engine sac 1,024 of 825,608 bytes less were measured than predicted, with one of three plans "
+        "(6 of 120 with drawn times): where a plan saves the routed experts' output and their routing weights "
+        "(1,024 bytes) and recomputes others of the region, the backward of their product drops both before it sums, "
+        "and they are counted until the node is released (`Saved.released`, not `Saved.dropped`)",
     ),
     "vits": (
         ("the prediction is off", "over the budget", "not found in storage"),

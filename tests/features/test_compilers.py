@@ -482,6 +482,15 @@ class Branch(nn.Module):
         return torch.sin(F.gelu(y))
 
 
+class Beside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.sin(F.gelu(torch.tanh(self.linear(torch.sin(x)))))
+
+
 BRANCHES = Case(lambda: nn.Sequential(Branch(), Branch()), mean_square, ("0", "1"))
 
 
@@ -493,10 +502,11 @@ def test_cond():
 
 
 @quiet
-@feature("higher-order ops: `torch.cond`", "sac", cell="refused")
+@feature("higher-order ops: `torch.cond`", "sac", cell="left alone, `plan.why` says it")
 def test_cond_under_sac():
-    """By torch: its selective checkpointing has no rule for it."""
-    plan = plan_with(BRANCHES, "sac", lambda region, op, nth: True)
-    with pytest.raises(NotImplementedError, match=r"no rule .* cond and mode <torch\.utils"):
-        run(BRANCHES, plan)
+    """Torch's selective checkpointing has no rule for it: its error would come in the first planned step."""
+    case = Case(lambda: nn.Sequential(Branch(), Beside()), mean_square, ("0", "1"))
+    plan = assert_exact(case, "sac")[0.0]
+    assert [region.fqn for region in plan.regions if region.wrapped] == ["1"]
+    assert "it runs a higher-order op (`torch.cond`, say)" in plan.why("0")
     torch._dynamo.reset()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -255,6 +257,49 @@ def test_cached_parametrizations_around_regions_are_left_alone():
     plan = assert_exact(Case(CachesOutside, mean_square, ("layers.0", "layers.1", "rest")), "sac")[0.0]
     assert "'layers.0': it reads cached parametrizations" in plan.explain()
     assert [region.fqn for region in plan.regions if region.wrapped] == ["rest"]
+
+
+# -- saved tensors that are read twice ---------------------------------------------------------------------------------
+
+
+class ReadsTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, torch.sin(x))
+        return torch.sin(x) * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * (ctx.saved_tensors[0].cos() * ctx.saved_tensors[0] + ctx.saved_tensors[1])
+
+
+class WithTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.sin(ReadsTwice.apply(torch.tanh(self.first(x)))))
+
+
+TWICE = Case(
+    lambda: nn.Sequential(WithTwo(), nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))),
+    mean_square,
+    ("0", "1"),
+)
+
+
+@feature("`ctx.saved_tensors` read twice in one backward", "replay")
+def test_saved_tensors_that_are_read_twice():
+    assert_exact(TWICE, "replay")
+
+
+@feature("`ctx.saved_tensors` read twice in one backward", "sac", cell="left alone, `plan.why` says it")
+def test_modules_whose_saved_tensors_are_read_twice_are_left_alone():
+    """By torch's checkpoint the first planned step would be refused."""
+    plan = assert_exact(TWICE, "sac")[0.0]
+    assert "a backward in it reads `ctx.saved_tensors` twice" in plan.why("0")
+    assert [region.fqn for region in plan.regions if region.wrapped] == ["1"]
 
 
 class HoldsOfInference(nn.Module):

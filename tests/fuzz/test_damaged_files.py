@@ -17,6 +17,7 @@ import autoac
 from autoac_solver.plan.planning import plan_profile
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.devices import DeviceTable, on_device
+from autoac_solver.records.disk import limits
 from autoac_solver.records.errors import AutoacError, ProfileError
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import Profile
@@ -199,6 +200,41 @@ def test_refusing_takes_memory_in_proportion_to_the_file(profile_data: Any, tmp_
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 60 * len(content) + 2**22
+
+
+@pytest.mark.parametrize(
+    ("piece", "counted"),
+    [
+        ("[],", "lists and names"),
+        ('{"a":1},', "lists and names"),
+        ('"%x":%d,', "lists and names"),
+        ("1,", "values"),
+    ],
+)
+@pytest.mark.parametrize("part", [1, 0.9])
+def test_the_limits_bound_the_memory_of_reading(
+    piece: str, counted: str, part: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On a scale of one in 64: no file takes more than some 2 GB, and most are refused before they are parsed."""
+    for name in ("MOST_FILE_BYTES", "MOST_VALUES", "MOST_PARTS"):
+        monkeypatch.setattr(f"autoac_solver.records.disk.files.{name}", getattr(limits, name) // 64)
+    n_pieces = (limits.MOST_VALUES if counted == "values" else limits.MOST_PARTS) // 64
+    n_pieces = int(part * n_pieces / (2 if piece.startswith("{") else 1)) + 2 * int(part)
+    inside = "".join(piece % (i, i + 300) if "%" in piece else piece for i in range(n_pieces)).removesuffix(
+        ","
+    )
+    path = tmp_path / "a.json"
+    path.write_text(f"{{{inside}}}" if "%" in piece else f'{{"a":[{inside}]}}')
+    tracemalloc.start()
+    message = refusal(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2e9 / 64
+    if part == 1:
+        assert re.search(f"has more than [0-9,]+ {counted}, the most that is read", message)
+        assert peak < 4 * path.stat().st_size + 2**20
+    else:
+        assert "is none of autoac's files" in message
 
 
 def test_damaged_cost_tables(profile: Profile, tmp_path: Path):

@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-3),
     "Adafactor": torch.optim.Adafactor,
-    "ASGD": torch.optim.ASGD,
+    "ASGD": lambda p: torch.optim.ASGD(p, t0=0),  # begins to average at once
 }
 LOOK_AT_VALUES = {"Adafactor", "ASGD"}
 
@@ -45,9 +45,10 @@ def resident_bytes(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Opt
 
 
 def measured_bytes(model: nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> int:
-    """Peak of the second step: the first one makes the state."""
-    train(model, x, optimizer)
-    optimizer.zero_grad(set_to_none=True)
+    """Peak of the third step: the first one makes the state, and ASGD begins to average in the third."""
+    for _ in range(2):
+        train(model, x, optimizer)
+        optimizer.zero_grad(set_to_none=True)
     return (
         resident_bytes(model, x, optimizer)
         + measure_peak(lambda: train(model, x, optimizer)).peak_above_start_bytes
@@ -69,7 +70,11 @@ def test_state_and_peak(name: str, rows: int):
     assert profile.resident_bytes == resident_bytes(model, x, optimizer)
     assert plan.predicted_peak_bytes == pytest.approx(measured, rel=1e-3)
     assert plan.predicted_peak_bytes >= without.predicted_peak_bytes
-    looks = "; it looks at values, for which 1 stood" if type(optimizer).__name__ in LOOK_AT_VALUES else ""
+    looks = (
+        "; it looks at values, for which 1 and 1386000 stood"
+        if type(optimizer).__name__ in LOOK_AT_VALUES
+        else ""
+    )
     assert (
         profile.notes[-1] == f"includes {type(optimizer).__name__}.step(), whose time is not counted{looks}"
     )
@@ -213,3 +218,87 @@ def test_an_optimizer_with_attributes_of_its_own():
     assert not optimizer.state
     assert profile.resident_bytes - plain.resident_bytes == 4 * sum(p.numel() for p in model.parameters())
     assert scheduler.last_epoch == 0
+
+
+class LooksBack(torch.optim.SGD):
+    """Goes back half of the way to a copy of the parameters in every fifth step, as Lookahead does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01)
+        self.n_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.n_steps += 1
+        if self.n_steps % 5:
+            return
+        for parameter in self.param_groups[0]["params"]:
+            slow = self.state[parameter].setdefault("slow", parameter.clone())
+            parameter.copy_(slow.lerp(parameter, 0.5))
+
+
+LATER: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
+    # Takes more from step 6 on.
+    "RAdam": lambda p: torch.optim.RAdam(p, foreach=False),
+    "RAdam, foreach": lambda p: torch.optim.RAdam(p, foreach=True),
+    "ASGD": lambda p: torch.optim.ASGD(p, t0=3, foreach=False),
+    "every fifth": LooksBack,
+}
+
+
+@pytest.mark.parametrize("n_before", [0, 7])
+@pytest.mark.parametrize("name", LATER)
+def test_an_optimizer_that_takes_more_in_later_steps(name: str, n_before: int):
+    """The budget holds the step that takes most, and no more than that."""
+    model, x = make(), batch()[:4].clone()
+    optimizer = LATER[name](model.parameters())
+    for _ in range(n_before):
+        train(model, x, optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    numbers = [p.detach().clone() for p in model.parameters()]
+    plan = autoac.plan(model, x, "1GB", optimizer=optimizer)
+    assert all(map(torch.equal, model.parameters(), numbers))
+    assert getattr(optimizer, "n_steps", n_before) == n_before
+    measured = []
+    for _ in range(12):
+        optimizer.zero_grad(set_to_none=True)
+        measured.append(
+            resident_bytes(model, x, optimizer)
+            + measure_peak(lambda: train(model, x, optimizer)).peak_above_start_bytes
+        )
+    assert max(measured) <= plan.predicted_peak_bytes
+    assert plan.predicted_peak_bytes == pytest.approx(max(measured), rel=1e-3)
+
+
+def test_an_optimizer_that_branches_on_what_it_reads():
+    """The early fake steps read true and skip the update; the late ones read false, and make it."""
+
+    class SkipsAtNan(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            parameters = self.param_groups[0]["params"]
+            if any(p.grad.isnan().any() for p in parameters):
+                return
+            for p in parameters:
+                p.sub_((p.grad * p).sin() * 0.1)
+
+    model, x = make(), batch()[:4].clone()
+    optimizer = SkipsAtNan(model.parameters(), lr=0.1)
+    plan = autoac.plan(model, x, "1GB", optimizer=optimizer)
+    assert plan.predicted_peak_bytes == pytest.approx(measured_bytes(model, x, optimizer), rel=1e-3)
+
+
+def test_late_steps_that_fail_are_named():
+    class Ends(torch.optim.SGD):
+        n_steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.n_steps += 1
+            if self.n_steps > 1000:
+                raise ValueError("over")
+            return super().step(closure)
+
+    model = make()
+    profile = autoac.profile(model, batch(), optimizer=Ends(model.parameters(), lr=0.1))
+    assert profile.notes[-1].endswith("; its late steps failed on fake tensors and are not counted")

@@ -84,3 +84,23 @@ def test_higher_order_ops_are_counted_by_a_bound():
         assert not any("higher-order" in note for note in plan.record.profile.notes)
         measured = measured_peak(model, plan)
         assert measured <= plan.predicted_peak_bytes <= 1.05 * measured
+
+
+class Gated(Layer):
+    """Its peak is in backward: the branch keeps nothing, and runs again there."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            lambda x: torch.cond(x.sum() > 0, lambda x: x.sin() * x.cos(), lambda x: x.cos() * 2, (x,))
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_branches_that_torch_traces_are_no_memory():
+    """It traces them on fake tensors while the step runs, under its hooks on saved tensors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(), Gated(), Gated())
+    profile = autoac.profile(model, X)
+    assert sum(s.bytes for s in profile.storage_table if s.kind == "Input") == X.nbytes
+    plan = autoac.solve(profile, 10**9)
+    assert measured_peak(model, plan) == plan.predicted_peak_bytes

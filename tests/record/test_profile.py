@@ -428,6 +428,12 @@ def test_no_default_loss(output: Any):
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
+def surrogate() -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("part\ud800", nn.Linear(16, 16))
+    return model
+
+
 def frozen() -> nn.Module:
     return make().requires_grad_(False)
 
@@ -471,6 +477,7 @@ MODEL_OF_STEP = make()
     ("model", "sample", "arguments", "message"),
     [
         (mean_square, batch(), {}, "model is a function, not a torch.nn.Module"),
+        (surrogate(), batch(), {}, r"the name 'part\\ud800' in this model is no text"),
         (frozen(), batch(), {}, "no parameter of this model requires grad"),
         (nn.LazyLinear(3), batch(), {}, "lazy parameters or buffers that are not initialised: run it once first"),
         (

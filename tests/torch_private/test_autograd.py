@@ -163,6 +163,21 @@ def test_inside_of_backward():
         (True, "SinBackward0", False),
     ]
     assert not torch_private.in_backward()
+
+
+def test_current_backward():
+    """One number for a backward, and another for the next."""
+    seen: list[int] = []
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.current_backward())
+        return tensor
+
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            torch.ones(3, requires_grad=True).sin().cos().sum().backward()
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert torch_private.current_backward() == -1
     assert torch_private.current_node() is None
 
 

@@ -26,6 +26,13 @@ def test_is_checkpoint_wrapper():
     assert not torch_private.is_checkpoint_wrapper(inner)
 
 
+def test_has_checkpoint_rule():
+    from torch._higher_order_ops.flex_attention import flex_attention
+
+    assert torch_private.has_checkpoint_rule(flex_attention)
+    assert not torch_private.has_checkpoint_rule(torch.ops.higher_order.cond)
+
+
 def test_a_policy_is_asked_once_and_sees_the_result():
     """What `POLICIES_SEE_RESULTS` tells by a parameter's name."""
     seen: list[tuple[bool, bool]] = []

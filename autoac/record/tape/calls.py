@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from autoac.torch_private import (
     own_class,
     reads_cached_parametrizations,
 )
-from autoac_solver.records.profile import CACHED, INFERENCE, NEVER, SHARDED, STREAMS
+from autoac_solver.records.profile import CACHED, INFERENCE, NEVER, SHARDED, STREAMS, UNPACKED_TWICE, UNRULED
 
 
 @functools.cache
@@ -102,8 +103,23 @@ class ModuleCalls:
 
     def runs_in_inference_mode(self) -> None:
         """An op has run in inference mode."""
-        for call in self.stack:
-            self.rows[call]["once"] = self.rows[call]["once"] or INFERENCE
+        self._run_once(self.stack, INFERENCE)
+
+    def runs_unruled(self) -> None:
+        """A higher-order op has run that selective checkpointing has no rule for."""
+        self._run_once(self.stack, UNRULED)
+
+    def unpacked_twice(self, call: int) -> None:
+        """A backward has unpacked a tensor twice that was saved in this call."""
+        around = []
+        while call != NEVER:
+            around.append(call)
+            call = self.rows[call]["parent"]
+        self._run_once(around, UNPACKED_TWICE)
+
+    def _run_once(self, calls: Iterable[int], why: str) -> None:
+        for call in calls:
+            self.rows[call]["once"] = self.rows[call]["once"] or why
 
     def runs_on(self, stream: tuple[int, int]) -> None:
         """An op has run on this stream of a GPU, see `Streams.key`."""

@@ -19,6 +19,7 @@ from autoac.record.tape.storages import Storages
 from autoac.record.unseen import UnseenWrites
 from autoac.torch_private import (
     COMPILED_NODE,
+    current_backward,
     current_node,
     disable_dispatch_modes,
     in_backward,
@@ -47,6 +48,7 @@ class SavedTensors:
         self.on_fakes = on_fakes
         self.rows: list[dict[str, Any]] = []
         self._unpacked: list[int] = []  # by the node that unpacked last
+        self._unpacked_in: dict[int, int] = {}  # saved tensor -> the backward that unpacked it last
         self._outside = ReplayCall(Program("", ()))
         self.guard: Guard | None = None
         self.unseen: UnseenWrites | None = None
@@ -125,6 +127,11 @@ class SavedTensors:
             self._first_unpack(row, watched.index)
         elif row is not None:
             row["dropped"] = NEVER  # another backward
+        if row is not None and in_backward():
+            backward = current_backward()
+            if self._unpacked_in.get(watched.index) == backward:
+                self.calls.unpacked_twice(row["module"])
+            self._unpacked_in[watched.index] = backward
         with Suspended(self.clock):
             tensor = replay_unpack(watched.packed)
             if self.guard is not None:

@@ -36,6 +36,8 @@ class Storages:
         device: only storages on this device have a size; others are recorded with zero bytes.
         before: state from before the step.
         not_counted: called with each tensor that is not strided.
+        on_fakes: whether the step runs on fake tensors. Elsewhere these have no memory: torch traces the branches of
+            a higher-order op, inside of the step and under its hooks on saved tensors.
 
     Attributes:
         rows: bytes, the ticks `alloc` and `free`, and whether backward made it.
@@ -47,11 +49,13 @@ class Storages:
         clock: Clock,
         before: BeforeStep,
         not_counted: Callable[[torch.Tensor], None],
+        on_fakes: bool,
     ):
         self.device = device
         self.clock = clock
         self.before = before
         self.not_counted = not_counted
+        self.on_fakes = on_fakes
         self.rows: list[dict[str, Any]] = []
         self._by_key: dict[int, int] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -68,8 +72,8 @@ class Storages:
         return self._by_key.get(storage_key(tensor))
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Index of the tensor's storage, None if not strided; a storage not seen so far is older than the step."""
-        if tensor.layout is not torch.strided:
+        """Index of the tensor's storage, None if it has none; a storage not seen so far is older than the step."""
+        if tensor.layout is not torch.strided or (not self.on_fakes and is_fake(tensor)):
             return None
         local = local_part(tensor)
         known = self.known(local)

@@ -54,6 +54,7 @@ from autoac.torch_private import (
     counted_writes,
     disable_dispatch_modes,
     gloo_threads,
+    has_checkpoint_rule,
     in_backward,
     is_fake,
     is_fake_type,
@@ -112,8 +113,9 @@ class Tape(TorchDispatchMode):
         self.clock = Clock()
         self.before = before or BeforeStep()
         self.calls = ModuleCalls()
-        self.storages = Storages(device, self.clock, self.before, self.calls.not_counted)
-        self.saved = SavedTensors(self.clock, self.storages, self.calls, isinstance(meter, SignatureMeter))
+        on_fakes = isinstance(meter, SignatureMeter)
+        self.storages = Storages(device, self.clock, self.before, self.calls.not_counted, on_fakes)
+        self.saved = SavedTensors(self.clock, self.storages, self.calls, on_fakes)
         self.formulas = Formulas(self.clock, self.storages, self.saved)
 
     # -- ops ---------------------------------------------------------------------------------------------------
@@ -159,15 +161,50 @@ class Tape(TorchDispatchMode):
         return result
 
     def _higher_order(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
-        """Run a higher-order op. What it takes inside counts at the op before, where as much is alive or more."""
+        """Run a higher-order op, and record what it takes inside.
+
+        In backward it is an op of the tape, without results. In forward it is not: regions run the ops of their
+        programs one by one, and do not see this one. There it counts at the op before, where as much is alive or more.
+        """
         signature = Signature.of(func, tensors_in((*args, *kwargs.values())), {})
-        if self.ops:
+        if not has_checkpoint_rule(func):
+            self.calls.runs_unruled()
+        if in_backward():
+            self._note_unseen(info, signature)
+        elif self.ops:
             self.ops[-1]["inside"] = (*self.ops[-1]["inside"], signature)
         if self.saved.on_fakes or not self.ops:
             self.calls.runs_unseen(info.name)
         if self.meter.inside is None:
-            return func(*args, **kwargs)
-        return self.meter.inside.run_inside(signature, func, args, kwargs)
+            result = func(*args, **kwargs)
+        else:
+            result = self.meter.inside.run_inside(signature, func, args, kwargs)
+        self.clock.next()  # its results are among what it takes inside
+        return result
+
+    def _note_unseen(self, info: OpInfo, signature: Signature) -> None:
+        self.ops.append(
+            {
+                "name": info.name,
+                "tick": self.clock.next(),
+                "module": self.calls.of_op(),
+                "backward": True,
+                "signature": signature,
+                "beside_bytes": 0,
+                "inside": (),
+                "reads": (),
+                "writes": (),
+                "creates": (),
+                "random_bytes": 0,
+                "replayable": False,
+                "side_effect": False,
+                "uninitialised": False,
+                "dtype": signature.dtype,
+                "flops": 0,
+                "moved_bytes": 0,
+                "cached_cast": False,
+            }
+        )
 
     def _op(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         tick = self.clock.next()

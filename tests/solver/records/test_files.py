@@ -61,6 +61,17 @@ def test_devices_and_pipes_are_not_replaced(tmp_path: Path):
     assert (tmp_path / "link").is_symlink()
 
 
+def test_a_link_to_itself_stays(tmp_path: Path):
+    loop, other = tmp_path / "loop.json", tmp_path / "other.json"
+    loop.symlink_to(loop)
+    other.symlink_to(loop)
+    for path in (loop, other):
+        with pytest.raises(OSError, match=r"cannot be written: it is a link that leads to itself"):
+            write_text(path, "text")
+        assert path.is_symlink()
+    assert sorted(tmp_path.iterdir()) == [loop, other]
+
+
 def test_a_full_disk_is_told_with_the_files_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

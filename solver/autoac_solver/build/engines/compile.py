@@ -17,7 +17,7 @@ from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import Lifetime
 from autoac_solver.records.engines import COMPILE
-from autoac_solver.records.profile import ModuleCall, Op, Profile
+from autoac_solver.records.profile import UNPACKED_TWICE, UNRULED, ModuleCall, Op, Profile
 
 _REPLAY = Replay()
 
@@ -39,7 +39,7 @@ class Compile:
     compiles = True
 
     def may_run(self, call: ModuleCall) -> bool:
-        return not call.changes_arguments and not call.once
+        return not call.changes_arguments and call.once in ("", UNRULED, UNPACKED_TWICE)
 
     def refuses(self, step: Step, region: Region) -> Iterator[str]:
         call = step.profile.calls[region.call]

@@ -14,7 +14,17 @@ from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import Lifetime
 from autoac_solver.records.disk.limits import Seconds
 from autoac_solver.records.engines import SAC
-from autoac_solver.records.profile import CACHED, FOREIGN, INFERENCE, NEVER, ModuleCall, Op, Profile
+from autoac_solver.records.profile import (
+    CACHED,
+    FOREIGN,
+    INFERENCE,
+    NEVER,
+    UNPACKED_TWICE,
+    UNRULED,
+    ModuleCall,
+    Op,
+    Profile,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,8 @@ class Sac:
             yield "it makes or is given tensors of inference mode, which selective checkpointing cannot save"
         if call.once == FOREIGN:
             yield "code in it that torch does not see writes a tensor, and would write the saved one a second time"
+        if call.once == UNRULED:
+            yield "it runs a higher-order op (`torch.cond`, say) that torch's selective checkpointing has no rule for"
         if _changes_what_would_be_saved(step.profile, region.ops):
             yield "an op in it changes the size of a tensor, of which selective checkpointing saves the old size"
         yield from refuses_second_run(step, region)
@@ -86,6 +98,8 @@ def refuses_second_run(step: Step, region: Region) -> Iterator[str]:
     profile = step.profile
     if profile.calls[region.call].once == CACHED:
         yield "it reads cached parametrizations, and `parametrize.cached` is over when its code would run again"
+    if profile.calls[region.call].once == UNPACKED_TWICE:
+        yield "a backward in it reads `ctx.saved_tensors` twice, which torch's checkpoint refuses: read them once"
     if any(NEVER < profile.saved[i].unpacked < region.end for i in region.saved):
         yield "it runs a backward inside of its forward, which torch's checkpoint refuses"
     inputs = profile.calls[region.call].inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from autoac_solver.records.disk.limits import MOST_DEPTH, MOST_FILE_BYTES
+from autoac_solver.records.disk.limits import MOST_DEPTH, MOST_FILE_BYTES, MOST_PARTS, MOST_VALUES
 from autoac_solver.records.disk.schema import checked
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.format import format_bytes
@@ -96,9 +97,13 @@ def check_writable(path: str | Path) -> None:
     Raises:
         FileNotFoundError: the parent folder does not exist.
         IsADirectoryError: the path is a folder.
-        OSError: the path is a device, a pipe or a socket.
+        OSError: the path is a device, a pipe or a socket, or a link that leads to itself.
     """
     target = Path(os.path.realpath(path))
+    if target.is_symlink():  # `realpath` goes on until a link repeats
+        raise OSError(
+            errno.ELOOP, f"{path} cannot be written: it is a link that leads to itself. Name a file."
+        )
     if target.is_dir():
         raise IsADirectoryError(f"{path} cannot be written: it is a folder. Name a file in it.")
     if not target.parent.is_dir():
@@ -170,7 +175,7 @@ def _kind_of(data: Any) -> str:
 
 
 def _content(path: str | Path) -> bytes:
-    """The file's bytes, after checks of size and nesting depth, which bound the cost of parsing."""
+    """The file's bytes, after checks of its size, number of values and nesting, which bound the cost of parsing."""
     with Path(path).open("rb") as file:
         content, size = b"", os.fstat(file.fileno()).st_size
         if size <= MOST_FILE_BYTES:  # In pieces, because pipes and devices have no known size.
@@ -178,6 +183,11 @@ def _content(path: str | Path) -> bytes:
             content = b"".join(islice(pieces, MOST_FILE_BYTES // _PIECE_BYTES + 1))
     if max(size, len(content)) > MOST_FILE_BYTES:
         raise ProfileError(f"{path} is larger than {format_bytes(MOST_FILE_BYTES)}, the most that is read.")
+    # Those in texts count, too: a search for texts takes longer than a file with so many is worth.
+    n_values, n_parts = content.count(b","), sum(map(content.count, (b"[", b"{", b":")))
+    for found, most, what in ((n_values, MOST_VALUES, "values"), (n_parts, MOST_PARTS, "lists and names")):
+        if found > most:
+            raise ProfileError(f"{path} has more than {most:,} {what}, the most that is read.")
     brackets = _STRING.sub(b"", content).translate(None, _NO_BRACKETS)
     if max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > MOST_DEPTH:
         raise ProfileError(f"{path} is nested deeper than {MOST_DEPTH} levels, the most that is read.")

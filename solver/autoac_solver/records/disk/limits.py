@@ -12,8 +12,14 @@ from typing import Annotated
 
 from msgspec import Meta
 
-MOST_FILE_BYTES = 2**28
-"""Most bytes of a file. Reading a plan takes some fifteen times as much memory, refusing a hostile file up to sixty."""
+MOST_FILE_BYTES = 2**27
+"""Most bytes of a file. Together with the next two this keeps the memory for reading or refusing it below some 2 GB: a
+list takes three bytes of a file and 72 of memory, so that the size alone would allow for several times as much."""
+MOST_VALUES = 2**23
+"""Most commas of a file, of which a plan has one in eight bytes."""
+MOST_PARTS = 2**21
+"""Most lists, objects and names in objects, of which a plan has one in seventy bytes; a name takes some 300 of memory.
+"""
 MOST_DEPTH = 32
 """Deepest nesting of lists and objects."""
 MOST_CHARACTERS = 10_000

@@ -38,6 +38,8 @@ CACHED = "cached parametrizations"
 SHARDED = "sharded units"
 FOREIGN = "writes of code that torch does not see"
 STREAMS = "a second stream"
+UNRULED = "a higher-order op without a rule"
+UNPACKED_TWICE = "a saved tensor read twice"
 """Kinds of code that must not run a second time, see `ModuleCall.once`."""
 
 GATHERED = "(gathered)"
@@ -181,7 +183,9 @@ class ModuleCall:
             tensors of `torch.inference_mode`. `CACHED`: a `parametrize.cached` context around it has ended when its
             code would run again. `FOREIGN`: code invisible to torch writes one of its tensors. `SHARDED`: it contains
             FSDP2 units, whose parameters are gathered only around their own forward and backward. `STREAMS`: it
-            runs on several streams of a GPU, so its storages must live as long as without a plan.
+            runs on several streams of a GPU, so its storages must live as long as without a plan. `UNRULED`: it
+            runs a higher-order op that torch's selective checkpointing has no rule for. `UNPACKED_TWICE`: a backward
+            node reads a tensor saved in it twice, which torch's checkpoint refuses.
     """
 
     fqn: str
@@ -194,7 +198,9 @@ class ModuleCall:
     inputs: tuple[int, ...] = ()
     views: Size = 0
     changes_arguments: bool = False
-    once: Annotated[str, one_of("", INFERENCE, CACHED, FOREIGN, SHARDED, STREAMS)] = ""
+    once: Annotated[
+        str, one_of("", INFERENCE, CACHED, FOREIGN, SHARDED, STREAMS, UNRULED, UNPACKED_TWICE)
+    ] = ""
 
 
 PART = ":"

@@ -97,11 +97,17 @@ class Recording(UnwrappedDispatchMode):
 
     def _reshaped(self, tensor: torch.Tensor) -> None:
         """Treat an op that is about to change a tensor's geometry in place as a write."""
-        if self.call.holds(key_of(tensor)):
-            self.call.preserve(key_of(tensor))
+        self._preserve(tensor)
         slot = self.slot_of(tensor)
         if slot is not None:
             slot.version = max(slot.version, version_of(tensor) + 1)
+
+    def _preserve(self, tensor: torch.Tensor) -> None:
+        """Keep what records of this part or an earlier one hold of a tensor that is about to be written."""
+        key = key_of(tensor)
+        for call in (*self.earlier, self.call):
+            if call.holds(key):
+                call.preserve(key)
 
     def _out_of_step(self, func: Any, info: OpInfo, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op that is not the profile's next one."""
@@ -146,8 +152,7 @@ class Recording(UnwrappedDispatchMode):
             recompute = bool(written)
             if not recompute:
                 for target in targets:
-                    if self.call.holds(key_of(target)):
-                        self.call.preserve(key_of(target))
+                    self._preserve(target)
             if info.writes_lists:
                 with counted_writes(targets):
                     return (

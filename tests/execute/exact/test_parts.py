@@ -182,6 +182,35 @@ def test_other_ops_than_planned_are_exact_and_told():
     assert plan.is_not_followed.peak_bytes >= plan.predicted_peak_bytes
 
 
+class Doubling(nn.Module):
+    """Reads one tensor in all its parts, and may write it in place after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.doubles = nn.ModuleList(nn.Linear(64, 64) for _ in range(LAYERS)), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = self.layers[0](x)  # autograd saves what is computed from it, not itself
+        for index, layer in enumerate(self.layers):
+            x = F.gelu(layer((early + float(index)) * 1.0)) + x
+        if self.doubles:
+            early.detach().mul_(2.0)
+        return x + early
+
+
+def test_an_unplanned_write_to_what_an_earlier_part_reads():
+    torch.manual_seed(0)
+    plain = Doubling()
+    profile = autoac.profile(plain, X)
+    plan = autoac.solve(profile, profile.least_peak_bytes)
+    assert sum(PART in region.name for region in plan.regions) > 1
+    planned = plan.apply(copy.deepcopy(plain))
+    plain.doubles = planned.doubles = True
+    with pytest.warns(UserWarning, match="ops that the profiled step did not run"):
+        got = steps(planned, X)
+    assert not differences(got, steps(plain, X))
+
+
 def test_two_backwards_through_one_graph():
     model, x = made("perceptron")
     profile = autoac.profile(model, x)

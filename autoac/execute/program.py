@@ -85,6 +85,11 @@ class Program:
         )
 
     @property
+    def where(self) -> str:
+        """The region in words. The model itself is a region if only parts of its own call are."""
+        return f"region {self.region!r}" if self.region else "the model itself"
+
+    @property
     def steps(self) -> tuple[Step, ...]:
         """The ops in the order of the recording, then `END`."""
         if self._steps is None:

@@ -39,7 +39,7 @@ from autoac.torch_private import (
 from autoac.torch_private.kernel_flags import KernelFlags, kernel_flags, with_kernel_flags
 
 _LOST = (
-    "the record of region {region!r} is gone: it was dropped after the first backward, or a replay of it failed. "
+    "the record of {where} is gone: it was dropped after the first backward, or a replay of it failed. "
     "Pass retain_graph=True to the first backward to run a second one."
 )
 
@@ -52,7 +52,7 @@ def unpack(packed: Any) -> torch.Tensor:
     if call.pending:
         call.replay(backward_keeps_graph())
     if version >= 0 and counted_version(tensor) != version:
-        raise RuntimeError(MODIFIED.format(region=call.program.region))
+        raise RuntimeError(MODIFIED.format(where=call.program.where))
     return tensor
 
 
@@ -101,7 +101,7 @@ class ReplayCall:
             if not self.pending and (wanted is None or wanted.tensor is not None):
                 return  # another thread was first
             if self.records and self.records[0] is None:
-                raise RuntimeError(_LOST.format(region=self.program.region))
+                raise RuntimeError(_LOST.format(where=self.program.where))
             self.pending = False
             self.program.following.tell()  # for steps that do not call the root
             self.flags = kernel_flags()
@@ -163,7 +163,7 @@ class ReplayCall:
         for _, tensor, version in record.kept:
             if version >= 0 and counted_version(tensor) != version:
                 raise RuntimeError(
-                    f"{record.func} in region {self.program.region!r} must be run again for backward, but one of its "
+                    f"{record.func} in {self.program.where} must be run again for backward, but one of its "
                     "inputs was modified by an in-place operation after forward. The profiled step did not do that: "
                     "profile and plan the step as you train it."
                 )

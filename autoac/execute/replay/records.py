@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autoac.execute.replay.call import ReplayCall
 
 MODIFIED = (
-    "a tensor that backward needs in region {region!r} was modified by an in-place operation after it was saved. "
+    "a tensor that backward needs in {where} was modified by an in-place operation after it was saved. "
     "Without a plan autograd refuses this too; use an out-of-place operation there."
 )
 
@@ -162,7 +162,7 @@ class Handle:
         if self.tensor is None or self.call.pending:
             self.call.replay(keep_graph, wanted=self)
         if self.modified:
-            raise RuntimeError(MODIFIED.format(region=self.call.program.region))
+            raise RuntimeError(MODIFIED.format(where=self.call.program.where))
         tensor = self.tensor
         assert tensor is not None
         if self.call.streams is not None:

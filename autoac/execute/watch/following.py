@@ -39,7 +39,11 @@ class Deviation:
     def __str__(self) -> str:
         place = f"{self.came} came where {self.expected or 'its end'} was expected"
         also = "" if self.unknown == self.came else f", then {self.unknown}"
-        return f"{self.region!r}: {place}{also}"
+        return f"{_named(self.region)}: {place}{also}"
+
+
+def _named(region: str) -> str:
+    return repr(region) if region else "the model itself"
 
 
 @dataclass(frozen=True)
@@ -70,8 +74,8 @@ class NotFollowed:
         if not self.deviations:
             return "the plan is followed"
         count = len(self.deviations)
-        several = "region" if count == 1 else f"{count} regions"
-        names = ", ".join(map(repr, self.regions[:_SHOWN])) + (", ..." if count > _SHOWN else "")
+        several = f"{count} regions " if count > 1 else "region " if self.regions[0] else ""
+        names = ", ".join(map(_named, self.regions[:_SHOWN])) + (", ..." if count > _SHOWN else "")
         places = "; ".join(map(str, self.deviations[:_SHOWN]))
         peak = ""
         if self.peak_bytes:
@@ -80,7 +84,7 @@ class NotFollowed:
                 f"{format_bytes(self.planned_peak_bytes)} were planned"
             )
         return (
-            f"the plan is not followed: {several} {names} ran ops that the profiled step did not run ({places}). "
+            f"the plan is not followed: {several}{names} ran ops that the profiled step did not run ({places}). "
             f"Likely cause: {self.likely_cause}. Gradients are right; what the plan does not know is not recomputed"
             f"{peak}. Plan the step as it is trained; plan.is_not_followed tells all regions."
         )

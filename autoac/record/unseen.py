@@ -121,11 +121,14 @@ class UnseenWrites:
         self.passes(filled)
 
     def reads(self, tensors: Iterable[torch.Tensor]) -> None:
-        """An op is about to read these, or autograd saves them."""
+        """An op is about to read these."""
         self._look(tensors, reading=True)
 
     def passes(self, tensors: Iterable[torch.Tensor]) -> None:
-        """An op is about to write these without reading them, or a lean module returns them."""
+        """An op is about to write these without reading them, a lean module returns them, or autograd saves them.
+
+        Autograd may save before the op that writes has run (the noise of `rrelu`).
+        """
         self._look(tensors, reading=False)
 
     def _look(self, tensors: Iterable[torch.Tensor], reading: bool) -> None:

@@ -76,7 +76,7 @@ class SavedTensors:
     def is_saved(self, tensor: torch.Tensor) -> None:
         """Autograd is about to save this tensor."""
         if self.unseen is not None and not in_backward():
-            self.unseen.reads([tensor])
+            self.unseen.passes([tensor])
 
     def keep(self, index: int, alias: torch.Tensor) -> None:
         """Give autograd this storage itself in place of tensors that would be recomputed: their bytes have changed."""

@@ -175,7 +175,9 @@ def test_other_ops_than_planned_are_exact_and_told():
     other.dropout = model.dropout = 0.2
     expected = steps(other, x)
     plan.apply(model)
-    with pytest.warns(UserWarning, match="followed: the model itself ran ops that the profiled step did not run"):
+    with pytest.warns(
+        UserWarning, match="followed: the model itself ran ops that the profiled step did not run"
+    ):
         found = steps(model, x)
     assert not differences(found, expected)
     assert plan.is_not_followed
@@ -206,7 +208,9 @@ def test_an_unplanned_write_to_what_an_earlier_part_reads():
     assert sum(PART in region.name for region in plan.regions) > 1
     planned = plan.apply(copy.deepcopy(plain))
     plain.doubles = planned.doubles = True
-    with pytest.warns(UserWarning, match="followed: the model itself ran ops that the profiled step did not run"):
+    with pytest.warns(
+        UserWarning, match="followed: the model itself ran ops that the profiled step did not run"
+    ):
         got = steps(planned, X)
     assert not differences(got, steps(plain, X))
 

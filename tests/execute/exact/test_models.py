@@ -26,7 +26,7 @@ from tests.execute.exact.harness import (
 from tests.features.feature import feature
 
 X = torch.linspace(-1, 1, 64 * 64).reshape(64, 64)
-UNKNOWN_OPS = "ignore:.*region.* ran ops that the profiled step did not run:UserWarning"
+UNKNOWN_OPS = "ignore:the plan is not followed:UserWarning"
 
 
 class Block(nn.Module):

@@ -73,7 +73,7 @@ class Program:
         self.not_compiled: set[tuple[str, bool]] = set()  # inputs and modes that the compiler has failed on
         self.unnamed = _unnamed(self.names) if region else self
         self._steps: tuple[Step, ...] | None = None
-        self._by_call: dict[tuple[Any, int], bool] | None = None
+        self._by_call: dict[tuple[Any, int], Step] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self  # its decisions never change
@@ -110,16 +110,16 @@ class Program:
             )
         return self._steps
 
-    def by_call(self, func: Any, nth: int) -> bool | None:
-        """The decision for the n-th call of this overload; None if the profile has no such call."""
+    def by_call(self, func: Any, nth: int) -> Step:
+        """The step for the n-th call of this overload; `END` if the profile has no such call."""
         if self._by_call is None:
             seen: Counter[Any] = Counter()
             by_call = {}
-            for overload, recompute, _, _ in self.steps[:-1]:
-                by_call[overload, seen[overload]] = recompute
-                seen[overload] += 1
+            for step in self.steps[:-1]:
+                by_call[step[0], seen[step[0]]] = step
+                seen[step[0]] += 1
             self._by_call = by_call  # only when complete: other threads may be reading
-        return self._by_call.get((func, nth))
+        return self._by_call.get((func, nth), END)
 
     def counts_before(self, position: int) -> Counter[Any]:
         """Number of calls of each overload before this position."""

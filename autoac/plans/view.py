@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from autoac.progress import progress_shown
-from autoac_solver.plan.recorded.parts import peak_parts
+from autoac_solver.plan.recorded.peak import peak_parts
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.outcome import Outcome
 from autoac_solver.records.plan import PlanRecord, RegionPlan

@@ -326,7 +326,7 @@ def matching(profile: Profile, patterns: Sequence[str] | None) -> list[str] | No
 
 def document(record: PlanRecord) -> dict[str, Any]:
     """A plan in numbers, for `--json`."""
-    from autoac_solver.plan.recorded.parts import peak_parts
+    from autoac_solver.plan.recorded.peak import peak_parts
     from autoac_solver.plan.recorded.step import step_of
     from autoac_solver.show.summary import about_times, needless, notes
 

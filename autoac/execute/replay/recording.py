@@ -117,17 +117,20 @@ class Recording(UnwrappedDispatchMode):
             self.left_at = self.steps[self.position][0], func
             self.counts = program.counts_before(self.position)
             self.steps, self.position = (END,), 0
-        decision = program.by_call(func, self.counts[func])
+        planned = program.by_call(func, self.counts[func])
+        _, recompute, look, _ = planned
         try:
-            if decision or info.writes:
-                result = self._run(func, info, types, args, kwargs, bool(decision))
+            if look is CUT:
+                self.begin_part()
+            if recompute or info.writes:
+                result = self._run(func, info, types, args, kwargs, recompute)
             else:
                 result = func(*args, **kwargs)
         except BaseException:
             self.steps, self.position, self.counts = before
             raise
         self.counts[func] += 1
-        if decision is None:
+        if planned is END:
             program.following.deviates(program.region, *self.left_at, func)
         return result
 

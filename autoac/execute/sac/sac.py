@@ -33,7 +33,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoac.device import streams
-from autoac.execute.program import Program
+from autoac.execute.program import END, Program
 from autoac.execute.running import first_run, second_run
 from autoac.execute.sac.debug import OpLog, compared, debugging, hidden_from_torch
 from autoac.execute.sac.failures import FailingAgain
@@ -453,9 +453,9 @@ class SacPolicy:
         nth = self.counts[func]
         self.counts[func] += 1
         planned = self.program.by_call(func, nth)
-        if planned is None and self.watches:
+        if planned is END and self.watches:
             self.program.following.deviates(self.program.region, None, func, func)
-        decision = RECOMPUTE if planned else SAVE
+        decision = RECOMPUTE if planned[1] else SAVE
         if not (info.replayable or info.repeatable) or info.updates_statistics(args):
             decision = SAVE
         if info.writes:

@@ -24,6 +24,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from autoac_solver.build.losses.cross_entropy import LOG_SOFTMAX
+from autoac_solver.plan.following import planned_places
 from autoac_solver.records.profile import NEVER, PART, SHARDED, STREAMS, Op, Part, Profile
 
 LEAST_SHARE = 1 / 64
@@ -47,29 +48,32 @@ def with_parts(profile: Profile) -> Profile:
 
 
 def with_parts_of(profile: Profile, other: Profile) -> Profile:
-    """The profile of a step, with parts at the same ops as in another one: those of calls whose ops are all the same.
+    """The profile of a step, with parts at the same ops as in another one, as the engine finds them.
 
-    Once a call leaves the profiled one, the engine records the rest of it in one piece.
+    A part is left out if it begins or ends at an op that this step does not have.
     """
     there, here = _Cuts(other), _Cuts(profile)
     calls = {(call.fqn, call.call): index for index, call in enumerate(profile.calls) if call.grad}
-    found, same = [], dict[tuple[int, int], bool]()
+    found, ops_at = [], dict[int, dict[int, int]]()  # ops_at: call in the other step -> its op -> the op here
     for part in other.parts:
         call = other.calls[part.call]
         index = calls.get((call.fqn, call.call), NEVER)
         if index == NEVER:
             continue
-        planned, ops = there.ops(call.start, call.end), there.ops(part.start, part.end)
-        own = here.ops(profile.calls[index].start, profile.calls[index].end)
-        if (part.call, index) not in same:
+        if part.call not in ops_at:
+            planned, own = there.of_call(part.call), here.of_call(index)
             names = (
-                [op.name for op in step.tape[slice(*ops_of)]]
-                for step, ops_of in ((other, planned), (profile, own))
+                [op.name for op in step.tape[slice(*ops)]] for step, ops in ((other, planned), (profile, own))
             )
-            same[part.call, index] = next(names) == next(names)
-        if same[part.call, index]:
-            shift = own[0] - planned[0]
-            found.append(here.part(index, part.number, ops[0] + shift, ops[1] + shift))
+            ops_at[part.call] = {
+                place + planned[0]: own[0] + op
+                for op, place in enumerate(planned_places(*names))
+                if place != NEVER
+            }
+            ops_at[part.call] |= {planned[0]: own[0], planned[1]: own[1]}
+        first, end = (ops_at[part.call].get(op, NEVER) for op in there.ops(part.start, part.end))
+        if NEVER != first < end:
+            found.append(here.part(index, part.number, first, end))
     return replace(profile, parts=tuple(found))
 
 
@@ -91,7 +95,7 @@ class _Cuts:
         record = self._profile.calls[call]
         if not record.grad or record.once in (SHARDED, STREAMS):
             return []
-        first, end = self.ops(record.start, record.end)
+        first, end = self.of_call(call)
         if self._weight(first, end) <= self._least or not all(
             map(_may_be_held, self._profile.tape[first:end])
         ):
@@ -107,6 +111,11 @@ class _Cuts:
             if place != NEVER:
                 waiting += [(place, part[1]), (part[0], place)]
         return [self.part(call, number, *ops) for number, ops in enumerate(found, 1)]
+
+    def of_call(self, call: int) -> tuple[int, int]:
+        """The ops of a call, as [first, end)."""
+        record = self._profile.calls[call]
+        return self.ops(record.start, record.end)
 
     def ops(self, start: int, end: int) -> tuple[int, int]:
         """The ops at ticks in [start, end), as [first, end)."""
@@ -165,7 +174,7 @@ class _Cuts:
     def part(self, call: int, number: int, first: int, end: int) -> Part:
         """The part of a call with the ops [first, end)."""
         profile, record = self._profile, self._profile.calls[call]
-        own = self.ops(record.start, record.end)
+        own = self.of_call(call)
         start = self._ticks[first]
         until = record.end if end == own[1] else self._ticks[end]
         made = {s for op in profile.tape[first:end] for s in op.creates}

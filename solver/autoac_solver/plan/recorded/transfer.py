@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-
 from autoac_solver.build.built import Built
+from autoac_solver.build.regions import Region
 from autoac_solver.build.stacking import stacked
+from autoac_solver.build.step import Step
+from autoac_solver.plan.following import planned_places
 from autoac_solver.plan.parts import with_parts_of
+from autoac_solver.plan.recorded.programs import call_programs
 from autoac_solver.problem.problem import RECOMPUTE, SAVE
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.records.outcome import Outcome
-from autoac_solver.records.plan import PlanRecord, RegionPlan
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.plan import PlanRecord
+from autoac_solver.records.profile import NEVER, Profile
 
 
 def outcome_of(record: PlanRecord, profile: Profile) -> Outcome:
@@ -23,12 +24,13 @@ def outcome_of(record: PlanRecord, profile: Profile) -> Outcome:
     """
     profile = with_parts_of(profile, record.profile)
     index = {(span.fqn, span.call): i for i, span in enumerate(profile.spans) if span.grad}
-    regions = [region for region in record.regions if (region.fqn, region.call) in index]
-    calls = tuple(index[region.fqn, region.call] for region in regions)
+    calls = tuple(
+        index[region.fqn, region.call] for region in record.regions if (region.fqn, region.call) in index
+    )
     policies = [applied.policy for applied in record.policies]
     built = stacked(profile, calls, record.engine, policies, must_match=False).built
     simulator = Simulator(built.problem)
-    planned = simulator.simulate(_decisions(record, profile, built, regions))
+    planned = simulator.simulate(_decisions(record, profile, built))
     nothing = simulator.simulate([SAVE] * len(built.problem.groups))
     return Outcome(
         profile.sample,
@@ -39,32 +41,34 @@ def outcome_of(record: PlanRecord, profile: Profile) -> Outcome:
     )
 
 
-def _decisions(
-    record: PlanRecord, profile: Profile, built: Built, regions: Sequence[RegionPlan]
-) -> list[int]:
+def _decisions(record: PlanRecord, profile: Profile, built: Built) -> list[int]:
     again: dict[int, bool] = {built.loss: record.chunked_losses} if built.loss >= 0 else {}
-    for region, tape in zip(regions, built.regions, strict=True):
-        names = [profile.tape[op].name for op in tape.ops]
-        for group, recomputed in zip(tape.group_of, _recomputed(region, names), strict=True):
+    rerun = _rerun(record, profile)
+    for tape in built.regions:
+        for op, group in zip(tape.ops, tape.group_of, strict=True):
             if group >= 0:
-                again[group] = again.get(group, True) and recomputed
+                again[group] = again.get(group, True) and op in rerun
     return [
         RECOMPUTE if again.get(number) and group.permits(RECOMPUTE) else SAVE
         for number, group in enumerate(built.problem.groups)
     ]
 
 
-def _recomputed(region: RegionPlan, names: Sequence[str]) -> list[bool]:
-    """Per op that runs: whether it is recomputed."""
-    if not region.wrapped:
-        return [False] * len(names)
-    by_call, counts = {}, Counter[str]()
-    for name, again in region.steps:
-        by_call[name, counts[name]] = again
-        counts[name] += 1
-    found, seen, in_step = [], Counter[str](), True
-    for position, name in enumerate(names):
-        in_step = in_step and position < len(region.steps) and region.steps[position][0] == name
-        found.append(region.steps[position][1] if in_step else by_call.get((name, seen[name]), False))
-        seen[name] += 1
+def _rerun(record: PlanRecord, profile: Profile) -> set[int]:
+    """The ops that the plan's programs run again."""
+    step = Step(profile)
+    calls = {
+        (call.fqn, call.call): Region(step, index) for index, call in enumerate(profile.calls) if call.grad
+    }
+    found = set[int]()
+    for program in call_programs(record):
+        if region := calls.get((program.fqn, program.call)):
+            places = planned_places(
+                [name for name, _ in program.steps], [profile.tape[op].name for op in region.ops]
+            )
+            found.update(
+                op
+                for op, place in zip(region.ops, places, strict=True)
+                if place != NEVER and program.steps[place][1]
+            )
     return found

@@ -16,6 +16,7 @@ from autoac_solver.records.errors import (
     ProfileError,
 )
 from autoac_solver.records.format import format_bytes
+from autoac_solver.records.names import holder_in_words
 
 _WRITERS = {
     "profile": ("-o profile.json", "profile"),
@@ -124,7 +125,8 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
     if error.where:
         details.append(f"That peak lies at {error.where}. It is held by:")
         details += [
-            f"  {kind:<11} {format_bytes(size):>24}  {module}" for kind, module, size in error.holders
+            f"  {kind:<11} {format_bytes(size):>24}  {holder_in_words(kind, module)}"
+            for kind, module, size in error.holders
         ]
     if error.suggestions:
         details += ["What would lower it:", *(f"  - {suggestion}" for suggestion in error.suggestions)]

@@ -21,6 +21,7 @@ from autoac.step.units import some_units, units_inside
 from autoac.torch_private import in_stage_setup
 from autoac.torch_private.called import called_module
 from autoac_solver.records.errors import PlanMismatchError
+from autoac_solver.records.names import region_in_words
 
 
 class PlannedRegion:
@@ -91,10 +92,10 @@ def check_no_units(module: torch.nn.Module, region: str) -> None:
         return
     names = some_units(units, region.partition("#")[0])
     raise PlanMismatchError(
-        f"region {region!r} contains units of FSDP2 ({names}): where its values are computed again, in the backward of "
-        f"its last unit, the parameters of the others are not there, so gradients would be wrong. Regions can be these "
-        "units and modules inside of them. Take the plan off (plan.remove(model)) and plan for the model as it is now, "
-        "or shard the model otherwise."
+        f"{region_in_words(region)} contains units of FSDP2 ({names}): where its values are computed again, in the "
+        "backward of its last unit, the parameters of the others are not there, so gradients would be wrong. Regions "
+        "can be these units and modules inside of them. Take the plan off (plan.remove(model)) and plan for the "
+        "model as it is now, or shard the model otherwise."
     )
 
 

@@ -13,6 +13,7 @@ from autoac.execute.watch.following import Following
 from autoac.ops.info import OpInfo, op_info
 from autoac.torch_private import OpOverload
 from autoac_solver.records.compiled import EAGER
+from autoac_solver.records.names import region_in_words
 
 CUT = 2
 """In place of true: the recording must handle the op, with which another part of the call begins."""
@@ -86,8 +87,8 @@ class Program:
 
     @property
     def where(self) -> str:
-        """The region in words. The model itself is a region if only parts of its own call are."""
-        return f"region {self.region!r}" if self.region else "the model itself"
+        """The region in words."""
+        return region_in_words(self.region)
 
     @property
     def steps(self) -> tuple[Step, ...]:

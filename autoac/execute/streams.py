@@ -38,19 +38,20 @@ import torch
 from autoac.device import Streams, streams
 from autoac.ops.info import tensors_in
 from autoac.torch_private import disable_dispatch_modes, schema_of
+from autoac_solver.records.names import region_in_words
 
 _SECOND = (
-    "region {region!r} runs on a second stream of the GPU, which the step that was profiled did not do: what it "
+    "{region} runs on a second stream of the GPU, which the step that was profiled did not do: what it "
     "computes again would be freed while that stream may still read it. Profile a real step on the GPU "
     '(autoac.profile(model, sample, mode="real")): the plan then leaves the region alone.'
 )
 _DRAWS = (
-    "{op} in region {region!r} draws random numbers, and would have to draw the same ones again for backward: not "
+    "{op} in {region} draws random numbers, and would have to draw the same ones again for backward: not "
     "while a CUDA graph is captured, where no generator's state can be set back. Keep what it makes: "
     'policies=[autoac.Policy("MUST_SAVE", op={op!r})].'
 )
 _FIRST = (
-    "region {region!r} has a plan that was made on fake tensors, and its first step compares what is computed again, "
+    "{region} has a plan that was made on fake tensors, and its first step compares what is computed again, "
     "which the host reads: not while a CUDA graph is captured. Run one step under the plan before."
 )
 
@@ -89,7 +90,7 @@ class CallStreams:
                 self.known[index] = raw, self.by.current(index)
             elif self.known[index][0] != raw:
                 if self.refuses:
-                    raise RuntimeError(_SECOND.format(region=self.region))
+                    raise RuntimeError(_SECOND.format(region=region_in_words(self.region)))
                 self.several = True
         if self.several:
             self.by.settle(self.known)
@@ -119,7 +120,7 @@ class CallStreams:
             RuntimeError: a CUDA graph is being captured, and one of the generators is a GPU's.
         """
         if self.capturing and any(map(self.by.has, generators)):
-            raise RuntimeError(_DRAWS.format(op=str(op), region=self.region))
+            raise RuntimeError(_DRAWS.format(op=str(op), region=region_in_words(self.region)))
 
     def refuse_comparing(self) -> None:
         """Refuse to compare recomputed values with forward's, if that is impossible.
@@ -128,7 +129,7 @@ class CallStreams:
             RuntimeError: a CUDA graph is being captured.
         """
         if self.capturing:
-            raise RuntimeError(_FIRST.format(region=self.region))
+            raise RuntimeError(_FIRST.format(region=region_in_words(self.region)))
 
 
 def streams_of_call(region: str) -> CallStreams | None:

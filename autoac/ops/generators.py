@@ -18,6 +18,7 @@ import torch
 
 from autoac.ops.info import OpInfo, read_tensors
 from autoac.torch_private import default_generator, is_fake
+from autoac_solver.records.names import region_in_words
 
 
 def generators_of(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
@@ -65,11 +66,11 @@ def _device(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torc
 
 def disturbed(func: Any, region: str) -> RuntimeError:
     """The error of an op that drew other random numbers for backward than in forward."""
-    return RuntimeError(_DISTURBED.format(op=func, region=region))
+    return RuntimeError(_DISTURBED.format(op=func, region=region_in_words(region)))
 
 
 _DISTURBED = (
-    "{op} in region {region!r} must draw its random numbers again for backward, and drew others: another thread has "
+    "{op} in {region} must draw its random numbers again for backward, and drew others: another thread has "
     "drawn from the same generator in between, or what the op is given has changed. Give that thread a "
     "`torch.Generator` of its own (`torch.rand(..., generator=g)`), or plan with a larger budget, so that the op is "
     "not run again."

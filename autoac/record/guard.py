@@ -28,6 +28,7 @@ from autoac.ops.generators import generators_of, state_of
 from autoac.ops.info import OpInfo
 from autoac.ops.private_results import may_stay_unwritten
 from autoac.step.restore import host_random_states, same_random_states
+from autoac_solver.records.names import module_in_words
 
 OpKey = tuple[str, int, str, int]
 """Module, its call in the step, op, and its call by the module."""
@@ -153,7 +154,7 @@ class GuardOfLoop(Guard):
             fqn, _, op, _ = key
             is_overwritten = key in self._overwritten()
             if is_overwritten or not op.startswith("aten."):
-                module = repr(fqn) if fqn else "the model itself"
+                module = module_in_words(fqn)
                 raise RuntimeError(
                     _WRONG.format(op=op, module=module, why=_INPUTS if is_overwritten else _STATE)
                 )
@@ -184,7 +185,7 @@ def _is_private(key: OpKey, record: Record, slot: Slot) -> bool:
 def _notes(keys: Sequence[OpKey], reads: Mapping[str, bool]) -> tuple[str, ...]:
     by_op: dict[str, list[str]] = {}
     for fqn, _, op, _ in keys:
-        by_op.setdefault(op, []).append(repr(fqn) if fqn else "the model itself")
+        by_op.setdefault(op, []).append(module_in_words(fqn))
     return tuple(
         f"{op} in {_some(list(dict.fromkeys(modules)))} gave other bits when it was run a second time "
         f"({_likely(op, reads[op])}): plans save what it makes"

@@ -15,6 +15,7 @@ from autoac.step.inputs import elements_in
 from autoac.step.model import own_checkpointing
 from autoac.step.uncompiled import compiled_modules
 from autoac.torch_private import is_checkpoint_wrapper
+from autoac_solver.records.names import module_in_words
 from autoac_solver.records.profile import IN_ITS_ORDER
 
 
@@ -102,7 +103,7 @@ def notes_if_drawn_on_host(tape: Tape) -> list[str]:
     notes = []
     for op, calls in tape.drawn_on_host.items():
         modules = [tape.calls.rows[call]["fqn"] if call >= 0 else "" for call in calls]
-        named = _some([name or "the model itself" for name in dict.fromkeys(modules)])
+        named = _some(list(dict.fromkeys(modules)))
         notes.append(
             f"{op} in {named} draws from Python's or numpy's random numbers: plans save what it makes"
         )
@@ -124,7 +125,7 @@ def notes_if_uncounted(tape: Tape) -> list[str]:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(repr(name) if name else "the model itself" for name in names[:4])
+    shown = ", ".join(map(module_in_words, names[:4]))
     return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 

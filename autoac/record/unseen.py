@@ -49,6 +49,7 @@ from autoac.torch_private import (
     negative_view,
     storage_key,
 )
+from autoac_solver.records.names import module_in_words
 from autoac_solver.records.profile import FOREIGN, NEVER
 
 if TYPE_CHECKING:
@@ -260,7 +261,7 @@ def mark(ops: Sequence[dict[str, Any]], calls: ModuleCalls, found: Mapping[OpOfS
             cannot_run_twice(calls, op["module"])
         if op["replayable"]:
             op["replayable"] = False
-            by_op.setdefault((op["name"], why), []).append(repr(name[0]) if name[0] else "the model itself")
+            by_op.setdefault((op["name"], why), []).append(module_in_words(name[0]))
     for index, call in enumerate(calls.rows):
         if _any_call(call["fqn"]) in found:
             cannot_run_twice(calls, index)

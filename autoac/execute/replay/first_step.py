@@ -28,11 +28,11 @@ from autoac.ops.private_results import may_stay_unwritten
 from autoac.torch_private import local_part
 
 DIFFERS = (
-    "in region {region!r}, {op} gave other bits when it was run a second time (its result is written by code that "
+    "in {region}, {op} gave other bits when it was run a second time (its result is written by code that "
     "torch does not see, it draws random numbers of its own, or its kernel differs from run to run), so this step's "
     "gradients would be wrong. The plan was made on fake tensors, where this does not show. Plan from a real step "
     '(autoac.profile(model, sample, mode="real")), or keep its result: '
-    'policies=[autoac.Policy("MUST_SAVE", op={op!r}, module={region!r})].'
+    'policies=[autoac.Policy("MUST_SAVE", op={op!r}{module})].'
 )
 
 
@@ -68,7 +68,9 @@ class CheckedCall(ReplayCall):
 
     def _compare(self, slot: Slot, tensor: torch.Tensor, checksum: int) -> None:
         if checksum_in_little_memory(tensor) not in (checksum, None):
-            raise RuntimeError(DIFFERS.format(region=self.program.region, op=self.makers[slot]))
+            program = self.program
+            module = f", module={program.region!r}" if program.region else ""
+            raise RuntimeError(DIFFERS.format(region=program.where, op=self.makers[slot], module=module))
 
 
 class CheckedRecording(Recording):

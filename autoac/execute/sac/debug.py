@@ -25,6 +25,7 @@ from autoac.torch_private import (
     is_wait,
     on_fake_tensors,
 )
+from autoac_solver.records.names import region_in_words
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
@@ -149,8 +150,8 @@ def compared(first: OpLog, second: OpLog, whole: bool) -> CheckpointError | None
     ran = str(a[position]) if position < len(a) else "at its end"
     again = str(b[position]) if position < len(b) else "at its end"
     return CheckpointError(
-        f"region {first.region!r} did not do in its second run, for backward, what it did in forward. They differ "
-        f"first at op {position + 1}:\n"
+        f"{region_in_words(first.region)} did not do in its second run, for backward, what it did in forward. They "
+        f"differ first at op {position + 1}:\n"
         f"  forward:     {ran}\n"
         f"  second run:  {again}\n"
         "A second run must find everything as forward did: global state, counters, generators of its own "

@@ -20,9 +20,10 @@ from autoac.torch_private import (
     on_fake_tensors,
     without_dispatch_modes,
 )
+from autoac_solver.records.names import region_in_words
 
 _PASSED = (
-    "in region {region!r}, {op} raised in forward, where the code went on without it, and did not raise when it was "
+    "in {region}, {op} raised in forward, where the code went on without it, and did not raise when it was "
     'run again for backward. Plan with engine="replay", which runs no code twice.'
 )
 
@@ -56,6 +57,6 @@ class FailingAgain(TorchDispatchMode):
             self.left[call] -= 1
             with without_dispatch_modes():
                 func(*args, **kwargs)
-            raise RuntimeError(_PASSED.format(region=self.region, op=func))
+            raise RuntimeError(_PASSED.format(region=region_in_words(self.region), op=func))
         self.counts[func] += 1
         return func(*args, **kwargs)

@@ -41,7 +41,7 @@ from autoac.torch_private import (
 )
 
 DIFFERS = (
-    "in region {region!r}, {what} when its code was run a second time, so this step's gradients would be wrong. Keep "
+    "in {where}, {what} when its code was run a second time, so this step's gradients would be wrong. Keep "
     "the region from being recomputed: policies=autoac.policies.never_recompute({region!r}){keep}; or plan with "
     'engine="replay", which runs no code twice, from a real step.'
 )
@@ -136,7 +136,9 @@ class FirstStep:
     def _difference(self, op: str) -> str:
         region = self.program.region
         keep = KEEP.format(op=op, region=region) if op else ""
-        return DIFFERS.format(region=region, what=OP.format(op=op) if op else OUTSIDE, keep=keep)
+        return DIFFERS.format(
+            where=self.program.where, region=region, what=OP.format(op=op) if op else OUTSIDE, keep=keep
+        )
 
     # -- the second run ------------------------------------------------------------------------------------------------
 

@@ -247,11 +247,11 @@ class _SecondRun:
             if found is not None:
                 raise found from error
         elif isinstance(error, RuntimeError):
-            error.add_note(_SECOND_RUN.format(region=self.policy.program.region))
+            error.add_note(_SECOND_RUN.format(region=self.policy.program.where))
 
 
 _SECOND_RUN = (
-    "This was in the second run of region {region!r} for backward. To see which op differs from forward, wrap the step "
+    "This was in the second run of {region} for backward. To see which op differs from forward, wrap the step "
     'in `torch.utils.checkpoint.set_checkpoint_debug_enabled(True)`; engine="replay" runs no code twice.'
 )
 
@@ -547,4 +547,4 @@ class SacPolicy:
 
     def refusal(self, what: str, why: str) -> str:
         """The message of an error, with the region's name."""
-        return f"in region {self.program.region!r}, {what}: {why}"
+        return f"in {self.program.where}, {what}: {why}"

@@ -13,6 +13,7 @@ import torch
 from autoac.step.inputs import autocast_in, described, under_autocast, without_autocast
 from autoac.torch_private import remove_forward_hooks
 from autoac_solver.records.format import format_bytes
+from autoac_solver.records.names import module_in_words
 
 _SHOWN = 3
 _ATTENTION = ("attention", "softmax", "baddbmm", "bmm")
@@ -39,11 +40,7 @@ class Deviation:
     def __str__(self) -> str:
         place = f"{self.came} came where {self.expected or 'its end'} was expected"
         also = "" if self.unknown == self.came else f", then {self.unknown}"
-        return f"{_named(self.region)}: {place}{also}"
-
-
-def _named(region: str) -> str:
-    return repr(region) if region else "the model itself"
+        return f"{module_in_words(self.region)}: {place}{also}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class NotFollowed:
             return "the plan is followed"
         count = len(self.deviations)
         several = f"{count} regions " if count > 1 else "region " if self.regions[0] else ""
-        names = ", ".join(map(_named, self.regions[:_SHOWN])) + (", ..." if count > _SHOWN else "")
+        names = ", ".join(map(module_in_words, self.regions[:_SHOWN])) + (", ..." if count > _SHOWN else "")
         places = "; ".join(map(str, self.deviations[:_SHOWN]))
         peak = ""
         if self.peak_bytes:

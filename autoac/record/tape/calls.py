@@ -166,7 +166,8 @@ class ModuleCalls:
         if index == NEVER:
             return "code outside of all modules"
         call = self.rows[index]
-        return f"module {call['fqn'] or 'the model itself'!r} ({call['class_name']})"
+        module = f"module {call['fqn']!r}" if call["fqn"] else "the model itself"
+        return f"{module} ({call['class_name']})"
 
     def with_compiled_code(self) -> list[str]:
         """Names of the modules in which code compiled by `torch.compile` ran."""

@@ -25,7 +25,8 @@ from itertools import accumulate
 
 from autoac_solver.build.losses.cross_entropy import LOG_SOFTMAX
 from autoac_solver.plan.following import planned_places
-from autoac_solver.records.profile import NEVER, PART, SHARDED, STREAMS, Op, Part, Profile
+from autoac_solver.records.names import PART
+from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, Op, Part, Profile
 
 LEAST_SHARE = 1 / 64
 """A part with at most this share of all saved bytes is not cut any more."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from autoac_solver.records.disk.limits import MOST_NUMBER
 from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.names import region_in_words
 
 _NAMES = 'names or globs of modules ("layers.*"), or several of these'
 MOST_CURVE_POINTS = 10_000
@@ -179,7 +180,9 @@ def outermost(found: Mapping[str, Sequence[str]]) -> list[str]:
     for names in found.values():
         if not set(names) & set(outer):
             other = next(other for other in outer if _inside(names[0], other))
-            raise ProfilingError(f"region {names[0]!r} is inside region {other!r}: choose one of them.")
+            raise ProfilingError(
+                f"region {names[0]!r} is inside {region_in_words(other)}: choose one of them."
+            )
     return outer
 
 

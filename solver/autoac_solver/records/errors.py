@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoac_solver.records.format import format_bytes
+from autoac_solver.records.names import holder_in_words
 
 
 class AutoacError(Exception):
@@ -163,7 +164,8 @@ class InfeasibleBudgetError(AutoacError):
         if self.holders:
             lines.append("It is held by:")
             lines += [
-                f"  {kind:<12} {module or '-'}  {format_bytes(size)}" for kind, module, size in self.holders
+                f"  {kind:<12} {holder_in_words(kind, module)}  {format_bytes(size)}"
+                for kind, module, size in self.holders
             ]
         return lines
 

@@ -13,6 +13,7 @@ from autoac_solver.optimise.ilp import solve
 from autoac_solver.plan.recorded.step import PlannedStep, step_of
 from autoac_solver.records.errors import NoPlanInTimeError
 from autoac_solver.records.format import format_bytes, format_seconds
+from autoac_solver.records.names import holder_in_words
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import Profile
 from autoac_solver.show.summary import share_of_step, summary_lines
@@ -121,7 +122,9 @@ def _by_module(step: PlannedStep) -> pd.DataFrame:
         key = kind, re.sub(r"\d+", "*", module)
         modules, total = held.get(key, (0, 0))
         held[key] = modules + 1, total + size
-    rows = [(kind, module or "-", count, size) for (kind, module), (count, size) in held.items()]
+    rows = [
+        (kind, holder_in_words(kind, module), count, size) for (kind, module), (count, size) in held.items()
+    ]
     rows.sort(key=lambda row: (-row[3], row[0], row[1]))
     return pd.DataFrame(rows, columns=["kind", "module", "modules", "bytes"])
 

@@ -14,6 +14,7 @@ from autoac_solver.build.step import Step
 from autoac_solver.plan.recorded.step import PlannedStep, step_of
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.format import format_bytes
+from autoac_solver.records.names import module_in_words, region_in_words
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import NEVER, Profile
 
@@ -122,7 +123,7 @@ def lines(record: PlanRecord, step: PlannedStep) -> Iterator[str]:
         yield f"  must be saved   and for {len(table) - _SHOWN} more reasons"
     refused = modules_that_are_refused(record)
     for name, reason in refused[:_SHOWN]:
-        yield f"  no region       {repr(name) if name else 'the model itself'}: {reason}"
+        yield f"  no region       {module_in_words(name)}: {reason}"
     if len(refused) > _SHOWN:
         yield f"  no region       and {len(refused) - _SHOWN} more modules (plan.refused)"
 
@@ -139,7 +140,8 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
     ]
     around = next((region for region in outer if region in regions), None)
     if around is not None:
-        return f"{name}: is a part of region {profile.module_name(around)!r}, whose values are decided on one by one"
+        region = region_in_words(profile.module_name(around))
+        return f"{name}: is a part of {region}, whose values are decided on one by one"
     within = [region for region in regions if index in _ancestors(profile, region)]
     if within:
         return f"{name}: is not recomputed as one, but in parts: {_some(profile, within)}"

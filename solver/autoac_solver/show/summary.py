@@ -10,6 +10,7 @@ from autoac_solver.plan.recorded.step import PlannedStep, step_of
 from autoac_solver.plan.reserved import about_unknown, is_cuda
 from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.format import format_bytes, format_seconds
+from autoac_solver.records.names import module_in_words
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import Profile
 from autoac_solver.show import refusals
@@ -222,7 +223,7 @@ def _losses(record: PlanRecord) -> list[str]:
     return [
         _row(
             "loss",
-            f"the cross entropy of {repr(fqn) if fqn else 'the model itself'} {how}, with torch's bits",
+            f"the cross entropy of {module_in_words(fqn)} {how}, with torch's bits",
         )
         for fqn in record.losses
     ]

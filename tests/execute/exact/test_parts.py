@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoac
-from autoac_solver.records.profile import PART
+from autoac_solver.records.names import PART
 from tests.execute.exact.harness import differences, recomputes
 
 X = torch.linspace(-1, 1, 256 * 64).reshape(256, 64)
@@ -252,7 +252,7 @@ class Turning(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = perceptron()
+        self.layers = nn.ModuleList(perceptron().children())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.sin() if len(x) < len(X) else x.cos()

@@ -164,7 +164,7 @@ def test_globs_are_matched_for_every_batch() -> None:
         (lambda name, module: True, ValueError, "regions is a function; it takes names or globs"),
         ("layers.*", ProfilingError, r"regions='layers.*' matches no module. Modules of the profiled step are: 'b"),
         (["blocks.0", "nope"], ProfilingError, "regions='nope' matches no module"),
-        (["", "blocks.0"], ProfilingError, "region 'blocks.0' is inside region '': choose one of them"),
+        (["", "blocks.0"], ProfilingError, "region 'blocks.0' is inside the model itself: choose one of them"),
         ([], AutoacError, "none of the regions"),
     ],
 )  # fmt: skip

@@ -29,7 +29,7 @@ def test_message_with_the_peak_explained():
         "The peak of that plan lies at aten.mm in model.layers.3, backward.",
         "It is held by:",
         "  Parameter    model.embed  1.5 KB = 1.465 KiB",
-        "  Temp         -  500 bytes",
+        "  Temp         outside of all submodules  500 bytes",
         "What would lower it:",
         "  - a smaller batch",
         "  - regions one level finer",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from autoac_solver.records.compiled import MOST_POINTS
 from autoac_solver.records.disk.limits import MOST_BYTES
-from autoac_solver.records.profile.rows import NEVER, PART, Part
+from autoac_solver.records.names import PART
+from autoac_solver.records.profile.rows import NEVER, Part
 
 if TYPE_CHECKING:
     from autoac_solver.records.profile.profile import Profile

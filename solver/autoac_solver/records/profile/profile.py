@@ -21,12 +21,12 @@ from autoac_solver.records.disk.limits import Seconds, Size, one_of
 from autoac_solver.records.disk.schema import checked, columns, document, fields_of, rows, table
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.format import format_bytes, format_seconds
+from autoac_solver.records.names import PART
 from autoac_solver.records.profile.any_order import in_any_order
 from autoac_solver.records.profile.checks import check
 from autoac_solver.records.profile.rows import (
     FACTS,
     NEVER,
-    PART,
     TIMES_FROM,
     ModuleCall,
     Op,

@@ -203,10 +203,6 @@ class ModuleCall:
     ] = ""
 
 
-PART = ":"
-"""Separates a module's name from the number of a part of its call."""
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """A part of one module call: consecutive ops, between two items (ops or calls) of the forward's own code.

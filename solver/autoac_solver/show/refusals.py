@@ -141,7 +141,7 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
     around = next((region for region in outer if region in regions), None)
     if around is not None:
         region = region_in_words(profile.module_name(around))
-        return f"{name}: is a part of {region}, whose values are decided on one by one"
+        return f"{name}: lies in {region}, whose values are decided on one by one"
     within = [region for region in regions if index in _ancestors(profile, region)]
     if within:
         return f"{name}: is not recomputed as one, but in parts: {_some(profile, within)}"

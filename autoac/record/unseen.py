@@ -16,12 +16,11 @@ NOTE [ Unseen writes ]
      `autoac.torch_private.kernel_flags`). Not found here are nondeterministic kernels.
   6. Engine sac runs such code a second time, on the saved storage. That is right if the code overwrites all bytes, and
      wrong if it adds to them. The two cannot be told apart unless the storage was uninitialised before
-     (`torch.empty`), is written once before anything has read it, and no op writes it afterwards. So in all other cases
-     the modules around are no regions for sac.
+     (`torch.empty`), is written once before anything has read it, and no op writes it afterwards. In all other cases
+     sac has no regions around the op whose bytes were overwritten, nor around the code that wrote. Which code that is
+     is not known: all modules count that were running between the two checksums.
   7. A storage that is older than the step (a tensor that numpy fills again and again) is checksummed when an op first
      reads it. Not parameters, which are many bytes. Nor what is filled again after backward has begun, as loaders do.
-     Which module's code has written it is not known: engine sac runs no module twice that was running between the two
-     checksums, since it might fill the tensor again while backward still needs it.
   8. A step of the user's own loop is recorded only once, and its gradients count. There the values that were written
      are kept: see `SavedTensors.keep` and `LeanRecording`.
   9. What was allocated and is read before an op has written it (`torch.empty`) was written by unseen code, even if its
@@ -35,6 +34,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,8 +65,8 @@ FILLED, OVERWRITTEN, READ_BEFORE = "filled", "overwritten", "read before"
 """Why an op cannot run again: unseen code has written its result before or after something read it, or its input after
 it had read it."""
 
-MAY_FILL = "may fill"
-"""Why a module cannot run again: its code may have written a storage that is older than the step, see (7)."""
+MAY_WRITE = "may write"
+"""Why a module cannot run again: its code may have made such a write, see (6)."""
 
 
 class UnseenWrites:
@@ -89,8 +89,7 @@ class UnseenWrites:
         self._read: set[int] = set()  # storages that were read or saved since
         self._raw: set[int] = set()  # storages without values yet, see NOTE [ Unseen writes ] 9
         self._held: dict[int, torch.Tensor] = {}  # see NOTE [ Unseen writes ] 3
-        self._changed: list[tuple[int, int, bool]] = []  # storage, number of ops so far, whether in _read
-        self._filled: list[tuple[int, int]] = []  # ticks between which an older storage was written
+        self._changed: list[_Change] = []
         self._kept: set[int] = set()
         tape.storages.released = self._released
 
@@ -179,9 +178,8 @@ class UnseenWrites:
         if self._left[index][1] == left and not is_filled:
             return
         self._raw.discard(index)
-        self._changed.append((index, len(self._tape.ops), index in self._read))
-        if self._tape.storages.was_before(index):
-            self._filled.append((since, self._tape.clock.tick))
+        now = self._tape.clock.tick
+        self._changed.append(_Change(index, since, now, len(self._tape.ops), index in self._read))
         if self.keeps:
             self._kept.add(index)
             self._tape.saved.keep(index, tensor)
@@ -203,27 +201,52 @@ class UnseenWrites:
     def found(self) -> dict[OpOfStep, str]:
         """The ops that cannot run again, and why: `FILLED`, `OVERWRITTEN` or `READ_BEFORE`.
 
-        And, as `_any_call`, the modules that `MAY_FILL`.
+        And, as `_any_call`, the modules that `MAY_WRITE`.
         """
         ops = self._tape.ops
         names = ops_of_step(ops, self._tape.calls)
         found: dict[OpOfStep, str] = {}
-        for storage, done, was_read in self._changed:
+        written = {storage for op in ops for storage in op["writes"]}
+        for change in self._changed:
+            storage, done = change.storage, change.ops_before
             writers = (row for row in reversed(range(done)) if _leaves_bytes_in(ops[row], storage))
             writer = next(writers, NEVER)
-            for row in range(writer + 1, done if was_read else 0):
+            for row in range(writer + 1, done if change.was_read else 0):
                 if storage in ops[row]["reads"] and not ops[row]["backward"]:
                     found.setdefault(names[row], READ_BEFORE)
-            if writer == NEVER:
-                continue  # older than the step
-            before = found.get(names[writer], READ_BEFORE)
-            found[names[writer]] = OVERWRITTEN if was_read or before is not READ_BEFORE else FILLED
-        for since, until in self._filled:
+            if writer != NEVER:  # else it is older than the step
+                before = found.get(names[writer], READ_BEFORE)
+                is_first = before is READ_BEFORE and not change.was_read
+                found[names[writer]] = FILLED if is_first else OVERWRITTEN
+                if is_first and ops[writer]["uninitialised"] and storage not in written:
+                    continue  # see NOTE [ Unseen writes ] 6
+                if ops[writer]["module"] != NEVER:
+                    found[_any_call(names[writer][0])] = MAY_WRITE
             for call in self._tape.calls.rows:
-                ran = call["start"] <= until and (call["end"] == NEVER or call["end"] >= since)
-                if ran and call["class_name"] in self._tape.calls.sources:  # torch's own modules fill nothing
-                    found[_any_call(call["fqn"])] = MAY_FILL
+                ran = call["start"] <= change.until and (call["end"] == NEVER or call["end"] >= change.since)
+                if (
+                    ran and call["class_name"] in self._tape.calls.sources
+                ):  # torch's own modules write nothing
+                    found[_any_call(call["fqn"])] = MAY_WRITE
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A write that was found.
+
+    Args:
+        storage: its index.
+        since, until: ticks of the two checksums.
+        ops_before: number of ops before the second.
+        was_read: an op had read the storage, or autograd saved it, since an op wrote it.
+    """
+
+    storage: int
+    since: int
+    until: int
+    ops_before: int
+    was_read: bool
 
 
 def _any_call(fqn: str) -> OpOfStep:
@@ -250,15 +273,10 @@ def ops_of_step(ops: Sequence[dict[str, Any]], calls: ModuleCalls) -> list[OpOfS
 def mark(ops: Sequence[dict[str, Any]], calls: ModuleCalls, found: Mapping[OpOfStep, str]) -> tuple[str, ...]:
     """Mark the ops and modules that a recording has found, unless marked already; returns notes for the profile."""
     by_op: dict[tuple[str, str], list[str]] = {}
-    written = {storage for op in ops for storage in op["writes"]}
     for op, name in zip(ops, ops_of_step(ops, calls), strict=True):
         why = found.get(name)
         if why is None:
             continue
-        if why is OVERWRITTEN or (
-            why is FILLED and (not op["uninitialised"] or not written.isdisjoint(op["creates"]))
-        ):
-            cannot_run_twice(calls, op["module"])
         if op["replayable"]:
             op["replayable"] = False
             by_op.setdefault((op["name"], why), []).append(module_in_words(name[0]))

@@ -24,7 +24,6 @@ from collections.abc import Set as AbstractSet
 from autoac_solver.build.axis import Axis
 from autoac_solver.build.built import Built, RegionTape
 from autoac_solver.build.clocks import with_two_clocks
-from autoac_solver.build.compiled import build_compiled
 from autoac_solver.build.draft import Draft
 from autoac_solver.build.engines import EngineModel, engine_model
 from autoac_solver.build.groups import PINNED, Groups
@@ -55,8 +54,8 @@ def build(
         ValueError: unknown engine.
     """
     model, step = engine_model(engine), Step(profile)
-    if model.compiles:
-        return build_compiled(profile, regions, model)
+    if (built := model.build(profile, regions)) is not None:
+        return built
     found, refused = choose_regions(step, regions, model)
     losses = decided_losses(step, found, model)
     only_losses = {region.index for region in found if ops_of(losses).issuperset(region.ops)}

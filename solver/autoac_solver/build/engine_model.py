@@ -42,6 +42,10 @@ class EngineModel(Protocol):
     stops_early: bool
     compiles: bool
 
+    def build(self, profile: Profile, calls: Sequence[int]) -> Built | None:
+        """The problem of an engine that decides on whole regions; None if it is built from their ops."""
+        ...
+
     def may_run(self, call: ModuleCall) -> bool:
         """Whether a module call may be a region, judging by its record alone."""
         ...

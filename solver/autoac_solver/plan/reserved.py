@@ -15,6 +15,7 @@ from autoac_solver.plan.recorded.programs import settled
 from autoac_solver.plan.recorded.report import describe_position
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.problem.solution import Solution
+from autoac_solver.records.devices import is_cuda
 from autoac_solver.records.errors import AllocatorOptionsError, InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import NEVER, OPTIMIZER_STEP, Profile
@@ -25,11 +26,6 @@ _ROUNDS = 12
 """Most limits of allocated memory tried for one budget of reserved memory."""
 _NEAR = 0.002
 """The search stops when its limits are within this share of the budget."""
-
-
-def is_cuda(profile: Profile) -> bool:
-    """Whether the step's memory comes from CUDA's caching allocator."""
-    return profile.device.split(":")[0] == "cuda"
 
 
 def check_budget_of(budget_of: str, device: str) -> None:
@@ -46,7 +42,7 @@ def check_budget_of(budget_of: str, device: str) -> None:
     if budget_of not in BUDGETS_OF:
         raise ValueError(f"budget_of is {budget_of!r}; possible are {', '.join(map(repr, BUDGETS_OF))}.")
     if budget_of == "reserved":
-        if device.split(":")[0] != "cuda":
+        if not is_cuda(device):
             raise ValueError(
                 f"budget_of='reserved' is for CUDA, whose allocator reserves more than it hands out; the step is on "
                 f"{device!r}. Leave it out, or profile with device='h100' or another GPU."
@@ -56,7 +52,7 @@ def check_budget_of(budget_of: str, device: str) -> None:
 
 def allocator_of(profile: Profile) -> str:
     """The allocator options with which a plan for this profile is made, as text; "" for none."""
-    return "".join(options_in_environment().split()) if is_cuda(profile) else ""
+    return "".join(options_in_environment().split()) if is_cuda(profile.device) else ""
 
 
 def reserved_memory(profile: Profile, built: Built, options: AllocatorOptions) -> ReservedMemory:
@@ -117,7 +113,7 @@ def reserved_bytes(profile: Profile, built: Built, decisions: Sequence[int], all
     Returns:
         Bytes. None if unknown: not on CUDA, or with compiled regions, or for the reason given by `about_unknown`.
     """
-    if not is_cuda(profile) or built.points:  # Allocations of compiled code are unknown.
+    if not is_cuda(profile.device) or built.points:  # Allocations of compiled code are unknown.
         return None
     try:
         options = parse_options(allocator)

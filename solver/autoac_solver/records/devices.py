@@ -78,6 +78,11 @@ class Link:
 _OWN_SEGMENT_BYTES, _SEGMENT_UNIT_BYTES, _LEAST_REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
 
 
+def is_cuda(device: str) -> bool:
+    """Whether this is torch's name of a device whose memory comes from CUDA's caching allocator."""
+    return device.partition(":")[0] == "cuda"
+
+
 def cuda_block_bytes(rounded: int, is_whole: bool = False) -> int:
     """Bytes that CUDA's caching allocator counts for a request.
 

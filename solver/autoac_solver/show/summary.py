@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from autoac_solver.build.engines import engine_model
 from autoac_solver.plan.recorded.report import about_caches, about_torchs_loss, left_bytes
 from autoac_solver.plan.recorded.step import PlannedStep, step_of
-from autoac_solver.plan.reserved import about_unknown, is_cuda
+from autoac_solver.plan.reserved import about_unknown
 from autoac_solver.records.compiled import EAGER
+from autoac_solver.records.devices import is_cuda
 from autoac_solver.records.format import format_bytes, format_seconds
 from autoac_solver.records.names import module_in_words
 from autoac_solver.records.plan import PlanRecord
@@ -181,7 +182,7 @@ def _lanes(step: PlannedStep) -> list[str]:
 
 def _reserved(record: PlanRecord) -> list[str]:
     """The row on memory reserved by CUDA's caching allocator."""
-    if not is_cuda(record.profile):
+    if not is_cuda(record.profile.device):
         return []
     if record.predicted_reserved_bytes is None:
         why = about_unknown(record.allocator, engine_model(record.engine).compiles)

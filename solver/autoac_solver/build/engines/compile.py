@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoac_solver.build.built import Built, RegionTape
+from autoac_solver.build.compiled import build_compiled
 from autoac_solver.build.draft import Draft
 from autoac_solver.build.engines.replay import Replay
 from autoac_solver.build.regions import Region
@@ -37,6 +38,9 @@ class Compile:
     one_random_state = False
     stops_early = False
     compiles = True
+
+    def build(self, profile: Profile, calls: Sequence[int]) -> Built:
+        return build_compiled(profile, calls, self)
 
     def may_run(self, call: ModuleCall) -> bool:
         return not call.changes_arguments and call.once in ("", UNRULED, UNPACKED_TWICE)

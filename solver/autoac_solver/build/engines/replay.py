@@ -55,6 +55,9 @@ class Replay:
     stops_early = False
     compiles = False
 
+    def build(self, profile: Profile, calls: Sequence[int]) -> Built | None:
+        return None
+
     def may_run(self, call: ModuleCall) -> bool:
         return call.once not in (SHARDED, STREAMS)
 

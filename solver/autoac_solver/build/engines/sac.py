@@ -53,6 +53,9 @@ class Sac:
     stops_early = True
     compiles = False
 
+    def build(self, profile: Profile, calls: Sequence[int]) -> Built | None:
+        return None
+
     def may_run(self, call: ModuleCall) -> bool:
         return not call.changes_arguments and not call.once
 

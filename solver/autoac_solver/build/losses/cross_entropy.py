@@ -18,6 +18,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autoac_solver.records.devices import is_cuda
 from autoac_solver.records.profile import NEVER, ModuleCall, Op, Profile, Saved
 
 LOG_SOFTMAX = "aten._log_softmax.default"
@@ -159,7 +160,7 @@ def _chunkable(
 
     def size(count: int) -> int:
         """Allocated bytes for `count` requested bytes."""
-        block = _CUDA_BLOCK_BYTES if profile.device.startswith("cuda") else 1
+        block = _CUDA_BLOCK_BYTES if is_cuda(profile.device) else 1
         return -(-count // block) * block
 
     column, chunk_bytes = size(rows * item_bytes), size(chunk * classes * item_bytes)

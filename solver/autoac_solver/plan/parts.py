@@ -5,8 +5,8 @@ NOTE [ Parts ]
      where many layers lie side by side in one forward: one layer alone gives nothing back, for its input is the output
      of the layer before, and all of them together need everything at once.
   2. So a call is cut in two between two items of its forward's own code (an op, or the call of a module), and the two
-     parts again, as long as a part is worth it; a part that is one module's call, between the items of that. The cut
-     is where little crosses it: values made before it and read after it.
+     parts again, as long as a part is worth it; a part whose values to save are all of one module's call, between the
+     items of that. The cut is where little crosses it: values made before it and read after it.
   3. A cut has no place in the code, so only an engine can have parts that records ops and runs those again
      (`EngineModel.runs_code_twice` is false).
   4. A part starts at the dispatch of its first op, for recording and for the profile alike. What autograd saves for
@@ -147,9 +147,14 @@ class _Cuts:
         """Where the ops [first, end) of a call may be cut: at ops with which an item of its forward's code begins."""
         while True:
             items = [self._item(call, op) for op in range(first, end)]
-            if len(set(items)) > 1 or items[0] < 0:
+            heavy = {item for op, item in enumerate(items, first) if self._weight(op, op + 1)}
+            if len(heavy) > 1:
                 return [first + i for i in range(1, len(items)) if items[i] != items[i - 1]]
-            call = items[0]
+            call = heavy.pop()
+            if call < 0:
+                return []
+            inside = [first + i for i, item in enumerate(items) if item == call]
+            first, end = inside[0], inside[-1] + 1
 
     def _item(self, call: int, op: int) -> int:
         """The call directly in this one that has an op, or a negative number of its own if it is the call's own op."""

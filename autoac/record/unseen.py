@@ -25,6 +25,9 @@ NOTE [ Unseen writes ]
      are kept: see `SavedTensors.keep` and `LeanRecording`.
   9. What was allocated and is read before an op has written it (`torch.empty`) was written by unseen code, even if its
      bytes are those that the memory held before: a step that is run again often gets the memory of the last one.
+ 10. `mark_dirty` of an `autograd.Function` counts one more write of a tensor, after the function's last op. Engine
+     replay refuses to run an op again whose kept input has been written since, as autograd does. So what has read the
+     tensor before is saved.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ from autoac.torch_private import (
     local_part,
     negative_view,
     storage_key,
+    version_of,
 )
 from autoac_solver.records.names import module_in_words
 from autoac_solver.records.profile import FOREIGN, NEVER
@@ -61,9 +65,9 @@ _WITH_BYTES = (torch.Tensor, torch.nn.Parameter)
 OpOfStep = tuple[str, int, str, int]
 """Module, its call in the step, op, and its call by the module; the same in every recording of the step."""
 
-FILLED, OVERWRITTEN, READ_BEFORE = "filled", "overwritten", "read before"
+FILLED, OVERWRITTEN, READ_BEFORE, MARKED = "filled", "overwritten", "read before", "marked"
 """Why an op cannot run again: unseen code has written its result before or after something read it, or its input after
-it had read it."""
+it had read it; or its input was marked as written after it had read it, see (10)."""
 
 MAY_WRITE = "may write"
 """Why a module cannot run again: its code may have made such a write, see (6)."""
@@ -89,7 +93,10 @@ class UnseenWrites:
         self._read: set[int] = set()  # storages that were read or saved since
         self._raw: set[int] = set()  # storages without values yet, see NOTE [ Unseen writes ] 9
         self._held: dict[int, torch.Tensor] = {}  # see NOTE [ Unseen writes ] 3
+        # storage -> place of a tensor in it -> the version that an op has read since one wrote the storage
+        self._versions: dict[int, dict[Any, int]] = {}
         self._changed: list[_Change] = []
+        self._marked: list[tuple[int, int]] = []  # storage and number of ops so far
         self._kept: set[int] = set()
         tape.storages.released = self._released
 
@@ -104,6 +111,7 @@ class UnseenWrites:
         for index, tensor in self._compared(tensors):
             self._note(index, tensor)
             self._read.discard(index)
+            self._versions.pop(index, None)
             (self._raw.add if uninitialised else self._raw.discard)(index)
             if index not in self._held:
                 self._held[index] = self._tape.saved.alias(tensor)
@@ -141,6 +149,15 @@ class UnseenWrites:
             else:
                 continue
             self._read.add(index)
+            self._look_at_version(index, tensor)
+
+    def _look_at_version(self, index: int, tensor: torch.Tensor) -> None:
+        # Pieces that `unsafe_chunk` makes have a version each, so only tensors at the same place are compared.
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        versions, version = self._versions.setdefault(index, {}), version_of(tensor)
+        if version > versions.setdefault(place, version):
+            versions[place] = version
+            self._marked.append((index, len(self._tape.ops)))
 
     def is_kept(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage was written by unseen code and must not be recomputed in this step."""
@@ -199,24 +216,25 @@ class UnseenWrites:
             yield index, tensor
 
     def found(self) -> dict[OpOfStep, str]:
-        """The ops that cannot run again, and why: `FILLED`, `OVERWRITTEN` or `READ_BEFORE`.
+        """The ops that cannot run again, and why: `FILLED`, `OVERWRITTEN`, `READ_BEFORE` or `MARKED`.
 
         And, as `_any_call`, the modules that `MAY_WRITE`.
         """
         ops = self._tape.ops
         names = ops_of_step(ops, self._tape.calls)
         found: dict[OpOfStep, str] = {}
+        for storage, done in self._marked:
+            for row in self._readers(storage, done)[1]:
+                found[names[row]] = MARKED
         written = {storage for op in ops for storage in op["writes"]}
         for change in self._changed:
-            storage, done = change.storage, change.ops_before
-            writers = (row for row in reversed(range(done)) if _leaves_bytes_in(ops[row], storage))
-            writer = next(writers, NEVER)
-            for row in range(writer + 1, done if change.was_read else 0):
-                if storage in ops[row]["reads"] and not ops[row]["backward"]:
-                    found.setdefault(names[row], READ_BEFORE)
+            storage = change.storage
+            writer, readers = self._readers(storage, change.ops_before)
+            for row in readers if change.was_read else ():
+                found.setdefault(names[row], READ_BEFORE)
             if writer != NEVER:  # else it is older than the step
                 before = found.get(names[writer], READ_BEFORE)
-                is_first = before is READ_BEFORE and not change.was_read
+                is_first = before in (READ_BEFORE, MARKED) and not change.was_read
                 found[names[writer]] = FILLED if is_first else OVERWRITTEN
                 if is_first and ops[writer]["uninitialised"] and storage not in written:
                     continue  # see NOTE [ Unseen writes ] 6
@@ -229,6 +247,14 @@ class UnseenWrites:
                 ):  # torch's own modules write nothing
                     found[_any_call(call["fqn"])] = MAY_WRITE
         return found
+
+    def _readers(self, storage: int, done: int) -> tuple[int, list[int]]:
+        """Of the first `done` ops the last that wrote a storage, `NEVER` for none, and those that read it since."""
+        ops = self._tape.ops
+        writers = (row for row in reversed(range(done)) if _leaves_bytes_in(ops[row], storage))
+        writer = next(writers, NEVER)
+        since = range(writer + 1, done)
+        return writer, [row for row in since if storage in ops[row]["reads"] and not ops[row]["backward"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +319,8 @@ _NOTES = {
     "see, such as numpy or an extension): plans save what it makes",
     OVERWRITTEN: "has other bits after forward than when they were read or saved (its result is overwritten by code "
     "that torch does not see, such as numpy or an extension): plans save what it makes",
+    MARKED: "has read what an autograd.Function marks as written (`mark_dirty`) after it has run: plans save what it "
+    "makes",
     READ_BEFORE: "has read what is overwritten afterwards by code that torch does not see: plans save what it makes",
 }
 

@@ -31,7 +31,8 @@ def in_place(x: torch.Tensor) -> torch.Tensor:
     y = torch.sin(x)
     y *= 0.5
     y /= 3.0
-    return y.mul_(2.0).div_(7)
+    y.div_(3, rounding_mode=None)
+    return torch.div(y.mul_(2.0).div_(7), 3, rounding_mode=None)
 
 
 def scattered(reduce: str, include_self: bool) -> Middle:

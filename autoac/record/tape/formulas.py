@@ -28,7 +28,8 @@ _SCATTERS = {"aten.index_put.default", "aten.scatter.src", "aten.scatter_add.def
 _SCATTERS |= {"aten.index_add.default", "aten.put.default"}
 _NO_SCATTERS_IN_PLACE = ("CopySlices", "ScatterReduceBackward", "IndexReduceBackward")
 """Nodes whose scatters are always out of place, or are not part of the node's formula."""
-_SAVES_NUMBERS = ("aten.mul.Tensor", "aten.div.Tensor", "aten.mul_.Tensor", "aten.div_.Tensor")
+_SAVES_NUMBERS = {"aten.mul.Tensor", "aten.div.Tensor", "aten.div.Tensor_mode"}
+_SAVES_NUMBERS |= {"aten.mul_.Tensor", "aten.div_.Tensor", "aten.div_.Tensor_mode"}
 _BCE_NODE = "BinaryCrossEntropyWithLogitsBackward"
 _EXTREMUM_NODES = ("MaxBackward1", "MinBackward1")
 _BCE_OPS = {"aten.sub.Tensor", "aten.mul.Tensor"}

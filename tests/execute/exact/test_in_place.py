@@ -371,3 +371,36 @@ def test_opaque_writes(engine):
     made = assert_exact(two_of(OpaqueKernel), engine)
     if engine == "replay":
         assert not any(decisions(made[0.0], "aten.empty_like.default"))
+
+
+class Halved(torch.autograd.Function):
+    """Halves its input in place. `mark_dirty` counts one more write of it, after the last op."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(0.5)
+        ctx.mark_dirty(x)
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return x, y
+
+    @staticmethod
+    def backward(ctx, of_x, of_y):
+        (y,) = ctx.saved_tensors
+        return 0.5 * (of_x + of_y * y)
+
+
+class Marks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            halved, exponential = Halved.apply(layer(x).tanh() * 1.0)
+            x = halved * exponential
+        return x
+
+
+def test_a_function_that_marks_its_input_as_written(engine):
+    assert_exact(two_of(Marks), engine, (0.0, 0.3, 0.6, 0.9, 1.0))

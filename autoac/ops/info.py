@@ -77,8 +77,8 @@ class OpInfo:
         lists: positions of arguments that are a list of tensors.
         keywords: names of keyword-only arguments that are tensors or lists of them.
         writes: positions (int) or keyword names (str) of the arguments that are written in place.
-        updates: it reads what it writes: it is the in-place form of a pointwise op.
         writes_lists: some of these are lists of tensors, and the schema says so.
+        updates: it reads what it writes: it is the in-place form of a pointwise op.
         random: it may draw from a generator, see `draws_random`.
         unknown: it is an op of another library, not declared random, but may draw all the same: compare the generators'
             states.
@@ -99,8 +99,8 @@ class OpInfo:
     lists: tuple[int, ...] = ()
     keywords: tuple[str, ...] = ()
     writes: tuple[int | str, ...] = ()
-    updates: bool = False
     writes_lists: bool = False
+    updates: bool = False
     random: bool = False
     unknown: bool = False
     has_flags: bool = False

@@ -183,28 +183,31 @@ class Tape(TorchDispatchMode):
         return result
 
     def _note_unseen(self, info: OpInfo, signature: Signature) -> None:
-        self.ops.append(
-            {
-                "name": info.name,
-                "tick": self.clock.next(),
-                "module": self.calls.of_op(),
-                "backward": True,
-                "signature": signature,
-                "beside_bytes": 0,
-                "inside": (),
-                "reads": (),
-                "writes": (),
-                "creates": (),
-                "random_bytes": 0,
-                "replayable": False,
-                "side_effect": False,
-                "uninitialised": False,
-                "dtype": signature.dtype,
-                "flops": 0,
-                "moved_bytes": 0,
-                "cached_cast": False,
-            }
-        )
+        self.ops.append(self._row(info, self.clock.next(), signature, backward=True, replayable=False))
+
+    def _row(self, info: OpInfo, tick: int, signature: Signature, **known: Any) -> dict[str, Any]:
+        """A row of the tape, in which all that is not known is zero or empty."""
+        row = {
+            "name": info.name,
+            "tick": tick,
+            "module": self.calls.of_op(),
+            "backward": False,
+            "signature": signature,
+            "beside_bytes": 0,
+            "inside": (),
+            "reads": (),
+            "writes": (),
+            "creates": (),
+            "random_bytes": 0,
+            "replayable": True,
+            "side_effect": False,
+            "uninitialised": False,
+            "dtype": signature.dtype,
+            "flops": 0,
+            "moved_bytes": 0,
+            "cached_cast": False,
+        }
+        return row | known
 
     def _op(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         tick = self.clock.next()
@@ -261,31 +264,25 @@ class Tape(TorchDispatchMode):
         resized = self.storages.grown(sizes, written)
         strided = [tensor for tensor in tensors_in(result) if tensor.layout is torch.strided]
         made = [tensor for tensor in strided if self.storages.known(tensor) in creates]
-        self.ops.append(
-            {
-                "name": info.name,
-                "tick": tick,
-                "module": self.calls.of_op(),
-                "backward": in_backward(),
-                "signature": signature,
-                "beside_bytes": beside_bytes,
-                "inside": (),
-                "reads": tuple(dict.fromkeys(reads)),
-                "writes": tuple(dict.fromkeys(writes)),
-                "creates": tuple(creates),
-                "random_bytes": random_bytes,
-                "replayable": info.replayable
-                and not resized
-                and not draws.on_host
-                and not any(_is_subclass(kind) for kind in map(type, args)),
-                "side_effect": statistics or info.generator(args, kwargs) is not None,
-                "uninitialised": info.uninitialised,
-                "dtype": signature.dtype,
-                "flops": flops_of(func, args, kwargs, result),
-                "moved_bytes": signature.moved_bytes(made),
-                "cached_cast": self._is_cached_cast(func, args) or (func is _CAST and casts_shards),
-            }
+        is_plain = not any(_is_subclass(kind) for kind in map(type, args))
+        row = self._row(
+            info,
+            tick,
+            signature,
+            backward=in_backward(),
+            beside_bytes=beside_bytes,
+            reads=tuple(dict.fromkeys(reads)),
+            writes=tuple(dict.fromkeys(writes)),
+            creates=tuple(creates),
+            random_bytes=random_bytes,
+            replayable=info.replayable and is_plain and not resized and not draws.on_host,
+            side_effect=statistics or info.generator(args, kwargs) is not None,
+            uninitialised=info.uninitialised,
+            flops=flops_of(func, args, kwargs, result),
+            moved_bytes=signature.moved_bytes(made),
+            cached_cast=self._is_cached_cast(func, args) or (func is _CAST and casts_shards),
         )
+        self.ops.append(row)
         if unseen is not None:
             unseen.is_checked = False
             later = in_backward() or is_collective(info.name)

@@ -57,7 +57,7 @@ class Buckets:
     def samples(self) -> pd.DataFrame:
         """One row per sample, the smallest first.
 
-        Of samples with as many elements, which have one plan, the first is the one that was planned for.
+        Samples of equal size share a plan; the first of them was planned for.
 
         Columns: sample, elements, peak_bytes, unplanned_peak_bytes, overhead, regions (that recompute), fits.
         """
@@ -241,9 +241,9 @@ def _check(plans: tuple[Plan, ...]) -> None:
         ):
             if one != two:
                 raise ValueError(f"the plans are for different {what}: {one!r} and {two!r}.")
-        # The second run of engine sac uses the plan that its region carries at that time.
+        # A second run of the region's code uses the plan that the region carries at that time.
         alike = (first.losses, first.chunked_losses) == (other.losses, other.chunked_losses)
-        if not alike and ENGINES[first.engine].is_policy:
+        if not alike and ENGINES[first.engine].model.runs_code_twice:
             raise ValueError(
                 f"with engine {first.engine!r} plans that take turns must treat the model's loss alike: plan with "
                 'policies=[autoac.Policy("MUST_SAVE", op="aten._log_softmax*")], or with engine=\'replay\'.'

@@ -19,7 +19,7 @@ from autoac.calibrate.compiled.table import BLOCKS, NothingCompiled
 from autoac.calibrate.compiled.tried import tried, with_measured
 from autoac.device import device_for
 from autoac.outcomes import with_outcomes
-from autoac.parallel.protocol import Plain, Sharded, check_parallel
+from autoac.parallel.protocol import Parallel, Sharded, check_parallel
 from autoac.parallel.wrapped import found_on
 from autoac.plans import Plan
 from autoac.policies import Policies, listed
@@ -55,7 +55,7 @@ def plan(
     gap: float = 1e-3,
     mode: Mode = "auto",
     device: str | Path | None = None,
-    parallel: Plain | None = None,
+    parallel: Parallel | None = None,
     progress: Progress = None,
 ) -> Plan:
     """Plan what to save and what to recompute so that a training step stays within a budget.

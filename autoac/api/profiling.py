@@ -18,7 +18,7 @@ from autoac.measure import ONE_AT_A_TIME, unique_storage_bytes
 from autoac.ops.info import is_collective
 from autoac.outcomes import largest_first, with_others
 from autoac.parallel.elsewhere import record_sharded
-from autoac.parallel.protocol import Plain, Sharded, check_parallel
+from autoac.parallel.protocol import Parallel, Sharded, check_parallel
 from autoac.parallel.wrapped import found_on
 from autoac.progress import Progress, Tell, part, progress_shown
 from autoac.record.cuda.cublas import with_workspaces
@@ -51,7 +51,7 @@ def profile(
     regions: RegionChoice = None,
     mode: Mode = "auto",
     device: str | Path | None = None,
-    parallel: Plain | None = None,
+    parallel: Parallel | None = None,
     engine: EngineName = "auto",
     granularity: str = BLOCKS,
     progress: Progress = None,

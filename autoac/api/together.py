@@ -12,7 +12,7 @@ from autoac.api.checks import checked
 from autoac.api.profiling import profile
 from autoac.api.solving import plan_recorded
 from autoac.parallel.one_plan import for_all, needs_most, same_everywhere
-from autoac.parallel.protocol import Plain
+from autoac.parallel.protocol import Parallel
 from autoac.parallel.ranks import together
 from autoac.plans import Plan
 from autoac.progress import part, progress_shown
@@ -24,7 +24,7 @@ from autoac_solver.records.arguments import check_effort
 
 
 def plan_together(
-    model: torch.nn.Module, sample: Any, budget: int | str | None, wrapped: Plain, options: dict[str, Any]
+    model: torch.nn.Module, sample: Any, budget: int | str | None, wrapped: Parallel, options: dict[str, Any]
 ) -> Plan:
     """Make one plan on all ranks together, for the rank whose step keeps the most bytes, that fits all.
 

@@ -312,7 +312,7 @@ _RECORDING: weakref.WeakKeyDictionary[Auto, int] = weakref.WeakKeyDictionary()
 
 
 def _give_up_abandoned() -> None:
-    """End recordings that a failed step has left on this thread: nobody begins a handle within another one's step."""
+    """End recordings left on this thread: a handle never begins during another one's step, so those steps failed."""
     for handle, thread in list(_RECORDING.items()):
         if thread == threading.get_ident() and handle._recording.is_on:
             handle._abandon_step()

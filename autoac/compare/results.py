@@ -180,9 +180,9 @@ class ModelResult:
     def noise(self) -> float:
         """Difference that two equal configurations do not exceed in 95 of 100 cases, as a fraction.
 
-        Resampling: two disjoint groups are drawn 2000 times, each with as many samples as the strategy with the most.
-        They are drawn from the samples without drift of all configurations that have as many or more, each divided by
-        its configuration's median. Not less than A/A itself, which is only one case.
+        2,000 resamples of two disjoint groups of n samples each, where n is the largest sample count of a strategy.
+        Samples are without drift, of all configurations with at least n, each divided by its configuration's median.
+        Not less than A/A itself, which is only one case.
         """
         compared = [len(self.steady[row.name]) for row in self.rows if not row.error and row.kind != "none"]
         rounds = max(compared or [len(self.steady[self.base[0].name])])
@@ -192,8 +192,10 @@ class ModelResult:
         shuffled = random.Random(0)
         differences = []
         for _ in range(2000):
-            hands = shuffled.sample(pool, 2 * rounds)
-            differences.append(abs(statistics.median(hands[:rounds]) / statistics.median(hands[rounds:]) - 1))
+            groups = shuffled.sample(pool, 2 * rounds)
+            differences.append(
+                abs(statistics.median(groups[:rounds]) / statistics.median(groups[rounds:]) - 1)
+            )
         return max(sorted(differences)[int(0.95 * len(differences))], self.difference_of_none)
 
     @property

@@ -159,9 +159,9 @@ class Root:
         return max(index, 0)
 
     def fitting(self, place: int, elements: int) -> int:
-        """The root call whose programs a call with so many elements runs under: the smallest that is no smaller.
+        """Index of the planned root call whose programs a call of this size uses.
 
-        Of equal ones, that in the call's own place; the largest, if all are smaller.
+        The smallest planned size of at least `elements`; among equal ones the call's own place; else the largest.
         """
         if not self.elements or self.elements[place] == elements:
             return place

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autoac.parallel.protocol import Plain
+from autoac.parallel.protocol import Parallel
 from autoac.record.tape.storages import allocated_bytes
 from autoac.torch_private import bucket_options
 from autoac_solver.records.profile import NEVER, Profile, Storage
@@ -24,7 +24,7 @@ _INT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class DDP(Plain):
+class DDP(Parallel):
     """`torch.nn.parallel.DistributedDataParallel`.
 
     Args:

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from autoac_solver.records.profile import Profile
 
 
-class Parallel(Protocol):
-    """One way to train on several processes."""
+class Parallel:
+    """One way to train on several processes, and the common base class, which adds no memory."""
 
     @property
     def is_here(self) -> bool:
         """Whether the ranks are running: then all of them plan together, and get one plan."""
-        ...
+        return False
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether it describes absent ranks: then `sharded` makes one of them, on fake tensors."""
-        ...
+        return False
 
     def with_lifetimes(self, profile: Profile, model: torch.nn.Module) -> Profile:
         """The profile with the memory of the wrapper that the recorded step did not show.
@@ -32,29 +32,15 @@ class Parallel(Protocol):
             profile: profile of a step of the unwrapped model.
             model: the unwrapped model.
         """
-        ...
-
-
-class Plain:
-    """A model in one process, and the common base class."""
-
-    @property
-    def is_here(self) -> bool:
-        """See `Parallel`."""
-        return False
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """See `Parallel`."""
-        return False
-
-    def with_lifetimes(self, profile: Profile, model: torch.nn.Module) -> Profile:
-        """See `Parallel`."""
         return profile
 
 
+class Plain(Parallel):
+    """A model in one process."""
+
+
 @dataclass(frozen=True)
-class Sharded(Plain):
+class Sharded(Parallel):
     """A model of which each rank holds a part of the parameters.
 
     Args:
@@ -109,7 +95,7 @@ def check_parallel(parallel: Any, is_sharded: bool) -> None:
     Raises:
         ValueError: it is something else, or does not say how many ranks will shard the model.
     """
-    if parallel is not None and not isinstance(parallel, Plain):
+    if parallel is not None and not isinstance(parallel, Parallel):
         raise ValueError(
             f"parallel is {parallel!r:.80}: pass autoac.parallel.DDP(...), FSDP2(...) or TensorParallel(...) of that "
             "module, or leave it out for a model that is wrapped already."

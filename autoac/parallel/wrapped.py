@@ -6,7 +6,7 @@ import torch
 
 from autoac.parallel.ddp import DDP
 from autoac.parallel.fsdp2 import FSDP2
-from autoac.parallel.protocol import Plain
+from autoac.parallel.protocol import Parallel, Plain
 from autoac.parallel.tensor import TensorParallel
 from autoac.step.units import holds_shards, holds_units
 from autoac.torch_private import (
@@ -18,7 +18,7 @@ from autoac.torch_private import (
 )
 
 
-def found_on(model: torch.nn.Module) -> Plain:
+def found_on(model: torch.nn.Module) -> Parallel:
     """The parallelism of a model's training, according to its wrappers; `Plain` for one process.
 
     Args:

@@ -20,7 +20,8 @@ NOTE [ Unseen writes ]
      sac has no regions around the op whose bytes were overwritten, nor around the code that wrote. Which code that is
      is not known: all modules count that were running between the two checksums.
   7. A storage that is older than the step (a tensor that numpy fills again and again) is checksummed when an op first
-     reads it. Not parameters, which are many bytes. Nor what is filled again after backward has begun, as loaders do.
+     reads it. Parameters are skipped (many bytes), and so are tensors that are filled again after backward has begun,
+     as by data loaders.
   8. A step of the user's own loop is recorded only once, and its gradients count. There the values that were written
      are kept: see `SavedTensors.keep` and `LeanRecording`.
   9. What was allocated and is read before an op has written it (`torch.empty`) was written by unseen code, even if its

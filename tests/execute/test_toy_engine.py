@@ -25,7 +25,7 @@ from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import Lifetime
 from autoac_solver.records import engines as names
-from autoac_solver.records.profile import ModuleCall, Op, Profile
+from autoac_solver.records.profile import Op, Profile
 from tests.small_models import assert_same, batch, least_bytes, make, step
 
 
@@ -49,9 +49,6 @@ class ToyModel:
 
     def build(self, profile: Profile, calls: Sequence[int]) -> Built | None:
         return None
-
-    def may_run(self, call: ModuleCall) -> bool:
-        return True
 
     def refuses(self, step: Step, region: Region) -> Iterator[str]:
         if step.profile.calls[region.call].class_name == "Linear":

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import autoac
+from autoac_solver.plan.partitions import partitions
 from autoac_solver.records.profile import INFERENCE, Profile
 from tests.execute.exact.harness import Case, assert_exact
 from tests.features.feature import feature
@@ -325,6 +326,35 @@ def test_a_buffer_made_in_inference_mode(engine):
         autoac.profile(make(), X), 10**9, engine=engine, regions=["0", "1"], policies=EVERYTHING
     )
     assert_gradients(plan.apply(make()), gradients(make()))
+
+
+# -- modules inside of such a module -----------------------------------------------------------------------------------
+
+
+class Doubles(nn.Module):
+    """What the second part is given is written in place before its code could run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(*(self.block() for _ in range(3))) for _ in range(3))
+
+    @staticmethod
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.parts[0](x) * 1.0
+        z = self.parts[1](y)
+        y.mul_(2.0)
+        return self.parts[2](z) + y
+
+
+def test_regions_are_chosen_inside_of_a_module_that_cannot_be_one():
+    profile = Case(Doubles, mean_square, ("parts.*",)).profile()
+    coarsest = [profile.calls[call].fqn for call in partitions(profile, "sac")[0]]
+    assert "parts.1" not in coarsest
+    assert {"parts.1.1", "parts.1.2"} <= set(coarsest)
+    assert_exact(Case(Doubles, mean_square, coarsest), "sac", (0.0, 0.5))
 
 
 # -- what is recorded of it --------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ NOTE [ Never wrong, whatever the decisions ]
   region, its version counter shows it, as in autograd, and that is an error. A storage that is read before any visible
   op has written it was written by an opaque kernel: it is kept. So is a storage once an op has changed its size
   (`resize_`, `out=` into an empty tensor): its views could not be made before that op has run again, and not every
-  kernel resizes its output. What another library's op has made that drew from Python's or numpy's random numbers is
-  kept: to set these back in backward could disturb what else draws there. An op that raises, which code may catch,
+  kernel resizes its output. Results of other libraries' ops that draw from Python's or numpy's generators are kept:
+  setting these back in backward could disturb others who draw from them. An op that raises, which code may catch,
   leaves the recording as it was before.
 """
 

@@ -2,8 +2,8 @@
 
 NOTE [ The second run's random numbers ]
   1. torch stashes the states of its generators where the region begins, and sets them back for the second run. Threads
-     share these generators: one that draws while either run is on its way to a random op changes what the op draws. So
-     while there are other threads, the results of random ops that run again are compared (`Drawn`); a difference is an
+     share these generators: if another one draws before a random op, in either run, the op gets other numbers. So while
+     there are other threads, the results of random ops that run again are compared (`Drawn`); a difference is an
      error. On a GPU, where reading results would make the host wait, the generator's seed and offset after the op are
      compared instead. That misses a draw right before the op in one run and right after it in the other.
   2. Nothing is compared in a process with one thread. No tensor is made for it: predicted peaks hold either way.

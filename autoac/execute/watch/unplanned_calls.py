@@ -247,7 +247,7 @@ class UnplannedCalls:
     def _words_on_several_calls(self, now: Trained) -> str:
         if not self.one_call:
             return ""
-        # As many calls at once take at most as many peaks: with that much room there is nothing to tell.
+        # n calls at once take at most n peaks. If these fit the budget, there is nothing to tell.
         waiting = self.earlier.waiting
         if waiting and (1 + waiting) * self.peak_bytes > self.budget_bytes:
             return (

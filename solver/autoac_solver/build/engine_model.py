@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from autoac_solver.problem.problem import Lifetime
 from autoac_solver.records.errors import ProfileError
-from autoac_solver.records.profile import ModuleCall, Op, Profile
+from autoac_solver.records.profile import Op, Profile
 
 if TYPE_CHECKING:
     from autoac_solver.build.built import Built, RegionTape
@@ -44,10 +44,6 @@ class EngineModel(Protocol):
 
     def build(self, profile: Profile, calls: Sequence[int]) -> Built | None:
         """The problem of an engine that decides on whole regions; None if it is built from their ops."""
-        ...
-
-    def may_run(self, call: ModuleCall) -> bool:
-        """Whether a module call may be a region, judging by its record alone."""
         ...
 
     def refuses(self, step: Step, region: Region) -> Iterator[str]:

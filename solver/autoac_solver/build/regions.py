@@ -80,7 +80,7 @@ def choose_regions(
     found, refused = [], []
     for call in calls:
         region = Region(step, call)
-        reason = next(_reasons(step, region, engine), "")
+        reason = next(_why_no_region(step, region, engine), "")
         if reason:
             refused.append(RegionRefusal(call, reason))
         else:
@@ -98,12 +98,22 @@ def holders(step: Step, regions: Sequence[Region]) -> tuple[Region, ...]:
     return tuple(sorted((Region(step, call) for call in calls), key=lambda region: region.start))
 
 
-def _reasons(step: Step, region: Region, engine: EngineModel) -> Iterator[str]:
+def may_be_region(step: Step, call: int, engine: EngineModel) -> bool:
+    """Whether nothing but that there may be nothing to recompute speaks against a module call as a region."""
+    refused = next(_refused(step, Region(step, call), engine), "")
+    return step.profile.spans[call].grad and not refused
+
+
+def _why_no_region(step: Step, region: Region, engine: EngineModel) -> Iterator[str]:
     """Reasons why a module call cannot be a region."""
+    yield from _refused(step, region, engine)
+    yield from nothing_to_recompute(step.profile, region)
+
+
+def _refused(step: Step, region: Region, engine: EngineModel) -> Iterator[str]:
     yield from refused_by_all(step.profile, region.call)
     if step.profile.spans[region.call].grad:
         yield from engine.refuses(step, region)
-    yield from nothing_to_recompute(step.profile, region)
 
 
 def nothing_to_recompute(profile: Profile, region: Region) -> Iterator[str]:

@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
-from autoac_solver.build.engines import DEFAULT, engine_model
+from autoac_solver.build.engines import DEFAULT, EngineModel, engine_model
+from autoac_solver.build.regions import may_be_region
+from autoac_solver.build.step import Step
 from autoac_solver.plan.parts import PartTree
 from autoac_solver.records.engines import COMPILE
 from autoac_solver.records.profile import NEVER, ModuleCall, Profile
@@ -29,13 +31,13 @@ def partitions(profile: Profile, engine: str = DEFAULT) -> list[tuple[int, ...]]
     """Choices of regions (module calls), from coarse to fine, and last the whole model as one region.
 
     Args:
-        engine: module calls that it cannot run (`EngineModel.may_run`) are left out.
+        engine: module calls that it refuses are left out.
     """
     weights, model = _saved_bytes(profile), engine_model(engine)
     if model.compiles and profile.compiled is not None:  # Only measured regions are available.
         return [tuple(sorted(call for region in profile.compiled.regions for call in region.calls))]
     children, roots = _tree(profile)
-    possible = [call.grad and model.may_run(call) for call in profile.calls]
+    possible = _possible(profile, len(profile.calls), model)
     choices = _by_size(possible, roots, children, weights)
     choices.append(tuple(root for root in roots if possible[root]))
     return [choice for choice in dict.fromkeys(choices) if choice] or [()]
@@ -48,10 +50,16 @@ def partitions_in_parts(profile: Profile, engine: str = DEFAULT) -> list[tuple[i
         return []
     children, roots = _tree(profile)
     tree, weights = PartTree(profile, children), _saved_bytes(profile, profile.spans)
-    possible = [span.grad and model.may_run(span) for span in profile.spans]
+    possible = _possible(profile, len(profile.spans), model)
     inside = [tree.inside(span) for span in range(len(profile.spans))]
     choices = _by_size(possible, roots, inside, weights)
     return [choice for choice in dict.fromkeys(choices) if any(span >= len(profile.calls) for span in choice)]
+
+
+def _possible(profile: Profile, count: int, model: EngineModel) -> list[bool]:
+    """For each of the first spans whether it may be a region."""
+    step = Step(profile)
+    return [may_be_region(step, span, model) for span in range(count)]
 
 
 def named_calls(profile: Profile, names: Sequence[str]) -> list[int]:
@@ -141,10 +149,9 @@ def blocks(profile: Profile) -> tuple[int, ...]:
     weights = _saved_bytes(profile)
     children, roots = _tree(profile)
     total = sum(weights[root] for root in roots)
-    model = engine_model(COMPILE)
     possible = [
-        call.grad and model.may_run(call) and not _holds_blocks(profile, children, weights, index)
-        for index, call in enumerate(profile.calls)
+        may_be and not _holds_blocks(profile, children, weights, index)
+        for index, may_be in enumerate(_possible(profile, len(profile.calls), engine_model(COMPILE)))
     ]
     chosen = _descend(possible, roots, children, weights, COARSEST_SHARE * total)
     held: Counter[Hashable] = Counter()

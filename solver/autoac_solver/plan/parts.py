@@ -1,8 +1,8 @@
 """Parts of module calls: stretches of a forward's ops that can be regions of their own.
 
 NOTE [ Parts ]
-  1. A region saves what it is given, and in backward it needs all of its values at once. Modules have the wrong size
-     where many layers lie side by side in one forward: one layer alone gives nothing back, for its input is the output
+  1. A region saves what it is given, and in backward it needs all of its values at once. If one forward calls many
+     layers in a row, no module is a good region: recomputing one layer frees nothing, because its input is the output
      of the layer before, and all of them together need everything at once.
   2. So a call is cut in two between two items of its forward's own code (an op, or the call of a module), and the two
      parts again, as long as a part is worth it; a part whose values to save are all of one module's call, between the

@@ -14,7 +14,6 @@ from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import Lifetime
 from autoac_solver.records.engines import CHECKPOINT, SAC
-from autoac_solver.records.profile import ModuleCall
 
 
 class Checkpoint(Sac):
@@ -23,9 +22,6 @@ class Checkpoint(Sac):
     name = CHECKPOINT
     selects = False
     one_random_state = False
-
-    def may_run(self, call: ModuleCall) -> bool:
-        return True
 
     def refuses(self, step: Step, region: Region) -> Iterator[str]:
         return refuses_second_run(step, region)

@@ -18,7 +18,7 @@ from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import Lifetime
 from autoac_solver.records.engines import COMPILE
-from autoac_solver.records.profile import UNPACKED_TWICE, UNRULED, ModuleCall, Op, Profile
+from autoac_solver.records.profile import UNPACKED_TWICE, UNRULED, Op, Profile
 
 _REPLAY = Replay()
 
@@ -42,15 +42,16 @@ class Compile:
     def build(self, profile: Profile, calls: Sequence[int]) -> Built:
         return build_compiled(profile, calls, self)
 
-    def may_run(self, call: ModuleCall) -> bool:
-        return not call.changes_arguments and call.once in ("", UNRULED, UNPACKED_TWICE)
-
     def refuses(self, step: Step, region: Region) -> Iterator[str]:
         call = step.profile.calls[region.call]
         if call.changes_arguments:
             yield "it changes an object among its arguments (a cache of keys and values, say)"
+        if call.once not in ("", UNRULED, UNPACKED_TWICE):
+            yield f"it is not compiled: {call.once}"
         table = step.profile.compiled
-        measured = None if table is None else table.of_call(region.call)
+        if table is None:
+            return
+        measured = table.of_call(region.call)
         if measured is None:
             yield "it was not compiled and measured when the profile was made"
         elif not measured.points:

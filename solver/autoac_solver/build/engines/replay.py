@@ -24,7 +24,7 @@ from autoac_solver.problem.problem import (
 )
 from autoac_solver.records.disk.limits import Seconds
 from autoac_solver.records.engines import REPLAY
-from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, ModuleCall, Op, Profile
+from autoac_solver.records.profile import NEVER, Op, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,6 @@ class Replay:
 
     def build(self, profile: Profile, calls: Sequence[int]) -> Built | None:
         return None
-
-    def may_run(self, call: ModuleCall) -> bool:
-        return call.once not in (SHARDED, STREAMS)
 
     def refuses(self, step: Step, region: Region) -> Iterator[str]:
         return iter(())

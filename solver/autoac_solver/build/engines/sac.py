@@ -21,7 +21,6 @@ from autoac_solver.records.profile import (
     NEVER,
     UNPACKED_TWICE,
     UNRULED,
-    ModuleCall,
     Op,
     Profile,
 )
@@ -55,9 +54,6 @@ class Sac:
 
     def build(self, profile: Profile, calls: Sequence[int]) -> Built | None:
         return None
-
-    def may_run(self, call: ModuleCall) -> bool:
-        return not call.changes_arguments and not call.once
 
     def refuses(self, step: Step, region: Region) -> Iterator[str]:
         call = step.profile.calls[region.call]

@@ -3,8 +3,8 @@
 NOTE [ Micro-batches in any order ]
   With batches of drawn lengths, a later step of a loop has its largest micro-batch elsewhere. A plan has a program for
   each recorded call, and runs each call under that of the smallest one with at least as many elements (`attach.Root`).
-  What the largest call finds alive then may be more than in the recorded step. So that its peak holds anywhere, each
-  call is planned as if it found
+  Then more memory can be alive at the largest call than was recorded. So that its peak holds anywhere, each call is
+  planned as if it found
   - the gradients of all calls, to which it adds its own at once;
   - as much memory from the call before it as any recorded call finds from its own predecessor;
   - as many bytes of inputs as if all were the largest, if the loop has fetched them before the step.

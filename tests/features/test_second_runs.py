@@ -331,6 +331,11 @@ def test_a_buffer_made_in_inference_mode(engine):
 # -- modules inside of such a module -----------------------------------------------------------------------------------
 
 
+class Halves(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5  # autograd saves no tensor for it
+
+
 class Doubles(nn.Module):
     """What the second part is given is written in place before its code could run again."""
 
@@ -340,7 +345,7 @@ class Doubles(nn.Module):
 
     @staticmethod
     def block() -> nn.Module:
-        return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+        return nn.Sequential(Halves(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.parts[0](x) * 1.0

@@ -148,7 +148,7 @@ class PlanView:
         """The plan's decisions for a module, and their limits: why it is no region, which values in it must be saved.
 
         Args:
-            module: its name in the model, "" for the model itself.
+            module: its name in the model, "" for the model itself; or the name of a region of this plan.
 
         Raises:
             ProfilingError: the profiled step calls no module of this name.

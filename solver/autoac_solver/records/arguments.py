@@ -11,7 +11,7 @@ from typing import Any
 
 from autoac_solver.records.disk.limits import MOST_NUMBER
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.names import region_in_words
+from autoac_solver.records.names import is_part, region_in_words
 
 _NAMES = 'names or globs of modules ("layers.*"), or several of these'
 MOST_CURVE_POINTS = 10_000
@@ -149,8 +149,11 @@ def matched(
             n for n in names if any(k == pattern or (k and is_meant(k, pattern)) for k in known_as(n))
         ]
         if not found[pattern]:
+            part = (
+                " Parts of a call are chosen by the planner: leave regions= out." if is_part(pattern) else ""
+            )
             raise ProfilingError(
-                f"{what}={pattern!r} matches no module. Modules of {owner} are: {some(names)}."
+                f"{what}={pattern!r} matches no module.{part} Modules of {owner} are: {some(names)}."
             )
     return found
 

@@ -10,6 +10,11 @@ PART = ":"
 _PART = re.compile(rf"(.*){PART}\d+", re.DOTALL)
 
 
+def is_part(name: str) -> bool:
+    """Whether this is the display name of a part of a call."""
+    return bool(_PART.fullmatch(name))
+
+
 def module_in_words(name: str) -> str:
     """A module, one of its calls, or a part of a call, by its display name: quoted, or "the model itself"."""
     if part := _PART.fullmatch(name):
@@ -19,7 +24,7 @@ def module_in_words(name: str) -> str:
 
 def region_in_words(name: str) -> str:
     """A region by its display name; the model itself is one if parts of its own call are."""
-    return module_in_words(name) if not name or _PART.fullmatch(name) else f"region {name!r}"
+    return module_in_words(name) if not name or is_part(name) else f"region {name!r}"
 
 
 def holder_in_words(kind: str, module: str) -> str:

@@ -26,12 +26,14 @@ def why(record: PlanRecord, module: str) -> str:
     """A plan's treatment of a module and the reasons for it; calls that differ have separate lines.
 
     Args:
-        module: its name in the model, "" for the root module.
+        module: its name in the model, "" for the root module; or the name of a region that is a part of a call.
 
     Raises:
         ProfilingError: the profiled step calls no module of this name.
     """
     profile, step = record.profile, step_of(record)
+    if (part := _part(profile, step, module)) is not None:
+        return part
     calls = [index for index, call in enumerate(profile.calls) if call.fqn == module]
     inside = [call.fqn for call in profile.calls if module and call.fqn.startswith(f"{module}.")]
     if not calls and inside:
@@ -154,6 +156,16 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
         )
         reason = f"{others}; name it in regions= to make it one" if regions else "this plan has no regions"
     return f"{name}: is no region: {reason or 'autograd saves nothing in it that a plan could recompute'}"
+
+
+def _part(profile: Profile, step: PlannedStep, name: str) -> str | None:
+    """Text on a region that is a part of a call; None if there is no such region."""
+    for region, tape in enumerate(step.built.regions):
+        if tape.call >= len(profile.calls) and profile.module_name(tape.call) == name:
+            ends = [profile.tape[op] for op in (tape.ops[0], tape.ops[-1])]
+            first, last = (f"{op.name} of {module_in_words(profile.module_name(op.module))}" for op in ends)
+            return f"{module_in_words(name)}, from {first} to {last}: {_region(profile, step, region)}"
+    return None
 
 
 def _region(profile: Profile, step: PlannedStep, region: int) -> str:

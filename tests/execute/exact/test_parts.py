@@ -257,6 +257,11 @@ def test_what_a_module_is_to_the_plan():
     plan = autoac.plan(model, x, budget=autoac.profile(model, x).least_peak_bytes)
     assert "in parts" in plan.why("")
     inside = plan.why("3")
+    part = next(region.name for region in plan.regions if region.wrapped)
+    assert plan.why(part).startswith(f"part {part!r} of the model itself, from aten.addmm.default of '")
+    assert "values are recomputed" in plan.why(part)
+    with pytest.raises(autoac.ProfilingError, match="Parts of a call are chosen by the planner"):
+        autoac.solve(plan.record.profile, plan.budget_bytes, regions=[part])
     assert inside.startswith("3: lies in part ':")
     assert "of the model itself, whose values are decided on one by one" in inside
 

@@ -33,7 +33,7 @@ def test_two_blocks_by_hand() -> None:
         ["Parameter", "-", 1, 1000],
         ["Activation", "blocks.*.wide", 1, 100],
         ["Activation", "blocks.*", 2, 80],
-        ["Activation", "-", 1, 8],
+        ["Activation", "outside of all submodules", 1, 8],
     ]
     columns = ["decision", "op", "module_class", "values", "bytes", "time_s"]
     assert found.values[columns].values.tolist() == [

@@ -243,9 +243,8 @@ class UnseenWrites:
                     found[_any_call(names[writer][0])] = MAY_WRITE
             for call in self._tape.calls.rows:
                 ran = call["start"] <= change.until and (call["end"] == NEVER or call["end"] >= change.since)
-                if (
-                    ran and call["class_name"] in self._tape.calls.sources
-                ):  # torch's own modules write nothing
+                of_user = call["class_name"] in self._tape.calls.sources  # torch's own modules write nothing
+                if ran and of_user:
                     found[_any_call(call["fqn"])] = MAY_WRITE
         return found
 

@@ -49,9 +49,8 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 def _check_is_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, type) or not hasattr(optimizer, "param_groups"):
-        raise ProfilingError(
-            f"optimizer is {optimizer!r:.80}: pass the optimizer object that trains the model."
-        )
+        shown = " ".join(repr(optimizer).split())  # a model's has many lines
+        raise ProfilingError(f"optimizer is {shown:.80}: pass the optimizer object that trains the model.")
 
 
 def _holds_another(optimizer: Any) -> str | None:

@@ -46,10 +46,10 @@ class Compile:
         call = step.profile.calls[region.call]
         if call.changes_arguments:
             yield "it changes an object among its arguments (a cache of keys and values, say)"
-        if call.once not in ("", UNRULED, UNPACKED_TWICE):
-            yield f"it is not compiled: {call.once}"
         table = step.profile.compiled
-        if table is None:
+        if table is None:  # regions to be compiled are chosen
+            if call.once not in ("", UNRULED, UNPACKED_TWICE):
+                yield f"it is better not compiled: it has {call.once}"
             return
         measured = table.of_call(region.call)
         if measured is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autoac_solver.build.built import Built
-from autoac_solver.build.regions import Region
 from autoac_solver.build.stacking import stacked
 from autoac_solver.build.step import Step
 from autoac_solver.plan.following import planned_places
@@ -57,18 +56,12 @@ def _decisions(record: PlanRecord, profile: Profile, built: Built) -> list[int]:
 def _rerun(record: PlanRecord, profile: Profile) -> set[int]:
     """The ops that the plan's programs run again."""
     step = Step(profile)
-    calls = {
-        (call.fqn, call.call): Region(step, index) for index, call in enumerate(profile.calls) if call.grad
-    }
+    calls = {(call.fqn, call.call): call for call in profile.calls if call.grad}
     found = set[int]()
     for program in call_programs(record):
-        if region := calls.get((program.fqn, program.call)):
-            places = planned_places(
-                [name for name, _ in program.steps], [profile.tape[op].name for op in region.ops]
-            )
-            found.update(
-                op
-                for op, place in zip(region.ops, places, strict=True)
-                if place != NEVER and program.steps[place][1]
-            )
+        if call := calls.get((program.fqn, program.call)):
+            ops = step.ops(call.start, call.end)
+            planned, names = [name for name, _ in program.steps], [profile.tape[op].name for op in ops]
+            places = zip(ops, planned_places(planned, names), strict=True)
+            found.update(op for op, place in places if place != NEVER and program.steps[place][1])
     return found

@@ -109,15 +109,18 @@ class WorkspaceMeter:
             return result, signature
         return func(*args, **kwargs), signature
 
-    def run_inside(self, signature: Signature, func: Any, args: Any, kwargs: Any) -> Any:
+    def run_inside(
+        self, signature: Signature, func: Any, args: Any, kwargs: Any, least_bytes: int = 0
+    ) -> Any:
         """Run a higher-order op, and measure the most bytes alive inside of it above those at its start.
 
         Equal calls may run different branches, so that each is measured; the most counts.
 
         Args:
             signature: the op with its tensors.
+            least_bytes: what is known to have been alive before it was called.
         """
-        self.workspace_bytes.setdefault(signature, 0)
+        self.workspace_bytes[signature] = max(self.workspace_bytes.get(signature, 0), least_bytes)
         if self._ranges is not None:
             name = f"autoac workspace {len(self._names)}"
             self._names[name] = signature

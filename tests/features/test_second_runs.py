@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,6 +16,7 @@ from autoac_solver.plan.partitions import partitions
 from autoac_solver.records.profile import INFERENCE, Profile
 from tests.execute.exact.harness import Case, assert_exact
 from tests.features.feature import feature
+from tests.small_models import least_bytes
 
 X = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
 
@@ -251,6 +254,27 @@ def test_cached_parametrizations_inside_a_region(engine):
 @feature("`parametrize.cached` around regions", "replay")
 def test_cached_parametrizations_around_regions():
     assert_exact(Case(CachesOutside, mean_square, "layers.*"), "replay")
+
+
+def test_cached_parametrizations_that_only_the_loop_enters(monkeypatch):
+    """Such a region recomputes nothing, and the plan says so; gradients are equal."""
+    expected, model = CachesOutside(), CachesOutside()
+    model.load_state_dict(expected.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr(parametrize, "cached", contextlib.nullcontext)
+        profile = autoac.profile(model, X)
+    budget = least_bytes(profile, "sac", ["layers.*"])
+    plan = autoac.solve(profile, budget, engine="sac", regions=["layers.*"])
+    assert all(region.wrapped for region in plan.regions)
+    plan.apply(model)
+    cause = r"within torch.nn.utils.parametrize.cached\(\), and the plan was made without"
+    with pytest.warns(UserWarning, match=cause):
+        loss = mean_square(model)
+    loss.backward()
+    mean_square(expected).backward()
+    assert {name.split("#")[0] for name in plan.is_not_followed.regions} == {"layers.0", "layers.1"}
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 @feature("`parametrize.cached` around regions", "sac", cell="left alone, `plan.why` says it")

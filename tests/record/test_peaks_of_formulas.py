@@ -87,6 +87,40 @@ def test_higher_order_ops_are_counted_by_a_bound():
         assert measured <= plan.predicted_peak_bytes <= 1.05 * measured
 
 
+class Mixed(nn.Module):
+    """A branch that reads many tensors: torch copies all of them while it traces the branches for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.weights = nn.ParameterList(torch.linspace(-1, 1, 64 * 64).reshape(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        mixed = torch.cond(
+            h.sum() > -(10**9), lambda x, *w: sum(w) * x, lambda x, *w: x.sin() * sum(w), (h, *self.weights)
+        )
+        return mixed.relu()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_branches_are_traced_on_copies():
+    torch.manual_seed(0)
+    model = Mixed()
+    plan = autoac.solve(autoac.profile(model, X), 10**9)
+    assert measured_peak(model, plan) == plan.predicted_peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_numbers_in_branches_are_counted_by_a_bound():
+    """Eight bytes for each op that takes one, at most twice as many as there are at a time."""
+    model, made = plans(
+        lambda x: torch.cond(x.sum() > -(10**9), lambda x: x * 2 * 3, lambda x: x.sin() / 5 + 1, (x,))
+    )
+    for plan in made:
+        assert plan.predicted_peak_bytes - 32 <= measured_peak(model, plan) <= plan.predicted_peak_bytes
+
+
 class Gated(Layer):
     """Its peak is in backward: the branch keeps nothing, and runs again there."""
 

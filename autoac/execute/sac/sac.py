@@ -41,6 +41,7 @@ from autoac.execute.sac.first_step import Comparing, FirstStep
 from autoac.execute.sac.randoms import DrawingTheSame, Drawn, HostRandoms, may_draw
 from autoac.execute.sac.state import ModuleState
 from autoac.execute.streams import CallStreams, streams_of_call
+from autoac.execute.watch.following import CACHED_PARAMETRIZATIONS
 from autoac.ops.arguments import held_in
 from autoac.ops.generators import generators_of
 from autoac.ops.info import OpInfo, op_info, read_tensors, tensors_in, written_tensors
@@ -57,6 +58,7 @@ from autoac.torch_private import (
     noting_failures,
     on_fake_tensors,
     on_local_parts,
+    reads_cached_parametrizations,
     storage_key,
     storage_ref,
     version_of,
@@ -84,6 +86,11 @@ def run(
         context_fn = functools.partial(contexts, program.unnamed)
         function = functools.partial(forward, **kwargs)
         return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+    if module is not None and reads_cached_parametrizations(module):
+        # Code that runs again in backward would find this cache gone, or fuller.
+        first = program.names[0][0] if program.names else None
+        program.following.deviates(program.region, first, CACHED_PARAMETRIZATIONS, CACHED_PARAMETRIZATIONS)
+        return forward(*args, **kwargs)
     # By position: torch stashes the random states of the devices that it finds among positional arguments.
     named = functools.partial(_by_name, forward, tuple(kwargs))
     given = (*args, *kwargs.values())

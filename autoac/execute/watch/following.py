@@ -20,6 +20,9 @@ _ATTENTION = ("attention", "softmax", "baddbmm", "bmm")
 _DROPOUT = ("dropout", "bernoulli")
 _CASTS = ("_to_copy", "to_copy")
 
+CACHED_PARAMETRIZATIONS = "torch.nn.utils.parametrize.cached()"
+"""Stands for an op where a region is called within this context, and the profiled step did not enter it."""
+
 
 @dataclass(frozen=True)
 class Deviation:
@@ -162,6 +165,11 @@ class Following:
 
     def _cause(self, deviations: tuple[Deviation, ...]) -> str:
         first, unknown = deviations[0], " ".join(sorted(map(str, self.unknown)))
+        if CACHED_PARAMETRIZATIONS in self.unknown:
+            return (
+                f"the model is called within {CACHED_PARAMETRIZATIONS}, and the plan was made without: make it within "
+                "that context (modules that read its cache are no regions then), or with engine='replay'"
+            )
         if self.called_with and autocast_in(self.sample) != autocast_in(self.called_with):
             return (
                 f"the model is called{autocast_in(self.called_with) or ' without autocast'}, and the plan was made"

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
-from autoac.ops.info import OpInfo
+from autoac.ops.info import OpInfo, tensors_in
 from autoac.record.tape.calls import name_of, sequence_of
 from autoac.record.tape.clock import Clock
 from autoac.record.tape.saved import SavedTensors
@@ -128,6 +129,34 @@ class Formulas:
         """Keep the saved numbers to the end of the step: the graph outlives it."""
         for row in self._scalars.values():
             row["free"] = NEVER
+
+
+def traced_bytes(name: str, args: Any) -> int:
+    """Bytes that are alive while torch traces the branches of a `torch.cond` for autograd, with all modes disabled.
+
+    Each branch is traced on real copies of the op's tensors (`_from_fun` in torch/_higher_order_ops/utils.py). Numbers
+    in it are tensors, too: those saved and the one at hand, twice. All ops that take one are counted: a bound.
+
+    Args:
+        name: name of the higher-order op.
+        args: its arguments, of which the graphs are the branches.
+    """
+    copied = [tensor for tensor in tensors_in(args[-1:]) if tensor.layout is torch.strided]
+    if name != "cond" or not (in_backward() or any(tensor.requires_grad for tensor in copied)):
+        return 0
+    numbers = [_numbers(graph) for graph in args if isinstance(graph, GraphModule)]
+    most = max(numbers, default=0)
+    return sum(map(_bytes_of_copy, copied)) + SCALAR_BYTES * (most + (most > 0))
+
+
+def _numbers(graph: GraphModule) -> int:
+    """How many ops of a graph take a Python number beside a tensor."""
+    return sum(any(isinstance(arg, int | float) for arg in node.args[:2]) for node in graph.graph.nodes)
+
+
+def _bytes_of_copy(tensor: torch.Tensor) -> int:
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return copy.untyped_storage().nbytes()
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -42,7 +42,7 @@ from autoac.record.single_draws import SingleDraws
 from autoac.record.tape.before import BeforeStep
 from autoac.record.tape.calls import ModuleCalls
 from autoac.record.tape.clock import Clock, Suspended
-from autoac.record.tape.formulas import Formulas
+from autoac.record.tape.formulas import Formulas, traced_bytes
 from autoac.record.tape.saved import SavedTensors
 from autoac.record.tape.storages import Storages
 from autoac.step.inputs import autocast_in, described, larger, without_autocast
@@ -178,7 +178,9 @@ class Tape(TorchDispatchMode):
         if self.meter.inside is None:
             result = func(*args, **kwargs)
         else:
-            result = self.meter.inside.run_inside(signature, func, args, kwargs)
+            result = self.meter.inside.run_inside(
+                signature, func, args, kwargs, traced_bytes(info.name, args)
+            )
         self.clock.next()  # its results are among what it takes inside
         return result
 

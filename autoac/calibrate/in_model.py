@@ -43,7 +43,7 @@ from autoac_solver.plan.recorded.programs import with_regions
 from autoac_solver.problem.problem import RECOMPUTE, SAVE, DecisionGroup
 from autoac_solver.problem.simulator import simulate
 from autoac_solver.problem.solution import Solution
-from autoac_solver.records.profile import NEVER, EngineCosts, Op, Profile
+from autoac_solver.records.profile import FOREIGN, NEVER, EngineCosts, Op, Profile
 
 _WEIGHS = 0.1
 """Bookkeeping below this share of the step is within the noise of whole steps."""
@@ -180,7 +180,9 @@ def _all_that_can_be(groups: Sequence[DecisionGroup], loss: int = -1) -> tuple[i
 
 
 def _changes_only_buffers(profile: Profile, model: torch.nn.Module) -> bool:
-    """Whether the step's ops write no earlier tensor except buffers."""
+    """Whether the step writes no earlier tensor except buffers."""
+    if any(call.once == FOREIGN for call in profile.calls):
+        return False  # code that torch does not see writes others, perhaps parameters
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False  # all processes would have to run equally many steps
     before = {index: s.kind for index, s in enumerate(profile.storage_table) if s.alloc == NEVER}

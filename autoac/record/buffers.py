@@ -2,8 +2,9 @@
 
 NOTE [ Unseen writes to buffers ]
   1. A recording copies what an op is about to write, and puts it back. A write that it does not see would stay, so
-     buffers, and other tensors that modules have as attributes, are copied before the first recorded step, to the
-     host, the small ones first.
+     buffers, other tensors that modules have as attributes and parameters are copied before the first recorded step,
+     to the host, the small ones first. The large ones are compared by a checksum, once, and cannot be put back. A step
+     of the user's own loop is not undone, and an optimizer may change parameters in it: these are left out there.
   2. A buffer that differs from its copy although no op has written it was written by such code. Engine replay does not
      run the code again. Engine sac would, on the written buffer: the modules around are no regions for it.
   3. Ops that read the buffer before the write cannot run again, see NOTE [ Unseen writes ] 4.
@@ -11,17 +12,21 @@ NOTE [ Unseen writes to buffers ]
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from autoac.execute.checksums import checksum_of
 from autoac.record.tape.before import bytes_of
 from autoac.record.tape.calls import ModuleCalls
 from autoac.record.unseen import cannot_run_twice
+from autoac.step.restore import attributes_of_modules, is_plain
 from autoac.step.uncompiled import is_inside
 from autoac.torch_private import disable_dispatch_modes, is_fake, storage_key
+from autoac_solver.records.format import format_bytes
 
 _MOST_BYTES = 2**26
 """Most bytes of all copies together."""
@@ -56,25 +61,46 @@ class _Copy:
 class Buffers:
     """Copies of a model's buffers and of its modules' tensors that are attributes, up to `_MOST_BYTES`.
 
+    Args:
+        parameters: whether parameters are among them.
+
     Attributes:
         overwritten: names of the buffers that unseen code has written.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, parameters: bool = False) -> None:
         self.overwritten: dict[str, None] = {}
         self._copies: list[_Copy] = []
+        self._large: list[
+            tuple[str, torch.Tensor, int | None]
+        ] = []  # with their checksums, until they are compared
         left = _MOST_BYTES
-        found = [(name, tensor) for name, tensor in _of_modules(model) if _has_bytes(tensor)]
+        found = [(name, tensor) for name, tensor in _of_modules(model, parameters) if _has_bytes(tensor)]
         for name, tensor in sorted(found, key=lambda named: named[1].untyped_storage().nbytes()):
             if (left := left - tensor.untyped_storage().nbytes()) >= 0:
                 self._copies.append(_Copy.of(name, tensor))
+            elif parameters:
+                self._large.append((name, tensor, checksum_of(tensor)))
 
     def put_back(self) -> None:
-        """Put back what was overwritten; call it where the writes of ops have been put back."""
+        """Put back what was overwritten; call it where the writes of ops have been put back.
+
+        Warns if a tensor too large for a copy was overwritten.
+        """
         for copy in self._copies:
             if (found := copy.differing()) is not None:
                 self.overwritten[copy.name] = None
                 found.copy_(copy.values)
+        large, self._large = self._large, []
+        changed = [name for name, tensor, before in large if checksum_of(tensor) != before]
+        self.overwritten |= dict.fromkeys(changed)
+        if changed:
+            warnings.warn(
+                f"code that torch does not see, such as numpy or an extension, overwrites {', '.join(changed)} when the "
+                f"model runs. Tensors over {format_bytes(_MOST_BYTES)} in all are not copied, so the trial steps leave "
+                "other values in them: load the weights again before training.",
+                stacklevel=4,
+            )
 
     def compare(self, written: Collection[int]) -> None:
         """Compare the buffers after a step that is not undone.
@@ -97,13 +123,13 @@ class Buffers:
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) in (torch.Tensor, torch.nn.Buffer) and tensor.layout is torch.strided
-    return plain and not (tensor.is_meta or is_fake(tensor))
+    return is_plain(tensor) and not (tensor.is_meta or is_fake(tensor))
 
 
-def _of_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _of_modules(model: torch.nn.Module, parameters: bool) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
-    for fqn, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and not value.requires_grad:
-                yield f"{fqn}.{name}" if fqn else name, value
+    if parameters:
+        yield from model.named_parameters()
+    for name, tensor in attributes_of_modules(model).items():
+        if not tensor.requires_grad:
+            yield name, tensor

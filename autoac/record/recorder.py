@@ -107,7 +107,7 @@ def recorded_step(
     states = [] if step.optimizer is None else state_tensors(inner_optimizer(step.optimizer), device.type)
     with untouched(model, step.inputs) as restorer:
         tell("warm-up step", 0.0)
-        buffers = Buffers(model)
+        buffers = Buffers(model, parameters=True)
         restorer.later(buffers.put_back)
         meter = WorkspaceMeter(device)
         runs = Runs()

@@ -94,7 +94,7 @@ def untouched(
         for tensor in _unique((*inputs, *_tensors_in(model))):
             restorer.later(Graph.of(tensor).put_back)
         for tensor in _unique(_tensors_in(model)):
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+            if is_plain(tensor):
                 restorer.later(point_to, tensor, tensor.data)
         for module in model.modules():
             restorer.later(_restore, module, _attributes(module))
@@ -171,11 +171,30 @@ def point_to(tensor: torch.Tensor, alias: torch.Tensor) -> None:
 
 
 def _tensors_in(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, and the tensors that modules have as attributes."""
     yield from model.parameters()
     yield from model.buffers()
-    for module in model.modules():
-        yield from (value for value in module.__dict__.values() if isinstance(value, torch.Tensor))
+    yield from attributes_of_modules(model).values()
+
+
+def attributes_of_modules(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that modules have as attributes, or in lists and dictionaries that are attributes, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for fqn, module in model.named_modules():
+        path = f"{fqn}." if fqn else ""
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                found[path + name] = value
+            elif isinstance(value, _CONTAINERS) and name not in ("_parameters", "_buffers"):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                found |= {
+                    f"{path}{name}.{key}": item for key, item in items if isinstance(item, torch.Tensor)
+                }
+    return found
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is strided, and of no subclass but those of torch.nn."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
 def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autoac.step.restore import Restorer, own_gradient, put_back, untouched, values_kept
+from autoac.step.restore import (
+    Restorer,
+    attributes_of_modules,
+    is_plain,
+    own_gradient,
+    put_back,
+    untouched,
+    values_kept,
+)
 from autoac.torch_private import parts_of
 
 
@@ -29,7 +37,8 @@ def trial(
 
     Args:
         inputs: the tensors of the sample.
-        written: tensors that the step may write in place, such as `TrainingStep.written`; copied here.
+        written: tensors that the step may write in place, such as `TrainingStep.written`; copied here, and so are
+            tensors that modules have as attributes.
         places: tensors of which only shapes and storages are restored, not the values.
         gradient: gives a leaf's gradient at the step's start; by default the current one. A step adds to that in place,
             so give a copy, or None, if it runs backward.
@@ -43,8 +52,15 @@ def trial(
     The recording copies no values beforehand and has contexts of its own: see `autoac/record/recorder.py`.
     """
     states = OptimizerStates(copies=True) if optimizers is None else optimizers
-    with untouched(model, inputs, gradient) as restorer, values_kept(written, places), states:
+    others = (tensor for tensor in attributes_of_modules(model).values() if _is_written(tensor))
+    kept = {id(tensor): tensor for tensor in (*written, *others)}.values()
+    with untouched(model, inputs, gradient) as restorer, values_kept(kept, places), states:
         yield restorer
+
+
+def _is_written(tensor: torch.Tensor) -> bool:
+    """Whether a step may write this attribute of a module in place."""
+    return is_plain(tensor) and not (tensor.requires_grad or tensor.is_inference() or tensor.is_meta)
 
 
 Kept = dict[str, tuple[Any, Any]]

@@ -1,4 +1,4 @@
-"""Buffers that numpy writes in a forward: seen, put back, and not written a second time."""
+"""Buffers, parameters and attributes that numpy writes in a forward: seen, put back, and not written a second time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import autoac
+from autoac.record import buffers
 from autoac.record.buffers import Buffers
 from tests.execute.exact.harness import assert_nothing_active
+from tests.small_models import least_bytes
 
 SAMPLE = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 
@@ -101,6 +103,66 @@ def test_a_loops_step_that_has_read_before_is_refused():
     assert_nothing_active()
 
 
+class Shrunk(nn.Module):
+    """Numpy shrinks its weight before or after the weight is used; a counter in a list is an attribute."""
+
+    def __init__(self, after: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.after = after
+        self.counts = [torch.zeros(2), torch.zeros(2)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.inner.weight.detach().numpy()
+        if not self.after:
+            weight *= np.float32(0.9)
+        x = self.inner(x).tanh()
+        if self.after:
+            weight *= np.float32(0.9)
+        self.counts[0] += 1
+        self.counts[1].numpy()[...] += 1
+        return (x * x).sin().exp()
+
+    def state(self) -> list[torch.Tensor]:
+        return [self.inner.weight.detach(), *self.counts]
+
+
+def shrunk(after: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Shrunk(after) for _ in range(3)))
+
+
+def state(model: nn.Sequential) -> list[torch.Tensor]:
+    return [tensor for module in model for tensor in module.state()]
+
+
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+@pytest.mark.parametrize("after", [False, True])
+def test_parameters_and_lists_written_by_numpy(after: bool, engine: Any):
+    expected, model = shrunk(after), shrunk(after)
+    profile = autoac.profile(model, SAMPLE)
+    assert all(map(torch.equal, state(model), state(expected)))
+    (note,) = (note for note in profile.notes if note.startswith("tensors of modules"))
+    assert note.count("inner.weight") == note.count("counts.1") == 3
+    plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine)
+    plan.verify(model, SAMPLE)
+    assert all(map(torch.equal, state(model), state(expected)))
+    found = trained(plan.apply(model))
+    assert all(map(torch.equal, found, trained(expected)))
+    assert all(map(torch.equal, state(model), state(expected)))
+
+
+def test_large_parameters_written_by_numpy(monkeypatch):
+    """They are not copied, so they cannot be put back; who trains on is told."""
+    monkeypatch.setattr(buffers, "_MOST_BYTES", 100)
+    model = shrunk(False)
+    with pytest.warns(
+        UserWarning, match=r"overwrites 0.inner.weight, 1.inner.weight, .* load the weights again"
+    ):
+        profile = autoac.profile(model, SAMPLE)
+    assert any("'2.inner.weight'" in note for note in profile.notes)
+
+
 def kinds() -> dict[str, torch.Tensor]:
     """Buffers of kinds whose ops are few."""
     numbers = torch.tensor([1.0 + 2j, 3.0], dtype=torch.complex64)
@@ -124,16 +186,16 @@ def kinds() -> dict[str, torch.Tensor]:
 def test_buffers_of_any_kind(kind: str):
     model = nn.Module()
     model.register_buffer("kept", kinds()[kind])
-    buffers = Buffers(model)
-    buffers.put_back()
-    assert not buffers.overwritten
+    found = Buffers(model, parameters=True)
+    found.put_back()
+    assert not found.overwritten
 
 
 def test_what_a_step_drops_is_not_held():
     model = nn.Module()
     model.state = torch.ones(3)
-    buffers, known = Buffers(model), weakref.ref(model.state)
+    found, known = Buffers(model), weakref.ref(model.state)
     model.state = torch.zeros(3)
     assert known() is None
-    buffers.put_back()
-    assert not buffers.overwritten
+    found.put_back()
+    assert not found.overwritten

@@ -96,9 +96,9 @@ class Buffers:
         self.overwritten |= dict.fromkeys(changed)
         if changed:
             warnings.warn(
-                f"code that torch does not see, such as numpy or an extension, overwrites {', '.join(changed)} when the "
-                f"model runs. Tensors over {format_bytes(_MOST_BYTES)} in all are not copied, so the trial steps leave "
-                "other values in them: load the weights again before training.",
+                f"code that torch does not see, such as numpy or an extension, overwrites {', '.join(changed)} when "
+                f"the model runs. Tensors over {format_bytes(_MOST_BYTES)} in all are not copied, so the trial "
+                "steps leave other values in them: load the weights again before training.",
                 stacklevel=4,
             )
 

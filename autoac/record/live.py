@@ -183,7 +183,7 @@ class LiveStep:
         parameters = () if ends_with_optimizer else model.parameters()
         keys = {storage_key(local_part(p)) for p in parameters if p.layout is torch.strided}
         self.tape = LiveTape(self.device, self.meter, keys)
-        unseen = self.tape.saved.unseen = UnseenWrites(self.tape, model, keeps=True)
+        unseen = self.tape.saved.unseen = UnseenWrites(self.tape, model.parameters(), keeps=True)
         self.tape.saved.guard = GuardOfLoop(unseen.found)
         self.buffers = Buffers(model)
         # The user's torch profiler is running, and there can be only one: workspace cannot be measured.

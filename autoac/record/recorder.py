@@ -118,7 +118,8 @@ def recorded_step(
             warm_up = Tape(device, meter)
             warm_up.single = SingleDraws(outcome)
             warm_up.saved.guard = Guard()
-            unseen = warm_up.saved.unseen = UnseenWrites(warm_up, model)
+            skipped = [p for name, p in model.named_parameters() if name not in buffers.overwritten]
+            unseen = warm_up.saved.unseen = UnseenWrites(warm_up, skipped)
             with meter.measuring():
                 tables = runs.tried(warm_up, lambda: _run(step, warm_up, fixed, all_losses))
             buffers.put_back()
@@ -129,6 +130,8 @@ def recorded_step(
         warm_up, tables = warmed_up(HIGH)
         if tables is None:
             warm_up, tables = warmed_up(CHANCE)
+        if any(name in buffers.overwritten for name, _ in model.named_parameters()):
+            warm_up, tables = warmed_up(warm_up.single.outcome)  # finds what has read them before
         if runs.draws and step.is_whole:
             _, low = warmed_up(LOW)
             tables = low if runs.to_record == LOW else tables

@@ -20,8 +20,9 @@ NOTE [ Unseen writes ]
      sac has no regions around the op whose bytes were overwritten, nor around the code that wrote. Which code that is
      is not known: all modules count that were running between the two checksums.
   7. A storage that is older than the step (a tensor that numpy fills again and again) is checksummed when an op first
-     reads it. Parameters are skipped (many bytes), and so are tensors that are filled again after backward has begun,
-     as by data loaders.
+     reads it. Parameters are skipped (many bytes) unless a first step is found to have changed them: a second one then
+     tells when (NOTE [ Unseen writes to buffers ]). Tensors that are filled again after backward has begun, as by data
+     loaders, are skipped, too.
   8. A step of the user's own loop is recorded only once, and its gradients count. There the values that were written
      are kept: see `SavedTensors.keep` and `LeanRecording`.
   9. What was allocated and is read before an op has written it (`torch.empty`) was written by unseen code, even if its
@@ -79,14 +80,15 @@ class UnseenWrites:
 
     Args:
         tape: of the step.
-        model: its parameters are not compared.
+        skipped: parameters that are not compared.
         keeps: whether the step's gradients count, so that the values written are kept.
     """
 
-    def __init__(self, tape: Tape, model: torch.nn.Module, keeps: bool = False):
+    def __init__(self, tape: Tape, skipped: Iterable[torch.Tensor], keeps: bool = False):
         self.keeps = keeps
-        parameters = map(local_part, model.parameters())
-        self._of_parameters = {storage_key(tensor) for tensor in parameters if tensor.layout is torch.strided}
+        self._skipped = {
+            storage_key(part) for part in map(local_part, skipped) if part.layout is torch.strided
+        }
         self.is_checked = False  # whether the arguments of the op that runs next have been compared
         # The tape holds this. In a cycle, what is held here would outlive a step that fails.
         self._ref = weakref.ref(tape)
@@ -210,7 +212,7 @@ class UnseenWrites:
             if (index := storages.index_of(tensor)) is None or index in seen or is_zero_tensor(tensor):
                 continue
             if index in storages.gathered or (
-                storages.was_before(index) and storage_key(tensor) in self._of_parameters
+                storages.was_before(index) and storage_key(tensor) in self._skipped
             ):
                 continue
             seen.add(index)

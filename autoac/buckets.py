@@ -17,7 +17,7 @@ from autoac.plans import Model, Plan
 from autoac.step.inputs import autocast_in, elements_in, elements_of
 from autoac.step.model import runs_compiled, unwrapped
 from autoac.step.step import TrainingStep
-from autoac_solver.records.engines import compiles
+from autoac_solver.build.engines import check_supported
 from autoac_solver.records.errors import PlanMismatchError
 
 
@@ -222,11 +222,7 @@ def _check(plans: tuple[Plan, ...]) -> None:
     if not plans:
         raise ValueError("Buckets is given no plan.")
     first = plans[0].record
-    if compiles(first.engine):
-        raise ValueError(
-            "plans of engine 'compile' cannot take turns on a model: plan for the largest batch, or with "
-            "engine='replay'."
-        )
+    check_supported(first.engine, "sizes")
     if not all(map(_elements, plans)):
         raise ValueError(
             "a plan for a model that is called without tensors has no size, so it cannot be one of several sizes."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,10 +14,10 @@ from autoac.policies import Policies, check_modules, listed
 from autoac.step.model import check_model, device_bytes, device_of, unwrapped
 from autoac.step.modules import RegionChoice, select_modules
 from autoac.step.samples import Samples
+from autoac_solver.build.engines import check_supported
 from autoac_solver.plan.planning import aims, resolve_engine
 from autoac_solver.records.devices import find_device
 from autoac_solver.records.engines import EngineName, compiles
-from autoac_solver.records.errors import PolicyError
 from autoac_solver.records.profile import Profile
 
 Mode = Literal["auto", "real", "fake"]
@@ -46,14 +47,31 @@ def checked(
     return names
 
 
-def check_compiling(
-    engine: str,
-    granularity: str,
-    policies: Policies = (),
-    max_overhead: float | str | None = None,
+def asked_for(
+    policies: Any = (),
+    max_overhead: Any = None,
+    budget_of: str = "allocated",
+    mode: str = "auto",
+    device: str | Path | None = None,
     parallel: Any = None,
-) -> None:
-    """Refuse options that engine compile does not support, and its own options with other engines.
+) -> dict[str, str]:
+    """The arguments of `plan` that not every engine supports, if they are given, as one would write them."""
+    asked = {
+        "policies": ("policies", bool(policies)),
+        "max_overhead": ("max_overhead", max_overhead is not None),
+        "budget_of": (f"budget_of={budget_of!r}", budget_of != "allocated"),
+        "mode": (f"mode={mode!r}", mode == "fake"),
+        "device": (f"device={device!r}", device is not None),
+        "parallel": ("parallel=", parallel is not None),
+    }
+    return {name: written for name, (written, is_given) in asked.items() if is_given}
+
+
+def check_engine_options(engine: str, granularity: str = BLOCKS, asked: Iterable[str] = ()) -> None:
+    """Refuse what the engine does not support, and engine compile's own options with other engines.
+
+    Args:
+        asked: among the names in `EngineModel.unsupported`.
 
     Raises:
         PolicyError, ValueError: an option is refused; raised before any work.
@@ -64,21 +82,7 @@ def check_compiling(
         raise ValueError(f"granularity is {granularity!r}; possible are {known}.")
     if granularity != BLOCKS and not compiles(engine):
         raise ValueError(f"granularity={granularity!r} goes with engine='compile', and engine is {engine!r}.")
-    if compiles(engine) and policies:
-        raise PolicyError(
-            "engine 'compile' follows no policies: what a compiled region keeps is chosen as a whole. Plan without "
-            "policies, or with engine='replay' or 'sac'."
-        )
-    if compiles(engine) and max_overhead is not None:
-        raise ValueError(
-            "engine 'compile' plans for a budget, not for max_overhead: autoac.tradeoff over "
-            "autoac.profile(..., engine='compile') shows what each budget costs."
-        )
-    if compiles(engine) and parallel is not None:
-        raise ValueError(
-            "engine 'compile' does not plan for models that are trained on several processes: leave out parallel=, or "
-            "take engine='sac' for a compiled model."
-        )
+    check_supported(engine, *asked)
 
 
 def check_samples(sample: Any, budget_of: str) -> None:
@@ -99,28 +103,12 @@ def check_together(engine: str, granularity: str, sample: Any) -> None:
     Raises:
         ValueError: an option is refused; raised before any work.
     """
-    if compiles(engine):
-        raise ValueError(
-            "engine 'compile' is not for models that several ranks plan together (DDP, FSDP2): take engine='sac' "
-            "for a compiled model."
-        )
-    check_compiling(engine, granularity)
+    check_engine_options(engine, granularity, ["parallel"])
     if isinstance(sample, Samples):
         raise ValueError(
             "several samples are not compared where several ranks plan together (DDP, FSDP2): pass the largest "
             "batch."
         )
-
-
-def mode_for_compiling(mode: Mode, device: str | Path | None) -> Mode:
-    """The mode in which regions are compiled and measured; refuses modes that run nothing on the device."""
-    if mode == "fake" or device is not None:
-        asked = "mode='fake'" if mode == "fake" else f"device={device!r}"
-        raise ValueError(
-            f"engine='compile' measures compiled code on the device at hand, and {asked} runs nothing on it: leave "
-            "one of them out."
-        )
-    return "real"
 
 
 def check_is_profile(profile: Any) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -12,6 +11,7 @@ from autoac.execute.engines import default_engine
 from autoac.step.model import device_of, runs_compiled, unwrapped
 from autoac.step.uncompiled import compiled_modules
 from autoac.torch_private import compiled_attribute, has_own_compile_settings, is_compiled_by_inductor
+from autoac_solver.build.engines import engine_model
 from autoac_solver.records.engines import COMPILE
 
 
@@ -24,13 +24,13 @@ def engine_for(model: torch.nn.Module, engine: str) -> tuple[str, str]:
     return default_engine(compiled=False), "auto: eager mode"
 
 
-def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tuple[str, str]:
+def engine_to_plan_with(model: torch.nn.Module, engine: str, asked: Mapping[str, str]) -> tuple[str, str]:
     """The engine for a step that is recorded next, and the reason for it.
 
     A model counts as compiled if it is compiled itself, or if most of its parameters are in compiled modules.
 
     Args:
-        against: a requested option that engine compile does not support, "" for none.
+        asked: arguments that not every engine supports, as from `asked_for`.
 
     Raises:
         RuntimeError: the torch of this process cannot run that engine.
@@ -38,36 +38,20 @@ def engine_to_plan_with(model: torch.nn.Module, engine: str, against: str) -> tu
     compiled = _compiled(model)
     if engine != "auto" or not compiled:
         return engine_for(model, engine)
-    if not all(map(is_compiled_by_inductor, compiled)):
-        against = against or "code of another compiler than inductor"
+    unsupported = engine_model(COMPILE).unsupported
+    against = next((written for name, written in asked.items() if name in unsupported), "")
+    if against:
+        pass
+    elif not all(map(is_compiled_by_inductor, compiled)):
+        against = "code of another compiler than inductor"
     elif any(map(has_own_compile_settings, compiled)):
-        against = against or "settings of your own (mode=, options=)"
+        against = "settings of your own (mode=, options=)"
     elif not device_for(device_of(unwrapped(model))).known:
-        against = against or f"{device_of(unwrapped(model)).type} by itself yet: ask for it to have it"
+        against = f"{device_of(unwrapped(model)).type} by itself yet: ask for it to have it"
     if not against:
         return COMPILE, "auto: the model is compiled"
     otherwise, _ = engine_for(model, engine)
     return otherwise, f"auto: the model is compiled, and engine compile is not for {against}"
-
-
-def against_compiling(
-    policies: Any,
-    max_overhead: Any,
-    budget_of: str,
-    mode: str,
-    device: str | Path | None,
-    parallel: Any = None,
-) -> str:
-    """A requested option that engine compile does not support, "" for none; arguments as for `plan`."""
-    asked = {
-        "policies": bool(policies),
-        "max_overhead": max_overhead is not None,
-        f"budget_of={budget_of!r}": budget_of != "allocated",
-        f"mode={mode!r}": mode == "fake",
-        f"device={device!r}": device is not None,
-        "parallel=": parallel is not None,
-    }
-    return next((what for what, is_asked in asked.items() if is_asked), "")
 
 
 def _compiled(model: torch.nn.Module) -> list[torch.nn.Module]:

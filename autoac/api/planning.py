@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 
-from autoac.api.checks import Mode, check_compiling, check_samples, check_together, checked, kind_of
-from autoac.api.choosing import against_compiling, engine_for, engine_to_plan_with
+from autoac.api.checks import (
+    Mode,
+    asked_for,
+    check_engine_options,
+    check_samples,
+    check_together,
+    checked,
+    kind_of,
+)
+from autoac.api.choosing import engine_for, engine_to_plan_with
 from autoac.api.profiling import profile_each
 from autoac.api.solving import plan_recorded
 from autoac.api.together import plan_together
@@ -133,10 +141,10 @@ def plan(
     for one in batches_of(sample):
         TrainingStep(unwrapped(model), one, loss, optimizer)  # checks it
     check_effort(time_limit_s, gap)
-    against = against_compiling(policies, max_overhead, budget_of, mode, device, parallel)
+    options = asked_for(policies, max_overhead, budget_of, mode, device, parallel)
     asked = engine
-    engine, reason = engine_to_plan_with(model, asked, against)
-    check_compiling(engine, granularity, policies, max_overhead, parallel)
+    engine, reason = engine_to_plan_with(model, asked, options)
+    check_engine_options(engine, granularity, options)
     check_samples(sample, budget_of)
     with progress_shown("planning", progress) as tell:
         profiled = functools.partial(
@@ -215,8 +223,7 @@ def plan_buckets(
         PolicyError, ProfilingError, ValueError: as for `plan`, and if a sample is a callable, or the model is compiled.
     """
     batches = batches_of(samples if isinstance(samples, Samples) else Samples(samples))
-    if compiles(options.get("engine")):
-        raise ValueError("engine 'compile' cannot be planned by buckets: plan for the largest batch.")
+    check_engine_options(options.get("engine", "auto"), asked=["sizes"])
     if options.get("budget_of", "allocated") != "allocated":
         raise ValueError(
             "sizes that take turns reserve more memory than each would alone, so a budget of reserved memory is not "

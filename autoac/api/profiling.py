@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 
-from autoac.api.checks import Mode, check_compiling, mode_for_compiling
+from autoac.api.checks import Mode, asked_for, check_engine_options
 from autoac.api.solving import called_among
 from autoac.calibrate.compiled.table import BLOCKS, with_compiled_regions
 from autoac.calibrate.in_model import fitted
@@ -107,10 +107,10 @@ def profile(
     model = unwrapped(model)
     check_model(model)
     names = select_modules(model, regions)
-    check_compiling(engine, granularity)
+    check_engine_options(engine, granularity, asked_for(mode=mode, device=device))
     is_compiled = compiles(engine)
     if is_compiled:
-        mode = mode_for_compiling(mode, device)
+        mode = "real"
     step = TrainingStep(model, sample, loss, optimizer)
     note_untried()
     with progress_shown("profiling", progress) as tell:
@@ -158,10 +158,10 @@ def profile_each(
     if len(batches) == 1:
         said = {"engine": engine, "granularity": granularity, "mode": mode, **options}
         return [(batches[0], profile(model, batches[0], progress=progress, **said))]
-    check_compiling(engine, granularity)
+    check_engine_options(engine, granularity, asked_for(mode=mode, device=options["device"]))
     is_compiled = compiles(engine)
     if is_compiled:
-        mode = mode_for_compiling(mode, options["device"])
+        mode = "real"
     told = part(progress, 0.0, 0.5 if is_compiled else 1.0)
     share = 1 / len(batches)
     profiles = [

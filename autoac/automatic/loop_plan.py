@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autoac.api.checks import check_together
+from autoac.api.checks import check_engine_options
 from autoac.automatic.across import Across, Meeting
 from autoac.automatic.compiling import Compiling
 from autoac.automatic.cycle import Cycle
@@ -18,7 +18,6 @@ from autoac.automatic.recording import Recording
 from autoac.automatic.report import in_a_line, peak_in_a_line, verified
 from autoac.automatic.wanted import Wanted, needs_no_more
 from autoac.automatic.watch import Finding, Watch
-from autoac.calibrate.compiled.table import BLOCKS
 from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import LOGGER
@@ -209,8 +208,7 @@ class LoopPlan:
             raise
 
     def _settle_with(self, meeting: Meeting, args: Any, kwargs: Any) -> None:
-        if self._compiling is not None:
-            check_together(self._wanted.engine, BLOCKS, None)
+        check_engine_options(self._wanted.engine, asked=["parallel"])
         recording = self._recording
         if meeting.any(recording.is_on):  # for example two calls before a backward
             self._across.ask()

@@ -8,11 +8,10 @@ from typing import Any, Literal
 import torch
 
 from autoac.api import checked
-from autoac.api.checks import check_compiling, check_together
+from autoac.api.checks import asked_for, check_engine_options
 from autoac.api.choosing import engine_for
 from autoac.automatic.handle import Auto
 from autoac.automatic.wanted import Wanted
-from autoac.calibrate.compiled.table import BLOCKS
 from autoac.execute.on_top import owner_of
 from autoac.parallel.wrapped import found_on
 from autoac.policies import Policies, listed
@@ -23,7 +22,7 @@ from autoac.torch_private import compiled_attribute, is_compiled_wrapper, note_u
 from autoac_solver.plan.planning import resolve_engine
 from autoac_solver.records.disk.files import check_writable
 from autoac_solver.records.disk.limits import MOST_BYTES
-from autoac_solver.records.engines import EngineName, compiles
+from autoac_solver.records.engines import EngineName
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.units import parse_bytes
 
@@ -85,9 +84,8 @@ def auto(
     """
     check_options(budget, engine, headroom, on_larger, path)
     policies = listed(policies)
-    check_compiling(engine, BLOCKS, policies)
-    if compiles(engine) and found_on(model).is_here:
-        check_together(engine, BLOCKS, None)
+    ranks = ["parallel"] if found_on(model).is_here else []
+    check_engine_options(engine, asked=[*asked_for(policies), *ranks])
     check_model(unwrapped(model))
     if owner_of(model) is not None:
         raise ProfilingError(

@@ -169,10 +169,12 @@ def sharding(
             f"{split} ranks split nothing: say how many compute a layer together, 1 or more.",
             param_hint="'--tp'",
         )
-    from autoac_solver.records.engines import compiles
+    from autoac_solver.build.engines import check_supported
 
-    if compiles(engine):
-        raise _wrong("engine compile does not plan for ranks: leave --engine out, or take replay or sac.")
+    try:
+        check_supported(engine, "parallel")
+    except ValueError as error:
+        raise _wrong(str(error)) from error
     replicas = 1 if replicas is None else replicas
     if replicas > 1 and split is not None:
         raise typer.BadParameter(

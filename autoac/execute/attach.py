@@ -18,7 +18,7 @@ from autoac.step.carried import LOSS_KEY, REGION_KEY, ROOT_KEY
 from autoac.step.inputs import elements_of
 from autoac.step.model import has_gradients
 from autoac.step.units import some_units, units_inside
-from autoac.torch_private import in_stage_setup
+from autoac.torch_private import disable_dynamo, in_stage_setup
 from autoac.torch_private.called import called_module
 from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.names import region_in_words
@@ -233,17 +233,19 @@ class LossSide:
 
     Args:
         side: the module's part in computing losses.
+        eager_only: whether an outer `torch.compile` leaves the module out, as it does the plan's regions.
         forward: the instance's own attribute `forward` if it had one, else None.
         plan_id: identifies the plan.
     """
 
-    def __init__(self, side: Side, forward: Any, plan_id: str):
+    def __init__(self, side: Side, eager_only: bool, forward: Any, plan_id: str):
         self.side = side
+        self.eager_only = eager_only
         self.forward = forward
         self.plan_id = plan_id
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LossSide:
-        return LossSide(self.side, copy.deepcopy(self.forward, memo), self.plan_id)
+        return LossSide(self.side, self.eager_only, copy.deepcopy(self.forward, memo), self.plan_id)
 
 
 @planned_forward
@@ -252,23 +254,40 @@ def loss_side_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any
     module = called_module(module)
     carried: LossSide = module.__dict__[LOSS_KEY]
     original = original_forward(carried, module)
-    if torch.compiler.is_compiling():
-        return original(*args, **kwargs)
-    return run_with_losses(carried.side, original, args, kwargs)
+    if not torch.compiler.is_compiling():
+        return run_with_losses(carried.side, original, args, kwargs)
+    if carried.eager_only and torch.is_grad_enabled():
+        return _run_by_itself(carried.side, original, args, kwargs)
+    return original(*args, **kwargs)
+
+
+_run_by_itself = disable_dynamo(
+    run_with_losses,
+    "this model has a plan of autoac's engine 'replay' or 'compile', which computes its loss in place, so "
+    "fullgraph=True cannot be met. Plan with engine='sac', or compile without fullgraph",
+)
 
 
 def attach_losses(
-    model: torch.nn.Module, losses: Mapping[str, Collection[str | None]], chunked: bool, plan_id: str
+    model: torch.nn.Module,
+    losses: Mapping[str, Collection[str | None]],
+    chunked: bool,
+    eager_only: bool,
+    plan_id: str,
 ) -> None:
     """Make a model's cross entropies lean. Call it before attaching anything else of the plan.
 
     Args:
         losses, chunked: as for `sides`.
+        eager_only: as for `LossSide`.
     """
     for fqn, side in sides(losses, chunked).items():
         module = model.get_submodule(fqn)
         put_forward(
-            module, loss_side_forward, LossSide(side, module.__dict__.get("forward"), plan_id), LOSS_KEY
+            module,
+            loss_side_forward,
+            LossSide(side, eager_only, module.__dict__.get("forward"), plan_id),
+            LOSS_KEY,
         )
 
 

@@ -112,9 +112,10 @@ class Placement:
         try:
             programs_of = {**self._programs.of_modules, **self._programs.alike(inner)}
             compiled = compiled_modules(inner)
-            for fqn in to_uncompile(compiled, programs_of, eager_only=ENGINES[self.record.engine].eager_only):
+            eager_only = ENGINES[self.record.engine].eager_only
+            for fqn in to_uncompile(compiled, programs_of, eager_only=eager_only):
                 uncompile(compiled[fqn], self.plan_id)
-            attach_losses(inner, self.record.losses, self.record.chunked_losses, self.plan_id)
+            attach_losses(inner, self.record.losses, self.record.chunked_losses, eager_only, self.plan_id)
             for fqn, programs in programs_of.items():
                 attach(inner.get_submodule(fqn), programs, self.record.engine, self.plan_id)
             if (several := self.record.several) is not None:

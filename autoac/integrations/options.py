@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import torch
 
-from autoac.api.checks import check_compiling
+from autoac.api.checks import asked_for, check_engine_options
 from autoac.automatic import Auto, auto
 from autoac.automatic.start import check_options
-from autoac.calibrate.compiled.table import BLOCKS
 from autoac.execute.on_top import owner_of
 from autoac.plans import Plan
 from autoac.policies import listed
@@ -43,7 +42,7 @@ class Planned:
         path: Any = None,
     ):
         check_options(budget, engine, headroom, on_larger, path)
-        check_compiling(engine, BLOCKS, policies)
+        check_engine_options(engine, asked=asked_for(policies))
         self.budget = budget
         self.options = {
             "optimizer": optimizer,

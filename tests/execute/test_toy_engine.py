@@ -20,6 +20,7 @@ from autoac_solver.build import engines as models
 from autoac_solver.build.build import build
 from autoac_solver.build.built import Built, RegionTape
 from autoac_solver.build.draft import Draft
+from autoac_solver.build.engine_model import NOTHING
 from autoac_solver.build.engines.rerun import Rerun
 from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
@@ -46,6 +47,7 @@ class ToyModel:
     one_random_state = True
     stops_early = True
     compiles = False
+    unsupported = NOTHING
 
     def build(self, profile: Profile, calls: Sequence[int]) -> Built | None:
         return None

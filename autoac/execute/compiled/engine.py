@@ -15,7 +15,7 @@ from autoac.execute.program import Program
 from autoac.execute.replay.engine import ReplayEngine
 from autoac.step.carried import LOSS_KEY, REGION_KEY
 from autoac.step.inputs import described
-from autoac.torch_private import first_line, hooked_inside, is_of_compiler, is_recompile_limit
+from autoac.torch_private import disable_dynamo, first_line, hooked_inside, is_of_compiler, is_recompile_limit
 from autoac_solver.build.engines import engine_model
 from autoac_solver.build.engines.compile import CompileCosts
 from autoac_solver.records.compiled import EAGER
@@ -46,26 +46,43 @@ class CompileEngine:
     ) -> Any:
         if program.point == EAGER:
             return self._replay.run(program, forward, args, kwargs, module)
-        if torch.compiler.is_compiling():  # an outer torch.compile traces it: the point would be lost
-            return forward(*args, **kwargs)
-        why = _why_never(module)
-        inputs = described(args, kwargs)
-        given = inputs, module.training
-        if not why and given not in program.not_compiled:
-            try:
-                return _run_compiled(program, inputs, args, kwargs, module)
-            except Exception as error:
-                if not is_of_compiler(error):
-                    raise
-                why = _why_not(error)
-                program.not_compiled.add(given)
-        if why and not program.warned:
-            program.warned = True
-            warnings.warn(f"region {program.region!r} {why}", stacklevel=2)
-        return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # traced by an outer torch.compile, the region would lose its point
+            return _run_by_itself(program, forward, args, kwargs, module)
+        return _run(program, forward, args, kwargs, module)
 
     def measure(self, chains: Chains) -> CompileCosts:
         return CompileCosts()
+
+
+def _run(
+    program: Program,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    module: torch.nn.Module,
+) -> Any:
+    why = _why_never(module)
+    inputs = described(args, kwargs)
+    given = inputs, module.training
+    if not why and given not in program.not_compiled:
+        try:
+            return _run_compiled(program, inputs, args, kwargs, module)
+        except Exception as error:
+            if not is_of_compiler(error):
+                raise
+            why = _why_not(error)
+            program.not_compiled.add(given)
+    if why and not program.warned:
+        program.warned = True
+        warnings.warn(f"region {program.region!r} {why}", stacklevel=2)
+    return forward(*args, **kwargs)
+
+
+_run_by_itself = disable_dynamo(
+    _run,
+    "this model has a plan of autoac's engine 'compile', which compiles regions by themselves, so fullgraph=True "
+    "cannot be met. Leave out the outer torch.compile, or plan with engine='sac'",
+)
 
 
 def _run_compiled(

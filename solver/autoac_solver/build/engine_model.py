@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from autoac_solver.problem.problem import Lifetime
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 Costs = TypeVar("Costs")
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
+"""`EngineModel.unsupported` of an engine that supports all arguments."""
+
 
 class EngineModel(Protocol):
     """The solver's model of one engine; all are in `build.engines`.
@@ -32,6 +36,7 @@ class EngineModel(Protocol):
         one_random_state: a region's random ops are all saved or all recomputed.
         stops_early: a second run ends with the last tensor that autograd saves.
         compiles: regions are compiled; the decision is among their measured points.
+        unsupported: what plans for it cannot have, and the message that refuses it: see `engines/compile.py`.
     """
 
     name: str
@@ -41,6 +46,7 @@ class EngineModel(Protocol):
     one_random_state: bool
     stops_early: bool
     compiles: bool
+    unsupported: Mapping[str, str]
 
     def build(self, profile: Profile, calls: Sequence[int]) -> Built | None:
         """The problem of an engine that decides on whole regions; None if it is built from their ops."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from autoac_solver.build.build import build
 from autoac_solver.build.built import Built
-from autoac_solver.build.engines import engine_model
+from autoac_solver.build.engines import check_supported, engine_model
 from autoac_solver.build.groups import TIED
 from autoac_solver.optimise.algebra import brought_along
 from autoac_solver.problem.problem import RECOMPUTE, SAVE, DecisionGroup, Literal
@@ -66,11 +66,7 @@ def stacked(
     policies = tuple(policies)
     if not policies:
         return Stacked(build(profile, calls, engine), (), ())
-    if engine_model(engine).compiles:
-        raise PolicyError(
-            f"engine {engine!r} follows no policies ({policies[0]}): what a compiled region keeps is chosen as a "
-            "whole. Plan without policies, or with engine='replay' or 'sac'."
-        )
+    check_supported(engine, "policies")
     matches = _matches(profile, calls, policies, must_match)
     pinned: dict[int, Policy] = {}
     for policy, ops in zip(policies, matches, strict=True):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from autoac_solver.build.engines import DEFAULT, engine_model, planned_for
+from autoac_solver.build.engines import DEFAULT, check_supported, engine_model, planned_for
 from autoac_solver.plan.baselines import baselines, checkpointed
 from autoac_solver.plan.choices import Choices
 from autoac_solver.plan.curve import Tradeoff
@@ -70,11 +70,8 @@ def plan_profile(
     engine, reason = resolve_engine(engine)
     check_effort(time_limit_s, gap)
     check_budget_of(budget_of, profile.device)
-    if budget_of == "reserved" and engine_model(engine).compiles:
-        raise ValueError(
-            "budget_of='reserved' needs to know each allocation, and those of compiled code are not: leave it out "
-            "and leave headroom, or take engine='replay'."
-        )
+    if budget_of == "reserved":
+        check_supported(engine, "budget_of")
     budget_bytes, headroom_bytes, overhead = aims(
         budget, max_overhead, headroom, profile.device_bytes or None
     )

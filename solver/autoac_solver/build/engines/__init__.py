@@ -6,8 +6,9 @@ from autoac_solver.build.engines.compile import Compile
 from autoac_solver.build.engines.replay import Replay
 from autoac_solver.build.engines.sac import Sac
 from autoac_solver.records.engines import COMPILING, PLANNED_FOR
+from autoac_solver.records.errors import PolicyError
 
-__all__ = ["DEFAULT", "EngineModel", "engine_model", "planned_for", "register"]
+__all__ = ["DEFAULT", "EngineModel", "check_supported", "engine_model", "planned_for", "register"]
 
 _ENGINES: dict[str, EngineModel] = {}
 DEFAULT = PLANNED_FOR[0]
@@ -32,6 +33,22 @@ def engine_model(name: str) -> EngineModel:
     if name not in _ENGINES:
         raise ValueError(f"engine is {name!r}; known are {', '.join(map(repr, _ENGINES))}")
     return _ENGINES[name]
+
+
+def check_supported(engine: str, *asked: str) -> None:
+    """Check that plans for this engine can have what is asked for; "auto" is answered when it is resolved.
+
+    Args:
+        asked: among the names in `EngineModel.unsupported`.
+
+    Raises:
+        PolicyError: it follows no policies.
+        ValueError: it does not support something else.
+    """
+    model = _ENGINES.get(engine)
+    for what in asked if model is not None else ():
+        if (why := model.unsupported.get(what)) is not None:
+            raise (PolicyError if what == "policies" else ValueError)(f"engine {engine!r} {why}")
 
 
 def planned_for() -> tuple[str, ...]:

@@ -7,7 +7,7 @@ replay, in the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoac_solver.build.built import Built, RegionTape
@@ -21,6 +21,23 @@ from autoac_solver.records.engines import COMPILE
 from autoac_solver.records.profile import UNPACKED_TWICE, UNRULED, Op, Profile
 
 _REPLAY = Replay()
+
+_MEASURES = "measures compiled code on the device at hand"
+UNSUPPORTED: Mapping[str, str] = {
+    "policies": "follows no policies: what a compiled region keeps is chosen as a whole. Plan without policies, or "
+    "with engine='replay' or 'sac'.",
+    "max_overhead": "plans for a budget, not for max_overhead: autoac.tradeoff over autoac.profile(..., "
+    "engine='compile') shows what each budget costs.",
+    "budget_of": "plans for allocated memory: budget_of='reserved' needs to know each allocation, and those of "
+    "compiled code are not. Leave it out and leave headroom, or take engine='replay'.",
+    "mode": f"{_MEASURES}, and mode='fake' runs nothing on it: leave one of them out.",
+    "device": f"{_MEASURES}, and device= is for another one: leave one of them out.",
+    "parallel": "does not plan for ranks (DDP, FSDP2, parallel=, --fsdp, --tp): leave them out, or take engine='sac' "
+    "for a compiled model.",
+    "sizes": "cannot have plans that take turns on a model (buckets): plan for the largest batch, or with "
+    "engine='replay'.",
+}
+"""What plans for engine compile cannot have: arguments of `autoac.plan`, and "sizes" for `autoac.plan_buckets`."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,7 @@ class Compile:
     one_random_state = False
     stops_early = False
     compiles = True
+    unsupported = UNSUPPORTED
 
     def build(self, profile: Profile, calls: Sequence[int]) -> Built:
         return build_compiled(profile, calls, self)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from autoac_solver.build.built import Built, RegionTape
 from autoac_solver.build.draft import Draft, Use, lifetime
+from autoac_solver.build.engine_model import NOTHING
 from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import (
@@ -54,6 +55,7 @@ class Replay:
     one_random_state = False
     stops_early = False
     compiles = False
+    unsupported = NOTHING
 
     def build(self, profile: Profile, calls: Sequence[int]) -> Built | None:
         return None

@@ -43,7 +43,7 @@ def engine_to_plan_with(model: torch.nn.Module, engine: str, asked: Mapping[str,
     if against:
         pass
     elif not all(map(is_compiled_by_inductor, compiled)):
-        against = "code of another compiler than inductor"
+        against = "code of another compiler than inductor, or compiled with fullgraph=True"
     elif any(map(has_own_compile_settings, compiled)):
         against = "settings of your own (mode=, options=)"
     elif not device_for(device_of(unwrapped(model))).known:

@@ -236,6 +236,34 @@ def test_it_is_what_a_compiled_model_gets(profile: Profile, wrapped: bool):
     assert "(auto: the model is compiled, and engine compile is not for policies)" in other.explain()
 
 
+@pytest.mark.parametrize("how", ["wrapped before", "wrapped after", "in a compiled function"])
+@pytest.mark.parametrize("engine", ["replay", "compile"])
+def test_an_outer_compile_keeps_to_the_plan(profile: Profile, engine: str, how: str):
+    """It was traced with the model: no region had its point, nor a loss its own memory, and nobody said so."""
+    model = make()
+    outer: Any = torch.compile(model) if how == "wrapped before" else model
+    if engine == "compile":
+        plan = planned(profile, budgets(profile)[0], model)
+    else:
+        recorded = autoac.profile(outer, batch(), loss=loss)
+        plan = autoac.solve(recorded, recorded.least_peak_bytes)
+    plan.apply(outer)
+    if how == "wrapped after":
+        outer = torch.compile(model)
+    if how == "in a compiled function":
+        outer = torch.compile(lambda x: model(x))
+
+    x = batch()
+
+    def run() -> None:
+        loss(outer(x)).backward()
+        model.zero_grad()
+
+    run()
+    peak = measure_peak(run).peak_above_start_bytes + plan.record.profile.resident_bytes
+    assert peak <= plan.predicted_peak_bytes <= plan.budget_bytes
+
+
 def test_a_compiled_model_of_which_no_block_can_be_compiled(folder: Path):
     model = make()
     for i in range(3):

@@ -45,9 +45,9 @@ def check_supported(engine: str, *asked: str) -> None:
         PolicyError: it follows no policies.
         ValueError: it does not support something else.
     """
-    model = _ENGINES.get(engine)
-    for what in asked if model is not None else ():
-        if (why := model.unsupported.get(what)) is not None:
+    unsupported = _ENGINES[engine].unsupported if engine in _ENGINES else {}
+    for what in asked:
+        if (why := unsupported.get(what)) is not None:
             raise (PolicyError if what == "policies" else ValueError)(f"engine {engine!r} {why}")
 
 

@@ -55,7 +55,7 @@ class Compile:
     one_random_state = False
     stops_early = False
     compiles = True
-    unsupported = UNSUPPORTED
+    unsupported: Mapping[str, str] = UNSUPPORTED
 
     def build(self, profile: Profile, calls: Sequence[int]) -> Built:
         return build_compiled(profile, calls, self)

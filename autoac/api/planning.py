@@ -35,7 +35,7 @@ from autoac.progress import Progress, part, progress_shown
 from autoac.step.inputs import elements_of
 from autoac.step.model import device_of, unwrapped
 from autoac.step.modules import RegionChoice
-from autoac.step.samples import Samples, batches_of
+from autoac.step.samples import Samples, alike_in, batches_of
 from autoac.step.step import Loss, TrainingStep
 from autoac_solver.plan.planning import limits
 from autoac_solver.plan.reserved import check_budget_of
@@ -150,7 +150,7 @@ def plan(
         profiled = functools.partial(
             profile_each,
             model,
-            batches_of(sample),
+            alike_in(sample),
             part(tell, 0.0, 0.7),
             loss=loss,
             optimizer=optimizer,

@@ -38,7 +38,7 @@ from autoac_solver.records.devices import DeviceTable, find_device, on_device
 from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.profile import IN_EVAL, NO_AUTOCAST_IN_BACKWARD, Profile
+from autoac_solver.records.profile import IN_EVAL, NO_AUTOCAST_IN_BACKWARD, SIZED_BY_VALUES, Profile
 from autoac_solver.show import notebook  # noqa: F401  (makes profiles display in Jupyter)
 
 
@@ -85,7 +85,7 @@ def profile(
         with progress_shown("profiling", progress) as tell:
             found = profile_each(
                 model,
-                sample.batches,
+                sample.alike,
                 tell,
                 loss=loss,
                 optimizer=optimizer,
@@ -142,7 +142,7 @@ def profile(
 
 def profile_each(
     model: torch.nn.Module,
-    batches: Sequence[Any],
+    alike: Sequence[Sequence[Any]],
     progress: Tell,
     *,
     engine: EngineName = "auto",
@@ -153,22 +153,28 @@ def profile_each(
     """Each batch with the profile of its step, that with the highest peak first; its regions are compiled.
 
     Args:
+        alike: batches of the same shapes together: the first is profiled, and all are if shapes depend on values in it.
         engine, granularity, mode, options: as for `profile`.
     """
-    if len(batches) == 1:
+    if len(alike) == len(alike[0]) == 1:
+        [[batch]] = alike
         said = {"engine": engine, "granularity": granularity, "mode": mode, **options}
-        return [(batches[0], profile(model, batches[0], progress=progress, **said))]
+        return [(batch, profile(model, batch, progress=progress, **said))]
     check_engine_options(engine, granularity, asked_for(mode=mode, device=options["device"]))
     is_compiled = compiles(engine)
     if is_compiled:
         mode = "real"
     told = part(progress, 0.0, 0.5 if is_compiled else 1.0)
-    share = 1 / len(batches)
-    profiles = [
-        profile(model, batch, mode=mode, progress=part(told, share * i, share * (i + 1)), **options)
-        for i, batch in enumerate(batches)
-    ]
-    found = largest_first(list(zip(batches, profiles, strict=True)))
+    share, done = 1 / sum(map(len, alike)), 0
+    profiles: list[tuple[Any, Profile]] = []
+    for same in alike:
+        for place, batch in enumerate(same, done):
+            telling = part(told, share * place, share * (place + 1))
+            profiles.append((batch, profile(model, batch, mode=mode, progress=telling, **options)))
+            if SIZED_BY_VALUES not in profiles[-1][1].facts:
+                break
+        done += len(same)
+    found = largest_first(profiles)
     if is_compiled:
         batch, recorded = found[0]
         step = TrainingStep(unwrapped(model), batch, options["loss"], options["optimizer"])

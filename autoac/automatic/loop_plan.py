@@ -24,7 +24,7 @@ from autoac.progress import LOGGER
 from autoac.step.model import device_of, model_fingerprint, unwrapped
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.profile import SIZED_BY_VALUES, Profile
 
 
 class LoopPlan:
@@ -252,6 +252,13 @@ class LoopPlan:
         self._trained = trained_in(self._model)
         self._plan = plan
         LOGGER.info("%s", in_a_line(verb, plan))
+        if SIZED_BY_VALUES in plan.record.profile.facts and any(region.wrapped for region in plan.regions):
+            self._warn(
+                "sized by values",
+                "sizes of tensors depend on values in this loop's steps, as where tokens choose experts (plan.notes "
+                "says in which modules): a step may take more than the recorded one, and exceed the budget. Leave "
+                "headroom=, or plan beforehand for several batches with autoac.Samples.",
+            )
 
     def _can_take_off(self, plan: Plan) -> bool:
         """Whether no other code has replaced the plan's forwards."""

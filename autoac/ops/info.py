@@ -89,6 +89,7 @@ class OpInfo:
         repeatable: it is not replayable, but a collective that may run a second time if a plan lets all ranks do so.
         statistics: positions of (running mean, running variance, training flag) of a batch norm, else None.
         dropout_p: position of an attention's dropout probability, -1 if there is none.
+        dynamic_shape: its result's shape may depend on values.
     """
 
     name: str
@@ -110,6 +111,7 @@ class OpInfo:
     repeatable: bool = False
     statistics: tuple[int, int, int] | None = None
     dropout_p: int = -1
+    dynamic_shape: bool = False
 
     def draws_random(self, args: tuple[Any, ...]) -> bool:
         """Whether this call draws random numbers: attention does so only with a dropout probability.
@@ -121,6 +123,12 @@ class OpInfo:
         if self.dropout_p >= 0:
             return len(args) > self.dropout_p and args[self.dropout_p] > 0
         return True
+
+    def sized_by_values(self, args: tuple[Any, ...]) -> bool:
+        """Whether the result's shape depends on the values of the arguments: indexing does so by masks only."""
+        if not self.dynamic_shape or self.name != "aten.index.Tensor":
+            return self.dynamic_shape
+        return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(args[1]))
 
     def generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
         """The generator that this call was given, None if it draws from the device's own."""
@@ -202,6 +210,7 @@ def _read(func: Any) -> OpInfo:
         repeatable=may_repeat(str(func)),
         statistics=_BATCH_NORM_STATISTICS.get(schema.name),
         dropout_p=dropout_p,
+        dynamic_shape=torch.Tag.dynamic_output_shape in func.tags,
     )
 
 

@@ -35,6 +35,7 @@ from autoac.record.notes import (
     notes_if_checkpointed,
     notes_if_compiled,
     notes_if_drawn_on_host,
+    notes_if_sized_by_values,
     notes_if_uncounted,
 )
 from autoac.record.tape import tables as tape_tables
@@ -60,7 +61,7 @@ from autoac.torch_private import (
 )
 from autoac_solver.plan.parts import with_parts
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.profile import NEVER, OWN_CHECKPOINTING, OWN_LOOP, ModuleCall, Profile, Storage
+from autoac_solver.records.profile import NEVER, OWN_LOOP, ModuleCall, Profile, Storage
 
 _PROFILED = (
     "torch's profiler ran in the recorded step, so memory that ops take inside of them may not be counted: let autoac "
@@ -284,12 +285,13 @@ class LiveStep:
                     *notes_if_compiled(self.model, self.tape),
                     *notes_if_uncounted(self.tape),
                     *notes_if_calls_differ(self.tape),
+                    *notes_if_sized_by_values(self.tape),
                     *notes_if_drawn_on_host(self.tape),
                     *unfit,
                     *note_if_unsteady(times.values(), self.device, self.disturbance),
                     *note_on_device(self.device),
                 ),
-                facts=(OWN_LOOP, *([OWN_CHECKPOINTING] if checkpointed else [])),
+                facts=(OWN_LOOP, *recorder.facts_of(self.tape, checkpointed)),
                 **tables,
             )
         )

@@ -98,6 +98,18 @@ def notes_if_calls_differ(tape: Tape) -> list[str]:
     ]
 
 
+def notes_if_sized_by_values(tape: Tape) -> list[str]:
+    """A note if shapes in the step depend on the values of its batch."""
+    modules, ops = tape.calls.with_sizes_by_values()
+    if not modules:
+        return []
+    return [
+        f"sizes of tensors depend on values ({', '.join(ops)}) in {_some(modules)}, as where tokens choose experts: "
+        "other batches of the same shapes may take more memory than this one. Plan for several of them, with "
+        "autoac.Samples([...]), or leave headroom"
+    ]
+
+
 def notes_if_drawn_on_host(tape: Tape) -> list[str]:
     """Notes on other libraries' ops that draw random numbers which torch has not made."""
     notes = []

@@ -21,6 +21,7 @@ from autoac.record.notes import (
     note_if_unsteady,
     notes_if_checkpointed,
     notes_if_compiled,
+    notes_if_sized_by_values,
     notes_if_uncounted,
     notes_on_fake,
 )
@@ -144,9 +145,10 @@ def record_fake(
                 *checkpointed,
                 *notes_if_compiled(model, tape),
                 *notes_if_uncounted(tape),
+                *notes_if_sized_by_values(tape),
                 *note,
             ),
-            facts=facts_of(checkpointed, runs),
+            facts=facts_of(tape, checkpointed, runs),
             **tables,
         )
     )

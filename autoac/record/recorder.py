@@ -23,6 +23,7 @@ from autoac.record.notes import (
     notes_if_checkpointed,
     notes_if_compiled,
     notes_if_drawn_on_host,
+    notes_if_sized_by_values,
     notes_if_uncounted,
 )
 from autoac.record.optimizer import state_tensors
@@ -51,7 +52,7 @@ from autoac.torch_private import local_part, storage_key
 from autoac_solver.build.losses.cross_entropy import losses_in_modules
 from autoac_solver.plan.parts import with_parts
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.profile import OWN_CHECKPOINTING, VARYING, Op, Profile
+from autoac_solver.records.profile import OWN_CHECKPOINTING, SIZED_BY_VALUES, VARYING, Op, Profile
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
@@ -198,27 +199,34 @@ def recorded_step(
                 *notes_if_compiled(model, tape),
                 *notes_if_uncounted(tape),
                 *notes_if_calls_differ(tape),
+                *notes_if_sized_by_values(tape),
                 *notes_if_drawn_on_host(tape),
                 *runs.notes(),
                 *unfit,
                 *note,
                 *note_on_device(device),
             ),
-            facts=facts_of(checkpointed, runs),
+            facts=facts_of(tape, checkpointed, runs),
             **tables,
         )
     )
     return profile, its_own
 
 
-def facts_of(checkpointed: Sequence[str], runs: Runs) -> tuple[str, ...]:
+def facts_of(tape: Tape, checkpointed: Sequence[str], runs: Runs | None = None) -> tuple[str, ...]:
     """The facts (see `FACTS`) about a recorded step.
 
     Args:
         checkpointed: notes on the model's own checkpointing.
-        runs: of the step.
+        runs: of the step, if there were several.
     """
-    return (*([OWN_CHECKPOINTING] if checkpointed else []), *([VARYING] if runs.varies else []))
+    by_values, _ = tape.calls.with_sizes_by_values()
+    found = {
+        OWN_CHECKPOINTING: checkpointed,
+        VARYING: runs is not None and runs.varies,
+        SIZED_BY_VALUES: by_values,
+    }
+    return tuple(fact for fact, is_so in found.items() if is_so)
 
 
 def _outcomes(step: TrainingStep, runs: Runs) -> list[str]:

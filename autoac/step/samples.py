@@ -16,7 +16,8 @@ from autoac.step.step import is_whole_step
 class Samples:
     """Several batches in place of one, for `sample=` of `autoac.plan` and `autoac.profile`.
 
-    The step with the highest peak is planned for. Of batches with the same shapes only the first is used.
+    The step with the highest peak is planned for. Of batches with the same shapes only the first is profiled, unless
+    its step has shapes that depend on values (routed experts): then all are.
 
     Args:
         batches: samples as `autoac.plan` takes them one by one: a list, or a DataLoader.
@@ -36,16 +37,21 @@ class Samples:
                 f"Samples is given a {type(batches).__name__}; it takes several batches: a list of samples, or a "
                 "DataLoader and a number, as in autoac.Samples(loader, 8)."
             )
-        by_shape: dict[str, Any] = {}
+        by_shape: dict[str, list[Any]] = {}
         for batch in itertools.islice(batches, count):
             if is_whole_step(batch):
                 raise ValueError(
                     "Samples takes the model's inputs; a callable runs a whole step of its own: plan for one of them."
                 )
-            by_shape.setdefault(shapes_of(batch, most=sys.maxsize), batch)
+            by_shape.setdefault(shapes_of(batch, most=sys.maxsize), []).append(batch)
         if not by_shape:
             raise ValueError("Samples is given no batch.")
-        self.batches: list[Any] = list(by_shape.values())
+        self.alike: list[list[Any]] = list(by_shape.values())  # batches of the same shapes together
+
+    @property
+    def batches(self) -> list[Any]:
+        """The first batch of each shape."""
+        return [first for first, *_ in self.alike]
 
     def __repr__(self) -> str:
         return f"Samples({'; '.join(map(shapes_of, self.batches))})"
@@ -53,7 +59,12 @@ class Samples:
 
 def batches_of(sample: Any) -> list[Any]:
     """The batches in a `Samples`; any other sample alone."""
-    return sample.batches if isinstance(sample, Samples) else [sample]
+    return [batch for alike in alike_in(sample) for batch in alike]
+
+
+def alike_in(sample: Any) -> list[list[Any]]:
+    """The batches in a `Samples`, those of the same shapes together; any other sample alone."""
+    return sample.alike if isinstance(sample, Samples) else [[sample]]
 
 
 def shapes_of(sample: Any, most: int = MOST) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 import autoac
@@ -82,6 +83,58 @@ def test_a_saved_plan_has_the_notes(planned: tuple[Blocks, autoac.Plan], tmp_pat
     loaded = autoac.Plan.load(tmp_path / "plan.json")
     assert loaded.samples.equals(plan.samples)
     assert any("of 3 samples" in note and "fits" in note for note in loaded.record.profile.notes)
+
+
+class Routed(nn.Module):
+    """Two experts, the second of them wider: a batch's signs choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH)) for wide in (8, 256)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(x)
+        for place, expert in enumerate(self.experts):
+            rows = torch.where((x[:, 0] > 0) == bool(place))[0]
+            result = result.index_add(0, rows, expert(x[rows]))
+        return result
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_batches_of_the_same_shape_where_values_decide(order: int):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Routed(), nn.Linear(WIDTH, WIDTH)), torch.randn(64, WIDTH)
+    small, large = (x.clone() for _ in range(2))
+    small[:, 0], large[:, 0] = -5, 5
+    alone = autoac.plan(model, large, 10**9)
+    assert any(
+        "sizes of tensors depend on values (aten.nonzero.default) in '0'" in note for note in alone.notes
+    )
+    plan = autoac.plan(model, Samples([small, large][::order]), 10**9)
+    assert plan.predicted_peak_bytes == alone.predicted_peak_bytes
+    assert len(plan.samples) == 2
+    assert plan.verify(model, large).measured_peak_bytes == plan.predicted_peak_bytes
+    assert (
+        plan.verify(model, small).measured_peak_bytes
+        == plan.samples.iloc[1].peak_bytes
+        < plan.predicted_peak_bytes
+    )
+    equal = [torch.randn(8, WIDTH)] * 2  # shapes do not depend on values
+    assert len(autoac.plan(nn.Linear(WIDTH, 1), Samples(equal), 10**9).samples) == 1
+
+
+def test_a_loop_where_values_decide_is_warned():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Routed(), nn.Linear(WIDTH, WIDTH)), torch.randn(64, WIDTH)
+    recorded = autoac.profile(model, x)
+    handle = autoac.auto(model, int(0.5 * (recorded.least_peak_bytes + recorded.peak_bytes)))
+    model(x).mean().backward()
+    model.zero_grad(set_to_none=True)
+    with pytest.warns(UserWarning, match="sizes of tensors depend on values in this loop's steps"):
+        model(x)
+    handle.remove()
 
 
 def test_samples():

@@ -273,8 +273,9 @@ def test_cached_parametrizations_that_only_the_loop_enters(monkeypatch):
     loss.backward()
     mean_square(expected).backward()
     assert {name.split("#")[0] for name in plan.is_not_followed.regions} == {"layers.0", "layers.1"}
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    found, right = ([p.grad for p in one.parameters() if p.grad is not None] for one in (model, expected))
+    assert len(found) == len(right) == 12
+    assert all(map(torch.equal, found, right))
 
 
 @feature("`parametrize.cached` around regions", "sac", cell="left alone, `plan.why` says it")

@@ -48,6 +48,9 @@ class ModuleCalls:
         self._streams: dict[int, dict[int, int]] = {}  # call -> its first stream on each GPU
         self._compiled: set[int] = set()  # calls in which compiled code ran
         self._unseen: dict[int, set[str]] = {}  # call -> higher-order ops in it
+        self._sized: dict[
+            int, set[str]
+        ] = {}  # call -> ops in it with results of shapes that depend on values
         self._uncounted: dict[int, set[str]] = {}  # call -> layouts of tensors whose memory is not counted
         self._unpacked_for = (NEVER, NEVER)  # node that unpacked last, and the call it belongs to
 
@@ -154,6 +157,10 @@ class ModuleCalls:
         """A higher-order op has run, whose own ops are not seen."""
         self._unseen.setdefault(self.of_op(), set()).add(name)
 
+    def sized_by_values(self, name: str) -> None:
+        """An op has run whose result's shape depends on values."""
+        self._sized.setdefault(self.of_op(), set()).add(name)
+
     def not_counted(self, tensor: torch.Tensor) -> None:
         """Note a tensor that is not strided: its memory is not counted."""
         if not is_fake(tensor):
@@ -181,6 +188,10 @@ class ModuleCalls:
         """Names of the modules in which higher-order ops run, and of those ops."""
         modules = set(self._unseen) - {NEVER} or set(self._unseen)  # unknown in backward at times
         return self._names(modules), sorted(set[str]().union(*self._unseen.values()))
+
+    def with_sizes_by_values(self) -> tuple[list[str], list[str]]:
+        """Names of the modules with ops whose results' shapes depend on values, and of those ops."""
+        return self._names(set(self._sized)), sorted(set[str]().union(*self._sized.values()))
 
     def _names(self, calls: set[int]) -> list[str]:
         names = ("" if call == NEVER else self.rows[call]["fqn"] for call in sorted(calls))

@@ -255,6 +255,8 @@ class Tape(TorchDispatchMode):
         if not is_collective(info.name):
             self.for_shards = None
         self.formulas.note_scalar(info, args)
+        if info.sized_by_values(args) and not in_backward():
+            self.calls.sized_by_values(info.name)
         if torch.is_inference_mode_enabled():
             self.calls.runs_in_inference_mode()
         if self.calls.stack and not self.saved.on_fakes and (by := streams()) is not None:

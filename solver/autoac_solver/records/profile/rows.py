@@ -26,12 +26,13 @@ UNSTEADY = "times are unsteady"
 VARIES = "the step varies"
 """Beginning of a profile's note that the step does not run the same ops every time."""
 
-FACTS = ("own loop", "eval mode", "own checkpointing", "varies", "no autocast in backward")
+FACTS = ("own loop", "eval mode", "own checkpointing", "varies", "no autocast in backward", "sized by values")
 """Facts about a recorded step, for code; the profile's notes say them to readers. In this order: the step was the
 loop's own, with the tensors that the loop still held; the model was in eval mode; it recomputes by its own
-checkpointing; the step does not run the same ops every time; its backward ran without the autocast of its forward."""
+checkpointing; the step does not run the same ops every time; its backward ran without the autocast of its forward;
+shapes in it depend on the values of its batch."""
 
-OWN_LOOP, IN_EVAL, OWN_CHECKPOINTING, VARYING, NO_AUTOCAST_IN_BACKWARD = FACTS
+OWN_LOOP, IN_EVAL, OWN_CHECKPOINTING, VARYING, NO_AUTOCAST_IN_BACKWARD, SIZED_BY_VALUES = FACTS
 
 INFERENCE = "inference mode"
 CACHED = "cached parametrizations"

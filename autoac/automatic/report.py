@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from autoac.automatic.beside import sample_of
 from autoac.check.verify import Report, verify
 from autoac.plans import Plan
-from autoac.step.step import TrainingStep, default_loss
+from autoac.step.step import TrainingStep
 from autoac_solver.records.format import format_bytes
 
 
@@ -46,16 +47,6 @@ def verified(
         args, kwargs: arguments of the model's call.
         trial: runs a step on the batch, forward to backward, where a trainer does not call the model itself.
     """
-    if trial is not None:
-        return verify(plan, TrainingStep(model, trial))
-
-    def step() -> torch.Tensor:
-        loss = default_loss(model(*args, **kwargs))
-        loss.backward()
-        return loss
-
-    sample: Any = step
-    if not kwargs or not args:
-        sample = args or kwargs
+    sample = sample_of(model, args, kwargs, trial)
     # The profile already counts the output for as long as the loop keeps it; this step need not keep it.
-    return verify(plan, TrainingStep(model, sample, keeps_output=False))
+    return verify(plan, TrainingStep(model, sample, keeps_output=trial is not None))

@@ -67,7 +67,7 @@ _PROFILED = (
     "torch's profiler ran in the recorded step, so memory that ops take inside of them may not be counted: let autoac "
     "record a step without it"
 )
-_ONE_DRAW = (
+ONE_DRAW = (
     "single random numbers were drawn in the recorded step: if they decide what is called, as for layer drop, then it "
     "is one draw of many. A step is recorded anew where a later one calls other modules; autoac.plan plans for all of "
     "them at once"
@@ -280,7 +280,7 @@ class LiveStep:
                 notes=(
                     "recorded while the model was trained: a step of your own loop, up to the optimizer's",
                     *([_PROFILED] if self.profiled else []),
-                    *([_ONE_DRAW] if self.tape.single.count else []),
+                    *([ONE_DRAW] if self.tape.single.count else []),
                     *checkpointed,
                     *notes_if_compiled(self.model, self.tape),
                     *notes_if_uncounted(self.tape),

@@ -773,43 +773,75 @@ class Dropping(Blocks):
         return self.head(x)
 
 
-def dropping(budget: int | None, steps: int = 25) -> tuple[Dropping, Auto | None]:
+def dropping(
+    budget: int | None, kind: type[Dropping] = Dropping, peaks: list[int] | None = None
+) -> tuple[Dropping, Auto | None]:
+    """The trained model, and the handle; `peaks` gets the peak of each step above its start."""
     torch.manual_seed(0)
-    model = Dropping(blocks=5).train()
+    model = kind(blocks=5).train()
     optimizer = torch.optim.AdamW(model.parameters())
     handle = None if budget is None else autoac.auto(model, budget)
-    for x, y in batches(steps):
-        bare(model, optimizer, x, y)
+    for x, y in batches(25):
+        step = partial(bare, model, optimizer, x, y)
+        if peaks is None:
+            step()
+        else:
+            peaks.append(measure_peak(step).peak_above_start_bytes)
     return model, handle
 
 
-def test_steps_that_call_other_modules_are_recorded_until_none_calls_more(caplog: pytest.LogCaptureFixture):
+def test_what_random_numbers_leave_out_is_planned_for(caplog: pytest.LogCaptureFixture):
+    """The recorded step skips blocks by chance: one that calls all of them is run beside the loop's, and undone."""
     with caplog.at_level(logging.INFO, logger="autoac"):
         ample, handle = dropping(ENOUGH)
     assert handle is not None
     plan = handle.plan
     assert plan is not None
-    recorded = [record for record in caplog.messages if "which the recorded one had not" in record]
-    assert 1 <= len(recorded) <= 2
-    assert any("single random numbers were drawn" in note for note in plan.record.profile.notes)
-    called = {call.fqn for call in plan.record.profile.calls}
+    assert sum("planning for one that calls all modules" in text for text in caplog.messages) == 1
+    assert {f"blocks.{i}" for i in range(5)} <= {call.fqn for call in plan.record.profile.calls}
     full = plan.record.unplanned_peak_bytes
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        tight, tight_handle = dropping(int(plan.resident_bytes + 0.7 * (full - plan.resident_bytes)))
+    peaks: list[int] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tight, tight_handle = dropping(
+            int(plan.resident_bytes + 0.7 * (full - plan.resident_bytes)), peaks=peaks
+        )
     assert tight_handle is not None
-    assert tight_handle.plan is not None
-    assert any(region.wrapped for region in tight_handle.plan.regions)
-    assert {call.fqn for call in tight_handle.plan.record.profile.calls} == called
-    words = [str(warning.message) for warning in told]
-    missing = {f"blocks.{i}" for i in range(5)} - called
-    assert sum("the steps of this loop vary" in text for text in words) == bool(missing)
+    tight_plan = tight_handle.plan
+    assert tight_plan is not None
+    assert any(region.wrapped for region in tight_plan.regions)
+    planned = [tight_plan.resident_bytes + peak for peak in peaks[1:]]
+    assert 0.95 * tight_plan.predicted_peak_bytes < max(planned) <= tight_plan.predicted_peak_bytes
     without, _ = dropping(None)
     for model in (ample, tight):
         assert all(map(torch.equal, model.state_dict().values(), without.state_dict().values()))
     handle.remove()
     tight_handle.remove()
     assert not any(module._forward_pre_hooks for module in [*ample.modules(), *tight.modules()])
+
+
+class DroppingAtOnce(Dropping):
+    """Its draws are one tensor, in which no number can be chosen."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        for block, kept in zip(self.blocks, torch.rand(len(self.blocks)) > 0.5, strict=True):
+            if kept:
+                x = block(x, scale)
+        return self.head(x)
+
+
+def test_steps_that_call_other_modules_are_recorded_until_none_calls_more(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="autoac"), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _, handle = dropping(ENOUGH, kind=DroppingAtOnce)
+    assert handle is not None
+    assert handle.plan is not None
+    recorded = [record for record in caplog.messages if "which the recorded one had not" in record]
+    assert 1 <= len(recorded) <= 2
+    called = {call.fqn for call in handle.plan.record.profile.calls}
+    missing = {f"blocks.{i}" for i in range(5)} - called
+    assert sum("the steps of this loop vary" in str(one.message) for one in told) == bool(missing)
+    handle.remove()
 
 
 def test_a_forward_that_is_put_over_ours_later_is_left_alone():

@@ -255,9 +255,9 @@ def test_torch_whose_policies_see_no_results_is_refused_by_sac(monkeypatch):
     compiled: Any = torch.compile(case.model())
     with pytest.raises(RuntimeError, match=reason):
         autoac.auto(compiled, "1GB")
-    assert engine_to_plan_with(compiled, "auto", "")[0] == "compile"
+    assert engine_to_plan_with(compiled, "auto", {})[0] == "compile"
     with pytest.raises(RuntimeError, match=reason):
-        engine_to_plan_with(compiled, "auto", "policies")
+        engine_to_plan_with(compiled, "auto", {"policies": "policies"})
     replayed = plan_with(case, "replay", lambda region, op, nth: op == "aten.tanh.default")
     assert not differences(run(case, replayed), run(case))
     assert ENGINES["sac"].measure(Chains(X.device)) == engine_model("sac").costs()

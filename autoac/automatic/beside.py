@@ -18,7 +18,12 @@ from typing import Any
 import torch
 
 from autoac.api.profiling import profile
+from autoac.automatic.wanted import called_in
+from autoac.progress import LOGGER
+from autoac.record.live import ONE_DRAW
+from autoac.step.inputs import elements_in, elements_of
 from autoac.step.step import default_loss
+from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import NEVER, Profile, Storage
 
 
@@ -55,16 +60,37 @@ def left_out(model: torch.nn.Module, called: set[str]) -> list[str]:
     ]
 
 
-def with_all_called(model: torch.nn.Module, sample: Any, recorded: Profile) -> Profile:
-    """The profile of a step on the sample that calls the most modules.
+def with_all_called(
+    recorded: Profile,
+    model: torch.nn.Module,
+    args: Any,
+    kwargs: Any,
+    trial: Callable[[], torch.Tensor] | None,
+    warn: Callable[[str, str], None],
+) -> Profile | None:
+    """The profile of a step beside the loop's, which calls the modules that the recorded one left out by chance.
+
+    Its optimizers are not counted. None if the recorded step left none out, if it called the model several times, if
+    this batch is smaller, or if its step cannot be recorded, which is warned of.
 
     Args:
         recorded: the loop's step.
-
-    Raises:
-        ProfilingError: the step could not be recorded.
+        model, args, kwargs, trial: as for `sample_of`, of the batch at hand.
+        warn: called with a key and words.
     """
-    found = profile(model, sample, progress=False)
+    names = left_out(model, called_in(recorded)) if ONE_DRAW in recorded.notes else []
+    if not names or not recorded.is_one_call or elements_of(args, kwargs) < elements_in(recorded.sample):
+        return None
+    try:
+        found = profile(model, sample_of(model, args, kwargs, trial), progress=False)
+    except ProfilingError as error:
+        warn(
+            "left out",
+            f"the recorded step called no {', '.join(names[:3])}, as random numbers decide, and a step that does could "
+            f"not be recorded beside it ({error}): steps that call more modules may exceed the budget.",
+        )
+        return None
+    LOGGER.info("the recorded step left out %s: planning for one that calls all modules", names[0])
     held = Storage(max(0, _held_bytes(recorded) - _held_bytes(found)), NEVER, found.end, "Input", "")
     return replace(found, storage_table=(*found.storage_table, held))
 

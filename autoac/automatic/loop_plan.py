@@ -9,24 +9,21 @@ import torch
 
 from autoac.api.checks import check_engine_options
 from autoac.automatic.across import Across, Meeting
-from autoac.automatic.beside import left_out, sample_of, with_all_called
+from autoac.automatic.beside import with_all_called
 from autoac.automatic.compiling import Compiling
 from autoac.automatic.cycle import Cycle
-from autoac.automatic.once import Once
 from autoac.automatic.optimizers import Optimizers, trained_in
 from autoac.automatic.peak import StepPeak
 from autoac.automatic.recording import Recording
-from autoac.automatic.report import in_a_line, peak_in_a_line, verified
-from autoac.automatic.wanted import Wanted, called_in, needs_no_more
+from autoac.automatic.report import Once, in_a_line, peak_in_a_line, verified
+from autoac.automatic.wanted import Wanted, needs_no_more
 from autoac.automatic.watch import Finding, Watch
 from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import LOGGER
-from autoac.record.live import ONE_DRAW
-from autoac.step.inputs import elements_in, elements_of
 from autoac.step.model import device_of, model_fingerprint, unwrapped
 from autoac_solver.records.engines import compiles
-from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError, ProfilingError
+from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError
 from autoac_solver.records.profile import SIZED_BY_VALUES, Profile
 
 
@@ -145,7 +142,10 @@ class LoopPlan:
         if kept is not None and needs_no_more(profile, kept.record.profile):
             self._put_plan_on(kept, "no more modules were called, with no more; kept the plan of")
             return
-        profile = self._with_all_called(profile, args, kwargs)
+        if self._compiling is None:
+            with self._on_top.aside():
+                beside = with_all_called(profile, self._model, args, kwargs, self.trial, self._warn)
+            profile = profile if beside is None else self._optimizers.counted(beside)
         try:
             if self._compiling is not None:
                 compiled = self._compiling.with_regions(profile)
@@ -158,26 +158,6 @@ class LoopPlan:
             self.remove()
             raise
         self._take(plan, args, kwargs)
-
-    def _with_all_called(self, recorded: Profile, args: Any, kwargs: Any) -> Profile:
-        """The step with the modules that it left out by chance, see NOTE [ Layer drop in a loop ]; else itself."""
-        names = left_out(self._model, called_in(recorded)) if ONE_DRAW in recorded.notes else []
-        smaller = elements_of(args, kwargs) < elements_in(recorded.sample)
-        if not names or smaller or self._compiling is not None or not recorded.is_one_call:
-            return recorded
-        try:
-            with self._on_top.aside():
-                sample = sample_of(self._model, args, kwargs, self.trial)
-                found = with_all_called(self._model, sample, recorded)
-        except ProfilingError as error:
-            self._warn(
-                "left out",
-                f"the recorded step called no {', '.join(names[:3])}, as random numbers decide, and a step that does "
-                f"could not be recorded beside it ({error}): steps that call more modules may exceed the budget.",
-            )
-            return recorded
-        LOGGER.info("the recorded step left out %s: planning for one that calls all modules", names[0])
-        return self._optimizers.counted(found)
 
     def _plan_again(self, args: Any, kwargs: Any) -> None:
         """Apply a plan made from the profile that a measured step has corrected."""

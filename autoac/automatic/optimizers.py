@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoac.automatic.once import Once
+from autoac.automatic.report import Once
 from autoac.measure import unique_storage_bytes
 from autoac.record.optimizer import state_tensors, with_optimizer
 from autoac.step.model import device_of

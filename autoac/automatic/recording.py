@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoac.automatic.once import Once
+from autoac.automatic.report import Once
 from autoac.execute.on_top import OnTop
 from autoac.record.cuda.cublas import with_workspaces
 from autoac.record.live import LiveStep, with_leftovers

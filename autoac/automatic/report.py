@@ -1,7 +1,8 @@
-"""Reports on a new plan: a line for the log, and whether its gradients are equal."""
+"""What a loop is told: a line for the log, warnings, and whether a new plan's gradients are equal."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,19 @@ from autoac.check.verify import Report, verify
 from autoac.plans import Plan
 from autoac.step.step import TrainingStep
 from autoac_solver.records.format import format_bytes
+
+
+class Once:
+    """Warns at most once per key."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, key: str, words: str) -> None:
+        """Warn, unless there was a warning with this key."""
+        if key not in self._told:
+            self._told.add(key)
+            warnings.warn(words, stacklevel=2)
 
 
 def in_a_line(verb: str, plan: Plan) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autoac.ops.info import OpInfo
 from autoac.step.units import holds_units, own_name
 from autoac.torch_private import (
     any_autocast,
@@ -104,9 +105,12 @@ class ModuleCalls:
         row["end"] = tick
         row["changes_arguments"] |= changes_arguments
 
-    def runs_in_inference_mode(self) -> None:
-        """An op has run in inference mode."""
-        self._run_once(self.stack, INFERENCE)
+    def runs(self, info: OpInfo, args: tuple[Any, ...]) -> None:
+        """An op has run."""
+        if torch.is_inference_mode_enabled():
+            self._run_once(self.stack, INFERENCE)
+        if info.sized_by_values(args) and not in_backward():
+            self._sized.setdefault(self.of_op(), set()).add(info.name)
 
     def runs_unruled(self) -> None:
         """A higher-order op has run that selective checkpointing has no rule for."""
@@ -156,10 +160,6 @@ class ModuleCalls:
     def runs_unseen(self, name: str) -> None:
         """A higher-order op has run, whose own ops are not seen."""
         self._unseen.setdefault(self.of_op(), set()).add(name)
-
-    def sized_by_values(self, name: str) -> None:
-        """An op has run whose result's shape depends on values."""
-        self._sized.setdefault(self.of_op(), set()).add(name)
 
     def not_counted(self, tensor: torch.Tensor) -> None:
         """Note a tensor that is not strided: its memory is not counted."""

@@ -255,10 +255,7 @@ class Tape(TorchDispatchMode):
         if not is_collective(info.name):
             self.for_shards = None
         self.formulas.note_scalar(info, args)
-        if info.sized_by_values(args) and not in_backward():
-            self.calls.sized_by_values(info.name)
-        if torch.is_inference_mode_enabled():
-            self.calls.runs_in_inference_mode()
+        self.calls.runs(info, args)
         if self.calls.stack and not self.saved.on_fakes and (by := streams()) is not None:
             for tensor in tensors_in(result):
                 if (key := by.key(tensor)) is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autoac.device import device_for
 from autoac.ops.info import is_collective
 from autoac.price.engine_costs import engine_costs
 from autoac.price.meters import Disturbance, OpTimer, WorkspaceMeter
@@ -108,7 +109,7 @@ def recorded_step(
     states = [] if step.optimizer is None else state_tensors(inner_optimizer(step.optimizer), device.type)
     with untouched(model, step.inputs) as restorer:
         tell("warm-up step", 0.0)
-        buffers = Buffers(model, parameters=True)
+        buffers = Buffers(model, parameters=device_for(device).known)
         restorer.later(buffers.put_back)
         meter = WorkspaceMeter(device)
         runs = Runs()

@@ -15,7 +15,7 @@ from autoac.automatic.cycle import Cycle
 from autoac.automatic.optimizers import Optimizers, trained_in
 from autoac.automatic.peak import StepPeak
 from autoac.automatic.recording import Recording
-from autoac.automatic.report import Once, in_a_line, peak_in_a_line, verified
+from autoac.automatic.report import Once, doubts, in_a_line, peak_in_a_line, verified
 from autoac.automatic.wanted import Wanted, needs_no_more
 from autoac.automatic.watch import Finding, Watch
 from autoac.execute.on_top import OnTop
@@ -24,7 +24,7 @@ from autoac.progress import LOGGER
 from autoac.step.model import device_of, model_fingerprint, unwrapped
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError
-from autoac_solver.records.profile import SIZED_BY_VALUES, Profile
+from autoac_solver.records.profile import Profile
 
 
 class LoopPlan:
@@ -140,7 +140,7 @@ class LoopPlan:
         profile = self._counted()
         kept, self._kept = self._kept, None
         if kept is not None and needs_no_more(profile, kept.record.profile):
-            self._put_plan_on(kept, "no more modules were called, with no more; kept the plan of")
+            self._put_plan_on(kept, "the recorded step is no larger than the one before it: kept the plan of")
             return
         if self._compiling is None:
             with self._on_top.aside():
@@ -256,13 +256,8 @@ class LoopPlan:
         self._trained = trained_in(self._model)
         self._plan = plan
         LOGGER.info("%s", in_a_line(verb, plan))
-        if SIZED_BY_VALUES in plan.record.profile.facts and any(region.wrapped for region in plan.regions):
-            self._warn(
-                "sized by values",
-                "sizes of tensors depend on values in this loop's steps, as where tokens choose experts (plan.notes "
-                "says in which modules): a step may take more than the recorded one, and exceed the budget. Leave "
-                "headroom=, or plan beforehand for several batches with autoac.Samples.",
-            )
+        for key, words in doubts(plan):
+            self._warn(key, words)
 
     def _can_take_off(self, plan: Plan) -> bool:
         """Whether no other code has replaced the plan's forwards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from autoac.check.verify import Report, verify
 from autoac.plans import Plan
 from autoac.step.step import TrainingStep
 from autoac_solver.records.format import format_bytes
+from autoac_solver.records.profile import OWN_CHECKPOINTING, SIZED_BY_VALUES
 
 
 class Once:
@@ -26,6 +27,20 @@ class Once:
         if key not in self._told:
             self._told.add(key)
             warnings.warn(words, stacklevel=2)
+
+
+def doubts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What the owner of a loop should be warned of when this plan is put on: keys and words."""
+    profile = plan.record.profile
+    if SIZED_BY_VALUES in profile.facts and any(region.wrapped for region in plan.regions):
+        yield (
+            SIZED_BY_VALUES,
+            "sizes of tensors depend on values in this loop's steps, as where tokens choose experts (plan.notes says "
+            "in which modules): a step may take more than the recorded one, and exceed the budget. Leave "
+            "headroom=, or plan beforehand for several batches with autoac.Samples.",
+        )
+    if OWN_CHECKPOINTING in profile.facts:
+        yield OWN_CHECKPOINTING, next(note for note in profile.notes if "own checkpointing" in note)
 
 
 def in_a_line(verb: str, plan: Plan) -> str:

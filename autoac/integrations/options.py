@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 import weakref
 from typing import Any, Literal
@@ -131,10 +132,10 @@ def take_off_leftovers(model: torch.nn.Module) -> None:
 
 
 def turn_checkpointing_off(model: torch.nn.Module) -> str:
-    """Turn the model's own checkpointing off, under either name, and return that name; "" if it was not on."""
-    name = own_checkpointing(model)
+    """Turn the model's own checkpointing off, under any name, and return that name; "" if it was not on."""
+    name, method = own_checkpointing(model)
     if name:
-        getattr(model, f"{name}_disable")()
+        operator.attrgetter(method)(model)()
     return name
 
 

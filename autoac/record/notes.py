@@ -45,9 +45,9 @@ def note_on_device(device: torch.device) -> tuple[str, ...]:
 
 
 def notes_if_checkpointed(model: torch.nn.Module) -> list[str]:
-    """A note if a transformers model recomputes its layers by its own checkpointing."""
+    """A note if a model recomputes its layers by its own checkpointing."""
     wrapped = [name for name, module in model.named_modules() if is_checkpoint_wrapper(module)]
-    name = own_checkpointing(model)
+    name, method = own_checkpointing(model)
     if wrapped:
         return [
             f"the model's own checkpointing, torch's checkpoint_wrapper, is on {_some(wrapped)}: it recomputes these "
@@ -58,7 +58,7 @@ def notes_if_checkpointed(model: torch.nn.Module) -> list[str]:
         return []
     return [
         f"the model's own checkpointing, {name}, is on: it recomputes layers as a whole, and a plan decides little "
-        f"inside of them. Call model.{name}_disable() before planning"
+        f"inside of them. Call model.{method}() before planning"
     ]
 
 

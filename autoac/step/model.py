@@ -134,21 +134,29 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
             return model
 
 
-def own_checkpointing(model: torch.nn.Module) -> str:
-    """The name of a transformers model's own checkpointing, such as "gradient_checkpointing"; "" if it is not on."""
-    # Before transformers 5.23 there is only the second name; later versions warn about it.
-    new = hasattr(type(model), "is_activation_checkpointing") or hasattr(
-        model, "activation_checkpointing_disable"
-    )
-    name = "activation_checkpointing" if new else "gradient_checkpointing"
-    is_on = getattr(model, f"is_{name}", False) and hasattr(model, f"{name}_disable")
-    return name if is_on else ""
+def own_checkpointing(model: torch.nn.Module) -> tuple[str, str]:
+    """The name of a transformers or diffusers model's own checkpointing, and the method that turns it off, by its path.
+
+    Such as "gradient_checkpointing" and "unet.disable_gradient_checkpointing" for a part of the model; two "" if it is
+    not on.
+    """
+    for fqn, module in model.named_modules():
+        # Before transformers 5.23 there is only the second name; later versions warn about it.
+        new = hasattr(type(module), "is_activation_checkpointing") or hasattr(
+            module, "activation_checkpointing_disable"
+        )
+        name = "activation_checkpointing" if new else "gradient_checkpointing"
+        if getattr(module, f"is_{name}", False):
+            for method in (f"{name}_disable", f"disable_{name}"):
+                if hasattr(module, method):
+                    return name, f"{fqn}.{method}" if fqn else method
+    return "", ""
 
 
 def checkpointing_switches(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules whose `gradient_checkpointing` says whether a transformers model's own checkpointing is on there.
+    """The modules whose `gradient_checkpointing` says whether a model's own checkpointing is on there.
 
-    Source: `_set_gradient_checkpointing` in transformers/modeling_utils.py.
+    Source: `_set_gradient_checkpointing` in transformers/modeling_utils.py and diffusers/models/modeling_utils.py.
     """
     return [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
 

@@ -237,7 +237,7 @@ class UnplannedCalls:
         if not any(getattr(switch, "gradient_checkpointing", False) for switch in self.switches):
             return ""
         self.asks_for_checkpointing = False
-        name = own_checkpointing(module)
+        name, _ = own_checkpointing(module)
         return name and (
             f"the model's own {name} is on, and was off when the plan was made: it recomputes layers as a whole, and "
             "the plan decides little inside of them. Turn it off (with a trainer, in its arguments), or remove the "

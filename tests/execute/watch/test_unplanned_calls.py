@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 import autoac
+from autoac.integrations.options import turn_checkpointing_off
+from autoac.step.model import own_checkpointing
 from tests.small_models import least_bytes
 
 WIDTH, ROWS = 16, 32
@@ -261,6 +263,44 @@ def test_the_models_own_checkpointing_before_the_plan_was_made():
     autoac.solve(profile, profile.peak_bytes).apply(model)
     with no_warnings():
         model(**sample).loss.backward()
+
+
+def test_a_loop_is_warned_of_the_models_own_checkpointing():
+    model, sample = llama()
+    turn_checkpointing_on(model)
+    handle = autoac.auto(model, "1GB")
+    model(**sample).loss.backward()
+    model.zero_grad()
+    with pytest.warns(
+        UserWarning, match=r"own checkpointing, \w+, is on: .* Call model.\w+_checkpointing_disable\(\)"
+    ):
+        model(**sample)
+    handle.remove()
+
+
+def test_own_checkpointing_of_a_part_from_diffusers():
+    diffusers = pytest.importorskip("diffusers")
+    unet = diffusers.UNet2DModel(
+        sample_size=8, block_out_channels=(8, 8), norm_num_groups=4, layers_per_block=1,
+        down_block_types=("DownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+
+    class Denoiser(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unet = unet
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.unet(x, 3).sample
+
+    model = Denoiser()
+    assert own_checkpointing(model) == ("", "")
+    unet.enable_gradient_checkpointing()
+    profile = autoac.profile(model, torch.randn(1, 3, 8, 8))
+    (note,) = (note for note in profile.notes if "own checkpointing" in note)
+    assert "Call model.unet.disable_gradient_checkpointing() before planning" in note
+    assert turn_checkpointing_off(model) == "gradient_checkpointing"
+    assert not unet.is_gradient_checkpointing
 
 
 class Scaled(nn.Module):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+
+from autoac.cli.target import is_recorded
 
 
 def _remember(context: typer.Context, parameter: typer.CallbackParam, value: bool) -> bool:
@@ -52,6 +54,12 @@ EngineName = Literal["replay", "sac", "compile"]
 """A copy of `records.engines.BuiltIn`: `--help` does not import the solver. A test compares them."""
 DEFAULT_ENGINE: EngineName = "replay"
 Engine = Annotated[Literal["auto", EngineName], typer.Option(help="What carries the plan out.")]
+Granularity = Annotated[
+    Literal["blocks", "whole"] | None,
+    typer.Option(
+        show_default="blocks", help="With --engine compile: compile the model's blocks, or the model as one."
+    ),
+]
 Headroom = Annotated[str, typer.Option(help="Part of the budget to leave free, as --budget.")]
 BudgetOf = Annotated[
     Literal["allocated", "reserved"],
@@ -120,3 +128,31 @@ def picture(value: Path | None) -> Path | None:
 def budget_value(text: str) -> int | str:
     """Digits alone as an int of bytes, other text unchanged."""
     return int(text) if text.strip().isdecimal() else text
+
+
+def compiling(engine: str, granularity: str | None, source: str | None) -> dict[str, Any]:
+    """The arguments of `autoac.profile` and `autoac.plan` for these options.
+
+    Args:
+        source: a model, or the file of a recorded step; None for a model without weights (--hf).
+
+    Raises:
+        typer.BadParameter: an option does not go with the others.
+    """
+    from autoac_solver.records.engines import compiles
+
+    if source is None and compiles(engine):
+        raise typer.BadParameter(
+            "engine compile measures compiled code, and with --hf no step is run: give a model, or take replay or sac.",
+            param_hint="'--engine'",
+        )
+    if granularity is None:
+        return {"engine": engine}
+    if not compiles(engine):
+        raise typer.BadParameter("it goes with --engine compile only.", param_hint="'--granularity'")
+    if source is not None and is_recorded(source):
+        raise typer.BadParameter(
+            "the regions of a recorded step are compiled: give it to `autoac profile`.",
+            param_hint="'--granularity'",
+        )
+    return {"engine": engine, "granularity": granularity}

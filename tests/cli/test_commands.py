@@ -601,6 +601,20 @@ def test_plan_for_a_configuration_on_a_gpu_that_is_not_here(configured: Path, tm
     assert len(full.splitlines()) <= 14  # and a line that says where the plan was written
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_model_compiled_as_one_region(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("autoac.calibrate.compiled.table.MOST_POINTS", 1)
+    path = tmp_path / "p.json"
+    answer("profile", MODEL, "--engine", "compile", "--granularity", "whole", "-o", path)
+    profile = Profile.load(path)
+    assert profile.compiled is not None
+    [region] = profile.compiled.regions
+    assert [profile.calls[call].fqn for call in region.calls] == [""]
+    assert answer("plan", path, "--engine", "compile", "--budget", "1GB")["engine"] == "compile"
+    refused = invoke("plan", path, "--engine", "compile", "--granularity", "whole", "--budget", "1GB")
+    assert "give it to `autoac profile`" in " ".join(refused.stderr.split())
+
+
 def test_plan_for_a_configuration_refuses_what_makes_no_sense(configured: Path, tmp_path: Path) -> None:
     def refused(*arguments: object) -> str:
         result = invoke("plan", "--budget", "1GB", *arguments)
@@ -612,6 +626,8 @@ def test_plan_for_a_configuration_refuses_what_makes_no_sense(configured: Path, 
     assert "it goes with --hf, --fsdp or --tp only" in refused(MODEL, "--device", "h200")
     assert "it goes with --hf only" in refused(MODEL, "--fsdp", 2, "--seq", 4)
     assert "say how many tokens" in refused("--hf", configured)
+    assert "with --hf no step is run" in refused("--hf", configured, "--seq", 4, "--engine", "compile")
+    assert "goes with --engine compile only" in refused(MODEL, "--granularity", "whole")
     assert "no file or folder" in refused("--hf", tmp_path / "nowhere", "--seq", 4)
     assert "the model has 64 positions" in refused("--hf", configured, "--seq", 65)
     other = tmp_path / "config.json"

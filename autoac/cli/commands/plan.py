@@ -14,6 +14,7 @@ from autoac.cli.options import (
     BudgetOf,
     Engine,
     Gap,
+    Granularity,
     Headroom,
     Json,
     MaxOverhead,
@@ -22,6 +23,7 @@ from autoac.cli.options import (
     TimeLimit,
     Verbose,
     budget_value,
+    compiling,
     json_file,
 )
 from autoac.cli.output import Output
@@ -62,6 +64,7 @@ def main(
         ),
     ] = None,
     engine: Engine = "auto",
+    granularity: Granularity = None,
     headroom: Headroom = "0",
     budget_of: BudgetOf = "allocated",
     regions: Regions = None,
@@ -146,7 +149,7 @@ def main(
     )
     options: dict[str, Any] = {
         "max_overhead": None if max_overhead is None else overhead_value(max_overhead),
-        "engine": engine,
+        **compiling(engine, granularity, source),
         "headroom": budget_value(headroom),
         "budget_of": budget_of,
         "time_limit_s": time_limit,

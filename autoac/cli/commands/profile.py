@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from autoac.cli.options import Arguments, Json, Model, Verbose, json_file
+from autoac.cli.options import Arguments, Granularity, Json, Model, Verbose, compiling, json_file
 from autoac.cli.output import Output, facts, in_one_unit
 from autoac.cli.ranks import (
     ParamDtype,
@@ -52,6 +52,7 @@ def main(
             help="With compile, the regions that engine compile chooses from are compiled and measured, too."
         ),
     ] = "auto",
+    granularity: Granularity = None,
     fsdp: Ranks = None,
     tp: Split = None,
     units: Units = None,
@@ -70,6 +71,7 @@ def main(
     `autoac tradeoff` take the file.
     """
     out = Output(context)
+    compiled = compiling(engine, granularity, model)
     sharded = sharding(
         fsdp,
         units,
@@ -101,8 +103,8 @@ def main(
             mode=mode,
             device=device,
             parallel=spec,
-            engine=engine,
             progress=part(tell, 0.0, 0.9),
+            **compiled,
         )
         profile.save(output)
         tell("least possible peak", 0.9)

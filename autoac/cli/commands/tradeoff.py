@@ -19,12 +19,14 @@ from autoac.cli.options import (
     Arguments,
     Engine,
     Gap,
+    Granularity,
     Json,
     Regions,
     Source,
     TimeLimit,
     Verbose,
     budget_value,
+    compiling,
     picture,
     writable,
 )
@@ -72,6 +74,7 @@ def main(
         ),
     ] = None,
     engine: Engine = "auto",
+    granularity: Granularity = None,
     regions: Regions = None,
     time_limit: TimeLimit = 60.0,
     gap: Gap = 1e-3,
@@ -85,7 +88,7 @@ def main(
     """
     out = Output(context)
     files = [_curve_file(path) for path in output or ()]
-    found = _recorded(out, source, engine, regions, arguments)
+    found = _recorded(out, source, compiling(engine, granularity, source), regions, arguments)
     from autoac_solver.plan.planning import plan_budgets
 
     with out.progress("Planning") as tell, noticing_ctrl_c() as ctrl_c:
@@ -119,8 +122,13 @@ def main(
 
 
 def _recorded(
-    out: Output, source: str, engine: str, regions: list[str] | None, arguments: list[str] | None
+    out: Output,
+    source: str,
+    compiled: dict[str, Any],
+    regions: list[str] | None,
+    arguments: list[str] | None,
 ) -> Recorded:
+    """The step in a file, or that of a model, recorded with these options (see `compiling`)."""
     if is_recorded(source):
         no_arguments(arguments)
         return recorded(source)
@@ -135,9 +143,11 @@ def _recorded(
                 target.sample,
                 loss=target.loss,
                 optimizer=target.optimizer,
-                engine=engine,
-                regions=regions if compiles(engine) else None,  # these are compiled while profiling
+                regions=regions
+                if compiles(compiled["engine"])
+                else None,  # these are compiled while profiling
                 progress=tell,
+                **compiled,
             )
         )
 

@@ -189,6 +189,23 @@ def test_a_plan_is_corrected_by_what_a_step_takes(profile: Profile):
         assert measured == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
 
 
+def test_a_least_peak_that_is_predicted_too_high_is_measured(profile: Profile):
+    assert profile.compiled is not None
+    least = budgets(profile)[0]
+    unseen = profile.compiled.unseen_bytes + least // 50
+    pessimist = dataclasses.replace(
+        profile, compiled=dataclasses.replace(profile.compiled, unseen_bytes=unseen)
+    )
+    with pytest.raises(autoac.InfeasibleBudgetError):
+        autoac.solve(pessimist, least, engine="compile")
+    plan = planned(pessimist, least)
+    assert plan.predicted_peak_bytes <= least
+    assert plan.verify(make(), batch(), loss).ok
+    with pytest.raises(autoac.InfeasibleBudgetError) as measured:
+        planned(pessimist, int(0.99 * plan.predicted_peak_bytes))
+    assert measured.value.minimum_bytes == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
+
+
 def test_plan_apply_remove_save_and_load(profile: Profile, tmp_path: Path):
     """`autoac.plan` itself, on a model whose blocks were compiled before in this process."""
     model, budget = make(), budgets(profile)[0]

@@ -25,6 +25,8 @@ CLOSE = 0.01
 """Accepted error of the predicted peak, as a share of the measured one."""
 
 _TRIES = 5
+_NEAR = 0.1
+"""A least peak above the budget by no more than this share of it is measured before the budget is refused."""
 
 
 def tried(
@@ -44,7 +46,7 @@ def tried(
     Raises:
         InfeasibleBudgetError: as `solve`, or no plan that was tried is within the limit.
     """
-    plan, limit = solve(profile), budget_bytes - headroom_bytes
+    plan, limit = _first(profile, step, budget_bytes, solve), budget_bytes - headroom_bytes
     if device_for(device_of(step.model)).not_measurable():
         return plan
     best: Plan | None = None
@@ -73,6 +75,21 @@ def tried(
         error.leave(headroom_bytes)
         raise error
     return best
+
+
+def _first(profile: Profile, step: TrainingStep, budget_bytes: int, solve: Callable[[Profile], Plan]) -> Plan:
+    """The plan to try first: as `solve`, or that of the least peak if it may fit when it is measured."""
+    try:
+        return solve(profile)
+    except InfeasibleBudgetError as error:
+        over, table = error.minimum_bytes - budget_bytes, profile.compiled
+        measurable = not device_for(device_of(step.model)).not_measurable()
+        if table is None or not measurable or over > _NEAR * budget_bytes:
+            raise
+        try:
+            return solve(replace(profile, compiled=replace(table, unseen_bytes=table.unseen_bytes - over)))
+        except InfeasibleBudgetError:
+            raise error from None
 
 
 def with_measured(plan: Plan, others: Sequence[tuple[TrainingStep, Profile]]) -> Plan:

@@ -134,8 +134,11 @@ def take_off_leftovers(model: torch.nn.Module) -> None:
 def turn_checkpointing_off(model: torch.nn.Module) -> str:
     """Turn the model's own checkpointing off, under any name, and return that name; "" if it was not on."""
     name, method = own_checkpointing(model)
-    if name:
+    turned_off: set[str] = set()
+    while method and method not in turned_off:  # of one part after the other
         operator.attrgetter(method)(model)()
+        turned_off.add(method)
+        _, method = own_checkpointing(model)
     return name
 
 

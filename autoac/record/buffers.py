@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from autoac.execute.checksums import checksum_of
-from autoac.record.tape.before import bytes_of
 from autoac.record.tape.calls import ModuleCalls
 from autoac.record.unseen import cannot_run_twice
-from autoac.step.restore import attributes_of_modules, is_plain
+from autoac.step.restore import attributes_of_modules, bytes_of, is_plain
 from autoac.step.uncompiled import is_inside
 from autoac.torch_private import disable_dispatch_modes, is_fake, storage_key
 from autoac_solver.records.format import format_bytes
@@ -33,19 +32,27 @@ _MOST_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
-    """A module's tensor, which it may drop in the step, and the tensor's storage key and bytes before the step."""
+class _Kept:
+    """A storage as it was before the step, by the first of the modules' tensors on it, which a module may drop.
 
-    name: str
+    Args:
+        names: of all tensors on it.
+        key: the storage's.
+        values: its bytes; None if they are too many, and only their checksum is known.
+    """
+
+    names: tuple[str, ...]
     known: weakref.ref[torch.Tensor]
     key: int
-    values: torch.Tensor
+    values: torch.Tensor | None
+    checksum: int | None
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> _Copy:
+    def of(cls, names: tuple[str, ...], tensor: torch.Tensor, copies: bool) -> _Kept:
         """The current values, on the host."""
-        values = bytes_of(tensor.untyped_storage()).to("cpu", copy=True)
-        return cls(name, weakref.ref(tensor), storage_key(tensor), values)
+        values = bytes_of(tensor.untyped_storage()).to("cpu", copy=True) if copies else None
+        checksum = None if copies else checksum_of(tensor)
+        return cls(names, weakref.ref(tensor), storage_key(tensor), values, checksum)
 
     def differing(self) -> torch.Tensor | None:
         """The storage's bytes now, if they differ; not if the tensor has another storage, as assigned to `.data`."""
@@ -54,7 +61,10 @@ class _Copy:
             return None
         with disable_dispatch_modes():  # a recording may be on
             found = bytes_of(tensor.untyped_storage())
-            is_same = len(found) != len(self.values) or torch.equal(found.cpu(), self.values)
+            if self.values is None:
+                is_same = checksum_of(tensor) == self.checksum
+            else:
+                is_same = len(found) != len(self.values) or torch.equal(found.cpu(), self.values)
         return None if is_same else found
 
 
@@ -62,38 +72,40 @@ class Buffers:
     """Copies of a model's buffers and of its modules' tensors that are attributes, up to `_MOST_BYTES`.
 
     Args:
-        parameters: whether parameters are among them.
+        parameters: whether parameters are among them, and what is too large for a copy is compared as well.
 
     Attributes:
-        overwritten: names of the buffers that unseen code has written.
+        overwritten: names of the buffers that unseen code has written; of all tensors on a storage.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: bool = False) -> None:
         self.overwritten: dict[str, None] = {}
-        self._copies: list[_Copy] = []
-        self._large: list[
-            tuple[str, torch.Tensor, int | None]
-        ] = []  # with their checksums, until they are compared
+        by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in _of_modules(model, parameters):
+            if _has_bytes(tensor):
+                by_storage.setdefault(storage_key(tensor), []).append((name, tensor))
+        self._copies: list[_Kept] = []
+        self._large: list[_Kept] = []  # until they are compared
         left = _MOST_BYTES
-        found = [(name, tensor) for name, tensor in _of_modules(model, parameters) if _has_bytes(tensor)]
-        for name, tensor in sorted(found, key=lambda named: named[1].untyped_storage().nbytes()):
+        for named in sorted(by_storage.values(), key=lambda named: named[0][1].untyped_storage().nbytes()):
+            names, tensor = tuple(name for name, _ in named), named[0][1]
             if (left := left - tensor.untyped_storage().nbytes()) >= 0:
-                self._copies.append(_Copy.of(name, tensor))
+                self._copies.append(_Kept.of(names, tensor, copies=True))
             elif parameters:
-                self._large.append((name, tensor, checksum_of(tensor)))
+                self._large += [_Kept.of(names, tensor, copies=False) for _, tensor in named]
 
     def put_back(self) -> None:
         """Put back what was overwritten; call it where the writes of ops have been put back.
 
         Warns if a tensor too large for a copy was overwritten.
         """
-        for copy in self._copies:
-            if (found := copy.differing()) is not None:
-                self.overwritten[copy.name] = None
-                found.copy_(copy.values)
+        for kept in self._copies:
+            if kept.values is not None and (found := kept.differing()) is not None:
+                self.overwritten |= dict.fromkeys(kept.names)
+                found.copy_(kept.values)
         large, self._large = self._large, []
-        changed = [name for name, tensor, before in large if checksum_of(tensor) != before]
-        self.overwritten |= dict.fromkeys(changed)
+        changed = dict.fromkeys(name for kept in large if kept.differing() is not None for name in kept.names)
+        self.overwritten |= changed
         if changed:
             warnings.warn(
                 f"code that torch does not see, such as numpy or an extension, overwrites {', '.join(changed)} when "
@@ -108,8 +120,9 @@ class Buffers:
         Args:
             written: keys of the storages that ops have written.
         """
-        unwritten = (copy for copy in self._copies if copy.key not in written)
-        self.overwritten |= dict.fromkeys(copy.name for copy in unwritten if copy.differing() is not None)
+        unwritten = (kept for kept in self._copies if kept.key not in written)
+        found = (kept.names for kept in unwritten if kept.differing() is not None)
+        self.overwritten |= dict.fromkeys(name for names in found for name in names)
 
     def mark(self, calls: ModuleCalls) -> tuple[str, ...]:
         """Mark the modules around such buffers; returns notes for the profile."""

@@ -82,8 +82,8 @@ def recorded_step(
 ) -> tuple[Profile, bool]:
     """Run up to four steps and record the last one; the model and the sample are restored.
 
-    A callable sample, which is the user's own code, is called only twice, and once more if it draws single random
-    numbers (see NOTE [ Steps that vary ]).
+    A callable sample, which is the user's own code, is called only twice; once more if it draws single random numbers
+    (see NOTE [ Steps that vary ]), and once more if code that torch does not see writes parameters.
 
     Args:
         step: its optimizer is not run.

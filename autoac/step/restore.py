@@ -108,6 +108,38 @@ def untouched(
             raise
 
 
+_MOST_BYTES = 2**26
+"""Most bytes of the copies that `attributes_kept` makes."""
+
+
+@contextlib.contextmanager
+def attributes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Context after which the tensors that modules have as attributes have the bytes that they had before.
+
+    Of up to `_MOST_BYTES`, the small ones first. Bytes are copied, as many types of tensors have no ops for that.
+    """
+    found = [t for t in attributes_of_modules(model).values() if is_plain(t) and not t.is_meta]
+    storages = {storage_key(t): t.untyped_storage() for t in found if not t.requires_grad}
+    left = _MOST_BYTES
+    with Restorer() as restorer:
+        for storage in sorted(storages.values(), key=lambda storage: storage.nbytes()):
+            if (left := left - storage.nbytes()) >= 0:
+                restorer.later(_write_bytes, storage, bytes_of(storage).clone())
+        yield
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The storage's bytes as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )
+
+
+def _write_bytes(storage: torch.UntypedStorage, values: torch.Tensor) -> None:
+    if storage.nbytes() == len(values):
+        bytes_of(storage).copy_(values)
+
+
 @contextlib.contextmanager
 def values_kept(tensors: Iterable[torch.Tensor], places: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Context after which these tensors have the values, the shapes and the storages that they had before.
@@ -177,24 +209,26 @@ def _tensors_in(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def attributes_of_modules(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that modules have as attributes, or in lists and dictionaries that are attributes, by name."""
+    """The tensors that modules have as attributes, or in lists and dictionaries that are attributes, by name.
+
+    Not parameters and buffers.
+    """
+    others = set(map(id, (*model.parameters(), *model.buffers())))
     found: dict[str, torch.Tensor] = {}
     for fqn, module in model.named_modules():
         path = f"{fqn}." if fqn else ""
         for name, value in module.__dict__.items():
             if isinstance(value, torch.Tensor):
                 found[path + name] = value
-            elif isinstance(value, _CONTAINERS) and name not in ("_parameters", "_buffers"):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                found |= {
-                    f"{path}{name}.{key}": item for key, item in items if isinstance(item, torch.Tensor)
-                }
-    return found
+            elif isinstance(value, _CONTAINERS):
+                items = enumerate(value.values() if isinstance(value, dict) else value)
+                found |= {f"{path}{name}.{i}": item for i, item in items if isinstance(item, torch.Tensor)}
+    return {name: tensor for name, tensor in found.items() if id(tensor) not in others}
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is strided, and of no subclass but those of torch.nn."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided
+    """Whether the tensor is strided, not nested, and of no subclass but those of torch.nn."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ class Samples:
     """Several batches in place of one, for `sample=` of `autoac.plan` and `autoac.profile`.
 
     The step with the highest peak is planned for. Of batches with the same shapes only the first is profiled, unless
-    its step has shapes that depend on values (routed experts): then all are.
+    its step has shapes that depend on values (routed experts): then all are. All are held in memory.
 
     Args:
         batches: samples as `autoac.plan` takes them one by one: a list, or a DataLoader.

@@ -13,8 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoac.step.restore import (
     Restorer,
-    attributes_of_modules,
-    is_plain,
+    attributes_kept,
     own_gradient,
     put_back,
     untouched,
@@ -52,15 +51,9 @@ def trial(
     The recording copies no values beforehand and has contexts of its own: see `autoac/record/recorder.py`.
     """
     states = OptimizerStates(copies=True) if optimizers is None else optimizers
-    others = (tensor for tensor in attributes_of_modules(model).values() if _is_written(tensor))
-    kept = {id(tensor): tensor for tensor in (*written, *others)}.values()
-    with untouched(model, inputs, gradient) as restorer, values_kept(kept, places), states:
+    kept = values_kept(written, places), attributes_kept(model)
+    with untouched(model, inputs, gradient) as restorer, kept[0], kept[1], states:
         yield restorer
-
-
-def _is_written(tensor: torch.Tensor) -> bool:
-    """Whether a step may write this attribute of a module in place."""
-    return is_plain(tensor) and not (tensor.requires_grad or tensor.is_inference() or tensor.is_meta)
 
 
 Kept = dict[str, tuple[Any, Any]]

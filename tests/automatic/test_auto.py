@@ -782,7 +782,7 @@ def dropping(
     optimizer = torch.optim.AdamW(model.parameters())
     handle = None if budget is None else autoac.auto(model, budget)
     for x, y in batches(25):
-        step = partial(bare, model, optimizer, x, y)
+        step = partial(with_own_loss if kind is DroppingWithLoss else bare, model, optimizer, x, y)
         if peaks is None:
             step()
         else:
@@ -790,10 +790,23 @@ def dropping(
     return model, handle
 
 
+class DroppingWithLoss(Dropping):
+    """Its output is the loss."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(x), y)
+
+
+def with_own_loss(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    model(x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def test_what_random_numbers_leave_out_is_planned_for(caplog: pytest.LogCaptureFixture):
     """The recorded step skips blocks by chance: one that calls all of them is run beside the loop's, and undone."""
     with caplog.at_level(logging.INFO, logger="autoac"):
-        ample, handle = dropping(ENOUGH)
+        ample, handle = dropping(ENOUGH, DroppingWithLoss)
     assert handle is not None
     plan = handle.plan
     assert plan is not None
@@ -804,7 +817,7 @@ def test_what_random_numbers_leave_out_is_planned_for(caplog: pytest.LogCaptureF
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tight, tight_handle = dropping(
-            int(plan.resident_bytes + 0.7 * (full - plan.resident_bytes)), peaks=peaks
+            int(plan.resident_bytes + 0.7 * (full - plan.resident_bytes)), DroppingWithLoss, peaks
         )
     assert tight_handle is not None
     tight_plan = tight_handle.plan
@@ -812,12 +825,47 @@ def test_what_random_numbers_leave_out_is_planned_for(caplog: pytest.LogCaptureF
     assert any(region.wrapped for region in tight_plan.regions)
     planned = [tight_plan.resident_bytes + peak for peak in peaks[1:]]
     assert 0.95 * tight_plan.predicted_peak_bytes < max(planned) <= tight_plan.predicted_peak_bytes
-    without, _ = dropping(None)
+    without, _ = dropping(None, DroppingWithLoss)
     for model in (ample, tight):
         assert all(map(torch.equal, model.state_dict().values(), without.state_dict().values()))
     handle.remove()
     tight_handle.remove()
     assert not any(module._forward_pre_hooks for module in [*ample.modules(), *tight.modules()])
+
+
+def test_a_step_beside_the_loops_that_fails_does_not_end_training(monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr("autoac.automatic.beside.profile", full)
+    with pytest.warns(UserWarning, match="could not be recorded beside it .*no more"):
+        model, handle = dropping(ENOUGH, DroppingWithLoss)
+    assert handle is not None
+    assert handle.plan is not None
+    without, _ = dropping(None, DroppingWithLoss)
+    assert all(map(torch.equal, model.state_dict().values(), without.state_dict().values()))
+    handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:the steps of this loop vary")
+def test_no_step_is_run_beside_the_loops_on_a_graph_of_the_loop(caplog: pytest.LogCaptureFixture):
+    """Its backward would run through the encoder that made the input."""
+
+    def trained(planned: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        encoder, model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), DroppingWithLoss(blocks=5).train()
+        optimizer = torch.optim.SGD([*encoder.parameters(), *model.parameters()], lr=0.1)
+        handle = autoac.auto(model, ENOUGH) if planned else None
+        for x, y in batches(8):
+            with_own_loss(model, optimizer, encoder(x), y)
+        if handle is not None:
+            assert handle.plan is not None
+            handle.remove()
+        return [*encoder.parameters(), *model.parameters()]
+
+    with caplog.at_level(logging.INFO, logger="autoac"):
+        assert all(map(torch.equal, trained(True), trained(False)))
+    assert not any("planning for one that calls all modules" in text for text in caplog.messages)
 
 
 class DroppingAtOnce(Dropping):
@@ -830,10 +878,14 @@ class DroppingAtOnce(Dropping):
         return self.head(x)
 
 
-def test_steps_that_call_other_modules_are_recorded_until_none_calls_more(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("kind", [Dropping, DroppingAtOnce])
+def test_steps_that_call_other_modules_are_recorded_until_none_calls_more(
+    kind: type[Dropping], caplog: pytest.LogCaptureFixture
+):
+    """Where the loop computes the loss, or draws all numbers at once, no step beside the loop's can stand for it."""
     with caplog.at_level(logging.INFO, logger="autoac"), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        _, handle = dropping(ENOUGH, kind=DroppingAtOnce)
+        _, handle = dropping(ENOUGH, kind)
     assert handle is not None
     assert handle.plan is not None
     recorded = [record for record in caplog.messages if "which the recorded one had not" in record]

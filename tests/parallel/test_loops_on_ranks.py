@@ -71,7 +71,7 @@ def test_where_one_fails_all_raise_and_nothing_is_left(told: Any):
 
 
 def test_ranks_do_not_compile(told: Any):
-    words = "ValueError: engine 'compile' is not for models that several ranks plan together"
+    words = "ValueError: engine 'compile' does not plan for ranks"
     for rank in of(told, "compiled"):
         assert rank["error"].startswith(words)
         assert rank["clean"]

@@ -117,7 +117,7 @@ def test_compiled_inside_and_around_the_wrapper_before_and_after_the_plan(told: 
         assert [name for name, one in found.items() if not one["equal"] or not one["names"]] == []
         assert min(one["saved"] for one in found.values()) >= 128 * 128 * 4  # one gelu's result at least
         assert (engine, regions) == ("sac", ["layers.0"])
-        assert refused.startswith("ValueError: engine 'compile' is not for models that several ranks plan")
+        assert refused.startswith("ValueError: engine 'compile' does not plan for ranks")
 
 
 def test_static_graph(told: Any):

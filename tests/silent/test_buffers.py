@@ -197,6 +197,64 @@ def test_large_parameters_written_by_numpy(monkeypatch):
     assert any("'2.inner.weight'" in note for note in profile.notes)
 
 
+def test_views_of_one_storage():
+    """Which of them was written is not known: all count."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Functional(), Functional(), nn.Linear(16, 16))
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    place = 0
+    for parameter in model.parameters():
+        parameter.data = flat[place : (place := place + parameter.numel())].view_as(parameter)
+    before = flat.clone()
+    profile = autoac.profile(model, SAMPLE)
+    assert torch.equal(flat, before)
+    (note,) = (note for note in profile.notes if note.startswith("tensors of modules"))
+    assert "'0.weight'" in note
+    assert "'1.weight'" in note
+
+
+def test_a_large_parameter_that_is_assigned(monkeypatch: pytest.MonkeyPatch):
+    """Assigning `.data` is seen, and put back."""
+    monkeypatch.setattr(buffers, "_MOST_BYTES", 0)
+
+    class Clamped(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+            return super().forward(input)
+
+    model = Clamped(16, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        profile = autoac.profile(model, SAMPLE)
+    assert not any(note.startswith("tensors of modules") for note in profile.notes)
+
+
+def odd_attributes() -> list[torch.Tensor]:
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    numbers = torch.full((2,), float("nan"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    return [freed, numbers[:1].expand(4), nested, torch.empty(3, dtype=torch.bits8), torch.eye(3).to_sparse()]
+
+
+def test_attributes_of_any_kind_are_kept_by_trials():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+            self.held = odd_attributes()
+            self.freed, *_, self.sparse = odd_attributes()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).tanh()
+
+    model = nn.Sequential(Odd(), Odd())
+    plan = autoac.plan(model, SAMPLE, "1GB")
+    assert plan.verify(model, SAMPLE).ok
+
+
 def kinds() -> dict[str, torch.Tensor]:
     """Buffers of kinds whose ops are few."""
     numbers = torch.tensor([1.0 + 2j, 3.0], dtype=torch.complex64)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from autoac.ops.generators import set_state
-from autoac.step.restore import Graph, Seen, put_back
+from autoac.step.restore import Graph, Seen, bytes_of, put_back
 from autoac.torch_private import base_of
 
 
@@ -80,10 +80,3 @@ class BeforeStep:
         finally:
             for table in (self._copies, self._graphs, self._seen, self._leaves, self._generators):
                 table.clear()
-
-
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The storage's bytes as a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-        storage, 0, (storage.nbytes(),), (1,)
-    )

@@ -109,8 +109,8 @@ class ModuleCalls:
         """An op has run."""
         if torch.is_inference_mode_enabled():
             self._run_once(self.stack, INFERENCE)
-        if info.sized_by_values(args) and not in_backward():
-            self._sized.setdefault(self.of_op(), set()).add(info.name)
+        if self.stack and info.sized_by_values(args) and not in_backward():
+            self._sized.setdefault(self.stack[-1], set()).add(info.name)
 
     def runs_unruled(self) -> None:
         """A higher-order op has run that selective checkpointing has no rule for."""

@@ -40,14 +40,12 @@ def engine_to_plan_with(model: torch.nn.Module, engine: str, asked: Mapping[str,
         return engine_for(model, engine)
     unsupported = engine_model(COMPILE).unsupported
     against = next((written for name, written in asked.items() if name in unsupported), "")
-    if against:
-        pass
-    elif not all(map(is_compiled_by_inductor, compiled)):
-        against = "code of another compiler than inductor, or compiled with fullgraph=True"
+    if not all(map(is_compiled_by_inductor, compiled)):
+        against = against or "code of another compiler than inductor, or compiled with fullgraph=True"
     elif any(map(has_own_compile_settings, compiled)):
-        against = "settings of your own (mode=, options=)"
+        against = against or "settings of your own (mode=, options=)"
     elif not device_for(device_of(unwrapped(model))).known:
-        against = f"{device_of(unwrapped(model)).type} by itself yet: ask for it to have it"
+        against = against or f"{device_of(unwrapped(model)).type} by itself yet: ask for it to have it"
     if not against:
         return COMPILE, "auto: the model is compiled"
     otherwise, _ = engine_for(model, engine)

@@ -49,9 +49,7 @@ class ModuleCalls:
         self._streams: dict[int, dict[int, int]] = {}  # call -> its first stream on each GPU
         self._compiled: set[int] = set()  # calls in which compiled code ran
         self._unseen: dict[int, set[str]] = {}  # call -> higher-order ops in it
-        self._sized: dict[
-            int, set[str]
-        ] = {}  # call -> ops in it with results of shapes that depend on values
+        self._sized: dict[int, set[str]] = {}  # call -> ops in it whose results' shapes depend on values
         self._uncounted: dict[int, set[str]] = {}  # call -> layouts of tensors whose memory is not counted
         self._unpacked_for = (NEVER, NEVER)  # node that unpacked last, and the call it belongs to
 

@@ -59,9 +59,10 @@ def test_the_hosts_clock():
     result, seconds = CPU.timed(lambda: time.sleep(0.01) or 3)
     assert result == 3
     assert 0.01 <= seconds <= CPU.now() - start
+    start, cpu_s = CPU.now(), time.process_time()
     busy_s, wall_s = CPU.step_seconds(lambda: time.sleep(0.05))
-    assert busy_s < wall_s
-    assert wall_s >= 0.05
+    assert 0 <= busy_s <= time.process_time() - cpu_s  # of all threads, so it may be more than what the clock shows
+    assert 0.05 <= wall_s <= CPU.now() - start
     calls: list[int] = []
     CPU.launched_s(lambda: calls.append(1), 4, 0.0)
     assert len(calls) == 5  # one before, which is not timed

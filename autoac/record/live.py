@@ -216,6 +216,8 @@ class LiveStep:
             tape.storages.index_of(tensor)
         with contextlib.ExitStack() as stack:
             stack.callback(tape.restore)
+            # What the loop runs before it ends the step may save tensors here for a backward after it.
+            stack.callback(setattr, tape.saved, "unseen", None)
             if not self.profiled:
                 profiling = contextlib.ExitStack()
                 # torch's profiler must not run when the process ends, as after an error in the step

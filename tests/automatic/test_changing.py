@@ -332,3 +332,24 @@ def test_a_new_optimizer_that_keeps_more_is_counted_anew():
     assert handle.plan is not None
     momenta = sum(parameter.nbytes for parameter in model.parameters())
     assert handle.plan.resident_bytes == before.resident_bytes + momenta
+
+
+def test_another_modules_forward_before_the_call_that_ends_the_step():
+    """Without an optimizer a step is over at the next call: by then an encoder's next forward has run within it."""
+    ends = []
+    for budget in (None, ENOUGH):
+        torch.manual_seed(0)
+        model, encoder = make(), torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
+        handle = None if budget is None else autoac.auto(model, budget)
+        for seed in range(4):
+            x, y = batch(seed)
+            F.cross_entropy(model(encoder(x)), y).backward()
+            parameters = (*model.parameters(), *encoder.parameters())
+            ends.append([parameter.grad for parameter in parameters])
+            for parameter in parameters:
+                parameter.grad = None
+    assert handle is not None
+    assert handle.plan is not None
+    handle.remove()
+    for ours, others in zip(ends[4:], ends[:4], strict=True):
+        assert all(map(torch.equal, ours, others))

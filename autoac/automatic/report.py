@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from autoac.automatic.beside import sample_of
 from autoac.check.verify import Report, verify
 from autoac.plans import Plan
 from autoac.step.step import TrainingStep
+from autoac.warned import warn
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import OWN_CHECKPOINTING, SIZED_BY_VALUES
 
@@ -26,7 +26,7 @@ class Once:
         """Warn, unless there was a warning with this key."""
         if key not in self._told:
             self._told.add(key)
-            warnings.warn(words, stacklevel=2)
+            warn(words)
 
 
 def doubts(plan: Plan) -> Iterator[tuple[str, str]]:

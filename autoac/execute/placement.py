@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,6 +29,7 @@ from autoac.step.model import (
 from autoac.step.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
 from autoac.step.units import own_name
 from autoac.torch_private import note_untried
+from autoac.warned import warn
 from autoac_solver.allocator.options import options_in_environment, same_options
 from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.plan import PlanRecord, names_in
@@ -265,10 +265,9 @@ class Placement:
         """Warn if a budget of reserved memory was planned for other allocator options than this process has."""
         planned, here = self.record.allocator, "".join(options_in_environment().split())
         if self.record.budget_of == "reserved" and not same_options(planned, here):
-            warnings.warn(
+            warn(
                 f"this plan keeps reserved memory within its budget with PYTORCH_CUDA_ALLOC_CONF={planned!r}, and here "
-                f"it is {here!r}: the allocator may reserve more. Set it as planned, or plan again here.",
-                stacklevel=4,
+                f"it is {here!r}: the allocator may reserve more. Set it as planned, or plan again here."
             )
 
     def _try_losses(self, model: torch.nn.Module) -> None:
@@ -283,11 +282,10 @@ class Placement:
             same_in_place(device, dtype)
         dtypes = self.record.chunk_dtypes
         if not all(same_by_chunks(device, dtype) for dtype in _types(dtypes)):
-            warnings.warn(
+            warn(
                 f"a cross entropy over chunks of rows does not give the same bits on {device} for {', '.join(dtypes)}, "
                 "so this plan's loss is computed as a whole: its peak may lie above the prediction. Plan with "
                 'policies=[autoac.Policy("MUST_SAVE", op="aten._log_softmax*")] instead.',
-                stacklevel=4,
             )
 
     def _recompile(self, model: torch.nn.Module) -> None:

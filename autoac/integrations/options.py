@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import warnings
 import weakref
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from autoac.plans import Plan
 from autoac.policies import listed
 from autoac.progress import LOGGER
 from autoac.step.model import checkpointing_switches, own_checkpointing, unwrapped
+from autoac.warned import warn
 from autoac_solver.records.engines import EngineName
 from autoac_solver.records.errors import PlanMismatchError
 
@@ -116,7 +116,7 @@ class Planned:
         try:
             handle.remove()
         except PlanMismatchError as error:  # the training itself has succeeded
-            warnings.warn(f"the plan stays on the model: {error}", stacklevel=3)
+            warn(f"the plan stays on the model: {error}")
 
 
 _STARTED: weakref.WeakSet[Auto] = weakref.WeakSet()

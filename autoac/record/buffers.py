@@ -12,7 +12,6 @@ NOTE [ Unseen writes to buffers ]
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from autoac.record.unseen import cannot_run_twice
 from autoac.step.restore import attributes_of_modules, bytes_of, is_plain
 from autoac.step.uncompiled import is_inside
 from autoac.torch_private import disable_dispatch_modes, is_fake, storage_key
+from autoac.warned import warn
 from autoac_solver.records.format import format_bytes
 
 _MOST_BYTES = 2**26
@@ -107,11 +107,10 @@ class Buffers:
         changed = dict.fromkeys(name for kept in large if kept.differing() is not None for name in kept.names)
         self.overwritten |= changed
         if changed:
-            warnings.warn(
+            warn(
                 f"code that torch does not see, such as numpy or an extension, overwrites {', '.join(changed)} when "
                 f"the model runs. Tensors over {format_bytes(_MOST_BYTES)} in all are not copied, so the trial "
-                "steps leave other values in them: load the weights again before training.",
-                stacklevel=4,
+                "steps leave other values in them: load the weights again before training."
             )
 
     def compare(self, written: Collection[int]) -> None:

@@ -56,9 +56,12 @@ def notes_if_checkpointed(model: torch.nn.Module) -> list[str]:
         ]
     if not name:
         return []
+    part, _, call = method.rpartition(".")
+    if not all(map(str.isidentifier, filter(None, part.split(".")))):
+        part = f'get_submodule("{part}")'  # an entry of a list has no attribute's name
     return [
         f"the model's own checkpointing, {name}, is on: it recomputes layers as a whole, and a plan decides little "
-        f"inside of them. Call model.{method}() before planning"
+        f"inside of them. Call {'.'.join(filter(None, ('model', part, call)))}() before planning"
     ]
 
 

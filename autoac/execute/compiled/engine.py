@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from autoac.execute.replay.engine import ReplayEngine
 from autoac.step.carried import LOSS_KEY, REGION_KEY
 from autoac.step.inputs import described
 from autoac.torch_private import disable_dynamo, first_line, hooked_inside, is_of_compiler, is_recompile_limit
+from autoac.warned import warn
 from autoac_solver.build.engines import engine_model
 from autoac_solver.build.engines.compile import CompileCosts
 from autoac_solver.records.compiled import EAGER
@@ -74,7 +74,7 @@ def _run(
             program.not_compiled.add(given)
     if why and not program.warned:
         program.warned = True
-        warnings.warn(f"region {program.region!r} {why}", stacklevel=2)
+        warn(f"region {program.region!r} {why}")
     return forward(*args, **kwargs)
 
 

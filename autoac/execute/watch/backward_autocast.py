@@ -6,7 +6,6 @@ alive in backward; the plan assumes that they are freed.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from autoac.step.autocast import backward_is_as_planned
 from autoac.step.restore import tensors_of
 from autoac.torch_private import any_autocast, inside_autocast, remove_forward_hooks
+from autoac.warned import warn
 
 _WORDS = (
     "backward runs inside of autocast, and the plan was made for autocast around forward and loss alone: casts of "
@@ -44,7 +44,7 @@ class BackwardAutocast:
             self.seen = True
             # Autograd's device threads know whether autocast is on, but not the nesting depth of its contexts.
             if any_autocast() or inside_autocast():
-                warnings.warn(_WORDS, stacklevel=2)
+                warn(_WORDS)
 
 
 def watch_backward(model: torch.nn.Module) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from autoac.step.inputs import autocast_in, described, under_autocast, without_autocast
 from autoac.torch_private import remove_forward_hooks
+from autoac.warned import warn
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.names import module_in_words
 
@@ -152,7 +152,7 @@ class Following:
             if self.told or not self.deviations:
                 return
             self.told = True
-        warnings.warn(str(self.report()), stacklevel=4)
+        warn(str(self.report()))
 
     def report(self) -> NotFollowed:
         """All deviations so far."""

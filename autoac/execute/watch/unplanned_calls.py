@@ -6,7 +6,6 @@ The budget may not hold then.
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any, cast
@@ -32,6 +31,7 @@ from autoac.torch_private import (
     remove_forward_hooks,
     remove_forward_pre_hooks,
 )
+from autoac.warned import warn
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.outcome import Outcome
 
@@ -191,7 +191,7 @@ class UnplannedCalls:
             return
         if self.trains(module) and (words := self._words(module, args, kwargs)):
             self.warned = True
-            warnings.warn(words, stacklevel=3)
+            warn(words)
 
     def _call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn once, where the model is compiled together with this hook.
@@ -277,7 +277,7 @@ def _tell_while_compiling(key: int) -> bool:
     watch = _WATCHES.get(key)
     if watch is not None and not watch.warned:
         watch.warned = True
-        warnings.warn(watch.words_compiled(), stacklevel=2)
+        warn(watch.words_compiled())
     return True
 
 

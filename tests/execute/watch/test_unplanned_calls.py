@@ -273,8 +273,9 @@ def test_a_loop_is_warned_of_the_models_own_checkpointing():
     model.zero_grad()
     with pytest.warns(
         UserWarning, match=r"own checkpointing, \w+, is on: .* Call model.\w+_checkpointing_disable\(\)"
-    ):
+    ) as caught:
         model(**sample)
+    assert {one.filename for one in caught} == {__file__}
     handle.remove()
 
 
@@ -288,17 +289,21 @@ def test_own_checkpointing_of_a_part_from_diffusers():
     class Denoiser(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.unet = unet
+            self.parts = nn.ModuleList([unet])
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.unet(x, 3).sample
+            return self.parts[0](x, 3).sample
 
     model = Denoiser()
     assert own_checkpointing(model) == ("", "")
     unet.enable_gradient_checkpointing()
     profile = autoac.profile(model, torch.randn(1, 3, 8, 8))
     (note,) = (note for note in profile.notes if "own checkpointing" in note)
-    assert "Call model.unet.disable_gradient_checkpointing() before planning" in note
+    call = re.search(r"Call (model\..*\(\)) before planning", note)
+    assert call is not None
+    eval(call[1], {"model": model})
+    assert not unet.is_gradient_checkpointing
+    unet.enable_gradient_checkpointing()
     assert turn_checkpointing_off(model) == "gradient_checkpointing"
     assert not unet.is_gradient_checkpointing
 
@@ -322,8 +327,9 @@ def test_a_number_more_is_no_larger_batch():
     with no_warnings():
         model(x, scale=torch.tensor(2.0)).square().mean().backward()
     model.zero_grad(set_to_none=True)
-    with pytest.warns(UserWarning, match=r"float32\[32,16\], scale float32\[1\]"):
+    with pytest.warns(UserWarning, match=r"float32\[32,16\], scale float32\[1\]") as caught:
         model(x, scale=torch.ones(1)).square().mean().backward()
+    assert caught[0].filename == __file__
 
 
 def test_autocast_that_begins_in_a_forward_over_the_models():

@@ -61,7 +61,8 @@ def test_the_hosts_clock():
     assert 0.01 <= seconds <= CPU.now() - start
     start, cpu_s = CPU.now(), time.process_time()
     busy_s, wall_s = CPU.step_seconds(lambda: time.sleep(0.05))
-    assert 0 <= busy_s <= time.process_time() - cpu_s  # of all threads, so it may be more than what the clock shows
+    # The process's time is that of all its threads, so it may be more than what the clock shows.
+    assert 0 <= busy_s <= time.process_time() - cpu_s
     assert 0.05 <= wall_s <= CPU.now() - start
     calls: list[int] = []
     CPU.launched_s(lambda: calls.append(1), 4, 0.0)

@@ -83,7 +83,8 @@ def main() -> None:
         taken = measure_peak(lambda: model(tokens).backward())
         peak_bytes = min(peak_bytes or taken.peak_above_start_bytes, taken.peak_above_start_bytes)
         optimizer.step()
-    loss = model(tokens).item()
+    with torch.no_grad():
+        loss = model(tokens).item()
     if dist.get_rank() == 0:
         if plan is not None:
             print(plan)

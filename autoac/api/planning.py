@@ -28,6 +28,7 @@ from autoac.calibrate.compiled.tried import tried, with_measured
 from autoac.device import device_for
 from autoac.outcomes import with_outcomes
 from autoac.parallel.protocol import Parallel, Sharded, check_parallel
+from autoac.parallel.stages import with_all_stages
 from autoac.parallel.wrapped import found_on
 from autoac.plans import Plan
 from autoac.policies import Policies, listed
@@ -45,6 +46,7 @@ from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.profile import Profile
 
 
+@with_all_stages
 def plan(
     model: torch.nn.Module,
     sample: Any,
@@ -105,7 +107,8 @@ def plan(
         parallel: how the model will be trained on several processes, if it is not wrapped yet:
             `autoac.parallel.DDP(...)`, `.FSDP2(...)` or `.TensorParallel(...)`. A model that is wrapped, sharded or
             split already is planned for by all ranks together: every rank calls this, and gets the same plan or the
-            same error.
+            same error. So do the ranks of a pipeline (`PipelineStage`), each of which gets its own plan or the same
+            error, if the sample is a callable that runs a step of the schedule.
         progress: called with a text and the share done; False shows nothing. Left out, a bar is drawn on a terminal or
             in a notebook if it takes more than half a second (not with AUTOAC_PROGRESS=0 in the environment); elsewhere
             lines go to the logger "autoac" at level INFO.

@@ -8,6 +8,7 @@ NOTE [ One loop on several ranks ]
      budget. So a rank that meets a larger batch later records that step alone, and the others join in the next one.
   3. If one rank fails, all raise its error, and take their plans off.
   4. Rank 0 reads and writes the plan's file.
+  5. With `on_larger="error"`, a batch that is refused on one rank when a step begins is an error on all.
 """
 
 from __future__ import annotations
@@ -103,6 +104,18 @@ class Across:
                     return True
         return self._meetings is not None and self._meetings.step_begins()
 
+    def begin_together(self, refusal: str) -> None:
+        """Begin a step that a rank may refuse on all ranks, or on none, once they have met.
+
+        Args:
+            refusal: why this rank refuses its batch; "" if it does not.
+
+        Raises:
+            ParallelError: a rank does.
+        """
+        if self._wanted.on_larger == "error" and self._meetings is not None and self._meetings.were_held:
+            self._meetings.begin_together(refusal)
+
     def ask(self) -> None:
         """Make all ranks meet when the next step begins."""
         if self._meetings is not None:
@@ -123,6 +136,7 @@ class Across:
                     "model (fingerprint)": model_fingerprint(self._model),
                     "budget": str(wanted.budget),
                     "regions": str(wanted.names),
+                    "on_larger": wanted.on_larger,
                 },
             )
             yield Meeting(ranks, self._given)

@@ -82,11 +82,14 @@ class Auto(LoopPlan):
         """Handle a call of the model."""
         if not self._counts:
             return self._on_top.run(args, kwargs)
-        if self._ahead.is_late:  # the model was sharded after `auto`: observe from the next call on
-            self._ahead.put_on()
-            return self._on_top.run(args, kwargs)
         if not self._ahead.is_on:
             self._begins(args, kwargs, self._cycle.may_begin(has_gradients(self._model)))
+        if self._ahead.is_late:
+            # The model was sharded after `auto`, and this call's parameters are gathered already. It is recorded for
+            # the sake of its peak, and the next one for the plan.
+            self._ahead.put_on()
+            self._recording.is_late = self._recording.is_on
+            self._recording.count -= self._recording.is_on
         self._running = True
         try:
             return self._on_top.run(args, kwargs)
@@ -147,6 +150,9 @@ class Auto(LoopPlan):
         if not self._cycle.is_told:
             self._cycle.has_stepped = False
         meet = begins and self._across.step_begins()  # counts steps, also while one is recorded
+        if begins and not meet:
+            checks = self._plan is not None and not self._recording.is_on
+            self._across.begin_together(self._watch.refusal(args, kwargs) if checks else "")
         if (
             begins
             and self._cycle.is_short

@@ -95,7 +95,8 @@ class LoopPlan:
         Between the first step and the second it is provisional: the plan for the first step as it was recorded. With
         engine compile there is none yet.
         """
-        recorded = None if self._compiling is not None else self._recording.profile
+        has_none = self._compiling is not None or self._recording.is_late
+        recorded = None if has_none else self._recording.profile
         if self._plan is None and recorded is not None and self._provisional is None:
             self._provisional = self._wanted.plan(self._given, self._optimizers.counted(recorded))
         return self._plan or self._provisional

@@ -54,6 +54,7 @@ class Recording:
         ended_early: whether the last recorded step ended without an optimizer, which may step yet.
         count: number of recordings begun; reset by changes that do not mean the loop's steps vary.
         skipped: the model's calls in the recorded step before those in the profile: nothing came of them.
+        is_late: the recorded step began within a call, so another one is recorded before there is a plan.
     """
 
     def __init__(self, given: torch.nn.Module, on_top: OnTop, warn: Once):
@@ -61,6 +62,7 @@ class Recording:
         self.count = 0
         self.ended_early = False
         self.skipped = 0
+        self.is_late = False
         self._ends_with_optimizer = False
         self._given_up = 0  # calls of the recording that was given up last, in this step
         self._given = given
@@ -92,7 +94,12 @@ class Recording:
 
     @property
     def began_otherwise(self) -> bool:
-        """Whether more parameters have gradients than when the recorded step began, or none do and some did."""
+        """Whether the recorded step began unlike the next one.
+
+        It was late; or more parameters have gradients than when it began, or none do and some did.
+        """
+        if self.is_late:
+            return True
         found = number_of_gradients(self._model)
         return found > self._gradients or (not found and self._gradients > 0)
 
@@ -114,7 +121,7 @@ class Recording:
             except ProfilingError as error:
                 self._warn("cannot record", f"autoac: no plan yet. {error}")
                 return False
-        self._live, self._is_paused, self.ended_early = live, False, False
+        self._live, self._is_paused, self.ended_early, self.is_late = live, False, False, False
         self._ends_with_optimizer = ends_with_optimizer
         self.count += 1
         self._gradients = number_of_gradients(self._model)

@@ -116,6 +116,8 @@ class Watch:
             if begins and elements_of(args, kwargs) <= self._most:
                 words = "the plan is for a smaller batch than the one before it: recording this larger one"
                 return Finding("as before", log=words, is_free=True)
+            if self._on_larger == "error":
+                raise ValueError(self.refusal(args, kwargs))
             return self._larger_call(self._unplanned.words(args, kwargs), begins)
         if not begins:
             return self._micro_batch() if self._unplanned.one_call else None
@@ -155,9 +157,13 @@ class Watch:
             raise ValueError(f"{words}. The call was not run.")
         return Finding("larger in its place", f"{words}, or leave headroom (headroom=).")
 
+    def refusal(self, args: Any, kwargs: Any) -> str:
+        """Why this call of the model is refused, if `on_larger` is "error"; "" if it is not."""
+        if not self._unplanned.is_larger(args, kwargs):
+            return ""
+        return f"{self._unplanned.words(args, kwargs)}, or use on_larger='replan'. Nothing was run."
+
     def _larger_call(self, words: str, begins: bool) -> Finding:
-        if self._on_larger == "error":
-            raise ValueError(f"{words}, or use on_larger='replan'. Nothing was run.")
         if self._on_larger == "warn":
             return Finding("larger", f"{words}, or use on_larger='replan'.")
         if begins:

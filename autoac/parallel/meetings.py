@@ -6,13 +6,20 @@ NOTE [ Ranks that run a loop in step ]
   2. A rank reaches its next step after its gradients were reduced, for which it waited for every other rank. So it
      cannot miss an earlier announcement.
   3. Each step begins with one query of the store, a round trip. It waits for no other rank.
+  4. A loop whose steps may be refused (`on_larger="error"`) begins each step on all ranks, or on none: each counts
+     itself in the store, or leaves its reason there, and waits for the others as long as the store allows (the process
+     group's timeout).
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
+import torch
+
 from autoac.torch_private import default_store
+from autoac_solver.records.errors import ParallelError
 
 _loops: Counter[tuple[int, ...] | None] = Counter()
 
@@ -26,6 +33,7 @@ class Meetings:
 
     def __init__(self, members: tuple[int, ...] | None) -> None:
         of = "all" if members is None else ",".join(map(str, members))
+        self._size = torch.distributed.get_world_size() if members is None else len(members)
         self._name = f"autoac/loop/{of}/{_loops[members]}"
         _loops[members] += 1
         self._store = default_store().clone()
@@ -43,6 +51,35 @@ class Meetings:
     def ask(self) -> None:
         """Make all ranks meet when the next step begins."""
         self._store.compare_set(self._key(), "", str(self._step + 1))
+
+    @property
+    def were_held(self) -> bool:
+        """Whether the ranks have met, and so know that their arguments are the same."""
+        return self._held > 0
+
+    def begin_together(self, refusal: str) -> None:
+        """Begin a step on all ranks, or on none; every rank calls this in the same steps.
+
+        Args:
+            refusal: why this rank does not begin; "" if it does.
+
+        Raises:
+            ParallelError: a rank does not begin, or has not come in time.
+        """
+        key, rank = f"{self._name}/begins", torch.distributed.get_rank()
+        mine, last = f"{key}/{self._step}", f"{key}/{self._step - 1}"
+        if refusal:
+            self._store.compare_set(mine, "", json.dumps({"rank": rank, "words": refusal}))
+        elif self._store.add(f"{mine}/count", 1) == self._size:
+            self._store.compare_set(mine, "", "{}")
+            for done in (last, f"{last}/count"):  # all have read it
+                self._store.delete_key(done)
+        try:
+            found = json.loads(self._store.get(mine))
+        except RuntimeError as error:
+            raise ParallelError(f"not all ranks began the step: {error!s:.300}", rank) from error
+        if found:
+            raise ParallelError(f"rank {found['rank']} does not begin the step: {found['words']}", found["rank"])
 
     def _key(self) -> str:
         return f"{self._name}/{self._held}"

@@ -25,13 +25,15 @@ from typing import Any
 
 import torch
 
-from autoac.torch_private import collectives_within, default_store
+from autoac.torch_private import collectives_within, default_store, lost_a_rank
 from autoac_solver.records.errors import ParallelError
 
 PATIENCE_S = 20.0
 """Seconds that ranks wait for a silent one."""
 
 _BEAT_S, _LOOK_S = 1.0, 0.02
+_BEATS_MISSED = 3
+"""A rank to which a connection was lost has died if it sends no heartbeat for so many of their intervals."""
 _PIECE = 1 << 20
 _sessions: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
@@ -135,6 +137,9 @@ class Ranks:
 
     def fail(self, error: BaseException) -> ParallelError:
         """Announce that this rank has failed; returns the error that all ranks raise."""
+        if lost_a_rank(error) and (gone := self._gone()) is not None:
+            lost = self.members[gone]
+            error = ParallelError(f"rank {lost} has died while the ranks {self.what}: {error!s:.300}", lost)
         if isinstance(error, ParallelError):
             mine = {"rank": error.rank, "words": str(error), "minimum_bytes": error.minimum_bytes}
         else:
@@ -147,6 +152,17 @@ class Ranks:
             }
         first = self._store.compare_set(self._key("failure"), "", json.dumps(mine)).decode()
         return _failure(first)
+
+    def _gone(self) -> int | None:
+        """Index of a rank that has sent heartbeats and sends no more; None if there is none, or another has failed."""
+        beats = {rank: self._key("beat", rank) for rank in range(self.size)}
+        before = {rank: self._get(key) for rank, key in beats.items() if self._store.check([key])}
+        until = time.monotonic() + _BEATS_MISSED * _BEAT_S
+        while time.monotonic() < until:
+            if self._store.check([self._key("failure")]):
+                return None
+            time.sleep(_LOOK_S)
+        return next((rank for rank, beat in before.items() if self._get(beats[rank]) == beat), None)
 
     def raise_failure(self) -> None:
         """Raise the error of a failed rank, if there is one."""

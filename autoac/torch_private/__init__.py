@@ -96,6 +96,7 @@ from autoac.torch_private.distributed import (
     is_wait,
     is_wrap,
     local_part,
+    lost_a_rank,
     meshes_joined_for_real,
     own_class,
     ranks_of,
@@ -137,7 +138,7 @@ from autoac.torch_private.kernel_flags import (
 )
 from autoac.torch_private.optimizers import fakes_as_parameters
 from autoac.torch_private.parametrizations import reads_cached_parametrizations
-from autoac.torch_private.pipelines import in_stage_setup
+from autoac.torch_private.pipelines import in_stage_setup, ranks_of_stages
 from autoac.torch_private.planner import (
     sac_tools,
     time_nothing,
@@ -194,6 +195,8 @@ __all__ = [
     "aten_overload",
     "cast_by_cpu_autocast",
     "cpu_autocast_kernels",
+    "lost_a_rank",
+    "ranks_of_stages",
     "without_cpu_autocast",
     "AllocationRanges",
     "COMPILED_NODE",

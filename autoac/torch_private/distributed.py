@@ -256,6 +256,16 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective failed because the process of another rank is gone, or closed its connections.
+
+    Source: the messages of gloo's pairs (gloo/transport/tcp/pair.cc), and `DistBackendError` of other backends.
+    """
+    if isinstance(error, torch.distributed.DistBackendError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in str(error) and "onnection" in str(error)
+
+
 @contextmanager
 def collectives_within(seconds: float) -> Iterator[None]:
     """Context in which a collective that another rank does not join fails after this time (gloo).

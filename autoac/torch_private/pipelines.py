@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -31,3 +32,23 @@ def in_stage_setup() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def ranks_of_stages(model: torch.nn.Module) -> tuple[int, ...] | None:
+    """The ranks of the pipeline of which this model, or modules of it, are stages; None if it is in none.
+
+    A module does not know its stage, so the stages are looked for among all objects.
+
+    Source: `_PipelineStageBase.submod` and `.group`, None for all ranks (torch/distributed/pipelining/stage.py).
+    """
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    distributed = torch.distributed
+    if stages is None or not distributed.is_initialized():
+        return None
+    modules = {id(module) for module in model.modules()}
+    kind: type[Any] = stages._PipelineStageBase
+    found: set[int] = set()
+    for stage in gc.get_objects():
+        if issubclass(type(stage), kind) and id(stage.submod) in modules:
+            found.update(distributed.get_process_group_ranks(stage.group))
+    return tuple(sorted(found)) if len(found) > 1 else None

@@ -125,6 +125,43 @@ def one_rank_meets_a_larger_batch(rank: int) -> Any:
 
 
 @case
+def one_rank_refuses_a_larger_batch(rank: int) -> Any:
+    """In the fifth step."""
+    batches = [batch(rank + 10 * step, rows=256 if (rank, step) == (1, 4) else 128) for step in range(6)]
+    done: list[int] = []
+    model, started = sharded(make()), time.monotonic()
+    try:
+        loop(model, batches, 10**9, lambda step, _: done.append(step), on_larger="error")
+        words = "no error"
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+    return {"error": words, "seconds": time.monotonic() - started, "steps": len(done)}
+
+
+@case
+def sharded_later(rank: int) -> Any:
+    """The first step is recorded within its first call, for the sake of its peak; the second one is planned for."""
+    found: dict[str, Any] = {}
+    for order in ("before", "after"):
+        model = make()
+        handle = autoac.auto(model, 10**9) if order == "before" else None
+        sharded(model)
+        handle = autoac.auto(model, 10**9) if handle is None else handle
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        peaks, plans = [], []
+        for step in range(4):
+            peaks.append(step_peak_bytes(lambda step=step: model(batch(rank + 10 * step)).backward()))
+            optimizer.step()
+            optimizer.zero_grad()
+            plans.append(handle.plan is not None)
+        found[order] = {"peaks": peaks, "plans": plans, "id": handle.plan and handle.plan.program_id}
+        found[f"weights {order}"] = weights_of(model)
+        handle.remove()
+    before, after = found.pop("weights before"), found.pop("weights after")
+    return {**found, "equal": all(map(torch.equal, before, after))}
+
+
+@case
 def restarted(rank: int) -> Any:
     """Only rank 0 has the file, and the others take its plan up from it."""
     path = Path(sys.argv[1]).with_name(f"plan-of-{rank}.json")

@@ -45,6 +45,24 @@ def test_the_others_join_a_rank_that_meets_a_larger_batch(told: Any):
     assert second["samples"] == [None, small, small, None, large, large]
 
 
+def test_no_rank_begins_a_step_that_one_refuses(told: Any):
+    first, second = of(told, "one_rank_refuses_a_larger_batch")
+    assert first["error"] == second["error"]
+    words = "ParallelError: rank 1 does not begin the step: the model is called with float32[256,32]"
+    assert first["error"].startswith(words)
+    assert first["steps"] == second["steps"] == 4
+    assert max(first["seconds"], second["seconds"]) < 30
+
+
+def test_a_model_that_is_sharded_after_auto(told: Any):
+    for rank in of(told, "sharded_later"):
+        assert rank["equal"]
+        assert rank["before"]["id"] == rank["after"]["id"]
+        assert rank["before"]["plans"] == [False, True, True, True]
+        unplanned = rank["after"]["peaks"][-1]  # the budget is large enough for everything
+        assert rank["before"]["peaks"][0] < 0.8 * unplanned
+
+
 def test_the_file_of_rank_0_is_taken_up_by_all(told: Any):
     first, second = of(told, "restarted")
     assert (first["files"], second["files"]) == (True, False)
@@ -83,7 +101,7 @@ def test_ranks_do_not_compile(told: Any):
 def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path: Any):
     first, second = run_ranks("killed.py", tmp_path, timeout_s=300)
     died_in = {
-        "in_planning": (second, first, "ParallelError: rank 0 failed while the ranks plan: RuntimeError"),
+        "in_planning": (second, first, "ParallelError: rank 1 has died while the ranks plan: "),
         "in_forward": (second, first, "RuntimeError"),  # gloo's own
         "in_backward": (second, first, "RuntimeError"),
         "before_settling": (second, first, "ParallelError: rank 1 has not come to do so for 3 s"),

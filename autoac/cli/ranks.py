@@ -205,12 +205,11 @@ def sizes(
 ) -> list[Held]:
     """Bytes of a rank for half as many, as many and twice as many ranks; see `autoac.parallel.sizes.held`.
 
-    Empty for ranks that split layers: the total that these hold depends on their number.
+    Empty for ranks that only split layers: another number of them is another step.
     """
-    from autoac.parallel import FSDP2
-    from autoac.parallel.sizes import held
+    from autoac.parallel.sizes import held, shards
 
-    if not isinstance(spec, FSDP2):
+    if not shards(spec):
         return []
     return held(spec, target.model, target.optimizer, profile, record)
 

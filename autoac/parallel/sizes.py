@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,11 +13,14 @@ import torch
 from autoac.device import device_for
 from autoac.parallel.elsewhere import optimizer_of
 from autoac.parallel.fsdp2 import FSDP2
+from autoac.parallel.protocol import Sharded
+from autoac.parallel.tensor import TensorParallel
 from autoac.plans import Plan
 from autoac.record.optimizer import with_optimizer
 from autoac.step.model import device_of, model_fingerprint
 from autoac.step.optimizer import real_optimizer
 from autoac.step.units import own_name
+from autoac.torch_private import local_part
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import OPTIMIZER_STEP, Profile
@@ -46,7 +48,7 @@ class Held:
 
 
 def held(
-    spec: FSDP2,
+    spec: Sharded,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
     profile: Profile,
@@ -60,21 +62,22 @@ def held(
     divide.
 
     Args:
-        spec: what the profile was recorded with, `world_size` included. The number of replicas stays the same.
+        spec: what the profile was recorded with, `world_size` included. The number of replicas, and of ranks that split
+            layers, stays the same.
         model: the model before it was sharded.
         optimizer: optimizer of the model; None if there is none.
         profile: profile of one rank.
         record: a plan for the profile.
         sizes: numbers of ranks; half as many, as many and twice as many if left out.
     """
-    assert spec.world_size is not None
+    assert spec.ranks is not None
     optimizer_bytes = sum(s.bytes for s in profile.storage_table if s.kind == "Optstate")
-    own = _held(spec.world_size, spec.replicas, model, profile, lambda _: optimizer_bytes)
+    own = _held(spec, model, profile, lambda _: optimizer_bytes)
     if sizes is None:
-        sizes = [spec.world_size, *_half_and_twice(spec.world_size, spec.replicas)]
+        sizes = [spec.ranks, *_half_and_twice(spec.ranks, _multiple(spec))]
     state_bytes = functools.partial(_state_bytes, model, optimizer, profile)
     found = [
-        own if size == spec.world_size else _held(size, spec.replicas, model, profile, state_bytes)
+        own if size == spec.ranks else _held(_with_ranks(spec, size), model, profile, state_bytes)
         for size in sorted(set(sizes))
     ]
     if record is None:
@@ -84,7 +87,7 @@ def held(
 
 def by_world_size(
     plan: Plan,
-    spec: FSDP2,
+    spec: FSDP2 | TensorParallel,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     sizes: Iterable[int] | None = None,
@@ -96,26 +99,29 @@ def by_world_size(
 
     Args:
         plan: made with `parallel=spec`.
-        spec: what it was made with. The number of replicas stays the same.
+        spec: what it was made with. The number of replicas, and of ranks that split layers, stays the same.
         model, optimizer: what it was made for: the model before it is sharded.
-        sizes: numbers of ranks; half as many, as many and twice as many if left out.
+        sizes: numbers of ranks in all; half as many, as many and twice as many if left out.
 
     Returns:
         One row per number of ranks, the index: parameters_bytes, gradients_bytes (as they are after backward) and
         optimizer_bytes of a rank's shards, and peak_bytes, the predicted peak.
 
     Raises:
-        ValueError: the plan is for another model, `spec` names no number of ranks, or one of `sizes` makes no sense.
+        ValueError: the plan is for another model, `spec` names no number of ranks or shards nothing, or one of `sizes`
+            makes no sense.
     """
-    if not isinstance(spec, FSDP2) or spec.world_size is None:
+    if not shards(spec):
         raise ValueError(
-            f"spec is {spec!r}: pass the autoac.parallel.FSDP2(world_size=...) that the plan was made with."
+            f"spec is {spec!r}: pass the autoac.parallel.FSDP2(world_size=...), or the TensorParallel(...) with fsdp=, "
+            "that the plan was made with. Another number of ranks that split layers is another step: plan for it."
         )
     sizes = None if sizes is None else list(sizes)
     for size in sizes or ():
-        if not isinstance(size, int) or size < 1 or size % spec.replicas:
+        if not isinstance(size, int) or size < 1 or size % _multiple(spec):
+            of = "replicas" if isinstance(spec, FSDP2) else "ranks that split layers"
             raise ValueError(
-                f"{size!r} ranks cannot shard with {spec.replicas} replicas: pass positive multiples of that."
+                f"{size!r} ranks cannot shard with {_multiple(spec)} {of}: pass positive multiples of that."
             )
     if plan.record.model_fingerprint != model_fingerprint(model):
         raise ValueError(
@@ -126,36 +132,58 @@ def by_world_size(
     return pd.DataFrame([one.as_json() for one in found]).set_index("ranks")
 
 
-def _half_and_twice(size: int, replicas: int) -> list[int]:
-    half = [size // 2] if size % 2 == 0 and size // 2 % replicas == 0 else []
+def shards(spec: Any) -> bool:
+    """Whether a spec shards parameters over a given number of ranks."""
+    if isinstance(spec, TensorParallel):
+        spec = spec.fsdp
+    return isinstance(spec, FSDP2) and spec.world_size is not None
+
+
+def _multiple(spec: Sharded) -> int:
+    """The number of ranks is a multiple of this one."""
+    if isinstance(spec, FSDP2):
+        return spec.replicas
+    assert spec.world_size is not None
+    return spec.world_size
+
+
+def _with_ranks(spec: Sharded, ranks: int) -> Sharded:
+    """The spec with another number of ranks in all."""
+    if isinstance(spec, FSDP2):
+        return replace(spec, world_size=ranks)
+    assert isinstance(spec, TensorParallel)
+    assert spec.fsdp is not None
+    return replace(spec, fsdp=replace(spec.fsdp, world_size=ranks // _multiple(spec)))
+
+
+def _half_and_twice(size: int, multiple: int) -> list[int]:
+    half = [size // 2] if size % 2 == 0 and size // 2 % multiple == 0 else []
     return [*half, 2 * size]
 
 
 def _held(
-    size: int,
-    replicas: int,
+    spec: Sharded,
     model: torch.nn.Module,
     profile: Profile,
     state_bytes: Callable[[dict[str, torch.nn.Parameter]], int],
 ) -> Held:
-    shards = {name: _shard(parameter, size // replicas) for name, parameter in model.named_parameters()}
+    assert spec.ranks is not None
+    with spec.sharded(model) as (skeleton, shard):
+        shard()
+        # Those of rank 0, which are the largest.
+        parts = {
+            name: torch.nn.Parameter(local_part(p.detach()), requires_grad=p.requires_grad)
+            for name, p in skeleton.named_parameters()
+        }
     allocated = device_for(torch.device(profile.device)).allocated_bytes
-    parameters_bytes = sum(allocated(_bytes_of(shard)) for shard in shards.values())
+    parameters_bytes = sum(allocated(_bytes_of(part)) for part in parts.values())
     # The gradients of a unit are views of one storage.
-    gradients_bytes = sum(_bytes_of(shard) for shard in shards.values() if shard.requires_grad)
-    return Held(size, parameters_bytes, allocated(gradients_bytes), allocated(state_bytes(shards)))
+    gradients_bytes = sum(_bytes_of(part) for part in parts.values() if part.requires_grad)
+    return Held(spec.ranks, parameters_bytes, allocated(gradients_bytes), allocated(state_bytes(parts)))
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _shard(parameter: torch.Tensor, parts: int) -> torch.nn.Parameter:
-    """The largest shard of a parameter, without values: `fully_shard` splits the first dimension."""
-    shape = (math.ceil(parameter.shape[0] / parts), *parameter.shape[1:])
-    return torch.nn.Parameter(
-        torch.empty(shape, dtype=parameter.dtype, device="meta"), requires_grad=parameter.requires_grad
-    )
 
 
 def _state_bytes(

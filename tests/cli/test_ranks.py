@@ -78,7 +78,8 @@ def test_layers_that_ranks_split(llama: tuple[Any, ...]) -> None:
     assert split["tp"] == {"ranks": 2, "all_ranks": 2}
     assert "fsdp" not in split
     assert both["tp"] == {"ranks": 2, "all_ranks": 8}
-    assert both["fsdp"]["sizes"] == []
+    assert [size["ranks"] for size in both["fsdp"]["sizes"]] == [4, 8, 16]
+    assert all(size["peak_bytes"] for size in both["fsdp"]["sizes"])
     parameters = [said["peak_parts_bytes"]["parameters"] for said in (split, both, alone)]
     assert parameters[1] < min(parameters[0], parameters[2])
     shown = done("plan", *llama, *BOTH, "--tp", 2).stdout

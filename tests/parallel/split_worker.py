@@ -302,6 +302,9 @@ def pipeline(schedule: str, *engines: str) -> dict[str, Any]:
             "equal": equal,
             "wrapped": [f"{r.name} {r.call}" for r in plan.regions if r.wrapped],
         }
+    if schedule == "ScheduleGPipe":  # a budget that only one of the ranks can keep
+        model, step, _ = made()
+        found["refused"] = error_of(lambda: autoac.plan(model, step, "1GB" if rank == 0 else 1000))
     return found
 
 

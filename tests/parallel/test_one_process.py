@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import autoac
 from autoac.measure import measure_peak
@@ -123,15 +123,30 @@ def test_groups_of_ranks_that_hold_all_shards():
     assert any(op.name.startswith("c10d.allreduce_") for op in groups.tape)
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"replicas": 2}], ids=str)
-def test_what_other_numbers_of_ranks_hold_is_what_they_record(options: dict[str, Any]):
+SPLIT = {
+    f"{block}.{name}": style()
+    for block in ("layers.*", "pair.*")
+    for name, style in (("up", ColwiseParallel), ("down", RowwiseParallel))
+}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        lambda size: FSDP2(size, UNITS),
+        lambda size: FSDP2(size, UNITS, reshard_after_forward=False),
+        lambda size: FSDP2(size, UNITS, replicas=2),
+        lambda size: TensorParallel(2, SPLIT, fsdp=FSDP2(size // 2, UNITS)),
+    ],
+    ids=["", "not resharded", "two replicas", "layers in two parts"],
+)
+def test_what_other_numbers_of_ranks_hold_is_what_they_record(
+    spec: Callable[[int], FSDP2 | TensorParallel],
+):
     """With the same decisions, and sizes that all of them divide."""
     model = make()
     optimizer = torch.optim.AdamW(model.parameters())
-
-    def spec(size: int) -> FSDP2:
-        return FSDP2(size, UNITS, **options)
-
     profiles = {
         size: autoac.profile(model, batch(), optimizer=optimizer, mode="fake", parallel=spec(size))
         for size in (4, 8, 16)
@@ -174,8 +189,11 @@ def test_other_numbers_of_ranks_that_make_no_sense():
         by_world_size(plan, spec, model, sizes=[3])
     with pytest.raises(ValueError, match="another model than this Linear"):
         by_world_size(plan, spec, nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"spec is .*: pass the autoac.parallel.FSDP2\(world_size=...\)"):
-        by_world_size(plan, FSDP2(), model)
+    for other in (FSDP2(), TensorParallel(2)):
+        with pytest.raises(ValueError, match=r"spec is .*: pass the autoac.parallel.FSDP2\(world_size=...\)"):
+            by_world_size(plan, other, model)
+    with pytest.raises(ValueError, match="3 ranks cannot shard with 2 ranks that split layers"):
+        by_world_size(plan, TensorParallel(2, fsdp=FSDP2(4)), model, sizes=[3])
 
 
 def test_half_as_many_ranks_where_that_is_a_number(profile: Profile):

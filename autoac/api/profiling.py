@@ -14,6 +14,7 @@ from autoac.api.checks import Mode, asked_for, check_engine_options
 from autoac.api.solving import called_among
 from autoac.calibrate.compiled.table import BLOCKS, with_compiled_regions
 from autoac.calibrate.in_model import fitted
+from autoac.device import device_for
 from autoac.measure import ONE_AT_A_TIME, unique_storage_bytes
 from autoac.ops.info import is_collective
 from autoac.outcomes import largest_first, with_others
@@ -139,7 +140,9 @@ def profile(
         recorded = _noted(recorded, OFF_IN_BACKWARD, NO_AUTOCAST_IN_BACKWARD)
     if table is None and recorded.mode == "real":
         return recorded  # the warm-up step has set up cuBLAS's workspaces, which count as what is there before the step
-    return with_workspaces(recorded if table is None else on_device(recorded, table), table)
+    if table is not None:  # with this process's allocator options, as on the device itself
+        recorded = on_device(recorded, table, device_for(torch.device(table.kind)).allocated_bytes)
+    return with_workspaces(recorded, table)
 
 
 def profile_each(

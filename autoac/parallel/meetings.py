@@ -79,7 +79,9 @@ class Meetings:
         except RuntimeError as error:
             raise ParallelError(f"not all ranks began the step: {error!s:.300}", rank) from error
         if found:
-            raise ParallelError(f"rank {found['rank']} does not begin the step: {found['words']}", found["rank"])
+            raise ParallelError(
+                f"rank {found['rank']} does not begin the step: {found['words']}", found["rank"]
+            )
 
     def _key(self) -> str:
         return f"{self._name}/{self._held}"

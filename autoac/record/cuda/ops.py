@@ -69,6 +69,7 @@ class CudaOps(LeavesLosses):
             F.dropout: _dropout,
             torch.dropout: _dropout,
             F.batch_norm: _batch_norm,
+            F.instance_norm: _instance_norm,
             F.rms_norm: _rms_norm,
             torch.rms_norm: _rms_norm,
         }
@@ -152,6 +153,10 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     return torch.native_dropout(input, p, True)[0]
 
 
+_CUDNN_MOST_ROWS = {True: 880_801, False: 65_535}
+"""Most rows of a batch norm by cuDNN, in training and in evaluation; see `_batch_norm`."""
+
+
 def _batch_norm(
     input: torch.Tensor,
     running_mean: torch.Tensor | None,
@@ -162,13 +167,39 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
+    """As `_select_batch_norm_backend` in aten/src/ATen/native/Normalization.cpp chooses."""
     single = input.dtype is torch.float32 or (
         input.dtype is torch.float16 and weight is not None and weight.dtype is torch.float32
     )
     has_statistics = running_mean is not None and running_var is not None
-    if not training or not single or weight is None or bias is None or not has_statistics or input.dim() < 3:
+    has_none = running_mean is None and running_var is None and training
+    if not single or weight is None or bias is None or not (has_statistics or has_none) or input.dim() < 3:
         return NotImplemented
-    return torch.cudnn_batch_norm(input, weight, bias, running_mean, running_var, True, momentum, eps)[0]
+    if input.shape[0] > _CUDNN_MOST_ROWS[training]:
+        return NotImplemented
+    return torch.cudnn_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[0]
+
+
+def _instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """A batch norm of each row's channels.
+
+    Source: `instance_norm` in aten/src/ATen/native/Normalization.cpp. Other ops run with running statistics.
+    """
+    if weight is None or bias is None or running_mean is not None or not use_input_stats or input.dim() < 3:
+        return NotImplemented
+    rows, channels, *others = input.shape
+    by_channel = input.contiguous().view(1, rows * channels, *others)
+    made = _batch_norm(by_channel, None, None, weight.repeat(rows), bias.repeat(rows), True, momentum, eps)
+    return made if made is NotImplemented else made.view(input.shape)
 
 
 def _rms_norm(

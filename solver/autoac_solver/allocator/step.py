@@ -7,8 +7,8 @@ NOTE [ The order within a step ]
   2. At a position, lifetimes that end there are freed first, in the order of their allocation. Then the op's results
      are allocated in the order of the profile, then its workspace.
   3. Storages that survive the step are freed after it (gradients, by `zero_grad`), and the step is repeated: a step
-     that starts with other free blocks may reserve more. It repeats until reserved memory no longer grows, at most
-     `_STEPS` times.
+     that starts with other free blocks may reserve more. It repeats until reserved memory has not grown in `_STEADY`
+     steps. Under some options it never stops growing: where free blocks are too large to be split for any request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from autoac_solver.allocator.caching import CachingAllocator, OutOfReservedMemor
 from autoac_solver.allocator.options import AllocatorOptions
 from autoac_solver.problem.simulator import Decisions, Simulator
 
-_STEPS = 5
+_STEADY, _MOST_STEPS = 2, 50
+
+
+class NeverSteady(Exception):
+    """Reserved memory grows with each step."""
 
 
 class ReservedMemory:
@@ -62,23 +66,26 @@ class ReservedMemory:
 
         Raises:
             OutOfReservedMemory: the step exceeds the process's memory fraction.
+            NeverSteady: it still grows after `_MOST_STEPS` steps.
         """
         allocator = CachingAllocator(self._options, self._device_bytes)
         for size in self._resident:
             allocator.malloc(size)
         events = self._events(decisions)
-        for _ in range(_STEPS):
+        steady = 0
+        for _ in range(_MOST_STEPS):
             before = allocator.peak_reserved_bytes
             self._step(allocator, events)
-            if allocator.peak_reserved_bytes == before:
-                break
-        return allocator.peak_reserved_bytes
+            steady = steady + 1 if allocator.peak_reserved_bytes == before else 0
+            if steady == _STEADY:
+                return before
+        raise NeverSteady
 
     def peak_bytes_or_none(self, decisions: Decisions) -> int | None:
-        """`peak_bytes`, or None if the step exceeds the process's memory fraction."""
+        """`peak_bytes`, or None where that raises."""
         try:
             return self.peak_bytes(decisions)
-        except OutOfReservedMemory:
+        except (OutOfReservedMemory, NeverSteady):
             return None
 
     def _events(self, decisions: Decisions) -> list[int]:

@@ -134,7 +134,10 @@ def about_unknown(allocator: str, compiles: bool) -> str:
         parse_options(allocator)
     except AllocatorOptionsError as error:
         return str(error)
-    return "the planned step does not fit the share of the device that per_process_memory_fraction allows."
+    return (
+        "the planned step does not fit the share of the device that per_process_memory_fraction allows, or more is "
+        "reserved in every step: with this max_split_size_mb free blocks stay too large for the requests that come."
+    )
 
 
 class WithinReserved:
@@ -236,7 +239,7 @@ class WithinReserved:
             self._least = reserved, decisions, choice
 
     def _reserved_by(self, choice: Choice, decisions: Sequence[int]) -> int | None:
-        """Reserved bytes of a plan; None if it exceeds the process's memory fraction."""
+        """Reserved bytes of a plan; None if it exceeds the process's memory fraction, or grows with each step."""
         if id(choice) not in self._memory:
             self._memory[id(choice)] = reserved_memory(self._choices.profile, choice.built, self._options)
         return self._memory[id(choice)].peak_bytes_or_none(settled(choice.built, decisions))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -255,11 +256,16 @@ _FOLDERS = (
 )
 
 
-def on_device(profile: Profile, table: DeviceTable) -> Profile:
+def on_device(profile: Profile, table: DeviceTable, allocated: Callable[[int], int] | None = None) -> Profile:
     """The profile for another device, with that allocator's rounding and times from its table.
 
     Workspace measured on another kind of device does not apply and is left out.
+
+    Args:
+        allocated: from the bytes of a request to those that the device's allocator takes; None for the allocator
+            without options.
     """
+    allocated = table.allocated if allocated is None else allocated
     same_kind = profile.device.split(":")[0] == table.kind
     return replace(
         profile,
@@ -268,7 +274,7 @@ def on_device(profile: Profile, table: DeviceTable) -> Profile:
         device_bytes=table.memory_bytes,
         costs=table.costs,
         tape=tuple(_op_on(op, profile, table, same_kind) for op in profile.tape),
-        storage_table=tuple(replace(s, bytes=table.allocated(s.bytes)) for s in profile.storage_table),
+        storage_table=tuple(replace(s, bytes=allocated(s.bytes)) for s in profile.storage_table),
         views_s=0.0 if table.kind == "cuda" else profile.views_s,
         # The measured times are replaced, so notes that they are unsteady no longer apply.
         notes=(

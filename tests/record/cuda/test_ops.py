@@ -155,6 +155,26 @@ def casts(model: nn.Module, x: torch.Tensor) -> tuple[list[str], tuple[str, ...]
     return [op.dtype for op in profile.tape if op.name in names], profile.notes
 
 
+@pytest.mark.parametrize(
+    ("norm", "name"),
+    [
+        (nn.BatchNorm2d(4), "cudnn_batch_norm"),
+        (nn.BatchNorm2d(4, track_running_stats=False), "cudnn_batch_norm"),
+        (nn.BatchNorm2d(4).eval(), "cudnn_batch_norm"),
+        (nn.InstanceNorm2d(4, affine=True), "cudnn_batch_norm"),
+        (nn.BatchNorm2d(4, affine=False), "native_batch_norm"),
+        (nn.BatchNorm2d(4).bfloat16(), "native_batch_norm"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value),
+)
+def test_which_batch_norm_cuda_takes(norm: nn.Module, name: str):
+    """As `_select_batch_norm_backend` in aten/src/ATen/native/Normalization.cpp."""
+    kind = next((p.dtype for p in norm.parameters()), torch.float32)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1, dtype=kind), norm)
+    profile = autoac.profile(model, torch.randn(2, 3, 8, 8, dtype=kind), mode="fake", device="h200")
+    assert f"aten.{name}.default" in [op.name for op in profile.tape if not op.backward]
+
+
 def test_norms_run_in_float32_as_on_cuda_whichever_autocast_the_model_enters():
     x = torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):

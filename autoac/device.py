@@ -343,7 +343,7 @@ class CudaDevice:
     def allocated_bytes(self, size_bytes: int) -> int:
         if not size_bytes:
             return 0
-        options = _allocator_options()
+        options = _allocator_options(options_in_environment())
         rounded = rounded_size(size_bytes, options)
         if options.expandable_segments:
             return rounded
@@ -382,10 +382,10 @@ class CudaDevice:
 
 
 @functools.cache
-def _allocator_options() -> AllocatorOptions:
-    """The options of CUDA's allocator in this process."""
+def _allocator_options(text: str) -> AllocatorOptions:
+    """The options of CUDA's allocator in an environment variable's text."""
     try:
-        return parse_options(options_in_environment())
+        return parse_options(text)
     except AllocatorOptionsError:  # others than those that are simulated; a plan's notes name them
         return AllocatorOptions()
 

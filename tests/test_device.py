@@ -18,7 +18,6 @@ from autoac.device import (
     gpu_random_states,
 )
 from autoac.measure import measure_peak
-from autoac_solver.allocator.options import parse_options
 
 CPU, CUDA, OTHER = (device_for(torch.device(kind)) for kind in ("cpu", "cuda", "meta"))
 ALL = (CPU, CUDA, OTHER)
@@ -181,11 +180,10 @@ def test_memory_that_the_allocator_holds_in_reserve_is_free(monkeypatch: pytest.
 
 def test_options_of_the_allocator_count_in_sizes(monkeypatch: pytest.MonkeyPatch):
     mib = 2**20
-    options = "autoac.device._allocator_options"
-    monkeypatch.setattr(options, lambda: parse_options("roundup_power2_divisions:4"))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "roundup_power2_divisions:4")
     assert CUDA.allocated_bytes(65 * mib) == 80 * mib
     assert CUDA.allocated_bytes(0) == 0
-    monkeypatch.setattr(options, lambda: parse_options("expandable_segments:True"))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert CUDA.allocated_bytes(65 * mib + 1) == 65 * mib + 512
 
 

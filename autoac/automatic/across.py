@@ -137,6 +137,7 @@ class Across:
                     "budget": str(wanted.budget),
                     "regions": str(wanted.names),
                     "on_larger": wanted.on_larger,
+                    "budget_of": wanted.budget_of,
                 },
             )
             yield Meeting(ranks, self._given)

@@ -15,11 +15,12 @@ from autoac.automatic.wanted import Wanted
 from autoac.execute.on_top import owner_of
 from autoac.parallel.wrapped import found_on
 from autoac.policies import Policies, listed
-from autoac.step.model import check_model, unwrapped
+from autoac.step.model import check_model, device_of, unwrapped
 from autoac.step.modules import RegionChoice
 from autoac.step.optimizer import real_optimizer
 from autoac.torch_private import compiled_attribute, is_compiled_wrapper, note_untried
 from autoac_solver.plan.planning import resolve_engine
+from autoac_solver.plan.reserved import check_budget_of
 from autoac_solver.records.disk.files import check_writable
 from autoac_solver.records.disk.limits import MOST_BYTES
 from autoac_solver.records.engines import EngineName
@@ -42,6 +43,7 @@ def auto(
     verify: bool = False,
     path: str | Path | None = None,
     measure: bool = False,
+    budget_of: str = "allocated",
 ) -> Auto:
     """Run a training loop under a budget: its first step is recorded as it trains, then a plan is put on the model.
 
@@ -67,6 +69,7 @@ def auto(
         path: the plan's file, .json. The plan is saved there; an existing one is used without recording a step if it
             was made for this model, kind of device, budget and engine.
         measure: measure the peak of the first step under the plan, and under each plan that replaces it.
+        budget_of: as for `autoac.plan`. Measured peaks are of allocated memory.
 
     Returns:
         The handle: `.plan`, None before the first step (with engine "compile" until regions are compiled), and
@@ -85,8 +88,9 @@ def auto(
     check_options(budget, engine, headroom, on_larger, path)
     policies = listed(policies)
     ranks = ["parallel"] if found_on(model).is_here else []
-    check_engine_options(engine, asked=[*asked_for(policies), *ranks])
+    check_engine_options(engine, asked=[*asked_for(policies, budget_of=budget_of), *ranks])
     check_model(unwrapped(model))
+    check_budget_of(budget_of, str(device_of(unwrapped(model))))
     if owner_of(model) is not None:
         raise ProfilingError(
             "autoac.auto (or a plan for each bucket) is on this model already: call remove() on its handle first."
@@ -115,6 +119,7 @@ def auto(
             verify=verify,
             measure=measure or verify,
             path=None if path is None else Path(path),
+            budget_of=budget_of,
         ),
         real,
     )

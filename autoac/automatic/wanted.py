@@ -33,6 +33,7 @@ class Wanted:
     verify: bool
     measure: bool
     path: Path | None
+    budget_of: str
 
     def plan(self, model: torch.nn.Module, profile: Profile) -> Plan:
         """The plan for a recorded step.
@@ -53,6 +54,7 @@ class Wanted:
             policies=self.policies,
             engine=self.engine,
             headroom=self.headroom,
+            budget_of=self.budget_of,
         )
 
     def saved(self, model: torch.nn.Module) -> Plan | None:
@@ -90,6 +92,7 @@ class Wanted:
             and record.device.split(":")[0] == device.type
             and (record.budget_bytes, record.headroom_bytes)
             == limits(self.budget, self.headroom, device_bytes(device) or None)
+            and record.budget_of == self.budget_of
             and self.engine in ("auto", plan.engine)
             and (names is None or names == {region.fqn for region in plan.regions})
             and as_policies(self.policies, record.profile)

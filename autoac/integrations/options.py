@@ -41,9 +41,10 @@ class Planned:
         on_larger: Literal["warn", "replan", "error"] = "warn",
         verify: bool = False,
         path: Any = None,
+        budget_of: str = "allocated",
     ):
         check_options(budget, engine, headroom, on_larger, path)
-        check_engine_options(engine, asked=asked_for(policies))
+        check_engine_options(engine, asked=asked_for(policies, budget_of=budget_of))
         self.budget = budget
         self.options = {
             "optimizer": optimizer,
@@ -54,6 +55,7 @@ class Planned:
             "on_larger": on_larger,
             "verify": verify,
             "path": path,
+            "budget_of": budget_of,
         }
         self.handle: Auto | None = None
         self._last: Plan | None = None

@@ -171,6 +171,11 @@ def notes_on_fake(
             "autocast was on, with the casts of the CPU: CUDA's autocast runs other ops in float32 (norms, softmax, "
             "losses), so the peak there is another one. Profile on the GPU, with a newer torch, or in half precision"
         )
+    if cuda_ops is not None and cuda_ops.saw_recurrent:
+        notes.append(
+            f"{', '.join(sorted(cuda_ops.saw_recurrent))} runs in cuDNN on a GPU, and was recorded as the CPU's ops: bytes "
+            "and times of these layers are others there. Profile on the GPU"
+        )
     if unknown:
         on_cuda = ", and on a GPU recurrent layers run other ops" if cuda_ops is not None else ""
         notes.append(

@@ -375,6 +375,8 @@ def test_bad_arguments_are_refused_at_once(tmp_path: Path):
         autoac.auto(make(), ENOUGH, path=tmp_path / "plan.txt")
     with pytest.raises(autoac.ProfilingError, match="str"):
         autoac.auto("model", ENOUGH)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"budget_of='reserved' is for CUDA"):
+        autoac.auto(make(), ENOUGH, budget_of="reserved")
 
 
 def test_nothing_runs_before_the_first_step():

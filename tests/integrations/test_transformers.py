@@ -235,6 +235,7 @@ def test_smaller_batch_is_found_and_planned_for(tmp_path: Path, monkeypatch: pyt
         ({"headroom": "1G"}, "'1G' is not an amount"),
         ({"engine": "compile", "policies": [Policy("MUST_SAVE", op="aten.mm")]}, "follows no policies"),
         ({"policies": 3}, "policies= is a int"),
+        ({"engine": "compile", "budget_of": "reserved"}, "compile"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_there_is_a_trainer(options: dict[str, Any], error: str):

@@ -169,6 +169,8 @@ def test_stages_of_a_pipeline_have_a_plan_each_for_all_micro_batches_in_flight(t
             assert any("#" in name or not name.endswith(" 0") for name in rank[engine]["wrapped"])
     assert ranks[0]["unplanned"] != ranks[1]["unplanned"]
     if case == "gpipe":
-        failed = "ParallelError: rank 1 failed while the ranks plan for the stages of their pipeline: Infeasible"
+        failed = (
+            "ParallelError: rank 1 failed while the ranks plan for the stages of their pipeline: Infeasible"
+        )
         assert ranks[0]["refused"] == ranks[1]["refused"]
         assert ranks[0]["refused"].startswith(failed)

@@ -59,11 +59,13 @@ class CudaOps(LeavesLosses):
 
     Attributes:
         saw_cpus_casts: whether autocast was on in any call, with the CPU's casts. CUDA's apply to other ops.
+        saw_recurrent: names of the recurrent layers that were called, and that cuDNN runs as one op on CUDA.
     """
 
     def __init__(self, capability: Capability):
         super().__init__()
         self.saw_cpus_casts = False
+        self.saw_recurrent: set[str] = set()
         self.replacements: dict[Any, Any] = {
             F.scaled_dot_product_attention: functools.partial(_attention, capability),
             F.dropout: _dropout,
@@ -90,6 +92,8 @@ class CudaOps(LeavesLosses):
                 CASTS.as_cudas()
             else:
                 self.saw_cpus_casts = True
+        if func in _RECURRENT:
+            self.saw_recurrent.add(func.__name__)
         if func is F.multi_head_attention_forward:
             with self._inside():
                 return func(*args, **kwargs)
@@ -119,6 +123,10 @@ def _or_own(replacement: Any, own: Any) -> Any:
         return own(*args, **kwargs) if result is NotImplemented else result
 
     return run
+
+
+_RECURRENT = {torch.gru, torch.rnn_tanh, torch.rnn_relu}
+"""The CPU runs these as many small ops. `lstm` is one op there, too, whose workspace is not known."""
 
 
 class CudaResults(TorchDispatchMode):

@@ -23,9 +23,13 @@ WAITING_OPS = frozenset(
         "aten.unique_dim.default",
         "aten.unique_consecutive.default",
         "aten.unique_dim_consecutive.default",
+        "aten.repeat_interleave.Tensor",
+        "aten.bincount.default",
     }
 )
-"""Ops with data-dependent output sizes: the host waits until the device has computed the size."""
+"""Ops with data-dependent output sizes: the host waits until the device has computed the size.
+
+Indexing waits as well if an index is a boolean mask, which the op's name does not tell."""
 
 
 class Lanes(NamedTuple):

@@ -21,6 +21,8 @@ from autoac.execute.cross_entropy import lean
 from autoac.record.cuda import ops as cuda_ops
 from autoac.record.cuda.attention import EFFICIENT_SHARES_HEADS, choice
 from autoac.record.cuda.ops import CudaOps, capability_elsewhere, capability_of
+from autoac_solver.allocator.caching import rounded_size
+from autoac_solver.allocator.options import parse_options
 from tests.cuda_ops import attention
 from tests.cuda_ops.__main__ import RECORDED
 from tests.cuda_ops.families import ALL
@@ -153,6 +155,24 @@ def casts(model: nn.Module, x: torch.Tensor) -> tuple[list[str], tuple[str, ...]
     profile = autoac.profile(model, x, device="h200")
     names = {"aten.addmm.default", "aten.native_layer_norm.default"}
     return [op.dtype for op in profile.tape if op.name in names], profile.notes
+
+
+def test_recurrent_layers_are_told():
+    model = nn.GRU(4, 4)
+    profile = autoac.profile(
+        model, torch.randn(3, 2, 4), loss=lambda out: out[0].sum(), mode="fake", device="h200"
+    )
+    assert any(note.startswith("gru runs in cuDNN on a GPU") for note in profile.notes)
+
+
+def test_sizes_are_rounded_as_the_allocators_options_say(monkeypatch: pytest.MonkeyPatch):
+    model, sample = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)), torch.randn(1100, 300)
+    for text in ("", "roundup_power2_divisions:4"):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)
+        profile = autoac.profile(model, sample, mode="fake", device="h200")
+        expected = rounded_size(sample.nbytes, parse_options(text))
+        assert [s.bytes for s in profile.storage_table if s.kind == "Input"] == [expected]
+    assert expected > sample.nbytes + 200_000
 
 
 @pytest.mark.parametrize(

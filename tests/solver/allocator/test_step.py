@@ -4,7 +4,7 @@ import pytest
 
 from autoac_solver.allocator.caching import CachingAllocator
 from autoac_solver.allocator.options import MIB, parse_options
-from autoac_solver.allocator.step import ReservedMemory
+from autoac_solver.allocator.step import NeverSteady, ReservedMemory
 from autoac_solver.problem.problem import (
     Lifetime,
     Problem,
@@ -74,6 +74,20 @@ def test_a_second_step_may_reserve_more():
     first = allocator.peak_reserved_bytes
     assert memory.peak_bytes((0,)) >= first
     assert allocator.allocated_bytes == 0
+
+
+def test_memory_that_never_stops_growing_has_no_peak():
+    """Each step a new segment: a free one of 20 MiB is too large to be split, and so no request gets it."""
+    memory = ReservedMemory(
+        problem([Lifetime(11 * MIB, 0, 4, storage=0)]), (), parse_options("max_split_size_mb:20")
+    )
+    assert memory.peak_bytes_or_none((0,)) == 12 * MIB
+    grown = ReservedMemory(
+        problem([Lifetime(2 * MIB, 0, 4, storage=0)]), (), parse_options("max_split_size_mb:20")
+    )
+    with pytest.raises(NeverSteady):
+        grown.peak_bytes((0,))
+    assert grown.peak_bytes_or_none((0,)) is None
 
 
 def test_several_requests_at_once_fit_where_one_does_not():

@@ -173,8 +173,8 @@ def notes_on_fake(
         )
     if cuda_ops is not None and cuda_ops.saw_recurrent:
         notes.append(
-            f"{', '.join(sorted(cuda_ops.saw_recurrent))} runs in cuDNN on a GPU, and was recorded as the CPU's ops: bytes "
-            "and times of these layers are others there. Profile on the GPU"
+            f"{', '.join(sorted(cuda_ops.saw_recurrent))} runs in cuDNN on a GPU, and was recorded as the CPU's ops: "
+            "bytes and times of these layers are others there. Profile on the GPU"
         )
     if unknown:
         on_cuda = ", and on a GPU recurrent layers run other ops" if cuda_ops is not None else ""

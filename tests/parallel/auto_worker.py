@@ -150,7 +150,8 @@ def sharded_later(rank: int) -> Any:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         peaks, plans = [], []
         for step in range(4):
-            peaks.append(step_peak_bytes(lambda step=step: model(batch(rank + 10 * step)).backward()))
+            x = batch(rank + 10 * step)
+            peaks.append(step_peak_bytes(lambda model=model, x=x: model(x).backward()))
             optimizer.step()
             optimizer.zero_grad()
             plans.append(handle.plan is not None)

@@ -18,7 +18,9 @@ from types import FrameType
 
 import torch
 
+import autoac
 from autoac.device import current_device, device_for
+from autoac_solver.allocator.options import options_in_environment
 from autoac_solver.records.disk.files import write_bytes
 from benchmarks.cuda.jobs import jobs
 from benchmarks.cuda.report import draw, render
@@ -47,6 +49,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", help="jobs whose names contain this")
     parser.add_argument("--without", nargs="*", default=[], metavar="JOB", help="leave out these jobs")
+    parser.add_argument(
+        "--again",
+        nargs="*",
+        default=[],
+        metavar="JOB",
+        help="measure these again, such as one that has failed",
+    )
     given = parser.parse_args(arguments)
     device = current_device(given.device)
     if device is None:
@@ -55,15 +64,25 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     deadline = time.monotonic() + 60 * given.minutes
     name = "tiny" if given.tiny else "full"
-    conditions = {"device": device_for(device).name() or "CPU", "torch": torch.__version__, "size": name}
+    conditions = {
+        "device": device_for(device).name() or "CPU",
+        "torch": torch.__version__,
+        "size": name,
+        "allocator": options_in_environment() or "default",
+        "autoac": autoac.__version__,
+    }
     try:
         store = Store(given.output, conditions)
     except ValueError as error:
         parser.error(str(error))
+    every = dict(jobs(device, SIZES[name], given.output, with_table=True))
+    unknown = [job for job in (*given.without, *given.again) if job not in every]
+    if unknown or not any(given.only in job for job in every):
+        parser.error(f"no job is called {', '.join(unknown) or given.only!r}; there are {', '.join(every)}.")
     left = [
         (job, measure)
-        for job, measure in jobs(device, SIZES[name], given.output, with_table=True)
-        if job not in store and job not in given.without and given.only in job
+        for job, measure in every.items()
+        if (job not in store or job in given.again) and job not in given.without and given.only in job
     ]
     code = 0
     try:
@@ -86,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", flush=True)
         code = INTERRUPTED
-    missing = [job for job, _ in left]
+    missing = [job for job in every if job not in store and job not in given.without]
     picture = given.output / "report.png"
     text = render(store.results, missing)
     if draw(store.results, picture):
@@ -94,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         text += "\nNo picture: matplotlib is not installed.\n"
     write_bytes(given.output / "report.md", text.encode())
-    more = f"; {len(missing)} jobs are left: run the command again" if missing else ""
+    more = f"; {len(left)} jobs are left: run the command again" if left else ""
     print(f"written: {given.output / 'report.md'}{more}")
     return code
 

@@ -16,7 +16,7 @@ class Store:
 
     Args:
         folder: of the file `results.json`; created if missing.
-        conditions: results with other conditions (device, torch, sizes) may not be mixed in.
+        conditions: results with other conditions (device, versions, sizes, allocator options) may not be mixed in.
 
     Raises:
         ValueError: the folder has results of other conditions, or of another version.

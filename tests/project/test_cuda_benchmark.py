@@ -85,11 +85,46 @@ def test_what_time_did_not_suffice_for_is_named_and_taken_up_again(
 ):
     assert main([*TINY, str(tmp_path), "--minutes", "0", "--only", "bandwidth"]) == 0
     assert "1 jobs are left" in capsys.readouterr().out
-    assert "Run the command again to go on with: bandwidth." in (tmp_path / "report.md").read_text()
+    assert re.search(
+        "Run the command again to go on with: .*bandwidth,", (tmp_path / "report.md").read_text()
+    )
     assert main([*TINY, str(tmp_path), "--only", "bandwidth"]) == 0
     assert list(results(tmp_path)) == ["bandwidth"]
+    report = (tmp_path / "report.md").read_text()
+    assert re.search("go on with: environment, ", report)
+    assert "bandwidth," not in report
+    for wrong in (["--only", "bandwith"], ["--without", "gpt"], ["--again", "gpt"]):
+        with pytest.raises(SystemExit):
+            main([*TINY, str(tmp_path), *wrong])
+        assert re.search("no job is called .*; there are environment, gpt/profile", capsys.readouterr().err)
     with pytest.raises(SystemExit):
         main(["--device", "cpu", "--output", str(tmp_path), "--minutes", "0"])
+    assert "results of another conditions" in capsys.readouterr().err
+
+
+def test_a_job_that_has_failed_is_measured_again_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = iter([RuntimeError("busy"), None])
+
+    def once_busy() -> dict:
+        if error := next(found):
+            raise error
+        return {"device": "CPU"}
+
+    monkeypatch.setattr(benchmarks.cuda.__main__, "jobs", lambda *_, **__: [("environment", once_busy)])
+    for _ in range(2):
+        assert main([*TINY, str(tmp_path)]) == 0
+        assert results(tmp_path) == {"environment": {"error": "RuntimeError: busy"}}
+    assert main([*TINY, str(tmp_path), "--again", "environment"]) == 0
+    assert results(tmp_path) == {"environment": {"device": "CPU"}}
+
+
+def test_allocator_options_are_a_condition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    assert main([*TINY, str(tmp_path), "--only", "environment"]) == 0
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(SystemExit):
+        main([*TINY, str(tmp_path), "--only", "bandwidth"])
     assert "results of another conditions" in capsys.readouterr().err
 
 

@@ -17,6 +17,7 @@ from autoac.automatic.recording import MOST_RECORDINGS
 from autoac.automatic.wanted import Wanted
 from autoac.execute.attach import restart_calls
 from autoac.execute.on_top import OnTop
+from autoac.plans import Plan
 from autoac.progress import LOGGER
 from autoac.step.model import has_gradients
 from autoac.torch_private import in_backward
@@ -30,9 +31,6 @@ class Auto(LoopPlan):
 
     Attributes:
         report: result of `Plan.verify`, None if it was not requested or has not run yet.
-        measured_peak_bytes: peak of the first step under the plan, with the optimizer's step and resident bytes; None
-            until it is over, or if it is not to be measured.
-        measured_plan: the plan of that step; None as long as nothing was measured.
         on_removed: called once, when the handle is removed, by itself too (an impossible budget).
     """
 
@@ -69,6 +67,19 @@ class Auto(LoopPlan):
             _remove(self._hooks)
             while self.on_removed:
                 self.on_removed.pop()()
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """Largest peak of the measured steps under the plan, with the optimizer's step and resident bytes.
+
+        None until the first is over, or if none is to be measured.
+        """
+        return self._measured.peak_bytes
+
+    @property
+    def measured_plan(self) -> Plan | None:
+        """The plan of that step; None as long as nothing was measured."""
+        return self._measured.plan
 
     def __repr__(self) -> str:
         return f"Auto({type(self._model).__name__}, {self._plan or self._state()})"
@@ -142,8 +153,8 @@ class Auto(LoopPlan):
             begins: whether a step begins with the call.
             is_announced: whether it is no call, but announced by a trainer.
         """
-        if begins and self._peak.is_running:  # no optimizer has stepped since
-            self._tell_peak(self._peak.end())
+        if begins and self._measured.step.is_running:  # no optimizer has stepped since
+            self._tell_peak(self._measured.step.end())
         begins |= self._recording.end_if_over(
             begins and not (self._cycle.is_one and has_gradients(self._model))
         )
@@ -181,6 +192,8 @@ class Auto(LoopPlan):
                 self._settle(args, kwargs)
             if self._plan is None and self._recording.profile is None:
                 self._take_up_saved(args, kwargs)
+            if self._plan is not None and self._measured.exceeded is not None:
+                self._make_room()
             if self._plan is not None and self._corrected is not None:
                 self._plan_again(args, kwargs)
         if self._plan is not None:
@@ -219,8 +232,8 @@ class Auto(LoopPlan):
         ):  # it has its state now
             self._stepped.add(optimizer)
             self._watch.uncounted |= not counts_optimizer(self._plan.record.profile, optimizer)
-        if self._peak.is_running and self._cycle.is_over:
-            self._tell_peak(self._peak.end())
+        if self._measured.step.is_running and self._cycle.is_over:
+            self._tell_peak(self._measured.step.end())
 
     def _then_over(self, closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
         is_first = True
@@ -305,10 +318,10 @@ class Auto(LoopPlan):
             if not self._cycle.is_one or self._cycle.ends_with_optimizer:
                 restart_calls(self._model, told=not self._cycle.is_one, skipped=self._recording.skipped)
             if self._compiling is None:
-                self._peak.begin()
+                self._measured.step.begin()
             elif self._compiling.step_begins(args, kwargs):
-                self._peak.want()
-                self._peak.begin()
+                self._measured.step.want()
+                self._measured.step.begin()
         elif self._plan is not None and self._compiling is not None:
             self._compiling.step_goes_on(args, kwargs)
 

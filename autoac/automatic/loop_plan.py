@@ -12,10 +12,16 @@ from autoac.automatic.across import Across, Meeting
 from autoac.automatic.beside import with_all_called
 from autoac.automatic.compiling import Compiling
 from autoac.automatic.cycle import Cycle
+from autoac.automatic.measured import Measured
 from autoac.automatic.optimizers import Optimizers, trained_in
-from autoac.automatic.peak import StepPeak
 from autoac.automatic.recording import Recording
-from autoac.automatic.report import Once, doubts, in_a_line, peak_in_a_line, verified
+from autoac.automatic.report import (
+    Once,
+    doubts,
+    in_a_line,
+    verified,
+    words_over_budget,
+)
 from autoac.automatic.wanted import Wanted, needs_no_more
 from autoac.automatic.watch import Finding, Watch
 from autoac.execute.on_top import OnTop
@@ -36,18 +42,13 @@ class LoopPlan:
         on_top: our forward on the model, which stands aside while a plan is put on or taken off.
 
     Attributes:
-        report: result of `Plan.verify`, None if it was not requested or has not run yet.
-        measured_peak_bytes: peak of the first step under the plan, with the optimizer's step and resident bytes; None
-            until it is over, or if it is not to be measured.
-        measured_plan: the plan of that step; None as long as nothing was measured.
+        report: see `Auto`.
         trial: for `verify`, from a trainer that announces steps: runs one on the announced batch, forward to backward.
     """
 
     def __init__(self, model: torch.nn.Module, wanted: Wanted, optimizer: Any, on_top: OnTop):
         self.report: Any = None
         self.trial: Callable[[], torch.Tensor] | None = None
-        self.measured_peak_bytes: int | None = None
-        self.measured_plan: Plan | None = None
         self._given = model
         self._model = unwrapped(model)
         self._wanted = wanted
@@ -62,10 +63,11 @@ class LoopPlan:
         self._optimizers = Optimizers(self._model, optimizer, self._warn)
         self._recording = Recording(model, on_top, self._warn)
         self._watch = Watch(self._model, wanted.on_larger)
-        self._peak = StepPeak(self._model, wanted.measure)
+        self._measured = Measured(self._model, wanted)
         self._across = Across(model, self._model, wanted)
         self._compiling = Compiling(self._model, wanted.names, on_top) if compiles(wanted.engine) else None
-        self._corrected: Profile | None = None  # by a measured step; the next plan is made from it
+        # What the next plan is to be made from, as a measured step has shown.
+        self._corrected: tuple[Profile, Wanted] | None = None
 
     def remove(self) -> None:
         """Take the plan off the model, restoring it.
@@ -86,7 +88,7 @@ class LoopPlan:
         self._recording.give_up()
         if self._compiling is not None:
             self._compiling.stop()
-        self._peak.end()
+        self._measured.step.end()
 
     @property
     def plan(self) -> Plan | None:
@@ -138,7 +140,7 @@ class LoopPlan:
         if _is_of_another(recorded, self._model) and self._record_again():
             LOGGER.info("the model has changed since the recorded step began: recording this step")
             return
-        profile = self._counted()
+        profile = self._measured.larger(self._counted())
         kept, self._kept = self._kept, None
         if kept is not None and needs_no_more(profile, kept.record.profile):
             self._put_plan_on(kept, "the recorded step is no larger than the one before it: kept the plan of")
@@ -155,25 +157,32 @@ class LoopPlan:
                     return
                 profile = compiled
             plan = self._wanted.plan(self._given, profile)
-        except AutoacError:
+        except AutoacError as error:
+            if self._measured.exceeded is not None and isinstance(error, InfeasibleBudgetError):
+                self._stay_over_budget(self._measured.exceeded)
+                return
             self.remove()
             raise
         self._take(plan, args, kwargs)
 
     def _plan_again(self, args: Any, kwargs: Any) -> None:
-        """Apply a plan made from the profile that a measured step has corrected."""
-        profile, self._corrected = self._corrected, None
-        assert profile is not None
-        self._take_plan_off()
-        assert self._compiling is not None
+        """Put on the plan that a measured step has shown to be needed."""
+        assert self._corrected is not None
+        (profile, wanted), self._corrected = self._corrected, None
         try:
-            plan = self._wanted.plan(self._given, profile)
+            plan = wanted.plan(self._given, profile)
         except InfeasibleBudgetError:
+            if self._compiling is None:
+                self._stay_over_budget(self._plan)
+                return
             if self._compiling.best is None:
                 self.remove()
                 raise
             plan = self._compiling.best
-        self._take(plan, args, kwargs, verb="planned again, from the measured peak,")
+        self._take_plan_off()
+        # A plan with more headroom than asked for would not be taken up by a restart.
+        save = wanted is self._wanted
+        self._take(plan, args, kwargs, save, verb="planned again, from the measured peak,")
 
     def _counted(self) -> Profile:
         """The recorded step with its optimizers; drops the recording."""
@@ -240,12 +249,9 @@ class LoopPlan:
             self._take(plan, args, kwargs, save=meeting.is_first)
 
     def _put_new_plan_on(self, plan: Plan, verb: str) -> None:
-        self.measured_peak_bytes = self.measured_plan = None
-        compiled = self._compiling is not None
         if self._compiling is not None:
             self._compiling.to_be_judged(plan)
-        # In the first step the compiler may run.
-        self._peak = StepPeak(self._model, self._wanted.measure, skipped=1 if compiled else 0)
+        self._measured.begin(plan, self._compiling is not None)
         self._put_plan_on(plan, verb)
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:
@@ -295,27 +301,34 @@ class LoopPlan:
             self._warn(found.key, found.warning)
 
     def _tell_peak(self, above_start_bytes: int | None) -> None:
-        if above_start_bytes is not None and self._plan is not None:
-            self.measured_plan = self._plan
-            self.measured_peak_bytes = self._plan.resident_bytes + above_start_bytes
-            LOGGER.info("%s", peak_in_a_line(self._plan, self.measured_peak_bytes))
-            if self._compiling is not None:
-                self._corrected = self._compiling.better_known(self._plan, self.measured_peak_bytes)
-                if not self._compiling.is_judged or self._corrected is not None:
-                    return
-            if self.measured_peak_bytes > self._plan.budget_bytes:
-                self._warn_of_budget(self._plan, self.measured_peak_bytes)
-
-    def _warn_of_budget(self, plan: Plan, measured_bytes: int) -> None:
-        peak = peak_in_a_line(plan, measured_bytes)
+        plan = self._plan
+        if above_start_bytes is None or plan is None:
+            return
+        peak = self._measured.note(plan, above_start_bytes)
         if self._compiling is not None:
-            words = f"no plan of compiled regions was measured to be within the budget: {peak}. Leave headroom=, or "
-            self._warn("over budget", f"{words}take engine='replay'.")
+            better = self._compiling.better_known(plan, peak)
+            self._corrected = None if better is None else (better, self._wanted)
+            if not self._compiling.is_judged or self._corrected is not None:
+                return
+        may_again = self._compiling is None and not self._across.several
+        if peak > plan.budget_bytes and not (may_again and self._measured.may_plan_again(plan)):
+            self._warn("over budget", words_over_budget(plan, peak, self._compiling is not None))
+
+    def _make_room(self) -> None:
+        """React to a step that took more than the budget because of values in it."""
+        if self._record_again():
+            LOGGER.info("a step took more than the budget, by values in it: recording another one")
         else:
-            words = (
-                f"a step under the plan took more than the budget: {peak}. Leave headroom=, or find out what "
-            )
-            self._warn("over budget", f"{words}differs from the recorded step.")
+            self._corrected = self._measured.with_room()
+
+    def _stay_over_budget(self, plan: Plan | None) -> None:
+        """No plan has room for a step that took more than the budget: go on under this one."""
+        assert plan is not None
+        assert self._measured.peak_bytes is not None
+        self._warn("over budget", words_over_budget(plan, self._measured.peak_bytes, False, True))
+        self._measured.no_more()
+        if self._plan is None:
+            self._put_plan_on(plan, "no plan fits what was recorded since: kept the plan of")
 
 
 def _is_of_another(profile: Profile, model: torch.nn.Module) -> bool:

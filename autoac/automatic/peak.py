@@ -1,4 +1,4 @@
-"""The measured peak of the first step under a plan."""
+"""The measured peak of steps under a plan."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from autoac.measure import Taken, measuring
 from autoac.step.model import device_of
 from autoac.torch_private import is_profiled
 
+_MOST_BETWEEN = 64
+"""Where steps are measured again and again, at most so many are not measured between two that are."""
+
 
 class StepPeak:
     """Measures one step of the loop: from the call that begins it until after the optimizer's step.
@@ -20,12 +23,14 @@ class StepPeak:
         model: without wrappers.
         wanted: whether anything is to be measured.
         skipped: steps that are not measured before.
+        again: measure later steps, too: the second, the fourth and so on.
     """
 
-    def __init__(self, model: torch.nn.Module, wanted: bool, skipped: int = 0):
+    def __init__(self, model: torch.nn.Module, wanted: bool, skipped: int = 0, again: bool = False):
         self._model = model
         self._is_wanted = wanted
         self._skipped = skipped
+        self._between = 0 if wanted and again else None  # steps between the last measured one and the next
         self._running: tuple[contextlib.ExitStack, Taken] | None = None
 
     def want(self) -> None:
@@ -61,4 +66,7 @@ class StepPeak:
             return None
         stack, taken = running
         stack.close()
+        if self._between is not None:
+            self._is_wanted, self._skipped = True, self._between
+            self._between = min(2 * self._between + 1, _MOST_BETWEEN)
         return taken.peak_above_start_bytes

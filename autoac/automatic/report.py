@@ -32,7 +32,7 @@ class Once:
 def doubts(plan: Plan) -> Iterator[tuple[str, str]]:
     """What the owner of a loop should be warned of when this plan is put on: keys and words."""
     profile = plan.record.profile
-    if SIZED_BY_VALUES in profile.facts and any(region.wrapped for region in plan.regions):
+    if sized_by_values(plan) and any(region.wrapped for region in plan.regions):
         yield (
             SIZED_BY_VALUES,
             "sizes of tensors depend on values in this loop's steps, as where tokens choose experts (plan.notes says "
@@ -51,6 +51,39 @@ def in_a_line(verb: str, plan: Plan) -> str:
         f"{format_bytes(plan.predicted_peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)} (with nothing "
         f"recomputed {format_bytes(plan.record.unplanned_peak_bytes)}), {wrapped} of {len(plan.regions)} regions "
         f"recompute, step time {plan.predicted_overhead:+.1%}"
+    )
+
+
+def sized_by_values(plan: Plan) -> bool:
+    """Whether a later step may take more than the recorded one, because values decide on sizes."""
+    return SIZED_BY_VALUES in plan.record.profile.facts
+
+
+def words_over_budget(plan: Plan, measured_bytes: int, compiles: bool, is_least: bool = False) -> str:
+    """The warning about a measured step that took more than the budget.
+
+    Args:
+        is_least: whether no other plan has room for such a step.
+    """
+    peak = peak_in_a_line(plan, measured_bytes)
+    if compiles:
+        return (
+            f"no plan of compiled regions was measured to be within the budget: {peak}. Leave headroom=, or take "
+            "engine='replay'."
+        )
+    if is_least:
+        return (
+            f"a step under the plan took more than the budget: {peak}. Sizes of tensors depend on values in this "
+            "loop's steps, and no plan has room for one like that: raise the budget, or take smaller batches."
+        )
+    if sized_by_values(plan):
+        return (
+            f"a step under the plan took more than the budget: {peak}. Sizes of tensors depend on values in this "
+            "loop's steps: leave headroom=; with on_larger='replan' it is planned again for what was measured."
+        )
+    return (
+        f"a step under the plan took more than the budget: {peak}. Leave headroom=, or find out what differs from the "
+        "recorded step."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,11 @@ class Wanted:
             headroom=self.headroom,
             budget_of=self.budget_of,
         )
+
+    def with_room(self, profile: Profile, lacking_bytes: int) -> Wanted:
+        """The same with more headroom, for steps that take so much more than this recorded one."""
+        _, headroom_bytes = limits(self.budget, self.headroom, profile.device_bytes or None)
+        return replace(self, headroom=headroom_bytes + lacking_bytes)
 
     def saved(self, model: torch.nn.Module) -> Plan | None:
         """The plan that an earlier run saved, if it is for this model and these arguments.

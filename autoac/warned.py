@@ -1,14 +1,15 @@
-"""Warnings, at the line of the user's code that led to them."""
+"""Warnings, at the line outside of autoac and torch that led to them."""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
 
 import torch
 
-_INSIDE = tuple(f"{Path(file).parent}/" for file in (__file__, torch.__file__))
+_INSIDE = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
 
 
 def warn(words: str) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from autoac.automatic.wanted import Wanted
+from autoac.automatic.watch import Refused
 from autoac.parallel.meetings import Meetings
 from autoac.parallel.one_plan import for_all, kept_bytes, same_everywhere
 from autoac.parallel.ranks import Ranks, together
@@ -104,17 +105,36 @@ class Across:
                     return True
         return self._meetings is not None and self._meetings.step_begins()
 
-    def begin_together(self, refusal: str) -> None:
-        """Begin a step that a rank may refuse on all ranks, or on none, once they have met.
+    @contextlib.contextmanager
+    def beginning(self, begins: bool, abandon: Callable[[], None]) -> Iterator[None]:
+        """Context of a call of the model that may be refused. A step begins on all ranks that have met, or on none.
 
         Args:
-            refusal: why this rank refuses its batch; "" if it does not.
+            begins: whether a step begins with the call.
+            abandon: called if another rank refuses.
 
         Raises:
-            ParallelError: a rank does.
+            ParallelError: a rank refuses.
+            Refused: this one does, and there are no others, or they have begun the step.
         """
-        if self._wanted.on_larger == "error" and self._meetings is not None and self._meetings.were_held:
-            self._meetings.begin_together(refusal)
+        refused: Refused | None = None
+        try:
+            yield
+        except Refused as error:
+            if not (begins and self._begins_together):
+                raise
+            refused = error
+        if begins and self._begins_together:
+            assert self._meetings is not None
+            try:
+                self._meetings.begin_together(str(refused or ""))
+            except BaseException as error:
+                abandon()
+                raise error from refused
+
+    @property
+    def _begins_together(self) -> bool:
+        return self._wanted.on_larger == "error" and self._meetings is not None and self._meetings.were_held
 
     def ask(self) -> None:
         """Make all ranks meet when the next step begins."""

@@ -93,14 +93,13 @@ class Auto(LoopPlan):
         """Handle a call of the model."""
         if not self._counts:
             return self._on_top.run(args, kwargs)
+        was_on = self._recording.is_on
         if not self._ahead.is_on:
             self._begins(args, kwargs, self._cycle.may_begin(has_gradients(self._model)))
         if self._ahead.is_late:
-            # The model was sharded after `auto`, and this call's parameters are gathered already. It is recorded for
-            # the sake of its peak, and the next one for the plan.
             self._ahead.put_on()
-            self._recording.is_late = self._recording.is_on
-            self._recording.count -= self._recording.is_on
+            if self._recording.is_on and not was_on:
+                self._recording.began_late()
         self._running = True
         try:
             return self._on_top.run(args, kwargs)
@@ -161,9 +160,12 @@ class Auto(LoopPlan):
         if not self._cycle.is_told:
             self._cycle.has_stepped = False
         meet = begins and self._across.step_begins()  # counts steps, also while one is recorded
-        if begins and not meet:
-            checks = self._plan is not None and not self._recording.is_on
-            self._across.begin_together(self._watch.refusal(args, kwargs) if checks else "")
+        with self._across.beginning(begins, self._abandon_step):
+            self._act_on_call(args, kwargs, begins, meet, is_announced)
+
+    def _act_on_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], begins: bool, meet: bool, is_announced: bool
+    ) -> None:
         if (
             begins
             and self._cycle.is_short
@@ -213,9 +215,9 @@ class Auto(LoopPlan):
                 may_be_counted and counts_optimizer(self._plan.record.profile, optimizer)
             )
         if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": self._then_over(kwargs["closure"], optimizer)}
+            return args, {**kwargs, "closure": _with_after(kwargs["closure"], self._step_is_over, optimizer)}
         if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
-            return (args[0], self._then_over(args[1], optimizer), *args[2:]), kwargs
+            return (args[0], _with_after(args[1], self._step_is_over, optimizer), *args[2:]), kwargs
         if in_backward():  # it steps parameter by parameter during backward
             self._tell_if_nothing_is_seen()
         else:
@@ -234,19 +236,6 @@ class Auto(LoopPlan):
             self._watch.uncounted |= not counts_optimizer(self._plan.record.profile, optimizer)
         if self._measured.step.is_running and self._cycle.is_over:
             self._tell_peak(self._measured.step.end())
-
-    def _then_over(self, closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
-        is_first = True
-
-        def run() -> Any:
-            nonlocal is_first
-            result = closure()
-            if is_first:
-                is_first = False
-                self._step_is_over(optimizer)
-            return result
-
-        return run
 
     def _tell_if_nothing_is_seen(self) -> None:
         if self._plan is None:
@@ -336,6 +325,23 @@ def _give_up_abandoned() -> None:
         if thread == threading.get_ident() and handle._recording.is_on:
             handle._abandon_step()
             LOGGER.info("the step that autoac.auto recorded for another model was never over: given up")
+
+
+def _with_after(
+    closure: Callable[[], Any], after: Callable[[Any], None], optimizer: Any
+) -> Callable[[], Any]:
+    """An optimizer's closure, and another function that is called with the optimizer after its first run."""
+    is_first = True
+
+    def run() -> Any:
+        nonlocal is_first
+        result = closure()
+        if is_first:
+            is_first = False
+            after(optimizer)
+        return result
+
+    return run
 
 
 def _remove(hooks: list[Any]) -> None:

@@ -197,10 +197,18 @@ class Recording:
         self.forget()
         return profile
 
+    def began_late(self) -> None:
+        """Note that the model was sharded since its last call: parameters were gathered when this one began.
+
+        The step is recorded for the sake of its peak, and the next one for the plan.
+        """
+        self.is_late = True
+        self.count -= 1
+
     def drop(self) -> None:
         """Drop the profile, as if that step had not been recorded."""
         self.forget()
-        self.count -= 1
+        self.count = max(0, self.count - 1)
         self.ended_early = False
 
     def forget(self) -> None:

@@ -48,6 +48,10 @@ class Finding:
     is_free: bool = False
 
 
+class Refused(ValueError):
+    """A call was larger than planned for, and was not run."""
+
+
 class Watch:
     """Checks each call of a planned model.
 
@@ -97,7 +101,7 @@ class Watch:
             is_told: whether a trainer announces the steps, before it enters their autocast.
 
         Raises:
-            ValueError: the call is larger than planned for, and `on_larger` is "error".
+            Refused: the call is larger than planned for, and `on_larger` is "error".
         """
         self._calls = 1 if begins else self._calls + 1
         finding = self._found(args, kwargs, begins, is_told, recording)
@@ -116,8 +120,6 @@ class Watch:
             if begins and elements_of(args, kwargs) <= self._most:
                 words = "the plan is for a smaller batch than the one before it: recording this larger one"
                 return Finding("as before", log=words, is_free=True)
-            if self._on_larger == "error":
-                raise ValueError(self.refusal(args, kwargs))
             return self._larger_call(self._unplanned.words(args, kwargs), begins)
         if not begins:
             return self._micro_batch() if self._unplanned.one_call else None
@@ -154,16 +156,12 @@ class Watch:
             f"{self._unplanned.may_take_more}. {_LONGEST_FIRST}"
         )
         if self._on_larger == "error":
-            raise ValueError(f"{words}. The call was not run.")
+            raise Refused(f"{words}. The call was not run.")
         return Finding("larger in its place", f"{words}, or leave headroom (headroom=).")
 
-    def refusal(self, args: Any, kwargs: Any) -> str:
-        """Why this call of the model is refused, if `on_larger` is "error"; "" if it is not."""
-        if not self._unplanned.is_larger(args, kwargs):
-            return ""
-        return f"{self._unplanned.words(args, kwargs)}, or use on_larger='replan'. Nothing was run."
-
     def _larger_call(self, words: str, begins: bool) -> Finding:
+        if self._on_larger == "error":
+            raise Refused(f"{words}, or use on_larger='replan'. Nothing was run.")
         if self._on_larger == "warn":
             return Finding("larger", f"{words}, or use on_larger='replan'.")
         if begins:

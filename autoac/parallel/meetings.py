@@ -7,19 +7,22 @@ NOTE [ Ranks that run a loop in step ]
      cannot miss an earlier announcement.
   3. Each step begins with one query of the store, a round trip. It waits for no other rank.
   4. A loop whose steps may be refused (`on_larger="error"`) begins each step on all ranks, or on none: each counts
-     itself in the store, or leaves its reason there, and waits for the others as long as the store allows (the process
-     group's timeout).
+     itself in the store, or leaves its reason there, and waits for the others, at most for the store's timeout (the
+     process group's, by default).
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 
 import torch
 
 from autoac.torch_private import default_store
 from autoac_solver.records.errors import ParallelError
+
+_LOOK_S = 0.002
 
 _loops: Counter[tuple[int, ...] | None] = Counter()
 
@@ -39,6 +42,7 @@ class Meetings:
         self._store = default_store().clone()
         self._step = 0
         self._held = 0
+        self._last = ""  # key under which the last step was begun together
 
     def step_begins(self) -> bool:
         """Note that a step of the loop begins; returns whether the ranks meet now."""
@@ -66,18 +70,24 @@ class Meetings:
         Raises:
             ParallelError: a rank does not begin, or has not come in time.
         """
-        key, rank = f"{self._name}/begins", torch.distributed.get_rank()
-        mine, last = f"{key}/{self._step}", f"{key}/{self._step - 1}"
+        rank, key, last = torch.distributed.get_rank(), f"{self._name}/begins/{self._step}", self._last
+        self._last = key
         if refusal:
-            self._store.compare_set(mine, "", json.dumps({"rank": rank, "words": refusal}))
-        elif self._store.add(f"{mine}/count", 1) == self._size:
-            self._store.compare_set(mine, "", "{}")
-            for done in (last, f"{last}/count"):  # all have read it
+            self._store.compare_set(key, "", json.dumps({"rank": rank, "words": refusal}))
+        elif self._store.add(f"{key}/count", 1) == self._size:
+            self._store.compare_set(key, "", "{}")
+            for done in (last, f"{last}/count") if last else ():  # all have read it
                 self._store.delete_key(done)
-        try:
-            found = json.loads(self._store.get(mine))
-        except RuntimeError as error:
-            raise ParallelError(f"not all ranks began the step: {error!s:.300}", rank) from error
+        until = time.monotonic() + self._store.timeout.total_seconds()
+        while not self._store.check([key]):
+            if time.monotonic() > until:
+                raise ParallelError(
+                    f"not all ranks began step {self._step} within {self._store.timeout}: one has died, or runs fewer "
+                    "steps.",
+                    rank,
+                )
+            time.sleep(_LOOK_S)
+        found = json.loads(self._store.get(key))
         if found:
             raise ParallelError(
                 f"rank {found['rank']} does not begin the step: {found['words']}", found["rank"]

@@ -6,7 +6,8 @@ NOTE [ All or none ]
   2. A rank in which anything is raised announces that first. Waiting ranks see it within moments, leave, and raise the
      same error. The first failure counts; failures that follow from it (a collective that nobody joins) do not.
   3. Every rank sends a heartbeat each second. A rank that sends none for `patience_s` is considered dead. A rank that
-     waits in a collective for a failed one waits no longer than `patience_s` either (gloo).
+     waits in a collective for a failed one waits no longer than `patience_s` either (gloo). One that waits for what
+     another stage of a pipeline sends waits for the process group's timeout.
   4. Only texts go through the store, no pickles.
   5. The ranks that hold one model together have a session of their own: another stage of a pipeline has another model.
      Errors name global ranks.

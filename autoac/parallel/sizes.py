@@ -108,6 +108,7 @@ def by_world_size(
         optimizer_bytes of a rank's shards, and peak_bytes, the predicted peak.
 
     Raises:
+        ProfilingError: this process is a rank itself; torch shards the model here as one of that many.
         ValueError: the plan is for another model, `spec` names no number of ranks or shards nothing, or one of `sizes`
             makes no sense.
     """

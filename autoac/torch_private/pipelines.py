@@ -37,9 +37,11 @@ def in_stage_setup() -> bool:
 def ranks_of_stages(model: torch.nn.Module) -> tuple[int, ...] | None:
     """The ranks of the pipeline of which this model, or modules of it, are stages; None if it is in none.
 
-    A module does not know its stage, so the stages are looked for among all objects.
+    A module does not know its stage, so the stages are looked for among all objects that the garbage collector tracks
+    (after `gc.freeze()` none are found).
 
-    Source: `_PipelineStageBase.submod` and `.group`, None for all ranks (torch/distributed/pipelining/stage.py).
+    Source: `_PipelineStageBase.submod` and `.group`, None for all ranks (torch/distributed/pipelining/stage.py), and
+    `_world.pg_map`, which has the groups that are not destroyed.
     """
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     distributed = torch.distributed
@@ -49,6 +51,11 @@ def ranks_of_stages(model: torch.nn.Module) -> tuple[int, ...] | None:
     kind: type[Any] = stages._PipelineStageBase
     found: set[int] = set()
     for stage in gc.get_objects():
-        if issubclass(type(stage), kind) and id(stage.submod) in modules:
-            found.update(distributed.get_process_group_ranks(stage.group))
+        if not issubclass(type(stage), kind):
+            continue
+        known = vars(stage)  # without the module where making the stage has failed
+        group = known.get("group")
+        is_alive = group is None or group in distributed.distributed_c10d._world.pg_map
+        if id(known.get("submod")) in modules and is_alive:
+            found.update(distributed.get_process_group_ranks(group))
     return tuple(sorted(found)) if len(found) > 1 else None

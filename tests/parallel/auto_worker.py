@@ -126,16 +126,36 @@ def one_rank_meets_a_larger_batch(rank: int) -> Any:
 
 @case
 def one_rank_refuses_a_larger_batch(rank: int) -> Any:
-    """In the fifth step."""
-    batches = [batch(rank + 10 * step, rows=256 if (rank, step) == (1, 4) else 128) for step in range(6)]
-    done: list[int] = []
-    model, started = sharded(make()), time.monotonic()
-    try:
-        loop(model, batches, 10**9, lambda step, _: done.append(step), on_larger="error")
-        words = "no error"
-    except Exception as error:
-        words = f"{type(error).__name__}: {error}"
-    return {"error": words, "seconds": time.monotonic() - started, "steps": len(done)}
+    """In the fifth step; and in the second, in which the ranks settle on the plan."""
+    found = []
+    for larger in (4, 1):
+        batches = [
+            batch(rank + 10 * step, rows=256 if (rank, step) == (1, larger) else 128) for step in range(6)
+        ]
+        done: list[int] = []
+        model, started = sharded(make()), time.monotonic()
+        try:
+            loop(model, batches, 10**9, lambda step, _, done=done: done.append(step), on_larger="error")
+            words = "no error"
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - started
+        found.append({"error": words, "seconds": seconds, "steps": len(done)})
+    return found
+
+
+@case
+def other_parameters_are_trained(rank: int) -> Any:
+    """A smaller step is recorded for these, and the next one is as large as the first: no reason to refuse it."""
+    model = DistributedDataParallel(make(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, 10**9, optimizer=optimizer, on_larger="error")
+    for step, rows in enumerate((128, 128, 64, 64, 128, 128)):
+        model.module.stem.requires_grad_(step < 2)
+        optimizer.zero_grad()
+        model(batch(rank, rows=rows)).backward()
+        optimizer.step()
+    return {"sample": handle.plan and handle.plan.record.profile.sample}
 
 
 @case

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -162,7 +162,31 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 
 _CUDNN_MOST_ROWS = {True: 880_801, False: 65_535}
-"""Most rows of a batch norm by cuDNN, in training and in evaluation; see `_batch_norm`."""
+"""Most rows of a batch norm by cuDNN, in training and in evaluation."""
+
+
+def _takes_cudnns_batch_norm(
+    input: torch.Tensor,
+    rows: int,
+    statistics: Sequence[torch.Tensor | None],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    training: bool,
+) -> bool:
+    """Whether CUDA runs a batch norm by cuDNN.
+
+    Args:
+        rows: as the kernel sees them.
+
+    Source: `_select_batch_norm_backend` in aten/src/ATen/native/Normalization.cpp.
+    """
+    if weight is None or bias is None or input.dim() < 3 or not torch.backends.cudnn.enabled:
+        return False
+    is_half = input.dtype is torch.float16
+    fits_type = weight.dtype is torch.float32 if is_half else input.dtype in (torch.float32, torch.float64)
+    has_all, has_none = all(s is not None for s in statistics), all(s is None for s in statistics)
+    fits_size = rows <= _CUDNN_MOST_ROWS[training] and input.numel() < 2**31 - 1
+    return fits_type and (has_all or (has_none and training)) and fits_size
 
 
 def _batch_norm(
@@ -175,16 +199,10 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """As `_select_batch_norm_backend` in aten/src/ATen/native/Normalization.cpp chooses."""
-    single = input.dtype is torch.float32 or (
-        input.dtype is torch.float16 and weight is not None and weight.dtype is torch.float32
-    )
-    has_statistics = running_mean is not None and running_var is not None
-    has_none = running_mean is None and running_var is None and training
-    if not single or weight is None or bias is None or not (has_statistics or has_none) or input.dim() < 3:
+    statistics = running_mean, running_var
+    if not _takes_cudnns_batch_norm(input, input.shape[0], statistics, weight, bias, training):
         return NotImplemented
-    if input.shape[0] > _CUDNN_MOST_ROWS[training]:
-        return NotImplemented
+    assert weight is not None
     return torch.cudnn_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[0]
 
 
@@ -202,12 +220,17 @@ def _instance_norm(
 
     Source: `instance_norm` in aten/src/ATen/native/Normalization.cpp. Other ops run with running statistics.
     """
-    if weight is None or bias is None or running_mean is not None or not use_input_stats or input.dim() < 3:
+    statistics = running_mean, running_var
+    if weight is None or bias is None or running_mean is not None or not use_input_stats:
+        return NotImplemented
+    if not _takes_cudnns_batch_norm(input, 1, statistics, weight, bias, True):
         return NotImplemented
     rows, channels, *others = input.shape
     by_channel = input.contiguous().view(1, rows * channels, *others)
-    made = _batch_norm(by_channel, None, None, weight.repeat(rows), bias.repeat(rows), True, momentum, eps)
-    return made if made is NotImplemented else made.view(input.shape)
+    made = torch.cudnn_batch_norm(
+        by_channel, weight.repeat(rows), bias.repeat(rows), None, None, True, momentum, eps
+    )
+    return made[0].view(input.shape)
 
 
 def _rms_norm(

@@ -21,7 +21,7 @@ from torch import nn
 
 import autoac
 from autoac.automatic import Auto
-from autoac.automatic.peak import StepPeak
+from autoac.automatic.measured import StepPeak
 from autoac.execute.attach import Root
 from autoac.measure import measure_peak
 from autoac.torch_private import is_profiled, top_dispatch_mode

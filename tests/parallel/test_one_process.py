@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from autoac.parallel import DDP, FSDP2, ParallelError, TensorParallel, agree, on
 from autoac.parallel.ddp import BUCKETS
 from autoac.parallel.fsdp2 import chosen_units
 from autoac.parallel.sizes import by_world_size, held
-from autoac.torch_private import ranks_of_stages
 from autoac_solver.build.built import Built
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.profile import NEVER, VARIES, Profile
@@ -383,20 +382,6 @@ def test_buckets_that_ddp_makes_anew_within_the_recorded_step_are_counted_once()
         optimizer.step()
     assert handle.plan is not None
     assert handle.plan.predicted_peak_bytes == handle.measured_peak_bytes
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_stages_that_are_no_more_are_not_asked(monkeypatch: pytest.MonkeyPatch):
-    from torch.distributed import pipelining
-
-    module = nn.Linear(2, 2)
-    stages = [pipelining.PipelineStage(module, 0, 1, torch.device("cpu")) for _ in range(3)]
-    del stages[1].submod  # its constructor has failed, and a traceback keeps it
-    stages[2].group = cast("Any", "of a group that was destroyed")
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: {None: [0, 1]}[group])
-    assert ranks_of_stages(module) == (0, 1)
-    assert ranks_of_stages(nn.Sequential(module)) == (0, 1)
-    assert ranks_of_stages(nn.Linear(2, 2)) is None
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -120,6 +120,15 @@ def test_collectives_have_a_time_of_their_own_for_a_while(alone: None):
     assert backend.options._timeout == before
 
 
+def test_the_end_of_another_ranks_process_is_told_from_other_errors():
+    """As gloo says it; tests/parallel/killed.py has real ones."""
+    gone = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+    assert torch_private.lost_a_rank(RuntimeError(gone))
+    assert torch_private.lost_a_rank(dist.DistBackendError("NCCL error: remote process exited"))
+    assert not torch_private.lost_a_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not torch_private.lost_a_rank(ValueError(gone))
+
+
 def test_resizes_are_seen():
     seen, own = [], vars(torch.UntypedStorage).get("resize_")  # torch's MemTracker leaves one there
     tensor = torch.ones(4)

@@ -128,7 +128,7 @@ class LoopPlan:
         self._take_plan_off()
         self._recording.forget()
         self._optimizers.hold(False)
-        self._provisional = None
+        self._provisional = self._measured.exceeded = None
         return True
 
     def _settle(self, args: Any, kwargs: Any) -> None:
@@ -316,7 +316,9 @@ class LoopPlan:
 
     def _make_room(self) -> None:
         """React to a step that took more than the budget because of values in it."""
+        exceeded = self._measured.exceeded
         if self._record_again():
+            self._measured.exceeded = exceeded
             LOGGER.info("a step took more than the budget, by values in it: recording another one")
         else:
             self._corrected = self._measured.with_room()

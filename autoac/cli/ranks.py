@@ -59,6 +59,13 @@ Replicas = Annotated[
     int | None,
     typer.Option(show_default="1", help="With --fsdp: how many groups of ranks hold all the shards (HSDP)."),
 ]
+Prefetch = Annotated[
+    int | None,
+    typer.Option(
+        show_default="one, in backward",
+        help="With --fsdp: how many units are gathered ahead, in forward and in backward.",
+    ),
+]
 ParamDtype = Annotated[
     _Dtype | None,
     typer.Option(show_default="the parameters'", help="With --fsdp: what parameters are gathered in."),
@@ -78,6 +85,7 @@ class Sharding:
     units: Sequence[str] | None
     reshard_after_forward: bool | None
     replicas: int
+    prefetch: int | None
     param_dtype: str | None
     reduce_dtype: str | None
 
@@ -121,6 +129,7 @@ class Sharding:
             self.reshard_after_forward,
             MixedPrecisionPolicy(param_dtype=dtype(self.param_dtype), reduce_dtype=dtype(self.reduce_dtype)),
             self.replicas,
+            self.prefetch,
         )
 
 
@@ -129,6 +138,7 @@ def sharding(
     units: list[str] | None,
     reshard_after_forward: bool | None,
     replicas: int | None,
+    prefetch: int | None,
     param_dtype: str | None,
     reduce_dtype: str | None,
     *,
@@ -145,6 +155,7 @@ def sharding(
         "--units": units,
         "--[no-]reshard-after-forward": reshard_after_forward,
         "--replicas": replicas,
+        "--prefetch": prefetch,
         "--param-dtype": param_dtype,
         "--reduce-dtype": reduce_dtype,
     }
@@ -185,7 +196,12 @@ def sharding(
             f"{ranks} ranks cannot be {replicas} groups of the same size: take a divisor of {ranks}.",
             param_hint="'--replicas'",
         )
-    return Sharding(ranks, split, units, reshard_after_forward, replicas, param_dtype, reduce_dtype)
+    if prefetch is not None and prefetch < 1:
+        raise typer.BadParameter(
+            f"{prefetch} units cannot be gathered ahead: say how many, 1 or more, or leave it out.",
+            param_hint="'--prefetch'",
+        )
+    return Sharding(ranks, split, units, reshard_after_forward, replicas, prefetch, param_dtype, reduce_dtype)
 
 
 def _asked(ranks: int | None, split: int | None) -> str:
@@ -225,6 +241,7 @@ def document(spec: FSDP2 | TensorParallel, found: Sequence[Held]) -> dict[str, A
         "fsdp": {
             "ranks": spec.world_size,
             "replicas": spec.replicas,
+            "prefetch": spec.prefetch,
             "reshard_after_forward": spec.reshard_after_forward,
             "sizes": [one.as_json() for one in found],
         }

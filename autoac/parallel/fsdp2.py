@@ -37,6 +37,9 @@ class FSDP2(Sharded):
         reshard_after_forward, mp_policy: arguments of `fully_shard`, for all units. None lets the model itself keep its
             own parameters after forward.
         replicas: number of groups of ranks that each hold all shards (HSDP); it divides `world_size`.
+        prefetch: number of units that each unit gathers ahead, the next ones in forward and the previous ones in
+            backward (`set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`), in the order of the
+            model's modules; None for FSDP2's own way, one in backward.
         is_here: whether the ranks are running, and all of them call this.
     """
 
@@ -44,6 +47,7 @@ class FSDP2(Sharded):
     reshard_after_forward: bool | int | None = None
     mp_policy: Any = field(default=None, compare=False)
     replicas: int = 1
+    prefetch: int | None = None
     is_here: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __post_init__(self) -> None:
@@ -56,6 +60,11 @@ class FSDP2(Sharded):
             )
         if not isinstance(self.replicas, int) or self.replicas < 1 or (size or self.replicas) % self.replicas:
             raise ValueError(f"replicas is {self.replicas!r}: it must divide the {size} ranks.")
+        ahead = self.prefetch
+        if ahead is not None and (not isinstance(ahead, int) or ahead < 1):
+            raise ValueError(
+                f"prefetch is {ahead!r}: how many units are gathered ahead, at least 1, or None."
+            )
 
     @contextlib.contextmanager
     def sharded(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Callable[[], None]]]:
@@ -98,6 +107,13 @@ class FSDP2(Sharded):
         for name in sorted(units, key=lambda name: -name.count(".")):
             fully_shard(model.get_submodule(name), **options)
         fully_shard(model, **options)
+        if self.prefetch is None:
+            return
+        chosen = set(units)
+        in_order: list[Any] = [module for name, module in model.named_modules() if name in chosen]
+        for place, unit in enumerate(in_order):
+            unit.set_modules_to_forward_prefetch(in_order[place + 1 : place + 1 + self.prefetch])
+            unit.set_modules_to_backward_prefetch(in_order[max(0, place - self.prefetch) : place][::-1])
 
 
 def chosen_units(model: torch.nn.Module, units: RegionChoice) -> list[str]:

@@ -97,6 +97,9 @@ def test_fsdp2s_options(llama: tuple[Any, ...]) -> None:
     mixed = parts("--param-dtype", "bfloat16", "--reduce-dtype", "float32")
     assert mixed["peak_parts_bytes"]["parameters"] == plain["peak_parts_bytes"]["parameters"]
     assert mixed["peak_parts_bytes"]["activations"] < plain["peak_parts_bytes"]["activations"]
+    ahead = parts("--prefetch", 2)
+    assert ahead["fsdp"]["prefetch"] == 2
+    assert ahead["predicted_peak_bytes"] >= plain["predicted_peak_bytes"]
     groups = parts("--replicas", 2, "--optimizer", "none")
     assert groups["peak_parts_bytes"]["optimizer"] == 0
     assert sizes_of(groups)[16]["parameters_bytes"] == sizes_of(plain)[8]["parameters_bytes"]
@@ -136,6 +139,8 @@ def test_a_factorys_model_for_a_rank(tmp_path: Path) -> None:
         (["--tp", 2, "--units", "blocks.*"], "'--units': it goes with --fsdp only"),
         (["--fsdp", 8, "--replicas", 3], "'--replicas': 8 ranks cannot be 3 groups of the same size"),
         (["--fsdp", 8, "--replicas", 0], "take a divisor of 8"),
+        (["--fsdp", 8, "--prefetch", 0], "'--prefetch': 0 units cannot be gathered ahead"),
+        (["--prefetch", 2], "'--prefetch': it goes with --fsdp only"),
         (["--no-reshard-after-forward"], "say of how many ranks with --fsdp RANKS"),
         (["--units", "blocks.*"], "'--units': it goes with --fsdp only"),
         (["--param-dtype", "bfloat16"], "'--param-dtype': it goes with --fsdp only"),

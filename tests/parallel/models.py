@@ -48,11 +48,21 @@ def batch(rank: int = 0, rows: int = BATCH) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rank))
 
 
-def sharded(model: Net, **options: Any) -> Net:
+def sharded(model: Net, prefetch: int = 0, **options: Any) -> Net:
+    """Block by block.
+
+    Args:
+        prefetch: how many blocks each block gathers ahead; 0 for FSDP2's own way.
+    """
     from torch.distributed.fsdp import fully_shard
 
-    for block in (*model.layers, *model.pair):
+    blocks: list[Any] = [*model.layers, *model.pair]
+    for block in blocks:
         fully_shard(block, **options)
+    if prefetch:
+        for place, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + prefetch])
+            block.set_modules_to_backward_prefetch(blocks[max(0, place - prefetch) : place][::-1])
     return cast(Net, fully_shard(model, **options))
 
 

@@ -29,8 +29,8 @@ UNITS = ["layers.*", "pair.*"]
 BLOCK_BYTES = 4 * (32 * 128 * 2 + 128 + 32 + 64)
 
 
-def sharded_profile(**options: Any) -> Profile:
-    return autoac.profile(make(), batch(), mode="fake", parallel=FSDP2(units=UNITS, **options))
+def sharded_profile(blocks: int = 3, **options: Any) -> Profile:
+    return autoac.profile(make(blocks), batch(), mode="fake", parallel=FSDP2(units=UNITS, **options))
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +194,16 @@ def test_other_numbers_of_ranks_that_make_no_sense():
             by_world_size(plan, other, model)
     with pytest.raises(ValueError, match="3 ranks cannot shard with 2 ranks that split layers"):
         by_world_size(plan, TensorParallel(2, fsdp=FSDP2(4)), model, sizes=[3])
+
+
+def test_units_are_gathered_ahead_in_the_models_order():
+    peaks = [
+        autoac.solve(sharded_profile(blocks=12, world_size=4, prefetch=ahead), "1GB").predicted_peak_bytes
+        for ahead in (None, 1, 2, 4)
+    ]
+    assert peaks[0] == peaks[1] < peaks[2] < peaks[3]
+    with pytest.raises(ValueError, match="prefetch is 0"):
+        FSDP2(4, prefetch=0)
 
 
 def test_half_as_many_ranks_where_that_is_a_number(profile: Profile):

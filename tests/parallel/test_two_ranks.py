@@ -50,14 +50,23 @@ def test_fsdp_trains_the_same_and_takes_what_was_predicted(told: Any, case: str,
             assert abs(measured / predicted - 1) < 0.01
 
 
-@pytest.mark.parametrize(("case", "reshard"), [("fsdp_by_block", None), ("fsdp_not_resharded", False)])
-def test_one_process_predicts_what_the_ranks_record(told: Any, case: str, reshard: bool | None):
-    spec = autoac.parallel.FSDP2(world_size=2, units=UNITS, reshard_after_forward=reshard)
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("fsdp_by_block", {}),
+        ("fsdp_not_resharded", {"reshard_after_forward": False}),
+        ("fsdp_gathers_two_ahead", {"prefetch": 2}),
+    ],
+)
+def test_one_process_predicts_what_the_ranks_record(told: Any, case: str, options: dict[str, Any]):
+    spec = autoac.parallel.FSDP2(world_size=2, units=UNITS, **options)
     profile = autoac.profile(make(), batch(), mode="fake", parallel=spec)
     loose = autoac.solve(profile, "1GB")
     for rank in of(told, case):
         assert rank["resident"] == profile.resident_bytes
         assert abs(rank["unplanned"] / loose.predicted_peak_bytes - 1) < 0.01
+    if "prefetch" in options:
+        assert loose.predicted_peak_bytes > of(told, "fsdp_by_block")[0]["unplanned"]
 
 
 @pytest.mark.parametrize("engine", ["replay", "sac"])

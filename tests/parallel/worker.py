@@ -70,6 +70,13 @@ def fsdp_not_resharded(rank: int) -> Any:
 
 
 @case
+def fsdp_gathers_two_ahead(rank: int) -> Any:
+    profile = autoac.profile(sharded(make(), prefetch=2), batch(rank))
+    loose = autoac.solve(profile, "1GB")
+    return {"resident": profile.resident_bytes, "unplanned": loose.predicted_peak_bytes}
+
+
+@case
 def fsdp_in_bfloat16(rank: int) -> Any:
     return fsdp(rank, "sac", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 

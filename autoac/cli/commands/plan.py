@@ -30,6 +30,7 @@ from autoac.cli.output import Output
 from autoac.cli.pretrained import load_pretrained
 from autoac.cli.ranks import (
     ParamDtype,
+    Prefetch,
     Ranks,
     ReduceDtype,
     Replicas,
@@ -110,6 +111,7 @@ def main(
     units: Units = None,
     reshard_after_forward: ReshardAfterForward = None,
     replicas: Replicas = None,
+    prefetch: Prefetch = None,
     param_dtype: ParamDtype = None,
     reduce_dtype: ReduceDtype = None,
     as_json: Json = False,
@@ -141,6 +143,7 @@ def main(
         units,
         reshard_after_forward,
         replicas,
+        prefetch,
         param_dtype,
         reduce_dtype,
         split=tp,

@@ -11,6 +11,7 @@ from autoac.cli.options import Arguments, Granularity, Json, Model, Verbose, com
 from autoac.cli.output import Output, facts, in_one_unit
 from autoac.cli.ranks import (
     ParamDtype,
+    Prefetch,
     Ranks,
     ReduceDtype,
     Replicas,
@@ -58,6 +59,7 @@ def main(
     units: Units = None,
     reshard_after_forward: ReshardAfterForward = None,
     replicas: Replicas = None,
+    prefetch: Prefetch = None,
     param_dtype: ParamDtype = None,
     reduce_dtype: ReduceDtype = None,
     arguments: Arguments = None,
@@ -77,6 +79,7 @@ def main(
         units,
         reshard_after_forward,
         replicas,
+        prefetch,
         param_dtype,
         reduce_dtype,
         split=tp,

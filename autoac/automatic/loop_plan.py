@@ -311,8 +311,8 @@ class LoopPlan:
             if not self._compiling.is_judged or self._corrected is not None:
                 return
         may_again = self._compiling is None and not self._across.several
-        if peak > plan.budget_bytes and not (may_again and self._measured.may_plan_again(plan)):
-            self._warn("over budget", words_over_budget(plan, peak, self._compiling is not None))
+        if peak > plan.budget_bytes and not (may_again and self._measured.note_excess(plan)):
+            self._warn("over budget", words_over_budget(plan, peak, compiles=self._compiling is not None))
 
     def _make_room(self) -> None:
         """React to a step that took more than the budget because of values in it."""
@@ -327,7 +327,7 @@ class LoopPlan:
         """No plan has room for a step that took more than the budget: go on under this one."""
         assert plan is not None
         assert self._measured.peak_bytes is not None
-        self._warn("over budget", words_over_budget(plan, self._measured.peak_bytes, False, True))
+        self._warn("over budget", words_over_budget(plan, self._measured.peak_bytes, is_least=True))
         self._measured.no_more()
         if self._plan is None:
             self._put_plan_on(plan, "no plan fits what was recorded since: kept the plan of")

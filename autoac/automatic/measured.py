@@ -121,8 +121,8 @@ class Measured:
             LOGGER.info("%s", peak_in_a_line(plan, peak))
         return self.peak_bytes
 
-    def may_plan_again(self, plan: Plan) -> bool:
-        """Whether a new plan is to be made, after a step under this one took more than the budget."""
+    def note_excess(self, plan: Plan) -> bool:
+        """Note that a step under this plan took more than the budget; returns whether a new plan is to be made."""
         if self._wanted.on_larger == "replan" and sized_by_values(plan):
             self.exceeded = plan
         return self.exceeded is not None

@@ -59,7 +59,9 @@ def sized_by_values(plan: Plan) -> bool:
     return SIZED_BY_VALUES in plan.record.profile.facts
 
 
-def words_over_budget(plan: Plan, measured_bytes: int, compiles: bool, is_least: bool = False) -> str:
+def words_over_budget(
+    plan: Plan, measured_bytes: int, *, compiles: bool = False, is_least: bool = False
+) -> str:
     """The warning about a measured step that took more than the budget.
 
     Args:

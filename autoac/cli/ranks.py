@@ -62,6 +62,7 @@ Replicas = Annotated[
 Prefetch = Annotated[
     int | None,
     typer.Option(
+        min=1,
         show_default="one, in backward",
         help="With --fsdp: how many units are gathered ahead, in forward and in backward.",
     ),
@@ -195,11 +196,6 @@ def sharding(
         raise typer.BadParameter(
             f"{ranks} ranks cannot be {replicas} groups of the same size: take a divisor of {ranks}.",
             param_hint="'--replicas'",
-        )
-    if prefetch is not None and prefetch < 1:
-        raise typer.BadParameter(
-            f"{prefetch} units cannot be gathered ahead: say how many, 1 or more, or leave it out.",
-            param_hint="'--prefetch'",
         )
     return Sharding(ranks, split, units, reshard_after_forward, replicas, prefetch, param_dtype, reduce_dtype)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import autoac
 import benchmarks.cuda.__main__
 import benchmarks.cuda.jobs
 from benchmarks.cuda.__main__ import INTERRUPTED, main
@@ -160,6 +161,29 @@ def test_without_a_gpu_it_says_what_can_be_done(capsys: pytest.CaptureFixture, t
     with pytest.raises(SystemExit):
         main(["--output", str(tmp_path)])
     assert "no CUDA device here; --device cpu --tiny" in capsys.readouterr().err
+
+
+def test_how_far_the_two_clocks_were_off_is_what_was_measured():
+    """What the page on GPUs and the limits say of it, from the profile and the results that are kept."""
+    folder = ROOT / "benchmarks" / "results" / "h200"
+    models = json.loads((folder / "results.json").read_text())["results"]["selfcheck"]["models"]
+    small = [
+        100 * (row["overhead"] - row["predicted_overhead"])
+        for model in models
+        for row in model["rows"]
+        if row["name"].startswith("plan")
+    ]
+    large = re.findall(
+        r"extra time within two points \| NOT met \| at most \+([\d.]+)", (folder / "report.md").read_text()
+    )
+    profile = autoac.Profile.load(ROOT / "profiles" / "gpt2-medium-h200.json")
+    op_us = 1e6 * profile.lanes.host_s / len(profile.tape)
+    for page in ("guides/on-a-gpu.md", "limits.md"):
+        text = " ".join((ROOT / "docs" / page).read_text().split())
+        assert f"up to {max(map(float, large)):.0f} points" in text
+        assert re.search(f"(up to |\\(){max(small):.0f}\\b", text)
+    text = (ROOT / "docs" / "guides" / "on-a-gpu.md").read_text()
+    assert f"took {op_us:.0f} µs" in text
 
 
 def test_the_page_says_what_the_report_says():

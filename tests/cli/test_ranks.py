@@ -139,7 +139,7 @@ def test_a_factorys_model_for_a_rank(tmp_path: Path) -> None:
         (["--tp", 2, "--units", "blocks.*"], "'--units': it goes with --fsdp only"),
         (["--fsdp", 8, "--replicas", 3], "'--replicas': 8 ranks cannot be 3 groups of the same size"),
         (["--fsdp", 8, "--replicas", 0], "take a divisor of 8"),
-        (["--fsdp", 8, "--prefetch", 0], "'--prefetch': 0 is not in the range x>=1"),
+        (["--fsdp", 8, "--prefetch", 0], "'--prefetch': Input should be greater than or equal to 1"),
         (["--prefetch", 2], "'--prefetch': it goes with --fsdp only"),
         (["--no-reshard-after-forward"], "say of how many ranks with --fsdp RANKS"),
         (["--units", "blocks.*"], "'--units': it goes with --fsdp only"),

@@ -13,6 +13,7 @@ NOTE [ Compiled regions of a loop ]
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from autoac.api.solving import called_among
 from autoac.calibrate.compiled.capture import Call, Catcher
-from autoac.calibrate.compiled.table import NothingCompiled, kinds_of, with_caught_regions
+from autoac.calibrate.compiled.table import NothingCompiled, kinds_of, with_caught_regions, without_regions
 from autoac.calibrate.compiled.tried import CLOSE, corrected
 from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
@@ -132,6 +133,11 @@ class Compiling:
 
     def better_known(self, plan: Plan, measured_bytes: int) -> Profile | None:
         """A profile to plan from again after a step was measured; None if there is nothing to correct."""
+        if failed := plan.placement.not_compiled:
+            self.best, self.is_judged = None, True
+            with contextlib.suppress(NothingCompiled):  # all run uncompiled, which their warning tells
+                return without_regions(plan.record.profile, failed)
+            return None
         self._measured += 1
         if self._calls != self._recorded:
             self.is_judged = self._measured >= _MOST_MEASURED

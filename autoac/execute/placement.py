@@ -299,6 +299,16 @@ class Placement:
         return self._programs.unlooked()
 
     @property
+    def not_compiled(self) -> dict[str, str]:
+        """The compiler's error, by region, where it has failed for the planned inputs since the plan was put on."""
+        return {
+            program.region: error
+            for program in self._programs.all
+            for (inputs, _), error in program.not_compiled.items()
+            if inputs == program.inputs or not program.inputs
+        }
+
+    @property
     def is_not_followed(self) -> NotFollowed:
         """Regions that have run ops that the profiled step did not run, since the plan was last put on a model."""
         return self._programs.following.report()

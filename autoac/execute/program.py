@@ -71,7 +71,8 @@ class Program:
             None  # Python's or numpy's random numbers; None until a call was seen
         )
         self.warned = False
-        self.not_compiled: set[tuple[str, bool]] = set()  # inputs and modes that the compiler has failed on
+        # Inputs and modes that the compiler has failed on, each with its error.
+        self.not_compiled: dict[tuple[str, bool], str] = {}
         self.unnamed = _unnamed(self.names) if region else self
         self._steps: tuple[Step, ...] | None = None
         self._by_call: dict[tuple[Any, int], Step] | None = None

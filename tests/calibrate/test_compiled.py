@@ -458,6 +458,45 @@ def test_a_region_that_cannot_be_compiled_is_replayed_in_the_same_plan(profile: 
     assert "not compiled    'blocks.1', which engine replay runs" in plans[0].explain()
 
 
+class BreakingLater(Block):
+    """The graph does not show whether it breaks: blocks that do not break are alike."""
+
+    breaks = False
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return super().forward(x, scale)
+
+
+def with_a_break() -> Stemmed:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Stemmed()
+        for i in range(3):
+            model.blocks[i] = BreakingLater(0.1)
+    model.blocks[2].breaks = True
+    return model
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_one_of_several_alike_blocks_that_fails_alone_is_replayed(profile: Profile):
+    """What is alike is compiled once; that the compiler fails on one of them shows when the plan is tried."""
+    model = with_a_break()
+    recorded = autoac.profile(model, batch(), loss=loss, engine="compile")
+    assert recorded.compiled is not None
+    assert [len(region.calls) for region in recorded.compiled.regions] == [3]
+    least = budgets(recorded)[0]
+    plan = planned(recorded, int(1.1 * least), model)
+    assert [r.point != "eager" for r in plan.regions] == [True, True, False]
+    assert "not compiled    'blocks.2', which engine replay runs" in plan.explain()
+    assert sum("'blocks.2'" in note and "graph_break" in note for note in plan.notes) == 1
+    report = plan.verify(model, batch(), loss)
+    assert report.ok, str(report)
+    plan.apply(model)
+    step(model)
+
+
 class Collecting(Stemmed):
     """Adds a hook in forward, as transformers does to collect router logits."""
 

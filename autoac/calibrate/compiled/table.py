@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -111,7 +111,35 @@ def with_caught_regions(
             regions[0].failure if regions else "the model has no block that holds a twentieth of it"
         )
     table = CompiledTable(tuple(regions), seconds=time.perf_counter() - start)
-    failed = [region for region in regions if region.failure]
+    return _with(profile, table, [region for region in regions if region.failure])
+
+
+def without_regions(profile: Profile, failed: Mapping[str, str]) -> Profile:
+    """The profile without compiled regions that the compiler has failed on in a step, though it compiles what is alike.
+
+    Blocks may differ in something that no op shows until they are traced, such as a graph break.
+
+    Args:
+        failed: the compiler's error by the module's name.
+
+    Raises:
+        NothingCompiled: no region is left.
+    """
+    table = profile.compiled
+    assert table is not None
+    regions, apart = [], []
+    for region in table.regions:
+        fails = [call for call in region.calls if profile.calls[call].fqn in failed and region.points]
+        if kept := tuple(call for call in region.calls if call not in fails):
+            regions.append(replace(region, calls=kept))
+        apart += [CompiledRegion((call,), (), (), failed[profile.calls[call].fqn]) for call in fails]
+    if not any(region.points for region in regions):
+        raise NothingCompiled(next(iter(failed.values())))
+    return _with(profile, replace(table, regions=(*regions, *apart)), apart)
+
+
+def _with(profile: Profile, table: CompiledTable, failed: Sequence[CompiledRegion]) -> Profile:
+    """The profile with this table, and notes on regions that are not compiled."""
     notes = [
         f"{profile.module_name(region.calls[0])!r} and what is like it cannot be compiled, so engine replay runs it: "
         f"{region.failure}"

@@ -6,10 +6,13 @@ the rest is measured in one planned step, by the allocator.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from autoac.calibrate.compiled.table import without_regions
 from autoac.device import device_for
+from autoac.execute.compiled.engine import NOT_COMPILED
 from autoac.measure import ONE_AT_A_TIME, measure_peak
 from autoac.outcomes import told_of, unplanned_bytes
 from autoac.plans import Plan
@@ -51,8 +54,14 @@ def tried(
         return plan
     best: Plan | None = None
     least: Plan | None = None
-    for _ in range(_TRIES):
+    tries = 0
+    while tries < _TRIES:
         measured = plan.resident_bytes + peak_with(plan, step)
+        if failed := plan.placement.not_compiled:  # each time there are fewer regions
+            plan = solve(without_regions(plan.record.profile, failed))
+            best = least = None
+            continue
+        tries += 1
         known = corrected(plan, measured)
         error = known.predicted_peak_bytes - plan.predicted_peak_bytes
         if measured <= limit and (
@@ -118,6 +127,7 @@ def peak_with(plan: Plan, step: TrainingStep) -> int:
     for measures in (False, True):
         with (
             ONE_AT_A_TIME,
+            warnings.catch_warnings(),
             trial(
                 model,
                 step.inputs,
@@ -128,6 +138,7 @@ def peak_with(plan: Plan, step: TrainingStep) -> int:
             ),
             plan.applied(model),
         ):
+            warnings.filterwarnings("ignore", NOT_COMPILED)  # `tried` plans again
             if measures:
                 peak = measure_peak(step.run, device_of(model)).peak_above_start_bytes
             else:

@@ -21,6 +21,10 @@ from autoac_solver.build.engines.compile import CompileCosts
 from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.engines import COMPILE
 
+_CANNOT = "cannot be compiled for these inputs"
+NOT_COMPILED = f"region .* {_CANNOT}"
+"""Pattern of the warning about a region that the compiler fails on."""
+
 
 class CompileEngine:
     """See `Engine`. Modules that the user has compiled run eagerly, because the regions are compiled.
@@ -71,7 +75,7 @@ def _run(
             if not is_of_compiler(error):
                 raise
             why = _why_not(error)
-            program.not_compiled.add(given)
+            program.not_compiled[given] = first_line(error)
     if why and not program.warned:
         program.warned = True
         warn(f"region {program.region!r} {why}")
@@ -118,6 +122,6 @@ def _why_not(error: Exception) -> str:
             "one: the budget may not hold. Pad batches to a few lengths, or raise torch._dynamo.config.recompile_limit."
         )
     return (
-        f"cannot be compiled for these inputs, so it runs uncompiled for them: the budget may not hold. The compiler's "
+        f"{_CANNOT}, so it runs uncompiled for them: the budget may not hold. The compiler's "
         f"error is {first_line(error)}"
     )

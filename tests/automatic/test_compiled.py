@@ -148,6 +148,33 @@ class Broken(Block):
         return super().forward(x)
 
 
+class BreakingLater(Block):
+    breaks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:region '3' cannot be compiled for these inputs")
+def test_a_block_that_fails_alone_among_alike_ones_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(32, 64), *(BreakingLater() for _ in range(4)), nn.Linear(64, 10))
+    model[3].breaks = True
+    handle = autoac.auto(model, "9MB", engine="compile")
+    with caplog.at_level("INFO", "autoac"):
+        train(model, steps=9)
+    assert "planned again" in caplog.text
+    assert handle.plan is not None
+    assert handle.measured_peak_bytes is not None
+    assert [(r.fqn, r.point == "eager") for r in handle.plan.regions] == [
+        *(("1", False), ("2", False), ("3", True), ("4", False)),
+    ]
+    assert any("'3' and what is like it cannot be compiled" in note for note in handle.plan.notes)
+    assert handle.measured_peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.01)
+    assert handle.measured_peak_bytes <= handle.plan.budget_bytes
+
+
 def test_a_model_of_which_nothing_can_be_compiled_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(32, 64), *(Broken() for _ in range(4)), nn.Linear(64, 10))
     autoac.auto(model, "100MB", engine="compile")

@@ -120,7 +120,7 @@ def without_regions(profile: Profile, failed: Mapping[str, str]) -> Profile:
     Blocks may differ in something that no op shows until they are traced, such as a graph break.
 
     Args:
-        failed: the compiler's error by the module's name.
+        failed: the compiler's error by display name of the call.
 
     Raises:
         NothingCompiled: no region is left.
@@ -129,10 +129,10 @@ def without_regions(profile: Profile, failed: Mapping[str, str]) -> Profile:
     assert table is not None
     regions, apart = [], []
     for region in table.regions:
-        fails = [call for call in region.calls if profile.calls[call].fqn in failed and region.points]
+        fails = [call for call in region.calls if profile.module_name(call) in failed and region.points]
         if kept := tuple(call for call in region.calls if call not in fails):
             regions.append(replace(region, calls=kept))
-        apart += [CompiledRegion((call,), (), (), failed[profile.calls[call].fqn]) for call in fails]
+        apart += [CompiledRegion((call,), (), (), failed[profile.module_name(call)]) for call in fails]
     if not any(region.points for region in regions):
         raise NothingCompiled(next(iter(failed.values())))
     return _with(profile, replace(table, regions=(*regions, *apart)), apart)

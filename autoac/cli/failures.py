@@ -12,11 +12,14 @@ from autoac_solver.records.errors import (
     BudgetFormatError,
     InfeasibleBudgetError,
     NoPlanInTimeError,
+    NotCompiledError,
+    OtherFileError,
     PlanMismatchError,
-    ProfileError,
 )
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.names import holder_in_words
+from autoac_solver.records.plan import SCHEMA as PLAN_SCHEMA
+from autoac_solver.records.profile.profile import SCHEMA as PROFILE_SCHEMA
 
 _WRITERS = {
     "profile": ("-o profile.json", "profile"),
@@ -161,18 +164,20 @@ def _infeasible(error: InfeasibleBudgetError) -> Failure:
 def _hint_for(error: AutoacError) -> str:
     if isinstance(error, PlanMismatchError):
         return "`autoac plan MODEL --budget ... -o plan.json` makes a plan for the model as it is."
-    if "autoac.profile(model, sample, engine='compile')" in str(error):
+    if isinstance(error, NotCompiledError):
         return "`autoac profile MODEL --engine compile -o profile.json` records one."
-    if isinstance(error, ProfileError) and "'autoac.profile', but 'autoac.plan' was" in str(error):
-        return "This is a profile: `autoac plan FILE --budget ... -o plan.json` makes a plan of it."
-    for command, (option, made) in _WRITERS.items():
-        if isinstance(error, ProfileError) and f"`autoac {command} --json` printed" in str(error):
-            return f"--json prints results only: `autoac {command} ... {option}` writes the {made} that is read here."
-    if isinstance(error, ProfileError) and any(
-        t in str(error) for t in ("was expected", "not readable JSON")
-    ):
-        return "`autoac profile` and `autoac plan` write the files that are read here."
+    if isinstance(error, OtherFileError):
+        return _hint_for_file(error)
     return ""
+
+
+def _hint_for_file(error: OtherFileError) -> str:
+    if (error.found, error.expected) == (PROFILE_SCHEMA, PLAN_SCHEMA):
+        return "This is a profile: `autoac plan FILE --budget ... -o plan.json` makes a plan of it."
+    if error.found in _WRITERS:
+        option, made = _WRITERS[error.found]
+        return f"--json prints results only: `autoac {error.found} ... {option}` writes the {made} that is read here."
+    return "`autoac profile` and `autoac plan` write the files that are read here."
 
 
 def _usage(error: Any) -> Failure:

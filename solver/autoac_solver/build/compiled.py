@@ -44,7 +44,7 @@ from autoac_solver.problem.problem import (
     save_or_recompute,
 )
 from autoac_solver.records.compiled import EAGER, CompiledPoint, undominated
-from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.errors import NotCompiledError
 from autoac_solver.records.profile import NEVER, Profile
 
 _REPLAY = Replay()
@@ -68,10 +68,10 @@ def build_compiled(profile: Profile, calls: Sequence[int], model: EngineModel) -
         calls: module calls, none inside another; calls that were not measured are left untouched.
 
     Raises:
-        ProfileError: the profile has no measured regions.
+        NotCompiledError: the profile has no measured regions.
     """
     if profile.compiled is None:
-        raise ProfileError(
+        raise NotCompiledError(
             "this profile has no measured points of compiled regions, which engine 'compile' chooses from: record it "
             "with autoac.profile(model, sample, engine='compile'), or plan with autoac.plan(..., engine='compile')."
         )

@@ -20,6 +20,23 @@ class ProfileError(AutoacError):
     """A profile or plan file that is damaged, incomplete, or written by a newer version."""
 
 
+class OtherFileError(ProfileError):
+    """A file is not what was expected.
+
+    Attributes:
+        found: the schema in it, the command whose `--json` output it is, or "" if it is none of autoac's files.
+        expected: the schema that was expected.
+    """
+
+    def __init__(self, message: str, found: str, expected: str) -> None:
+        super().__init__(message)
+        self.found, self.expected = found, expected
+
+
+class NotCompiledError(ProfileError):
+    """A profile has no measured points of compiled regions, which the engine chooses from."""
+
+
 class StalePlanError(ProfileError):
     """A plan's programs do not give its predictions: the file was changed, or another version counts otherwise."""
 

@@ -16,7 +16,7 @@ import msgspec
 
 from autoac_solver.records.disk.limits import MOST_DEPTH, MOST_FILE_BYTES, MOST_PARTS, MOST_VALUES
 from autoac_solver.records.disk.schema import checked
-from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.errors import OtherFileError, ProfileError
 from autoac_solver.records.format import format_bytes
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # No backtracking: linear time.
@@ -146,11 +146,11 @@ def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
             _content(path).decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant
         )
     except (ValueError, RecursionError) as error:
-        raise ProfileError(
-            f"{path} is not readable JSON: it is damaged or truncated ({error!r:.200})."
-        ) from error
+        said = f"{path} is not readable JSON: it is damaged or truncated ({error!r:.200})."
+        raise OtherFileError(said, "", schema) from error
     if not isinstance(data, dict) or data.get("schema") != schema:
-        raise ProfileError(f"{path} {_kind_of(data)}, but {schema!r} was expected.")
+        said, found = _kind_of(data)
+        raise OtherFileError(f"{path} {said}, but {schema!r} was expected.", found, schema)
     found_version = data.get("schema_version")
     if type(found_version) is not int or not 1 <= found_version <= version:
         raise ProfileError(
@@ -164,14 +164,14 @@ def read_json(path: str | Path, schema: str, version: int) -> dict[str, Any]:
     return {name: value for name, value in data.items() if name not in ("schema", "schema_version")}
 
 
-def _kind_of(data: Any) -> str:
-    """Description of a file's contents, for the error about an unexpected kind."""
+def _kind_of(data: Any) -> tuple[str, str]:
+    """A file's contents in words, and as `OtherFileError.found` names them."""
     head = data if isinstance(data, dict) else {}
     if isinstance(head.get("schema"), str):
-        return f"holds {head['schema']!r:.80}"
+        return f"holds {head['schema']!r:.80}", head["schema"]
     if "autoac_version" in head and head.get("command") in _COMMANDS:
-        return f"is what `autoac {head['command']} --json` printed"
-    return "is none of autoac's files"
+        return f"is what `autoac {head['command']} --json` printed", head["command"]
+    return "is none of autoac's files", ""
 
 
 def _content(path: str | Path) -> bytes:

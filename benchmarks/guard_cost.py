@@ -1,4 +1,4 @@
-"""What the guard adds to the time of profiling: `python -m benchmarks.guard_cost`.
+"""Time that the guard adds to profiling: `python -m benchmarks.guard_cost`.
 
 Each model is profiled with the checks of recomputed values and of unseen writes, and without, in turns. CPU time of the
 process on one thread, which other processes on the machine do not lengthen.

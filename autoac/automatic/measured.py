@@ -133,7 +133,7 @@ class Measured:
         return before if before is not None and kept_bytes(before) > kept_bytes(profile) else profile
 
     def with_room(self) -> tuple[Profile, Wanted]:
-        """What to plan for, and how, if no other step is recorded."""
+        """The profile to plan for and the arguments, if no other step is recorded."""
         plan, self.exceeded = self.exceeded, None
         assert plan is not None
         assert self.peak_bytes is not None

@@ -1,4 +1,4 @@
-"""What a loop is told: a line for the log, warnings, and whether a new plan's gradients are equal."""
+"""Messages to the owner of a loop, and the check that a new plan's gradients are equal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Once:
 
 
 def doubts(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What the owner of a loop should be warned of when this plan is put on: keys and words."""
+    """Warnings for the owner of a loop when this plan is put on, each with a key."""
     profile = plan.record.profile
     if sized_by_values(plan) and any(region.wrapped for region in plan.regions):
         yield (

@@ -73,7 +73,7 @@ class Chains:
         return x
 
     def not_saving(self, x: torch.Tensor) -> torch.Tensor:
-        """Only an extra op after the links saves something: without a backward there would be no second run."""
+        """A chain in which only an extra op after the links saves a tensor: without a backward there is no second run."""
         for _ in range(LINKS):
             self._pause()
             x = (x + x).view(4)

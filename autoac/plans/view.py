@@ -96,7 +96,7 @@ class PlanView:
         """One row per value.
 
         Columns: region, module, op, bytes, decision ("save", "recompute" or "skip"), time_s, must_save and the reason,
-        unit (the index of the values that are decided together), storage.
+        group (the index of its decision group), storage.
         """
         return step_of(self.record).decisions.copy()
 

@@ -137,7 +137,7 @@ class GuardOfLoop(Guard):
     """For a step of the user's own loop, whose gradients count: a recomputed value with other bits is an error.
 
     Torch's own ops have no state, so a difference in one whose inputs are the same is that of a kernel which differs
-    from run to run. Such a step's gradients differ as much as those of two steps without autoac, and are let pass.
+    from run to run. Such a step's gradients differ as much as those of two steps without autoac, and raise no error.
 
     Args:
         overwritten: gives the ops whose inputs or results unseen code has overwritten.

@@ -178,7 +178,7 @@ class _FakeSteps:
 
     @property
     def calls(self) -> dict[Signature, tuple[int, int, int]]:
-        """Those of all steps (`_LiveBytes.calls`)."""
+        """The calls of all steps, see `_LiveBytes.calls`."""
         found: dict[Signature, tuple[int, int, int]] = {}
         for _, live in self._kept:
             for call, work in live.calls.items():

@@ -945,7 +945,7 @@ def test_timeline(plan: Plan):
 def test_decisions(plan: Plan):
     decisions = plan.decisions
     assert list(decisions.columns) == [
-        "region", "module", "op", "bytes", "decision", "time_s", "must_save", "reason", "unit", "storage",
+        "region", "module", "op", "bytes", "decision", "time_s", "must_save", "reason", "group", "storage",
     ]  # fmt: skip
     assert set(decisions["region"]) == {region.name for region in plan.regions}
     assert set(decisions["decision"]) <= {"save", "recompute", "skip"}

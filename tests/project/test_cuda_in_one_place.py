@@ -1,4 +1,4 @@
-"""What is CUDA's own stands in `autoac/device.py`."""
+"""Code for CUDA is in `autoac/device.py`."""
 
 import ast
 from collections.abc import Iterator

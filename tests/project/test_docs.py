@@ -1,4 +1,4 @@
-"""README and docs say what is so: examples run, sessions print what is shown, and what they name is there."""
+"""README and docs: examples run, sessions print the output shown, and all names exist."""
 
 import os
 import re

@@ -172,7 +172,7 @@ def _as_it_is(below: Callable[[], Any], op: Any, args: Any, kwargs: Any) -> Any:
 
 @functools.cache
 def _kernels() -> dict[str, Any]:
-    """By overload; only what differs from the CPU's."""
+    """CUDA's casts by overload, where they differ from the CPU's."""
     cpus = cast_by_cpu_autocast()
     policies = {
         **dict.fromkeys(cpus, _as_it_is),

@@ -202,7 +202,7 @@ def _connected(storages_of: list[tuple[int, list[int]]]) -> list[list[int]]:
 
     def find(storage: int) -> int:
         while root_of[storage] != storage:
-            root_of[storage] = root_of[root_of[storage]]  # Path halving, lest chains be quadratic.
+            root_of[storage] = root_of[root_of[storage]]  # Path halving: long chains take linear time.
             storage = root_of[storage]
         return storage
 

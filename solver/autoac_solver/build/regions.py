@@ -99,7 +99,7 @@ def holders(step: Step, regions: Sequence[Region]) -> tuple[Region, ...]:
 
 
 def may_be_region(step: Step, call: int, engine: EngineModel) -> bool:
-    """Whether nothing but that there may be nothing to recompute speaks against a module call as a region."""
+    """Whether a module call can be a region, not asking whether anything in it can be recomputed."""
     refused = next(_refused(step, Region(step, call), engine), "")
     return step.profile.spans[call].grad and not refused
 

@@ -5,8 +5,9 @@ NOTE [ Parts ]
      layers in a row, no module is a good region: recomputing one layer frees nothing, because its input is the output
      of the layer before, and all of them together need everything at once.
   2. So a call is cut in two between two items of its forward's own code (an op, or the call of a module), and the two
-     parts again, as long as a part is worth it; a part whose values to save are all of one module's call, between the
-     items of that. The cut is where little crosses it: values made before it and read after it.
+     parts again, as long as a part is worth it. If one module's call makes all values that a part saves, the part is
+     cut between the items of that module's forward. The cut is where few bytes cross it: values made before it and
+     read after it.
   3. A cut has no place in the code, so only an engine can have parts that records ops and runs those again
      (`EngineModel.runs_code_twice` is false).
   4. A part starts at the dispatch of its first op, for recording and for the profile alike. What autograd saves for

@@ -147,6 +147,11 @@ class DecisionGroup:
         """Why it must be saved; "" if it need not be."""
         return next((r.reason for r in self.refusals if r.option != SAVE), "") if self.must_save else ""
 
+    @property
+    def recompute_s(self) -> float:
+        """Seconds that recomputing it adds to the step; 0 if no option recomputes it."""
+        return next((option.time_s for option in self.options if option.action is Action.RECOMPUTE), 0.0)
+
     def refusing(self, option: int, reason: str) -> DecisionGroup:
         """A copy of the group with one option refused."""
         return replace(self, refusals=(*self.refusals, Refusal(option, reason)))

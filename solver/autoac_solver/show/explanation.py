@@ -141,7 +141,7 @@ def _values(record: PlanRecord, step: PlannedStep) -> pd.DataFrame:
         for storage, region in zip(frame["storage"], frame["region"], strict=True)
     ]
     # A group's time is split over its values in proportion to their bytes.
-    in_group = frame.groupby("unit")["bytes"]
+    in_group = frame.groupby("group")["bytes"]
     size, count = in_group.transform("sum"), in_group.transform("size")
     part = (frame["bytes"] / size.where(size > 0)).fillna(1 / count)
     frame["time_s"] = frame["time_s"] * part
@@ -186,7 +186,7 @@ def _costs(record: PlanRecord, step: PlannedStep) -> tuple[str, ...]:
             f"at their fastest points, and saves {format_bytes(saved)} of the peak: "
             f"{_per_amount(record.predicted_extra_s, saved)}.",
         )
-    again = step.decisions.query("decision == 'recompute'").drop_duplicates("unit")["time_s"].sum()
+    again = step.decisions.query("decision == 'recompute'").drop_duplicates("group")["time_s"].sum()
     return (
         f"The budget costs {format_seconds(record.predicted_extra_s)} a step and saves {format_bytes(saved)} of the "
         f"peak: {_per_amount(record.predicted_extra_s, saved)}.",

@@ -171,7 +171,7 @@ def _part(profile: Profile, step: PlannedStep, name: str) -> str | None:
 def _region(profile: Profile, step: PlannedStep, region: int) -> str:
     """Text on a region: its recomputed values, and those that must be saved."""
     if step.built.is_compiled(region):
-        row = step.decisions[step.decisions["unit"] == step.built.regions[region].group_of[0]].iloc[0]
+        row = step.decisions[step.decisions["group"] == step.built.regions[region].group_of[0]].iloc[0]
         return f"is a region, {row['op']}: it keeps {format_bytes(int(row['bytes']))} for backward"
     if step.built.points:
         return f"cannot be compiled, so engine replay runs it: it {_replayed(profile, step, region)}"

@@ -30,7 +30,7 @@ def term(rules: Algebra, *alternatives: tuple[Condition, ...]) -> set[frozenset[
     return set(rules.term(rules.alternative(*conditions) for conditions in alternatives))
 
 
-def test_a_recomputed_unit_wraps_its_region():
+def test_a_recomputed_group_wraps_its_region():
     rules = algebra(save_or_recompute(0, 1.0), save_or_recompute(1, 1.0))
     assert rules.alternative(when_recomputed(0) & when_wrapped(0)) == {1}
     assert rules.alternative(when_recomputed(0) & when_wrapped(1)) == {1, 4}
@@ -49,7 +49,7 @@ def test_contradictions_are_impossible():
     assert rules.term([None]) == FALSE
 
 
-def test_a_unit_that_must_be_saved_is_always_kept():
+def test_a_group_that_must_be_saved_is_always_kept():
     rules = algebra(
         save_or_recompute(0, 1.0),
         save_or_recompute(0, 1.0, must_save="fixed"),
@@ -59,7 +59,7 @@ def test_a_unit_that_must_be_saved_is_always_kept():
     assert rules.alternative(when_saved(2)) == frozenset()
 
 
-def test_units_decided_alike_share_a_literal():
+def test_groups_decided_alike_share_a_literal():
     rules = algebra(
         save_or_recompute(0, 1.0), save_or_recompute(0, 1.0, same_as=0), save_or_recompute(1, 1.0, same_as=1)
     )
@@ -68,7 +68,7 @@ def test_units_decided_alike_share_a_literal():
     assert rules.alternative(when_recomputed(0) & when_wrapped(1)) == {1}  # by group 2
 
 
-def test_units_that_require_each_other_share_a_literal():
+def test_groups_that_require_each_other_share_a_literal():
     rules = algebra(
         save_or_recompute(0, 1.0, requires=(1,)),
         save_or_recompute(0, 1.0, requires=(2,)),

@@ -80,7 +80,7 @@ def test_tables_add_up(gpt: PlanRecord) -> None:
     assert found.values["values"].sum() == len(step_of(gpt).decisions)
     assert found.values["bytes"].sum() == step_of(gpt).decisions["bytes"].sum()
     recomputed = found.values[found.values["decision"] == "recompute"]
-    again = step_of(gpt).decisions.query("decision == 'recompute'").drop_duplicates("unit")
+    again = step_of(gpt).decisions.query("decision == 'recompute'").drop_duplicates("group")
     assert recomputed["time_s"].sum() == pytest.approx(again["time_s"].sum())
     assert recomputed["time_s"].sum() <= gpt.predicted_extra_s
 

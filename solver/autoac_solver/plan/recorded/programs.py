@@ -45,7 +45,7 @@ def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[s
 
 @dataclass(frozen=True)
 class CallProgram:
-    """What the engine does in one call of one module.
+    """The steps of the engine in one call of one module.
 
     Args:
         fqn, call, calls: as for `RegionPlan`, of the module.

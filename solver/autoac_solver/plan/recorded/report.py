@@ -20,7 +20,18 @@ from autoac_solver.records.profile import KINDS, NEVER, OPTIMIZER_STEP, OWN_LOOP
 
 _MANY_LAYERS = 8
 
-_COLUMNS = ["region", "module", "op", "bytes", "decision", "time_s", "must_save", "reason", "unit", "storage"]
+_COLUMNS = [
+    "region",
+    "module",
+    "op",
+    "bytes",
+    "decision",
+    "time_s",
+    "must_save",
+    "reason",
+    "group",
+    "storage",
+]
 
 
 def decisions_table(profile: Profile, built: Built, decisions: Sequence[int]) -> pd.DataFrame:
@@ -28,7 +39,7 @@ def decisions_table(profile: Profile, built: Built, decisions: Sequence[int]) ->
 
     `decision` is "recompute"; "save" if it is kept because backward needs it; "skip" if it is not needed. `time_s`: the
     seconds that recomputing its decision group adds to the step. `must_save`, `reason`: whether it cannot be
-    recomputed, and why. `unit`: index of the group. A compiled region has one row for everything it keeps; `op` names
+    recomputed, and why. `group`: index of that group. A compiled region has one row for everything it keeps; `op` names
     its point, and `decision` is "compiled" or "save".
     """
     made_by = {storage: op for op in profile.tape for storage in op.creates}
@@ -47,10 +58,10 @@ def decisions_table(profile: Profile, built: Built, decisions: Sequence[int]) ->
                     "op": op.name if op else "",
                     "bytes": profile.storage_table[storage].bytes,
                     "decision": "recompute" if again else kept,
-                    "time_s": group.options[-1].time_s,
+                    "time_s": group.recompute_s,
                     "must_save": group.must_save,
                     "reason": group.reason,
-                    "unit": index,
+                    "group": index,
                     "storage": storage,
                 }
             )

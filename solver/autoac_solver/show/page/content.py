@@ -155,16 +155,16 @@ class _Axis:
         return {
             "op": encode(problem.position_op),
             "again": encode(problem.position_replayed),
-            "rerun_unit": encode(self.rerun_group),
+            "rerun_group": encode(self.rerun_group),
             "regions": [region.name for region in problem.regions],
-            "unit_region": encode(group.region for group in problem.groups),
-            "unit_time_ns": encode(round(group.options[-1].time_s * 1e9) for group in problem.groups),
-            "unit_must_save": encode(group.must_save for group in problem.groups),
-            "unit_reason": encode(
+            "group_region": encode(group.region for group in problem.groups),
+            "group_time_ns": encode(round(group.recompute_s * 1e9) for group in problem.groups),
+            "group_must_save": encode(group.must_save for group in problem.groups),
+            "group_reason": encode(
                 reasons(group.reason if group.must_save else "") for group in problem.groups
             ),
             "value_storage": encode(storage for storage, _ in self.values),
-            "value_unit": encode(group for _, group in self.values),
+            "value_group": encode(group for _, group in self.values),
             "start": encode(self.start),
             "storage": encode(i.storage for i in problem.lifetimes),
             # Lifetimes that are no storages: workspace, random-number states, and what compiled modules keep.

@@ -93,7 +93,7 @@ def test_the_page_adds_up_the_memory_of_every_plan_at_every_op(profile: Profile,
         axis = {k: decode(v) if isinstance(v, str) else v for k, v in content["axes"][row["axis"]].items()}
         columns = latest.setdefault(
             row["axis"],
-            {"lasts": np.zeros(len(axis["start"]), int), "decided": np.zeros(len(axis["value_unit"]), int)},
+            {"lasts": np.zeros(len(axis["start"]), int), "decided": np.zeros(len(axis["value_group"]), int)},
         )
         for name, column in columns.items():
             column[decode(row[name]["at"])] = decode(row[name]["to"])
@@ -116,7 +116,7 @@ def test_the_page_adds_up_the_memory_of_every_plan_at_every_op(profile: Profile,
         decisions = decisions[decisions["storage"] >= 0]  # of values; a compiled region's has none
         assert [DECISIONS[i] for i in columns["decided"]] == decisions["decision"].tolist()
         assert axis["value_storage"] == decisions["storage"].tolist()
-        assert [axis["regions"][axis["unit_region"][u]] for u in axis["value_unit"]] == decisions[
+        assert [axis["regions"][axis["group_region"][u]] for u in axis["value_group"]] == decisions[
             "region"
         ].tolist()
         assert row["peak_bytes"] == plan.predicted_peak_bytes == live.sum(axis=0).max()
@@ -315,6 +315,6 @@ def test_values_without_a_choice_have_their_reason() -> None:
     (axis,) = content["axes"]
     groups = step_of(record).built.problem.groups
     assert any(group.must_save for group in groups)
-    assert [content["reasons"][number] for number in decode(axis["unit_reason"])] == [
+    assert [content["reasons"][number] for number in decode(axis["group_reason"])] == [
         group.reason if group.must_save else "" for group in groups
     ]

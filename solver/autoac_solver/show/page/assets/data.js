@@ -40,15 +40,15 @@ function decodeAxis(data) {
   const axis = {
     op: decode(data.op),
     again: decode(data.again),
-    rerunUnit: decode(data.rerun_unit),
+    rerunGroup: decode(data.rerun_group),
     regions: data.regions,
-    unit: {
-      region: decode(data.unit_region),
-      timeNs: decode(data.unit_time_ns),
-      mustSave: decode(data.unit_must_save),
-      reason: decode(data.unit_reason).map((reason) => source.reasons[reason]),
+    group: {
+      region: decode(data.group_region),
+      timeNs: decode(data.group_time_ns),
+      mustSave: decode(data.group_must_save),
+      reason: decode(data.group_reason).map((reason) => source.reasons[reason]),
     },
-    value: { storage: decode(data.value_storage), unit: decode(data.value_unit) },
+    value: { storage: decode(data.value_storage), group: decode(data.value_group) },
     life: { start: decode(data.start), storage: decode(data.storage), bytes: [], keeper: [] },
   };
   const nameless = { bytes: decode(data.nameless_bytes), keeper: decode(data.nameless_keeper) };
@@ -82,7 +82,7 @@ function changed(before, { at, to }) {
 function decodePlans() {
   const latest = axes.map((axis) => ({
     lasts: new Int32Array(axis.life.start.length),
-    decided: new Uint8Array(axis.value.unit.length),
+    decided: new Uint8Array(axis.value.group.length),
   }));
   return source.plans.map((data, index) => {
     const last = latest[data.axis];
@@ -169,8 +169,8 @@ function aliveAt(plan, position) {
 function describe(plan, memory, position) {
   const { axis } = plan;
   const op = axis.op[position];
-  const unit = axis.rerunUnit[position];
-  const runs = unit < 0 || plan.recomputed[unit];
+  const group = axis.rerunGroup[position];
+  const runs = group < 0 || plan.recomputed[group];
   const phase = axis.again[position] ? "recompute" : ops.backward[op] ? "backward" : "forward";
   return {
     op: names[ops.name[op]],
@@ -184,8 +184,8 @@ function describe(plan, memory, position) {
 }
 
 for (const plan of plans) {
-  plan.recomputed = new Uint8Array(plan.axis.unit.region.length);
-  plan.axis.value.unit.forEach((unit, value) => {
-    if (plan.decided[value] === RECOMPUTE) plan.recomputed[unit] = 1;
+  plan.recomputed = new Uint8Array(plan.axis.group.region.length);
+  plan.axis.value.group.forEach((group, value) => {
+    if (plan.decided[value] === RECOMPUTE) plan.recomputed[group] = 1;
   });
 }

@@ -10,15 +10,15 @@ const regionsView = (() => {
     const { axis, decided, recomputed } = plan;
     const regions = axis.regions.map((name) => ({ name, bytes: [0, 0, 0] }));
     const all = { bytes: [0, 0, 0], values: [0, 0, 0], again: 0 };
-    axis.value.unit.forEach((unit, value) => {
+    axis.value.group.forEach((group, value) => {
       const bytes = storages.bytes[axis.value.storage[value]];
       const decision = decided[value];
-      regions[axis.unit.region[unit]].bytes[decision] += bytes;
+      regions[axis.group.region[group]].bytes[decision] += bytes;
       all.bytes[decision] += bytes;
       all.values[decision] += 1;
     });
-    axis.unit.timeNs.forEach((time, unit) => {
-      if (recomputed[unit]) all.again += time;
+    axis.group.timeNs.forEach((time, group) => {
+      if (recomputed[group]) all.again += time;
     });
     return { regions, all };
   }

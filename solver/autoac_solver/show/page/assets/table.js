@@ -43,10 +43,10 @@ const tableView = (() => {
   ];
 
   function columnsOf(axis) {
-    const n = axis.value.unit.length;
-    const unitBytes = new Float64Array(axis.unit.region.length);
-    axis.value.unit.forEach((unit, value) => {
-      unitBytes[unit] += storages.bytes[axis.value.storage[value]];
+    const n = axis.value.group.length;
+    const groupBytes = new Float64Array(axis.group.region.length);
+    axis.value.group.forEach((group, value) => {
+      groupBytes[group] += storages.bytes[axis.value.storage[value]];
     });
     const made = {
       order: Float64Array.from({ length: n }, (_, value) => value),
@@ -56,16 +56,16 @@ const tableView = (() => {
     };
     for (let value = 0; value < n; value += 1) {
       const storage = axis.value.storage[value];
-      const unit = axis.value.unit[value];
+      const group = axis.value.group[value];
       const op = storages.op[storage];
       made.moduleId[value] = op < 0 ? 0 : ops.module[op];
       made.nameId[value] = op < 0 ? -1 : ops.name[op];
       made.module[value] = modulePlace[made.moduleId[value]];
       made.op[value] = op < 0 ? -1 : namePlace[made.nameId[value]];
-      made.region[value] = axis.unit.region[unit];
+      made.region[value] = axis.group.region[group];
       made.bytes[value] = storages.bytes[storage];
-      made.time[value] = axis.unit.timeNs[unit];
-      made.rate[value] = unitBytes[unit] ? axis.unit.timeNs[unit] / unitBytes[unit] : 0;
+      made.time[value] = axis.group.timeNs[group];
+      made.rate[value] = groupBytes[group] ? axis.group.timeNs[group] / groupBytes[group] : 0;
     }
     return made;
   }
@@ -112,13 +112,13 @@ const tableView = (() => {
 
   function cells(value) {
     const { axis, decided } = plan;
-    const unit = axis.value.unit[value];
+    const group = axis.value.group[value];
     const decision = decided[value];
     const mark = make("span", { class: "mark" }, draw("svg", { viewBox: "0 0 12 12", "aria-hidden": "true" }, MARKS[decision]()), source.decisions[decision]);
     const decisionCell = [mark];
-    if (axis.unit.mustSave[unit]) decisionCell.push(make("span", { class: "aside", title: axis.unit.reason[unit] }, "no choice"));
+    if (axis.group.mustSave[group]) decisionCell.push(make("span", { class: "aside", title: axis.group.reason[group] }, "no choice"));
     if (wasOtherwise(value)) decisionCell.push(make("span", { class: "aside" }, `this plan: ${source.decisions[earlier.get(axis.value.storage[value])]}`));
-    const time = axis.unit.mustSave[unit] ? "" : formatSeconds(rows.time[value] / 1e9);
+    const time = axis.group.mustSave[group] ? "" : formatSeconds(rows.time[value] / 1e9);
     const perMB = rows.rate[value] / 1e9 * 1e6;
     return {
       order: [formatCount(value + 1)],

@@ -54,7 +54,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class MeasuredTimeline:
     """Live memory over time.
 
     Args:
@@ -85,7 +85,7 @@ class Measurement(Generic[T]):
     peak_above_start_bytes: int
     end_above_start_bytes: int
     result: T
-    timeline: Timeline | None = field(repr=False)
+    timeline: MeasuredTimeline | None = field(repr=False)
 
     def __repr__(self) -> str:
         """The bytes and the result's type: a model's output would fill the screen."""
@@ -179,7 +179,7 @@ class Taken:
 
     peak_above_start_bytes: int = 0
     end_above_start_bytes: int = 0
-    timeline: Timeline | None = None
+    timeline: MeasuredTimeline | None = None
 
 
 def measuring(device: torch.device | str = "cpu") -> AbstractContextManager[Taken]:
@@ -236,7 +236,7 @@ def _measuring_cpu() -> Iterator[Taken]:
     start_ns = time_ns[0] if events else 0
     taken.peak_above_start_bytes = int(live_bytes.max(initial=0))
     taken.end_above_start_bytes = int(live_bytes[-1]) if events else 0
-    taken.timeline = Timeline(
+    taken.timeline = MeasuredTimeline(
         time_s=(time_ns - start_ns) * 1e-9,
         live_above_start_bytes=live_bytes,
         op_time_s=(np.array([when for when, _ in ops], dtype=np.int64) - start_ns) * 1e-9,

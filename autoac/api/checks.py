@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from autoac.calibrate.compiled.table import BLOCKS, GRANULARITIES
-from autoac.execute.engines import check_engine
+from autoac.execute.engines import check_runnable
 from autoac.policies import Policies, check_modules, listed
 from autoac.step.model import check_model, device_bytes, device_of, unwrapped
 from autoac.step.modules import RegionChoice, select_modules
@@ -40,7 +40,7 @@ def checked(
     model = unwrapped(model)
     check_model(model)
     resolve_engine(engine)
-    check_engine(engine)
+    check_runnable(engine)
     aims(budget, max_overhead, headroom, (total_bytes or device_bytes(device_of(model))) or None)
     names = select_modules(model, regions)
     check_modules(listed(policies), model)

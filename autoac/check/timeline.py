@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from autoac.check.any_plan import AnyPlan
-from autoac.measure import Timeline, measure_peak
+from autoac.measure import MeasuredTimeline, measure_peak
 from autoac.step.failures import noted
 from autoac.step.model import check_backwards_may_run, device_of
 from autoac.step.step import TrainingStep
@@ -40,7 +40,7 @@ def measured_memory(plan: AnyPlan, step: TrainingStep) -> pd.Series:
         )
     check_backwards_may_run(model)
 
-    def run() -> Timeline:
+    def run() -> MeasuredTimeline:
         with (
             # The optimizers' states are restored after both runs: the second one finds those that the first made.
             trial(
@@ -73,7 +73,7 @@ def _as_run(name: str) -> str:
     return "::".join(name.split(".")[:2])
 
 
-def _starts(expected: Sequence[str], timeline: Timeline, reach: int) -> np.ndarray:
+def _starts(expected: Sequence[str], timeline: MeasuredTimeline, reach: int) -> np.ndarray:
     """Start of each expected op, seconds; a missing op gets the start of the next one.
 
     Args:
@@ -115,7 +115,7 @@ def _starts(expected: Sequence[str], timeline: Timeline, reach: int) -> np.ndarr
     return pd.Series(found).bfill().ffill().to_numpy()
 
 
-def _between(starts: np.ndarray, timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
+def _between(starts: np.ndarray, timeline: MeasuredTimeline) -> tuple[np.ndarray, np.ndarray]:
     """Live bytes above those at the step's start: just before each op, and the most until the next one."""
     time_s, live = timeline.time_s, timeline.live_above_start_bytes
     first = np.searchsorted(time_s, starts, side="left")

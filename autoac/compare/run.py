@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +14,7 @@ from autoac.compare.results import ModelResult, Row
 from autoac.compare.strategies import AGAIN, Strategy, by_hand, policies_for
 from autoac.compare.workload import Workload
 from autoac.device import device_for, processor
+from autoac.progress import part
 from autoac.record.optimizer import without_its_step
 from autoac.step.model import device_bytes, device_of
 from autoac.step.step import TrainingStep
@@ -25,18 +25,6 @@ from autoac_solver.records.units import parse_bytes
 
 AT_PEAK = "ours at the peak of "
 AT_BUDGET = "ours at a budget of "
-
-
-@dataclass(frozen=True)
-class Part:
-    """Progress of a part of the whole, from share `start` to share `end`."""
-
-    tell: Tell
-    start: float
-    end: float
-
-    def __call__(self, text: str, share: float) -> None:
-        self.tell(text, self.start + (self.end - self.start) * share)
 
 
 def compare(
@@ -72,7 +60,7 @@ def compare(
             loss=workload.loss,
             optimizer=workload.optimizer,
             engine=engine,
-            progress=Part(tell, 0.0, 0.1),
+            progress=part(tell, 0.0, 0.1),
         )
     profile = without_its_step(profile)  # as the steps that are measured
     profile_s = time.perf_counter() - start
@@ -82,7 +70,7 @@ def compare(
         from autoac.compare.compiled import by_torch
 
         strategies += by_torch(profile)
-    found = examine(bench, strategies, Part(tell, 0.1, 0.25))
+    found = examine(bench, strategies, part(tell, 0.1, 0.25))
     if not bench.tells_gradients:
         raise ProfilingError(
             "the step leaves no gradients to compare: it drops them itself. Have it leave them; a comparison drops "
@@ -97,7 +85,7 @@ def compare(
         )
     tell("torch's sac_milp", 0.25)
     advice_for = asked or _middle([c.peak_bytes for c in found if not c.error])
-    found += examine(bench, torch_milp.advised(workload, device, advice_for), Part(tell, 0.3, 0.35))
+    found += examine(bench, torch_milp.advised(workload, device, advice_for), part(tell, 0.3, 0.35))
     peaks = {c.peak_bytes: c.strategy.name for c in found if c.gradients_equal and c.strategy.kind == "other"}
     targets = {AT_PEAK + name: peak for peak, name in peaks.items()}
     targets |= {AT_BUDGET + name: budget for name, budget in asked.items()}
@@ -107,8 +95,8 @@ def compare(
     with from_zero_grad(workload):
         plans = ours.planned(profile, targets, engine, step)
     solve_s = time.perf_counter() - start
-    found += examine(bench, plans, Part(tell, 0.4, 0.5))
-    bench.time(found, rounds, Part(tell, 0.5, 1.0))
+    found += examine(bench, plans, part(tell, 0.4, 0.5))
+    bench.time(found, rounds, part(tell, 0.5, 1.0))
     return ModelResult(
         name=workload.name,
         title=workload.title,

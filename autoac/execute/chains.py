@@ -27,7 +27,7 @@ _ROUNDS, _COLD_ROUNDS = 11, 5
 _POOL_BYTES = 2**25
 """Size of the pool that reads between ops cycle through; a single 4 MB buffer would stay in a large cache."""
 _MOST_SLOWER = 12.0
-"""Upper limit of `Measured.slower`: twice the value observed; more is noise."""
+"""Upper limit of `LinkTimes.slower`: twice the value observed; more is noise."""
 
 Run = Callable[[], torch.Tensor]
 Seconds = Mapping[str, Sequence[tuple[float, float]]]
@@ -73,7 +73,7 @@ class Chains:
         return x
 
     def not_saving(self, x: torch.Tensor) -> torch.Tensor:
-        """A chain in which only an extra op after the links saves a tensor: without a backward there is no second run."""
+        """A chain whose links save nothing; only an extra op after them does, so that there is a second run."""
         for _ in range(LINKS):
             self._pause()
             x = (x + x).view(4)
@@ -84,23 +84,23 @@ class Chains:
         self._pause()
         return torch.sin(x)
 
-    def measured(self, runs: Mapping[str, Run], *pairs: Pair) -> Measured:
+    def measured(self, runs: Mapping[str, Run], *pairs: Pair) -> LinkTimes:
         """Time these runs and the plain ones.
 
         Args:
             runs: chains with an engine, by name.
-            pairs: runs to time also with `bytes_between` read between their ops, for `Measured.slower`.
+            pairs: runs to time also with `bytes_between` read between their ops, for `LinkTimes.slower`.
         """
         runs = {**self.plain, **runs}
         warm = self._seconds(runs)
         if not self.bytes_between:
-            return Measured(warm, warm)
+            return LinkTimes(warm, warm)
         self._between = evicting(self.bytes_between)
         try:
             cold = self._seconds({name: runs[name] for pair in pairs for name in pair}, _COLD_ROUNDS)
         finally:
             self._between = lambda: None
-        return Measured(warm, cold)
+        return LinkTimes(warm, cold)
 
     def op_s(self) -> float:
         """Seconds of the op alone of a saving link, without autograd."""
@@ -133,7 +133,7 @@ class Chains:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LinkTimes:
     """Times of runs.
 
     Args:

@@ -42,7 +42,7 @@ def checksum_in_little_memory(tensor: torch.Tensor) -> int | None:
 
     It is another than that of `checksum_of`.
     """
-    if tensor.device.type != "cpu" and tensor.layout is torch.strided and not is_dense(tensor):
+    if tensor.device.type != "cpu" and tensor.layout is torch.strided and not is_gapless(tensor):
         return None
     return checksum_of(tensor, _FEW_WORDS)
 
@@ -59,7 +59,7 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
         return False
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
+def is_gapless(tensor: torch.Tensor) -> bool:
     """Whether there are no gaps between the tensor's elements."""
     dims = _dims(tensor)
     return sum(stride * (size - 1) for stride, size in dims) + 1 == _product(dims)

@@ -16,7 +16,7 @@ def register(engine: Engine) -> None:
     ENGINES[engine.model.name] = engine
 
 
-def check_engine(name: str) -> None:
+def check_runnable(name: str) -> None:
     """Refuse an engine that the torch of this process cannot run.
 
     Args:
@@ -39,7 +39,7 @@ def default_engine(*, compiled: bool) -> str:
         RuntimeError: the torch of this process cannot run it.
     """
     name = next(name for name, engine in ENGINES.items() if not (compiled and engine.eager_only))
-    check_engine(name)
+    check_runnable(name)
     return name
 
 

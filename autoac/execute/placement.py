@@ -14,7 +14,7 @@ from autoac.device import device_for
 from autoac.execute.attach import attach, attach_losses, attach_root, check_no_units, covered, detach
 from autoac.execute.cross_entropy.chunked import same_by_chunks
 from autoac.execute.cross_entropy.lean import same_in_place
-from autoac.execute.engines import ENGINES, check_engine
+from autoac.execute.engines import ENGINES, check_runnable
 from autoac.execute.plan_programs import PlanPrograms
 from autoac.execute.watch.backward_autocast import unwatch_backward, watch_backward
 from autoac.execute.watch.following import NotFollowed, unwatch_following, watch_following
@@ -84,7 +84,7 @@ class Placement:
             PlanMismatchError: as for `put_on`.
         """
         self.check(model)
-        check_engine(self.record.engine)
+        check_runnable(self.record.engine)
         note_untried()
         self._compare_allocator()
         self._try_losses(unwrapped(model))

@@ -19,7 +19,7 @@ from autoac.parallel.protocol import Sharded
 from autoac.step.modules import RegionChoice, is_called
 from autoac.step.units import holds_units
 from autoac.torch_private import fake_ranks, is_unit, own_tensors
-from autoac_solver.records.arguments import as_patterns, matched, outermost
+from autoac_solver.records.arguments import as_patterns, matched, outermost_matched
 from autoac_solver.records.errors import ProfilingError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _named(model: torch.nn.Module, units: Any) -> list[str]:
         return [name for name, module in modules.items() if units(name, module)]
     found = matched(as_patterns(units, what="units"), modules, "this model, with a forward", what="units")
     # Of the modules that one glob matches, the outermost; those of another may be inside them.
-    return list(dict.fromkeys(name for names in found.values() for name in outermost({"": names})))
+    return list(dict.fromkeys(name for names in found.values() for name in outermost_matched({"": names})))
 
 
 def without_values(model: torch.nn.Module) -> torch.nn.Module:

@@ -15,7 +15,7 @@ import torch
 
 from autoac.check.timeline import measured_memory
 from autoac.check.verify import Report, verify
-from autoac.execute.engines import ENGINES, check_engine
+from autoac.execute.engines import ENGINES, check_runnable
 from autoac.execute.on_top import owner_of
 from autoac.execute.placement import Placement
 from autoac.execute.program import Program
@@ -158,7 +158,7 @@ class Plan(PlanView):
         return functools.partial(sac.contexts, self._sac_program(region))
 
     def _sac_program(self, region: str) -> Program:
-        check_engine(self.engine)
+        check_runnable(self.engine)
         if not ENGINES[self.engine].is_policy:
             raise PlanMismatchError(
                 f"this plan is for engine {self.engine!r}, whose decisions torch's checkpoint cannot follow exactly: "

@@ -27,7 +27,7 @@ _EVICTED_BYTES = 2**26
 
 
 @dataclass
-class Measured:
+class OnScratch:
     """Measurements by signature; an op without any was not run.
 
     Args:
@@ -47,7 +47,7 @@ def measure_on_scratch(
     device: torch.device,
     most_bytes: int,
     tell: Callable[[float], None] = lambda _: None,
-) -> Measured:
+) -> OnScratch:
     """Measure time and workspace of each distinct op on scratch memory.
 
     Unless the device is asynchronous, the caches are overwritten before each run: in a step an op's inputs are seldom
@@ -59,7 +59,7 @@ def measure_on_scratch(
         most_bytes: arguments and workspace of one op may take about this much.
         tell: called with the share that is done.
     """
-    found = Measured()
+    found = OnScratch()
     chosen = _affordable(signatures, estimate_s, device, most_bytes)
     # Gradients on, as in forward: oneDNN then makes a workspace for backward.
     with torch.enable_grad(), torch.random.fork_rng(devices=device_for(device).generator_devices()):
@@ -80,11 +80,11 @@ def workspaces_on_scratch(
     """
     chosen = _affordable(signatures, estimate_s, device, most_bytes)
     with torch.no_grad(), torch.random.fork_rng(devices=device_for(device).generator_devices()):
-        return _workspaces(chosen, Measured(), device, lambda _: None)
+        return _workspaces(chosen, OnScratch(), device, lambda _: None)
 
 
 def _workspaces(
-    chosen: list[Signature], found: Measured, device: torch.device, tell: Callable[[float], None]
+    chosen: list[Signature], found: OnScratch, device: torch.device, tell: Callable[[float], None]
 ) -> dict[Signature, int]:
     meter = WorkspaceMeter(device)
     with meter.measuring():
@@ -109,7 +109,7 @@ def _new_bytes(result: Any, given: Any, device: torch.device) -> list[int]:
 
 
 def _measure_times(
-    chosen: list[Signature], found: Measured, device: torch.device, tell: Callable[[float], None]
+    chosen: list[Signature], found: OnScratch, device: torch.device, tell: Callable[[float], None]
 ) -> None:
     timer = OpTimer(device)
     evicted = torch.empty(_EVICTED_BYTES // 4, dtype=torch.float32, device=device)
@@ -156,7 +156,7 @@ def _affordable(
 
 
 @contextlib.contextmanager
-def _failures(found: Measured, signature: Signature) -> Any:
+def _failures(found: OnScratch, signature: Signature) -> Any:
     """Context: note an op that refuses scratch values; it is estimated instead."""
     try:
         yield

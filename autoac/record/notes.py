@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from autoac.device import device_for
-from autoac.price.isolated_ops import Measured
+from autoac.price.isolated_ops import OnScratch
 from autoac.price.meters import Disturbance, OpTime, unsteady
 from autoac.record.cuda.ops import CudaOps
 from autoac.record.tape.tape import Tape
@@ -145,7 +145,7 @@ def _some(names: list[str]) -> str:
 
 
 def notes_on_fake(
-    unknown: set[str], found: Measured, distinct: int, measure: bool, cuda_ops: CudaOps | None
+    unknown: set[str], found: OnScratch, distinct: int, measure: bool, cuda_ops: CudaOps | None
 ) -> tuple[str, ...]:
     """Notes on the limits of a recording on fake tensors.
 

@@ -12,7 +12,7 @@ import torch
 from autoac.device import device_for
 from autoac.ops.private_results import PrivateResults
 from autoac.price.engine_costs import device_rates, engine_costs
-from autoac.price.isolated_ops import Measured, measure_on_scratch
+from autoac.price.isolated_ops import OnScratch, measure_on_scratch
 from autoac.price.meters import Disturbance, OpTime, SignatureMeter
 from autoac.record.cuda.attention import Capability
 from autoac.record.cuda.ops import CudaOps, CudaResults
@@ -106,7 +106,7 @@ def record_fake(
         elapsed = time.perf_counter() - start
     check_recorded(tables, step.is_whole)
     signatures = {str(row["signature"]): row for row in tape.ops}
-    found = Measured()
+    found = OnScratch()
     disturbance = Disturbance()
     if measure:
         found = measure_on_scratch(

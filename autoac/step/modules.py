@@ -13,7 +13,7 @@ import torch
 
 from autoac.step.units import holds_units
 from autoac.torch_private import WRAPPED, is_compiled_wrapper
-from autoac_solver.records.arguments import as_patterns, matched, outermost, some
+from autoac_solver.records.arguments import as_patterns, matched, outermost_matched, some
 from autoac_solver.records.errors import ProfilingError
 
 RegionChoice = None | str | Iterable[str] | Callable[[str, torch.nn.Module], bool]
@@ -94,7 +94,7 @@ def select_modules(model: torch.nn.Module, choice: RegionChoice) -> list[str] | 
         which = repr(idle[0]) if idle else ""
         known = some(name for name in modules if name in called)
         raise ProfilingError(f"regions={which} chooses no module that is called. Modules are: {known}.")
-    return outermost(found)
+    return outermost_matched(found)
 
 
 def _unwrapped(names: Iterable[str], modules: dict[str, torch.nn.Module]) -> list[str]:

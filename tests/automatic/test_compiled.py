@@ -160,7 +160,9 @@ class BreakingLater(Block):
 @pytest.mark.filterwarnings("ignore:region '3(#1)?' cannot be compiled for these inputs")
 def test_a_block_that_fails_alone_among_alike_ones_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(32, 64), *(BreakingLater() for _ in range(4)), nn.Linear(64, 10))
-    model[3].breaks = True
+    third = model[3]
+    assert isinstance(third, BreakingLater)
+    third.breaks = True
     handle = autoac.auto(model, "9MB", engine="compile")
     with caplog.at_level("INFO", "autoac"):
         train(model, steps=9)

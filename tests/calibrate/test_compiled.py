@@ -475,7 +475,9 @@ def with_a_break() -> Stemmed:
         model = Stemmed()
         for i in range(3):
             model.blocks[i] = BreakingLater(0.1)
-    model.blocks[2].breaks = True
+    last = model.blocks[2]
+    assert isinstance(last, BreakingLater)
+    last.breaks = True
     return model
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.execute import chains
-from autoac.execute.chains import LINKS, Chains, Measured, Seconds, evicting
+from autoac.execute.chains import LINKS, Chains, LinkTimes, Seconds, evicting
 from autoac.execute.engines import ENGINES
 from autoac.price import engine_costs as costs
 from autoac.price.engine_costs import MOST_BETWEEN_BYTES, engine_costs
@@ -48,10 +48,10 @@ def test_how_much_slower_bookkeeping_is_between_large_ops():
     warm = {"with": [(3.0, 9.0), (4.0, 9.0), (9.0, 9.0)], "without": [(1.0, 0.0), (1.0, 0.0), (1.0, 0.0)]}
     cold = {"with": [(9.0, 1.0), (6.0, 1.0), (99.0, 1.0)], "without": [(0.0, 1.0), (0.0, 1.0), (0.0, 1.0)]}
     pair = ("with", "without")
-    assert Measured(warm, cold).slower(pair) == 9.0 / 3.0
-    assert Measured(warm, cold).slower(pair, pair) == 9.0 / 3.0
-    assert Measured(cold, warm).slower(pair) == 1.0  # noise
-    assert Measured(warm, {**cold, "with": [(1e6, 0.0)] * 3}).slower(pair) == chains._MOST_SLOWER
+    assert LinkTimes(warm, cold).slower(pair) == 9.0 / 3.0
+    assert LinkTimes(warm, cold).slower(pair, pair) == 9.0 / 3.0
+    assert LinkTimes(cold, warm).slower(pair) == 1.0  # noise
+    assert LinkTimes(warm, {**cold, "with": [(1e6, 0.0)] * 3}).slower(pair) == chains._MOST_SLOWER
 
 
 def test_recording_has_a_factor_of_its_own(monkeypatch: pytest.MonkeyPatch):

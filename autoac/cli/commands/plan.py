@@ -319,11 +319,11 @@ def matching(profile: Profile, patterns: Sequence[str] | None) -> list[str] | No
     """
     if patterns is None:
         return None
-    from autoac_solver.records.arguments import matched, outermost
+    from autoac_solver.records.arguments import matched, outermost_matched
     from autoac_solver.records.errors import ProfilingError
 
     try:
-        return outermost(
+        return outermost_matched(
             matched(patterns, dict.fromkeys(call.fqn for call in profile.calls), "the profiled step")
         )
     except ProfilingError as error:

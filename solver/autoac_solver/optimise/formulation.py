@@ -10,7 +10,7 @@ import numpy as np
 import pulp
 
 from autoac_solver.optimise.algebra import Algebra
-from autoac_solver.optimise.backends import Program
+from autoac_solver.optimise.backends import LinearProgram
 from autoac_solver.optimise.memory import MemoryModel, MemoryRow
 from autoac_solver.problem.problem import SAVE, Literal, Problem
 
@@ -59,7 +59,7 @@ class Formulation:
         self._budget_bytes = budget_bytes
         self.minimise_time = budget_bytes is not None and minimise_time
         self.minimise_peak = budget_bytes is None
-        self.program = Program(pulp.LpProblem("autoac", pulp.LpMinimize), [])
+        self.program = LinearProgram(pulp.LpProblem("autoac", pulp.LpMinimize), [])
         self.positions: set[int] = set()
         self.impossible = False
         self.is_split = False

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoac_solver.optimise.backends import Outcome
+from autoac_solver.optimise.backends import SolverResult
 from autoac_solver.optimise.formulation import Formulation
 from autoac_solver.optimise.greedy import Greedy
-from autoac_solver.optimise.search import WHOLE, Plan, Prepared, Progress, Search, Task, worst_positions
+from autoac_solver.optimise.search import WHOLE, Prepared, Progress, Search, Simulated, Task, worst_positions
 from autoac_solver.problem.prices import priced
 from autoac_solver.problem.problem import SAVE, Problem
 from autoac_solver.problem.simulator import Decisions
@@ -136,12 +136,12 @@ class _LeastTime(Search):
         self._budget_bytes = budget_bytes
         self._gap_s = gap * task.problem.step_s
 
-    def is_better(self, plan: Plan) -> bool:
+    def is_better(self, plan: Simulated) -> bool:
         if plan.timeline.peak_bytes > self._budget_bytes:
             return False
         return self.best is None or plan.timeline.objective_s < self.best.timeline.objective_s
 
-    def learn(self, formulation: Formulation, outcome: Outcome) -> None:
+    def learn(self, formulation: Formulation, outcome: SolverResult) -> None:
         if formulation.minimise_time and not formulation.is_split and np.isfinite(outcome.bound):
             self.bound_s = max(self.bound_s, formulation.seconds(outcome.bound))
 
@@ -275,7 +275,7 @@ class _LeastTime(Search):
             if WHOLE < not_saved[group] < 1 - WHOLE:
                 yield np.array([group])
 
-    def _fits(self, decisions: np.ndarray) -> Plan | None:
+    def _fits(self, decisions: np.ndarray) -> Simulated | None:
         """The plan if the decisions are permitted and within the budget, else None."""
         plan = self.consider(decisions)
         return plan if plan is not None and plan.timeline.peak_bytes <= self._budget_bytes else None
@@ -343,10 +343,10 @@ class _LeastPeak(Search):
         super().__init__(task)
         self.bound_bytes = task.memory.floor_bytes
 
-    def is_better(self, plan: Plan) -> bool:
+    def is_better(self, plan: Simulated) -> bool:
         return self.best is None or plan.timeline.peak_bytes < self.best.timeline.peak_bytes
 
-    def learn(self, formulation: Formulation, outcome: Outcome) -> None:
+    def learn(self, formulation: Formulation, outcome: SolverResult) -> None:
         if formulation.minimise_peak and np.isfinite(outcome.bound):
             self.bound_bytes = max(self.bound_bytes, formulation.least_peak_bytes(outcome.bound))
 
@@ -387,7 +387,7 @@ class _LeastPeak(Search):
                 "No plan was found in time, and none was ruled out. Give more time (time_limit_s)."
             )
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> Simulated:
         """The best plan; `_find_any` has found one, at the latest."""
         assert self.best is not None
         return self.best

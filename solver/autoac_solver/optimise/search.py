@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from autoac_solver.optimise.algebra import Algebra, Variables
-from autoac_solver.optimise.backends import INFEASIBLE, STOPPED, Job, Outcome, choose_backend
+from autoac_solver.optimise.backends import INFEASIBLE, STOPPED, Job, SolverResult, choose_backend
 from autoac_solver.optimise.formulation import Formulation
 from autoac_solver.optimise.memory import MemoryModel
 from autoac_solver.problem.problem import Problem
@@ -72,7 +72,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Simulated:
     """Decisions, the option of each group, and their simulated timeline."""
 
     decisions: np.ndarray
@@ -152,7 +152,7 @@ class Task:
     def formulate(self, budget_bytes: int | None, *, minimise_time: bool = True) -> Formulation:
         return Formulation(self.problem, self.algebra, self.memory, budget_bytes, minimise_time=minimise_time)
 
-    def solution(self, plan: Plan, *, proven: bool, bound_s: float) -> Solution:
+    def solution(self, plan: Simulated, *, proven: bool, bound_s: float) -> Solution:
         """The solution made of a plan and its bound."""
         objective_s, step_s = plan.timeline.objective_s, self.problem.step_s
         # A bound from a program solved to tolerances may lie a rounding error above the plan.
@@ -187,22 +187,22 @@ class Search:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.best: Plan | None = None
-        self.lowest: Plan | None = None
+        self.best: Simulated | None = None
+        self.lowest: Simulated | None = None
         self.bound_s = 0.0
 
-    def is_better(self, plan: Plan) -> bool:
+    def is_better(self, plan: Simulated) -> bool:
         """Whether a plan should replace `best`."""
         raise NotImplementedError
 
-    def learn(self, formulation: Formulation, outcome: Outcome) -> None:
+    def learn(self, formulation: Formulation, outcome: SolverResult) -> None:
         """Update the bounds from a solver's outcome."""
 
-    def consider(self, decisions: np.ndarray) -> Plan | None:
+    def consider(self, decisions: np.ndarray) -> Simulated | None:
         """Simulate decisions and update `best` and `lowest`; None if they break a rule."""
         if self.task.simulator.violations(decisions):
             return None
-        plan = Plan(decisions, self.task.simulator.simulate(decisions))
+        plan = Simulated(decisions, self.task.simulator.simulate(decisions))
         if self.lowest is None or plan.timeline.peak_bytes < self.lowest.timeline.peak_bytes:
             self.lowest = plan
         if self.is_better(plan):
@@ -217,7 +217,7 @@ class Search:
         limit = resident_bytes + _NEAR_PEAK * (timeline.peak_bytes - resident_bytes)
         return worst_positions(timeline.live_bytes, limit)
 
-    def relax(self, formulation: Formulation) -> Outcome:
+    def relax(self, formulation: Formulation) -> SolverResult:
         """Add rows until the relaxation is within the budget everywhere; consider its roundings on the way."""
         memory = self.task.memory
         rounds = 0
@@ -267,7 +267,7 @@ class Search:
             if rounds >= _ROUNDS_OF_TOPS:
                 formulation.add_rows(spread_positions(plan.timeline.live_bytes, limit_bytes))
 
-    def _run(self, formulation: Formulation, phase: Phase, gap: float = 0.0) -> Outcome:
+    def _run(self, formulation: Formulation, phase: Phase, gap: float = 0.0) -> SolverResult:
         """Solve a program and report progress."""
         if formulation.impossible:
             return INFEASIBLE

@@ -20,7 +20,7 @@ from autoac_solver.records.arguments import (
     check_effort,
     check_points,
     matched,
-    outermost,
+    outermost_matched,
     several_budgets,
 )
 from autoac_solver.records.asked import answers
@@ -239,7 +239,7 @@ def region_choices(
     if regions is None:
         return partitions(profile, engine)
     called = dict.fromkeys(call.fqn for call in profile.calls)
-    names = outermost(matched(as_patterns(regions), called, "the profiled step"))
+    names = outermost_matched(matched(as_patterns(regions), called, "the profiled step"))
     calls = named_calls(profile, names)
     if not calls:
         raise ProfilingError(

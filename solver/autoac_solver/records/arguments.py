@@ -169,7 +169,7 @@ def known_as(name: str) -> tuple[str, ...]:
     return (name, plain) if plain and plain != name else (name,)
 
 
-def outermost(found: Mapping[str, Sequence[str]]) -> list[str]:
+def outermost_matched(found: Mapping[str, Sequence[str]]) -> list[str]:
     """The matched modules that are inside no other matched one; a glob's "*" crosses dots and matches inner ones, too.
 
     Args:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoac_solver import NoPlanInTimeError, Problem, RegionCost, Simulator
-from autoac_solver.optimise.backends import STOPPED, Backend, Job, Outcome
+from autoac_solver.optimise.backends import STOPPED, Backend, Job, SolverResult
 from autoac_solver.optimise.formulation import Formulation
 from autoac_solver.optimise.ilp import _LeastTime
 from autoac_solver.optimise.search import Task
@@ -26,7 +26,7 @@ class Stopping:
         self.name = backend.name
         self._backend, self._left = backend, programs
 
-    def run(self, job: Job) -> Outcome:
+    def run(self, job: Job) -> SolverResult:
         self._left -= 1
         return self._backend.run(job) if self._left >= 0 else STOPPED
 

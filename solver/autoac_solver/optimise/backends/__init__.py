@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from autoac_solver.optimise.backends.cbc import CbcBackend, find_cbc
-from autoac_solver.optimise.backends.common import INFEASIBLE, STOPPED, Backend, Job, Outcome, Program
+from autoac_solver.optimise.backends.common import (
+    INFEASIBLE,
+    STOPPED,
+    Backend,
+    Job,
+    LinearProgram,
+    SolverResult,
+)
 from autoac_solver.optimise.backends.highs import HighsBackend, highspy
 from autoac_solver.records.errors import AutoacError
 
-__all__ = ["INFEASIBLE", "STOPPED", "Backend", "Job", "Outcome", "Program", "choose_backend"]
+__all__ = ["INFEASIBLE", "STOPPED", "Backend", "Job", "SolverResult", "LinearProgram", "choose_backend"]
 
 
 def choose_backend(solver: str) -> Backend:

@@ -18,7 +18,7 @@ import numpy as np
 import pulp
 from pulp.apis import coin_api
 
-from autoac_solver.optimise.backends.common import GRACE_S, INFEASIBLE, STOPPED, Job, Outcome
+from autoac_solver.optimise.backends.common import GRACE_S, INFEASIBLE, STOPPED, Job, SolverResult
 
 
 class CbcBackend:
@@ -32,7 +32,7 @@ class CbcBackend:
         self._path = path
         self.name = "CBC"
 
-    def run(self, job: Job) -> Outcome:
+    def run(self, job: Job) -> SolverResult:
         """See `Backend`."""
         solver = _Cbc(self._path, job)
         job.program.model.solve(solver)
@@ -91,7 +91,7 @@ class _Cbc(pulp.COIN_CMD):
                 process.kill()
                 process.wait()
 
-    def _read(self, lp: pulp.LpProblem, files: _Files, names: Any) -> Outcome:
+    def _read(self, lp: pulp.LpProblem, files: _Files, names: Any) -> SolverResult:
         """Status, values and bound."""
         if not files.solution.exists():
             return STOPPED
@@ -104,7 +104,7 @@ class _Cbc(pulp.COIN_CMD):
         # Variables without a row or a cost are not written to the model; 0 is feasible for them.
         found = np.array([values.get(variable.name, 0.0) for variable in self._job.program.variables])
         solved = sol_status == pulp.LpSolutionOptimal
-        return Outcome("solved" if solved else "stopped", found, self._bound(found, solved, files.log))
+        return SolverResult("solved" if solved else "stopped", found, self._bound(found, solved, files.log))
 
     def _bound(self, found: np.ndarray, solved: bool, log: Path) -> float:
         """The bound in CBC's log. A finished CBC prints none; its solution is then within the gap."""

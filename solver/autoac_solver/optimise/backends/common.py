@@ -14,7 +14,7 @@ GRACE_S = 0.4
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class LinearProgram:
     """A linear program in PuLP's terms.
 
     Args:
@@ -43,7 +43,7 @@ class Job:
         start: a feasible starting point, one value per variable.
     """
 
-    program: Program
+    program: LinearProgram
     integer: bool
     gap: float
     deadline: float
@@ -55,7 +55,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SolverResult:
     """A solver's result for a program.
 
     Args:
@@ -69,8 +69,8 @@ class Outcome:
     bound: float
 
 
-STOPPED = Outcome("stopped", None, -np.inf)
-INFEASIBLE = Outcome("infeasible", None, np.inf)
+STOPPED = SolverResult("stopped", None, -np.inf)
+INFEASIBLE = SolverResult("infeasible", None, np.inf)
 
 
 class Backend(Protocol):
@@ -78,6 +78,6 @@ class Backend(Protocol):
 
     name: str
 
-    def run(self, job: Job) -> Outcome:
+    def run(self, job: Job) -> SolverResult:
         """Solve a program, or stop at its deadline."""
         ...

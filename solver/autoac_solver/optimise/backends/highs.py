@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pulp
 
-from autoac_solver.optimise.backends.common import GRACE_S, INFEASIBLE, STOPPED, Job, Outcome
+from autoac_solver.optimise.backends.common import GRACE_S, INFEASIBLE, STOPPED, Job, SolverResult
 
 try:
     import highspy
@@ -71,7 +71,7 @@ class HighsBackend:
     def __init__(self) -> None:
         self.name = f"HiGHS {_Silent().version()}"
 
-    def run(self, job: Job) -> Outcome:
+    def run(self, job: Job) -> SolverResult:
         """See `Backend`."""
         solver = _Highs(job)
         try:
@@ -182,7 +182,7 @@ class _Highs(pulp.HiGHS):
         reported = highs.getInfo().objective_function_value
         return not math.isclose(found, reported, rel_tol=1e-6, abs_tol=1e-6)
 
-    def _read(self, highs: Any) -> Outcome:
+    def _read(self, highs: Any) -> SolverResult:
         """Status, values and bound. A stopped integer program may have a solution with a gap."""
         info, status = highs.getInfo(), highs.getModelStatus()
         known = highspy.HighsModelStatus
@@ -191,8 +191,8 @@ class _Highs(pulp.HiGHS):
         solved = status == known.kOptimal
         values = np.array(highs.getSolution().col_value) if info.primal_solution_status == 2 else None
         if self._job.integer:
-            return Outcome("solved" if solved else "stopped", values, info.mip_dual_bound)
-        return Outcome("solved", values, info.objective_function_value) if solved else STOPPED
+            return SolverResult("solved" if solved else "stopped", values, info.mip_dual_bound)
+        return SolverResult("solved", values, info.objective_function_value) if solved else STOPPED
 
 
 def _or(value: float | None, default: float) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from autoac.compare import quiet
 from autoac.compare.compiled import at_fraction, checkpoint_compiled
 from autoac.compare.measure import Installed
 from autoac.compare.workload import Workload
+from autoac.device import device_for
 from autoac.execute.compiled.code import compiled
 from autoac.measure import in_turn, measure_peak
 from autoac.step.restore import untouched
@@ -113,15 +113,13 @@ def ways(
 
 def measure(workload: Workload, budgets: int, rounds: int, fractions: int, whole: bool) -> list[Row]:
     """Peak and CPU time of every way."""
-    model, run = workload.modules, workload.step()
+    model, run, known = workload.modules, workload.step(), device_for(torch.device("cpu"))
     compared = ways(workload, budgets, fractions, whole)
     resident = autoac.profile(model, workload.sample, loss=workload.loss).resident_bytes
 
     def step(applied: Applied) -> float:
         with untouched(model, workload.inputs, lambda _: None), applied():
-            start = time.process_time()
-            run()
-            return time.process_time() - start
+            return known.step_seconds(run)[0]
 
     def peak(applied: Applied) -> int:
         with untouched(model, workload.inputs, lambda _: None), applied():

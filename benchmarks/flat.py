@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import autoac
 from autoac.compare import quiet
+from autoac.device import device_for
 from autoac.measure import in_turn, measure_peak
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -61,13 +61,13 @@ def measure(layers: int, width: int, batch: int, segments: Sequence[int], rounds
         model.zero_grad(set_to_none=True)
         return profile.resident_bytes + measure_peak(lambda: step(forward)).peak_above_start_bytes
 
+    known = device_for(torch.device("cpu"))
+
     def seconds(forward: Forward, plan: autoac.Plan | None = None) -> float:
         if plan is not None:
             with plan.applied(model):
                 return seconds(forward)
-        start = time.process_time()
-        step(forward)
-        return time.process_time() - start
+        return known.step_seconds(lambda: step(forward))[0]
 
     by_hand: dict[int, Forward] = {0: model} | {
         n: functools.partial(_in_segments, model, n) for n in segments

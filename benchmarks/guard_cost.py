@@ -11,7 +11,6 @@ import functools
 import math
 import random
 import statistics
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -22,6 +21,7 @@ import typer
 
 import autoac
 from autoac.compare import quiet
+from autoac.device import device_for
 from autoac.measure import in_turn
 from autoac.ops.info import OpInfo
 from autoac.record import recorder
@@ -83,13 +83,13 @@ def off() -> Iterator[None]:
 def measure(names: Sequence[str], size: str, rounds: int) -> list[Cost]:
     """CPU time of profiling each model, both ways in random order in each round."""
 
+    known = device_for(torch.device("cpu"))
+
     def taken_s(name: str, around: Any) -> float:
         workload = models.make(name, size, torch.device("cpu"))
         # As many timed steps each way, however slow the machine is.
         with around(), mock.patch.object(recorder, "_TIMING_S", math.inf):
-            start = time.process_time()
-            autoac.profile(workload.model, workload.sample)
-            return time.process_time() - start
+            return known.step_seconds(lambda: autoac.profile(workload.model, workload.sample))[0]
 
     taken_s(names[0], contextlib.nullcontext)  # the first profile loads modules
     found = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import typer
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoac.compare import quiet
+from autoac.device import device_for
 from autoac.execute import replay
 from autoac.execute.program import Program
 from autoac.execute.sac import sac
@@ -134,11 +134,14 @@ def measure(rounds: int, steps: int) -> list[Cost]:
         (gradient,) = torch.autograd.grad(run().sum(), x)
         assert torch.equal(gradient, expected), f"the gradient of {way} differs"
 
+    known = device_for(torch.device("cpu"))
+
     def taken_us(run: Callable[[], Any]) -> float:
-        start = time.process_time()
-        for _ in range(steps):
-            torch.autograd.grad(run().sum(), x)
-        return (time.process_time() - start) / steps / OPS * 1e6
+        def some_steps() -> None:
+            for _ in range(steps):
+                torch.autograd.grad(run().sum(), x)
+
+        return known.step_seconds(some_steps)[0] / steps / OPS * 1e6
 
     runs = {way: functools.partial(taken_us, run) for way, run in compared.items()}
     samples = in_turn(runs, rounds, shuffle=random.Random(1))

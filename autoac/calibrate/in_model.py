@@ -286,7 +286,6 @@ def _measured_forward(
     model = step.model
     names = list(dict.fromkeys(region.fqn for region in plan.record.regions))
     first, second = ((names[k::2], _plan_wrapping(plan, names[k::2])) for k in (0, 1))
-    extra: dict[str, list[float]] = {name: [] for name in names}
     with (
         trial(model, step.inputs, model.buffers(), places=model.parameters()),
         uncompiled(model),
@@ -305,19 +304,27 @@ def _measured_forward(
             if not all(taken > 0 for taken in seconds.values()):
                 raise RuntimeError("it runs the forward of modules without calling them")
 
+        def extra_s(wrapped: Sequence[str], half: Plan) -> dict[str, float]:
+            """Seconds of each wrapped module, and those of the others, which count as less."""
+            run(half)
+            return {name: seconds[name] if name in wrapped else -seconds[name] for name in names}
+
         what = "forward passes with regions wrapped"
         tell(what, 0.0)
         for _, half in (first, second):
             run(half)  # one-time setup
-        for index in range(rounds):
-            tell(what, (1 + index) / (1 + rounds))
-            round_s = dict.fromkeys(names, 0.0)
-            for wrapped, half in (first, second, second, first):
-                run(half)
-                for name in names:
-                    round_s[name] += seconds[name] if name in wrapped else -seconds[name]
-            for name in names:
-                extra[name].append(round_s[name] / 2)
+        found = in_turn(
+            {
+                index: functools.partial(extra_s, *half)
+                for index, half in enumerate((first, second, second, first))
+            },
+            rounds,
+            after_round=lambda done: tell(what, (1 + done) / (1 + rounds)),
+        )
+    extra = {
+        name: [sum(a[name] for a in passes) / 2 for passes in zip(*found.values(), strict=True)]
+        for name in names
+    }
     error_s = (sum(map(statistics.variance, extra.values())) / rounds) ** 0.5
     return sum(map(statistics.median, extra.values())), error_s
 

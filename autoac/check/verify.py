@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import statistics
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -242,15 +241,12 @@ class _Outcome:
 
 def _run(step: TrainingStep, measure: bool) -> _Outcome:
     model, device = step.model, device_of(step.model)
-    peak = 0
-    start = time.perf_counter()
+    peak, seconds = 0, 0.0
     if measure:
         measured = measure_peak(step.run, device)
         loss, peak = measured.result, measured.peak_above_start_bytes
     else:
-        loss = step.run()
-        device_for(device).synchronize()
-    seconds = time.perf_counter() - start
+        loss, seconds = device_for(device).timed(step.run)
     values: dict[str, Any] = {_LOSS: loss}
     for name, parameter in model.named_parameters():
         values[_GRADIENT + name] = parameter.grad

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +87,7 @@ def train(
                     measured = measure_peak(whole_step, device)
                     loss, peak_bytes = measured.result, resident_bytes + measured.peak_above_start_bytes
                 else:
-                    loss, seconds = _timed(one_step.run, device)
+                    loss, seconds = device_for(device).timed(one_step.run)
                     update()
                     times_s += [seconds] if index else []
             losses.append(None if loss is None else float(loss))
@@ -128,10 +127,3 @@ def _update(target: Target, learning_rate: float) -> tuple[Callable[[], Any], st
         return lambda: None, "the sample's own step"
     trained = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
     return torch.optim.SGD(trained, lr=learning_rate).step, f"SGD, learning rate {learning_rate:g}"
-
-
-def _timed(step: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    start = time.perf_counter()
-    result = step()
-    device_for(device).synchronize()
-    return result, time.perf_counter() - start

@@ -1,8 +1,8 @@
 """Train a small GPT with and without a plan, side by side, and compare.
 
 Two copies of one model start from the same weights. In each step they see the same batch and the same random numbers;
-one trains as it is, the other under a plan for half of the first one's peak. Steps alternate, so that noise of the
-machine affects both; every gradient of every step is compared.
+one trains as it is, the other under a plan for half of the first one's peak. Their steps take turns, so that noise of
+the machine affects both; every gradient of every step is compared.
 
 A measured step is forward, loss and backward from the zero_grad(set_to_none=True) state. The optimizer is plain SGD,
 which holds no memory of its own and works in place, outside the measured part. A peak is the allocator's peak above the
@@ -12,6 +12,8 @@ start of the step plus the resident bytes: parameters, buffers and the batch.
 from __future__ import annotations
 
 import copy
+import functools
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +26,9 @@ import autoac
 from autoac.check.equal import same
 from autoac.demo.gpt import BATCH, BLOCKS, CONTEXT, DROPOUT, GPT, Batch, Text
 from autoac.demo.report import DemoReport, Side, mb
-from autoac.measure import measure_peak, unique_storage_bytes
+from autoac.device import device_for
+from autoac.measure import in_turn, measure_peak, unique_storage_bytes
+from autoac.step.model import device_of
 
 LEARNING_RATE = 0.1
 SEED = 0
@@ -37,6 +41,7 @@ class Run:
 
     def __init__(self, model: nn.Module, rng_state: torch.Tensor) -> None:
         self.model = model
+        self.device = device_for(device_of(model))
         self.optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         self.rng_state = rng_state
         self.losses: list[float] = []
@@ -60,9 +65,9 @@ class Run:
             peak_bytes = before_bytes + measurement.peak_above_start_bytes
             self.measured_peak_bytes = max(self.measured_peak_bytes, peak_bytes)
         else:
-            start = time.perf_counter()
-            self.losses.append(forward_and_backward())
-            self.step_times_s.append(time.perf_counter() - start)
+            loss, seconds = self.device.timed(forward_and_backward)
+            self.losses.append(loss)
+            self.step_times_s.append(seconds)
         self.rng_state = torch.get_rng_state()
 
     def result(self) -> Side:
@@ -149,22 +154,28 @@ def _plan(model: nn.Module, batch: Batch, budget_bytes: int, progress: Progress)
 
 def _train(plain: Run, planned: Run, text: Text, steps: int, progress: Progress) -> tuple[int, list[str]]:
     """Train both in lockstep; returns how many gradients were compared and which differed."""
-    compared, different = 0, []
-    for i in range(steps):
-        batch = text.batch()
-        # The order alternates, because the second finds warmer caches.
-        for side in (plain, planned) if i % 2 else (planned, plain):
-            side.step(batch, measure=i in (0, steps - 1))
-        pairs = zip(plain.model.named_parameters(), planned.model.named_parameters(), strict=True)
-        for (name, expected), (_, actual) in pairs:
-            compared += 1
-            if not _equal(expected.grad, actual.grad):
-                different.append(f"step {i + 1}: {name}")
+    different: list[str] = []
+    batches = [text.batch() for _ in range(steps)]
+    names = [name for name, _ in plain.model.named_parameters()]
+
+    def step(side: Run) -> None:
+        index = len(side.losses)
+        side.step(batches[index], measure=index in (0, steps - 1))
+
+    def after_both(done: int) -> None:
+        for name in names:
+            expected, actual = (side.model.get_parameter(name).grad for side in (plain, planned))
+            if not _equal(expected, actual):
+                different.append(f"step {done}: {name}")
         plain.optimizer.step()
         planned.optimizer.step()
         losses = f"{plain.losses[-1]:.4f} without and {planned.losses[-1]:.4f} with the plan"
-        progress(f"  step {i + 1:2}: loss {losses}")
-    return compared, different
+        progress(f"  step {done:2}: loss {losses}")
+
+    # In random order, because the second finds warmer caches.
+    runs = {index: functools.partial(step, side) for index, side in enumerate((plain, planned))}
+    in_turn(runs, steps, shuffle=random.Random(SEED), after_round=after_both)
+    return steps * len(names), different
 
 
 def _equal(expected: torch.Tensor | None, actual: torch.Tensor | None) -> bool:

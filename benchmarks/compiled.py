@@ -1,18 +1,17 @@
 """Compiled models under byte budgets, beside other ways: `python -m benchmarks.compiled`.
 
-At some budgets, on one model, with CPU time and peak measured: engine compile; the fastest of torch's own budgets whose
-measured peak fits, one fraction for all blocks or for the model compiled as a whole; engine replay, which compiles
-nothing; and compiled blocks under plain full checkpointing. All runs take turns. Gradients are those of `plan.verify`.
+At some budgets, on each model, with CPU time, peak and gradients measured: engine compile; torch's own budgets, one
+fraction for all blocks or for the model compiled as a whole; engine replay, which compiles nothing; and compiled blocks
+under plain full checkpointing. All samples are taken in turns (`autoac.compare`). Progress goes to stderr; the tables
+to stdout and, with all samples as JSON and a picture of each model beside them, to `--out`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,49 +19,23 @@ import torch
 import typer
 
 import autoac
-from autoac.compare import quiet
-from autoac.compare.compiled import at_fraction, checkpoint_compiled
-from autoac.compare.measure import Installed
-from autoac.compare.workload import Workload
-from autoac.device import device_for
+from autoac.compare import ours, quiet
+from autoac.compare.compiled import CHECKPOINTED, TORCHS_BUDGET, by_torch
+from autoac.compare.measure import Bench, from_zero_grad
+from autoac.compare.picture import draw
+from autoac.compare.results import ModelResult, Results, Row
+from autoac.compare.run import conditions, examine
+from autoac.compare.strategies import AGAIN, Strategy
 from autoac.execute.compiled.code import compiled
-from autoac.measure import in_turn, measure_peak
-from autoac.step.restore import untouched
-from autoac_solver.records.compiled import CompiledTable
-from autoac_solver.records.disk.files import write_json
-from benchmarks.models import MODELS, make
+from autoac.step.step import TrainingStep
+from autoac_solver.records.disk.files import write_text
+from autoac_solver.records.engines import COMPILE
+from autoac_solver.records.profile import Profile
+from benchmarks import models
 
-ENGINE, TORCH, REPLAY, CHECKPOINT = (
-    "engine compile",
-    "torch's budget",
-    "engine replay",
-    "compiled, checkpointed",
-)
-
-Applied = Callable[[], AbstractContextManager[Any]]
-
-
-@dataclass(frozen=True)
-class Row:
-    """Measurements of one way.
-
-    Args:
-        way: one of the four, with torch's fraction where it has one, and "whole" where the model is one graph.
-        budget_bytes: the budget asked for, 0 where the way has none.
-        predicted_bytes: predicted peak, 0 where there is no prediction.
-        peak_bytes: measured, resident bytes included.
-        samples_s: CPU seconds of a step, one number a round.
-    """
-
-    way: str
-    budget_bytes: int
-    predicted_bytes: int
-    peak_bytes: int
-    samples_s: list[float]
-
-    @property
-    def median_s(self) -> float:
-        return statistics.median(self.samples_s)
+MODELS = "gpt", "t5", "vit"
+OURS, REPLAY = "ours, budget ", "engine replay, budget "
+TORCHS_WHOLE = "torch.compile of the whole model, budget "
 
 
 def fractions_of(count: int) -> list[float]:
@@ -79,96 +52,137 @@ def compile_whole(fraction: float, model: torch.nn.Module) -> None:
     model.__dict__["forward"] = forward
 
 
-def ways(
-    workload: Workload, budgets: int, fractions: int, whole: bool
-) -> dict[tuple[str, int], tuple[Applied, int]]:
-    """All compared ways, by name and budget: a function that applies it to the model, and its predicted peak."""
+def measure(
+    name: str, size: str, n_budgets: int, rounds: int, fractions: Sequence[float], whole: bool
+) -> ModelResult:
+    """All ways on one model.
+
+    Args:
+        n_budgets: at equal distances, from the least to that at which a plan recomputes nothing.
+        fractions: of torch's own budget; 1 is the first.
+        whole: have torch compile the model as one graph, too.
+    """
+    workload = models.make(name, size, torch.device("cpu"))
     model = workload.modules
-    quiet.tell("profiling, compiling, measuring")
-    profile = autoac.profile(model, workload.sample, loss=workload.loss, engine="compile")
-    assert isinstance(profile.compiled, CompiledTable)
-    # Without the points of engine compile, so that replay's plans do not carry them.
-    eager = dataclasses.replace(profile, compiled=None)
-    curve = autoac.tradeoff(profile, points=budgets, engine="compile")
-    found: dict[tuple[str, int], tuple[Applied, int]] = {}
-    for budget in map(int, curve.frame["budget_bytes"]):
-        quiet.tell(f"plans for {budget} bytes")
-        plan = autoac.plan(model, workload.sample, budget, loss=workload.loss, engine="compile")
-        found[ENGINE, budget] = (lambda plan=plan: plan.applied(model)), plan.predicted_peak_bytes
-        try:
-            replay = autoac.solve(eager, budget, engine="replay")
-        except autoac.InfeasibleBudgetError:
-            continue
-        found[REPLAY, budget] = (lambda plan=replay: plan.applied(model)), replay.predicted_peak_bytes
-    for fraction in fractions_of(fractions):
-        torchs = at_fraction(curve.plans[0], fraction)
-        found[f"{TORCH} {fraction:g}", 0] = (lambda plan=torchs: plan.applied(model)), 0
-        if whole:
-            one_graph = Installed(model, functools.partial(compile_whole, fraction))
-            found[f"{TORCH} {fraction:g} whole", 0] = one_graph.applied, 0
-    names = list({region.fqn for region in curve.plans[0].regions})
-    found[CHECKPOINT, 0] = Installed(model, functools.partial(checkpoint_compiled, names)).applied, 0
-    return found
-
-
-def measure(workload: Workload, budgets: int, rounds: int, fractions: int, whole: bool) -> list[Row]:
-    """Peak and CPU time of every way."""
-    model, run, known = workload.modules, workload.step(), device_for(torch.device("cpu"))
-    compared = ways(workload, budgets, fractions, whole)
-    resident = autoac.profile(model, workload.sample, loss=workload.loss).resident_bytes
-
-    def step(applied: Applied) -> float:
-        with untouched(model, workload.inputs, lambda _: None), applied():
-            return known.step_seconds(run)[0]
-
-    def peak(applied: Applied) -> int:
-        with untouched(model, workload.inputs, lambda _: None), applied():
-            return measure_peak(run).peak_above_start_bytes
-
-    peaks = {}
-    for key, (applied, _) in compared.items():
-        quiet.tell(f"peak of {key[0]} {key[1] or ''}")
-        step(applied)  # compiles
-        step(applied)
-        peaks[key] = resident + peak(applied)
-    runs: dict[tuple[str, int], Callable[[], float]] = {
-        key: functools.partial(step, applied) for key, (applied, _) in compared.items()
-    }
-    runs["plain", 0] = functools.partial(step, nullcontext)
-    times = in_turn(runs, rounds, after_round=lambda done: quiet.tell(f"round {done} of {rounds}"))
-    peaks["plain", 0] = resident + peak(nullcontext)
-    predicted = {key: known for key, (_, known) in compared.items()} | {("plain", 0): 0}
-    return [Row(*key, predicted[key], peaks[key], times[key]) for key in runs]
-
-
-def render(rows: list[Row]) -> str:
-    """The table: for each budget the four ways, their measured peaks and times over the uncompiled step's."""
-    plain_s = next(row.median_s for row in rows if row.way == "plain")
-    fixed = [row for row in rows if not row.budget_bytes and row.way != "plain"]
-
-    def cell(row: Row | None) -> str:
-        return "-" if row is None else f"{row.peak_bytes / 1e6:.1f} MB : {row.median_s / plain_s:.2f}"
-
-    lines = [
-        f"| budget | {ENGINE} (predicted) | {TORCH}, the best that fits | {REPLAY} | {CHECKPOINT} |",
-        "|---|---|---|---|---|",
-    ]
-    for budget in sorted({row.budget_bytes for row in rows if row.budget_bytes}):
-        asked = {row.way: row for row in rows if row.budget_bytes == budget}
-        fits = [row for row in fixed if row.peak_bytes <= budget]
-        torchs = min((r for r in fits if r.way.startswith(TORCH)), key=lambda row: row.median_s, default=None)
-        by_hand = next((row for row in fits if row.way == CHECKPOINT), None)
-        ours = asked[ENGINE]
-        name = "" if torchs is None else f" ({torchs.way.removeprefix(TORCH).strip()})"
-        lines.append(
-            f"| {budget / 1e6:.1f} MB | {cell(ours)} ({ours.predicted_bytes / 1e6:.1f}) | {cell(torchs)}{name} | "
-            f"{cell(asked.get(REPLAY))} | {cell(by_hand)} |"
+    step = TrainingStep(model, workload.sample, workload.loss)
+    start = time.perf_counter()
+    with from_zero_grad(workload):
+        profile = autoac.profile(
+            model, workload.sample, loss=workload.loss, engine="compile", progress=_tell(name)
         )
-    return "\n".join(lines)
+    profile_s = time.perf_counter() - start
+    curve = autoac.tradeoff(profile, points=n_budgets, engine="compile")
+    budgets = [int(budget) for budget in curve.frame["budget_bytes"]]
+    bench = Bench(workload, torch.device("cpu"), profile.resident_bytes)
+    none = [Strategy(title, "none", lambda model: model) for title in ("none", AGAIN)]
+    others = by_torch(profile, fractions)
+    if whole:
+        others += [
+            Strategy(
+                f"{TORCHS_WHOLE}{fraction:g}",
+                "other",
+                functools.partial(compile_whole, fraction),
+                compiled=True,
+            )
+            for fraction in fractions
+        ]
+    start = time.perf_counter()
+    with from_zero_grad(workload):
+        planned = ours.planned(profile, _named(OURS, budgets), COMPILE, step)
+    solve_s = time.perf_counter() - start
+    found = examine(bench, [*none, *others, *_replayed(profile, budgets), *planned], _tell(name))
+    bench.time(found, rounds, _tell(name))
+    return ModelResult(
+        name=name,
+        title=workload.title,
+        engine="compile",
+        budgets=budgets,
+        resident_bytes=bench.resident_bytes,
+        profile_s=profile_s,
+        solve_s=solve_s,
+        predicted_step_s=profile.step_s,
+        rows=[Row.of(configuration) for configuration in found],
+        taken_again=bench.taken_again,
+    )
+
+
+def _replayed(profile: Profile, budgets: Sequence[int]) -> list[Strategy]:
+    """Plans of engine replay. Without the points of engine compile, which they would carry."""
+    eager = dataclasses.replace(profile, compiled=None)
+    plans = ours.planned(eager, _named(REPLAY, budgets), "replay")
+    return [dataclasses.replace(plan, kind="other") for plan in plans]
+
+
+def _named(prefix: str, budgets: Sequence[int]) -> dict[str, int]:
+    return {f"{prefix}{number}": budget for number, budget in enumerate(budgets, 1)}
+
+
+def render(results: Results) -> str:
+    """A table for each model: at each budget the four ways, their measured peaks and extra times."""
+    said = "; ".join(f"{name} {value}" for name, value in results.conditions.items())
+    parts = [
+        "# Compiled models at a memory budget",
+        f"Conditions: {said}.",
+        "MB is 10^6 bytes. A peak is that of the whole step, by the allocator's own account. Time is extra CPU time "
+        "over the uncompiled step without checkpointing: the median of the samples, each over how slow the machine was "
+        "by the samples just before and after. In brackets: the predicted peak; torch's fraction.",
+    ]
+    return "\n\n".join([*parts, *(f"## {model.title}\n\n{table(model)}" for model in results.models)]) + "\n"
+
+
+def table(model: ModelResult) -> str:
+    """The table of one model, and the sentence on its noise."""
+    lines = [
+        "| budget MB | engine *compile*: peak (predicted) | time | torch's own budget, the fastest that fits: peak "
+        "| time | engine *replay*: peak | time | compiled blocks, checkpointed: peak | time |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    rows = {row.name: row for row in model.rows if not row.error}
+    torchs = [row for name, row in rows.items() if name.startswith((TORCHS_BUDGET, TORCHS_WHOLE))]
+    for number, budget in enumerate(model.budgets, 1):
+        fits = [row for row in torchs if row.peak_bytes <= budget]
+        torch_row = min(fits, key=model.overhead, default=None)
+        by_hand = rows.get(CHECKPOINTED)
+        ours_row, replay = rows[f"{OURS}{number}"], rows.get(f"{REPLAY}{number}")
+        cells = [
+            f"{budget / 1e6:.1f}",
+            *_cells(model, ours_row, f" ({(ours_row.predicted_peak_bytes or 0) / 1e6:.1f})"),
+            *_cells(model, torch_row, f" ({_fraction(torch_row)})"),
+            *_cells(model, replay),
+            *_cells(model, by_hand if by_hand is not None and by_hand.peak_bytes <= budget else None),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    wrong = [row.name for row in model.rows if not row.error and not row.gradients_equal]
+    notes = f"Two equal configurations differ by up to {model.noise * 100:.1f} points in 95 of 100 cases."
+    if wrong:
+        notes += f" Other gradients than those of blocks compiled without a budget: {'; '.join(wrong)}."
+    failed = [
+        f"{row.name}: {row.error}" for row in model.rows if row.error and not row.name.startswith(REPLAY)
+    ]
+    return "\n".join([*lines, "", " ".join([notes, *failed, model.about_taken_again]).rstrip()])
+
+
+def _fraction(row: Row | None) -> str:
+    if row is None:
+        return ""
+    fraction = row.name.rpartition(" ")[2]
+    return f"{fraction}, whole" if row.name.startswith(TORCHS_WHOLE) else fraction
+
+
+def _cells(model: ModelResult, row: Row | None, more: str = "") -> tuple[str, str]:
+    if row is None:
+        return "none", ""
+    return f"{row.peak_bytes / 1e6:.1f}{more}", f"{model.overhead(row):.1%}"
+
+
+def _tell(name: str) -> Any:
+    return lambda text, share: quiet.tell(f"{name}: {text}")
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"Of {', '.join(MODELS)}.")] = "gpt",
+    model: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(models.MODELS)}; may be repeated.")
+    ] = None,
     size: Annotated[str, typer.Option(help="full, or tiny for a try.")] = "full",
     budgets: Annotated[
         int, typer.Option(min=2, help="From the least to that which needs no recomputation.")
@@ -176,20 +190,24 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 9,
     fractions: Annotated[int, typer.Option(min=1, help="Of torch's own budget, from all to nothing.")] = 15,
     whole: Annotated[bool, typer.Option(help="Have torch compile the model as one graph, too.")] = True,
-    output: Annotated[Path | None, typer.Option(help="Write all samples, .json.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Torch's. On one, CPU time is the time of a step.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path(
+        "benchmarks/results/compiled"
+    ),
 ) -> None:
     """Measure engine compile beside torch's own budgets, engine replay and checkpointing."""
-    workload = make(model, size, torch.device("cpu"))
-    rows = measure(workload, budgets, rounds, fractions, whole)
-    print(
-        f"{workload.title}; CPU time over the uncompiled step without checkpointing, medians of {rounds} rounds\n"
-    )
-    print(render(rows))
-    if output is not None:
-        data = {"model": workload.title, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
-        write_json(output, "autoac.benchmark.compiled", 1, data, dict[str, Any])
+    quiet.restart_if_needed({"HF_HUB_OFFLINE": "1"})  # random configs need no network
+    torch.set_num_threads(threads)
+    out.mkdir(parents=True, exist_ok=True)
+    found: list[ModelResult] = []
+    results = Results(conditions(torch.device("cpu"), [torch.float32], rounds), found)
+    for name in model or MODELS:
+        found.append(measure(name, size, budgets, rounds, fractions_of(fractions), whole))
+        results.save(out / "compiled.json")
+        write_text(out / "compiled.md", render(results))
+        draw(found[-1], out / f"{name}.svg")
+    typer.echo(render(results))
 
 
 if __name__ == "__main__":
-    quiet.restart_if_needed()
     typer.run(main)

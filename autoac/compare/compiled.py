@@ -27,16 +27,17 @@ TORCHS_BUDGET = "torch.compile, budget "
 CHECKPOINTED = "torch.compile, each block checkpointed"
 
 
-def by_torch(profile: Profile) -> list[Strategy]:
+def by_torch(profile: Profile, fractions: Sequence[float] = FRACTIONS) -> list[Strategy]:
     """The regions compiled for a profile, at torch's own budgets, and under its checkpoint.
 
-    Gradients of compiled code are compared with those of the first strategy, so 1 is the first fraction.
+    Args:
+        fractions: 1 is the first, because gradients of compiled code are compared with those of the first strategy.
     """
     plan = autoac.solve(profile, 10**15, engine=COMPILE)
     names = list(dict.fromkeys(region.fqn for region in plan.regions if region.point != EAGER))
     found = [
         Strategy(f"{TORCHS_BUDGET}{fraction:g}", "other", at_fraction(plan, fraction).apply, compiled=True)
-        for fraction in FRACTIONS
+        for fraction in fractions
     ]
     install = functools.partial(checkpoint_compiled, names)
     return [*found, Strategy(CHECKPOINTED, "other", install, compiled=True)]

@@ -63,7 +63,8 @@ def auto(
         optimizer: the one that trains the model; left out, it is found when it steps. Wrappers of Trainer, accelerate
             and Lightning are unwrapped.
         on_larger: reaction to a call of the model with more elements than planned for: "warn" once, "replan" (record
-            that step, then plan for it), or raise an "error" before it runs.
+            that step, then plan for it), or raise an "error" before it runs. A call with no more elements, but longer
+            rows, is warned of only: it takes more where attention keeps its scores.
         verify: run `Plan.verify` on the second step's batch before the plan is put on the model, and measure the peak
             of the first step under it; see `Auto.report` and `Auto.measured_peak_bytes`.
         path: the plan's file, .json. The plan is saved there; an existing one is used without recording a step if it

@@ -107,6 +107,10 @@ class OnTop:
         if self._is_covered():
             carried.owner = None
             return
+        self._expose(carried)
+
+    def _expose(self, carried: _Carried) -> None:
+        """Put the forward below ours in the place of the model's."""
         del self.model.__dict__[_KEY]
         if carried.below is None:
             del self.model.__dict__["forward"]
@@ -124,9 +128,19 @@ class OnTop:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Context without our forward; if other code has replaced it since, nothing changes."""
-        if self._is_covered():
-            yield
+        """Context without our forward: what is put on the model in it, is below ours afterwards.
+
+        If other code has put a forward over ours since (accelerate does), that is aside as well.
+        """
+        carried: _Carried | None = self.model.__dict__.get(_KEY)
+        if carried is not None and self._is_covered():
+            above = self.model.__dict__["forward"]
+            self._expose(carried)
+            try:
+                yield
+            finally:
+                carried.below = self.model.__dict__.get("forward")
+                self.model.__dict__.update({_KEY: carried, "forward": above})
             return
         self.take_off()
         try:

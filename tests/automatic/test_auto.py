@@ -919,6 +919,68 @@ def test_a_forward_that_is_put_over_ours_later_is_left_alone():
     assert all(map(torch.equal, trained(False), trained(True)))
 
 
+class Losing(torch.nn.Module):
+    """Computes its loss, in which a plan replaces the cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = make(dropout=0.0), torch.nn.Linear(WIDTH, 512)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.body(x)), y)
+
+
+def test_under_a_forward_that_is_put_over_ours_the_step_is_the_same(caplog: pytest.LogCaptureFixture):
+    """Recorded calls and the plan's forwards are below it: the first step under the plan has all of the plan."""
+
+    def trained(budget: int | None) -> tuple[list[torch.Tensor], Any]:
+        torch.manual_seed(0)
+        model = Losing().train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = None if budget is None else autoac.auto(model, budget, optimizer=optimizer, measure=True)
+        below = model.forward
+
+        def above(*args: Any, **kwargs: Any) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return below(*args, **kwargs).float()
+
+        model.forward = above
+        for x, y in batches(6):
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            handle.remove()
+        assert model.forward is above
+        return [parameter.detach() for parameter in model.parameters()], handle
+
+    weights, _ = trained(None)
+    _, first = trained(10**12)
+    with pytest.raises(autoac.InfeasibleBudgetError) as least:
+        autoac.solve(first.measured_plan.record.profile, 1)
+    with caplog.at_level("INFO", "autoac"):
+        found, handle = trained(int(1.05 * least.value.minimum_bytes))
+    assert all(map(torch.equal, weights, found))
+    assert "" in {call.fqn for call in handle.measured_plan.record.profile.calls}
+    assert any(region.wrapped for region in handle.measured_plan.regions)
+    assert handle.measured_peak_bytes == handle.measured_plan.predicted_peak_bytes
+    assert "recording this step" not in caplog.text
+
+
+def test_a_compiled_module_is_no_newcomer(caplog: pytest.LogCaptureFixture):
+    """Its wrapper is called in each step, and what is recorded are the calls of the module in it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.compile(make(), backend="eager"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, ENOUGH)
+    with caplog.at_level("INFO", "autoac"):
+        for x, y in batches(4):
+            bare(model, optimizer, x, y)
+    assert handle.plan is not None
+    assert "recording this step" not in caplog.text
+    handle.remove()
+
+
 def test_a_shallow_copy_runs_its_own_weights():
     torch.manual_seed(0)
     model = make(dropout=0.0).train()

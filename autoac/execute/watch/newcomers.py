@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autoac.torch_private import remove_forward_pre_hooks
+from autoac.torch_private import is_compiled_wrapper, remove_forward_pre_hooks
 
 
 class Newcomer:
@@ -42,7 +42,10 @@ def watch_newcomers(model: torch.nn.Module, known: Collection[str]) -> set[str]:
     """
     called: set[str] = set()
     for name, module in model.named_modules():
-        if name not in known and any(p.requires_grad for p in module.parameters()):
+        # `torch.compile`'s wrapper is no module of its own: calls of the one in it are recorded.
+        if name in known or is_compiled_wrapper(module):
+            continue
+        if any(p.requires_grad for p in module.parameters()):
             module.register_forward_pre_hook(Newcomer(name, called))
     return called
 

@@ -14,7 +14,7 @@ from autoac.measure import Taken, measuring
 from autoac.parallel.one_plan import kept_bytes
 from autoac.plans import Plan
 from autoac.progress import LOGGER
-from autoac.step.model import device_of
+from autoac.step.model import device_of, has_gradients
 from autoac.torch_private import is_profiled
 from autoac_solver.records.profile import Profile
 
@@ -30,10 +30,20 @@ class StepPeak:
         wanted: whether anything is to be measured.
         skipped: steps that are not measured before.
         again: measure later steps, too: the second, the fourth and so on.
+        gradients: measure only steps that begin with gradients, which the memory before the step has. The first step
+            of a resumed run may have none.
     """
 
-    def __init__(self, model: torch.nn.Module, wanted: bool, skipped: int = 0, again: bool = False):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        wanted: bool,
+        skipped: int = 0,
+        again: bool = False,
+        gradients: bool = False,
+    ):
         self._model = model
+        self._gradients = gradients
         self._is_wanted = wanted
         self._skipped = skipped
         self._between = 0 if wanted and again else None  # steps between the last measured one and the next
@@ -45,6 +55,8 @@ class StepPeak:
 
     def begin(self) -> None:
         """Start measuring, if that was not done before and is possible."""
+        if self._gradients and not has_gradients(self._model):
+            return
         if self._skipped:
             self._skipped -= 1
             return
@@ -107,7 +119,8 @@ class Measured:
         self.peak_bytes = self.plan = self.exceeded = None
         # In the first step the compiler may run.
         skipped, again = (1, False) if is_compiled else (0, sized_by_values(plan))
-        self.step = StepPeak(self._model, self._wanted.measure, skipped, again)
+        gradients = any(s.kind == "Gradient" and s.alloc <= 0 for s in plan.record.profile.storage_table)
+        self.step = StepPeak(self._model, self._wanted.measure, skipped, again, gradients)
 
     def no_more(self) -> None:
         """Measure no step from here on."""

@@ -67,7 +67,7 @@ def _copied_at_once(profile: Profile, table: Iterable[Storage]) -> list[Storage]
         for storage in (*op.creates, *op.writes, *op.reads):
             last[storage] = index
     for storage, record in enumerate(table):
-        if record.kind == "Gradient" and record.alloc != NEVER and storage in last:
+        if record.kind == "Gradient" and record.alloc > 0 and storage in last:
             after = min(profile.tape[last[storage]].tick + 1, record.free)
             table[storage] = replace(record, free=after)
     return table

@@ -214,6 +214,7 @@ class LiveStep:
         tape.storages.note_others(here([*fixed, *others]))
         for tensor in fixed:
             tape.storages.index_of(tensor)
+        self.gradients = {tape.storages.index_of(gradient) for gradient in gradients}
         with contextlib.ExitStack() as stack:
             stack.callback(tape.restore)
             # What the loop runs before it ends the step may save tensors here for a backward after it.
@@ -265,8 +266,10 @@ class LiveStep:
         tables["tape"] = tape_tables.timed(self.tape.ops, times, self.workspaces)
         # Storages from before the step that the loop frees in it, such as gradients cleared after forward.
         tables["storage_table"] = tuple(
-            replace(storage, alloc=0) if storage.alloc == NEVER and storage.free < tables["end"] else storage
-            for storage in tables["storage_table"]
+            replace(storage, alloc=0, kind="Gradient" if index in self.gradients else storage.kind)
+            if storage.alloc == NEVER and storage.free < tables["end"]
+            else storage
+            for index, storage in enumerate(tables["storage_table"])
         )
         recorder.check_recorded(tables, is_whole=True)
         checkpointed = notes_if_checkpointed(self.model)

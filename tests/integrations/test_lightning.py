@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,6 +157,24 @@ def test_trains_as_without_within_the_budget(setting: str):
     }
     assert logger.plans == [told]
     assert "forward" not in task.__dict__
+
+
+def test_a_run_that_resumes_measures_a_step_that_begins_as_the_recorded_one(tmp_path: Path):
+    """Lightning clears gradients within the step, after forward. The first step of a run has none to begin with."""
+    callback = AutoACCallback(ENOUGH)
+    trained("fp32", callback)
+    assert callback.plan is not None
+    full, least = callback.plan.record.unplanned_peak_bytes, callback.plan.resident_bytes
+    budget = int(least + 0.85 * (full - least))
+    for _ in range(2):  # the second takes the plan up
+        callback = AutoACCallback(budget, path=tmp_path / "plan.json")
+        trained("fp32", callback)
+        plan = callback.plan
+        assert plan is not None
+        table = plan.record.profile.storage_table
+        cleared = sum(storage.bytes for storage in table if storage.kind == "Gradient" and storage.alloc == 0)
+        assert cleared == sum(storage.bytes for storage in table if storage.kind == "Parameter")
+        assert callback.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
 
 
 class Called(Task):

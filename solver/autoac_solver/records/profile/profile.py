@@ -240,9 +240,9 @@ class Profile(Shown):
                 return None
             offsets[name] = tuple(sum(start < root.start for start in starts) for root in roots)
         gradients = (storage.alloc for storage in self.storage_table if storage.kind == "Gradient")
-        no_real = (
-            {NEVER, roots[0].start} if self.any_order else {NEVER}
-        )  # there from the first call on, in any order
+        no_real = {NEVER, 0}  # those that the step begins with
+        if self.any_order:  # there from the first call on
+            no_real.add(roots[0].start)
         first = min((alloc for alloc in gradients if alloc not in no_real), default=self.end)
         return offsets, sum(root.start < first for root in roots)
 

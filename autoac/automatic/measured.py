@@ -14,7 +14,7 @@ from autoac.measure import Taken, measuring
 from autoac.parallel.one_plan import kept_bytes
 from autoac.plans import Plan
 from autoac.progress import LOGGER
-from autoac.step.model import device_of, has_gradients
+from autoac.step.model import device_of, gradient_of
 from autoac.torch_private import is_profiled
 from autoac_solver.records.profile import Profile
 
@@ -55,7 +55,8 @@ class StepPeak:
 
     def begin(self) -> None:
         """Start measuring, if that was not done before and is possible."""
-        if self._gradients and not has_gradients(self._model):
+        # Also of parameters that are frozen for now.
+        if self._gradients and all(gradient_of(p) is None for p in self._model.parameters()):
             return
         if self._skipped:
             self._skipped -= 1

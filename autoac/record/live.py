@@ -273,33 +273,33 @@ class LiveStep:
         )
         recorder.check_recorded(tables, is_whole=True)
         checkpointed = notes_if_checkpointed(self.model)
-        return with_parts(
-            Profile(
-                model=own_name(self.model),
-                model_fingerprint=self.fingerprint,
-                device=str(self.device),
-                device_bytes=device_bytes(self.device),
-                torch_version=torch.__version__,
-                costs=engine_costs(self.device, recorder.bytes_per_op(tables["tape"])),
-                measured_step_s=elapsed,
-                notes=(
-                    "recorded while the model was trained: a step of your own loop, up to the optimizer's",
-                    *([_PROFILED] if self.profiled else []),
-                    *([ONE_DRAW] if self.tape.single.count else []),
-                    *checkpointed,
-                    *notes_if_compiled(self.model, self.tape),
-                    *notes_if_uncounted(self.tape),
-                    *notes_if_calls_differ(self.tape),
-                    *notes_if_sized_by_values(self.tape),
-                    *notes_if_drawn_on_host(self.tape),
-                    *unfit,
-                    *note_if_unsteady(times.values(), self.device, self.disturbance),
-                    *note_on_device(self.device),
-                ),
-                facts=(OWN_LOOP, *recorder.facts_of(self.tape, checkpointed)),
-                **tables,
-            )
+        profile = Profile(
+            model=own_name(self.model),
+            model_fingerprint=self.fingerprint,
+            device=str(self.device),
+            device_bytes=device_bytes(self.device),
+            torch_version=torch.__version__,
+            costs=engine_costs(self.device, recorder.bytes_per_op(tables["tape"])),
+            measured_step_s=elapsed,
+            notes=(
+                "recorded while the model was trained: a step of your own loop, up to the optimizer's",
+                *([_PROFILED] if self.profiled else []),
+                *([ONE_DRAW] if self.tape.single.count else []),
+                *checkpointed,
+                *notes_if_compiled(self.model, self.tape),
+                *notes_if_uncounted(self.tape),
+                *notes_if_calls_differ(self.tape),
+                *notes_if_sized_by_values(self.tape),
+                *notes_if_drawn_on_host(self.tape),
+                *unfit,
+                *note_if_unsteady(times.values(), self.device, self.disturbance),
+                *note_on_device(self.device),
+            ),
+            facts=(OWN_LOOP, *recorder.facts_of(self.tape, checkpointed)),
+            **tables,
         )
+        # Where it draws single random numbers, others may skip layers, which shifts the cuts between parts.
+        return profile if self.tape.single.count else with_parts(profile)
 
     @property
     def workspaces(self) -> dict[Signature, int]:

@@ -391,10 +391,12 @@ def test_real_models_are_within_budget_in_every_step(build: Callable[[], tuple[n
     model.train()
     profile = autoac.profile(model, sample)
     assert varies(profile) == (build is not pictures)
-    plan = autoac.solve(profile, tight(profile))
-    steps = 3 if build is pictures else 10
-    peaks = trains_exactly_within(plan, model, lambda: model(**sample).loss.backward(), steps)
-    assert max(peaks) <= plan.budget_bytes
-    assert any(region.wrapped for region in plan.regions)
-    if build is not pictures:
-        assert min(peaks) < 0.9 * max(peaks)
+    assert not (varies(profile) and profile.parts)
+    for budget in (tight(profile), profile.least_peak_bytes):
+        plan = autoac.solve(profile, budget)
+        steps = 3 if build is pictures else 10
+        peaks = trains_exactly_within(plan, model, lambda: model(**sample).loss.backward(), steps)
+        assert max(peaks) <= plan.budget_bytes
+        assert any(region.wrapped for region in plan.regions)
+        if build is not pictures:
+            assert min(peaks) < 0.95 * max(peaks)

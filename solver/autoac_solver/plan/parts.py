@@ -15,6 +15,8 @@ NOTE [ Parts ]
      within one call are either all parts or all module calls.
   5. A call with parts is recorded as a whole. So it must not run a backward, nor a cross entropy, which runs in place
      or over chunks of rows outside of all regions (`build.losses`). The outermost calls that may have parts have them.
+  6. A step that is known to vary has no parts: if a layer is skipped, the ops after it stand in other places, and a cut
+     between them is not found.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from itertools import accumulate
 from autoac_solver.build.losses.cross_entropy import LOG_SOFTMAX
 from autoac_solver.plan.following import planned_places
 from autoac_solver.records.names import PART
-from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, Op, Part, Profile
+from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, VARYING, Op, Part, Profile
 
 LEAST_SHARE = 1 / 64
 """A part with at most this share of all saved bytes is not cut any more."""
@@ -37,9 +39,9 @@ _LEAST_SIDE = 0.25
 
 
 def with_parts(profile: Profile) -> Profile:
-    """The profile with the parts of its calls, in place of those it had."""
-    if any(PART in call.fqn for call in profile.calls):
-        return replace(profile, parts=())  # A part's name could be a module's.
+    """The profile with the parts of its calls, in place of those it had; see NOTE [ Parts ]."""
+    if VARYING in profile.facts or any(PART in call.fqn for call in profile.calls):
+        return replace(profile, parts=())  # In the second case, a part's name could be a module's.
     cuts, parts, inside = _Cuts(profile), list[Part](), set[int]()  # inside: of a call with parts
     for index, call in enumerate(profile.calls):
         found = [] if call.parent in inside else cuts.of(index)

@@ -13,6 +13,7 @@ import torch
 from autoac.device import device_for
 from autoac.execute.chains import Chains
 from autoac.execute.engines import ENGINES
+from autoac.step.autocast import autocast_off
 from autoac_solver.records.devices import DeviceTable
 from autoac_solver.records.profile import EngineCosts
 
@@ -48,7 +49,9 @@ def engine_costs(device: torch.device, bytes_between: int = 0) -> EngineCosts:
 @functools.cache
 def _costs_of(engine: str, device: torch.device, bytes_between: int) -> Any:
     """Costs measured once per process, of the type that the engine's model defines."""
-    return ENGINES[engine].measure(Chains(device, bytes_between))
+    # In a loop within one autocast, a chain of engine sac would clear the cached casts, which the loop goes on with.
+    with autocast_off():
+        return ENGINES[engine].measure(Chains(device, bytes_between))
 
 
 @functools.cache

@@ -43,10 +43,17 @@ def forward_autocast() -> Iterator[contextlib.AbstractContextManager[None]]:
 
 
 @contextlib.contextmanager
-def _off() -> Iterator[None]:
+def autocast_off() -> Iterator[None]:
+    """Context without autocast. The casts that an outer autocast has cached stay."""
     with contextlib.ExitStack() as stack:
         for kind, dtype in autocasts():
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def _off() -> Iterator[None]:
+    with autocast_off():
         token = _AS_PLANNED.set(True)
         try:
             yield

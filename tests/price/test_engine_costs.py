@@ -77,3 +77,14 @@ def test_recording_has_a_factor_of_its_own(monkeypatch: pytest.MonkeyPatch):
     assert far["replay"]["record"] == pytest.approx(2 * near["replay"]["record"]) == pytest.approx(2e-3)
     assert far["replay"]["op"] == pytest.approx(3 * near["replay"]["op"]) == pytest.approx(1.5e-4)
     assert far["sac"]["call"] == pytest.approx(3 * near["sac"]["call"])
+
+
+def test_measuring_within_autocast_leaves_its_casts(monkeypatch: pytest.MonkeyPatch):
+    """A loop within one autocast goes on with them. Chains of engine sac clear them where they have autocast."""
+    cleared = []
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(1))
+    costs._costs_of.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = engine_costs(torch.device("cpu"))
+        assert not cleared
+    assert found.keys() >= {"replay", "sac"}

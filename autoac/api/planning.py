@@ -36,7 +36,7 @@ from autoac.progress import Progress, part, progress_shown
 from autoac.step.inputs import elements_of
 from autoac.step.model import device_of, unwrapped
 from autoac.step.modules import RegionChoice
-from autoac.step.samples import Samples, alike_in, batches_of
+from autoac.step.samples import Samples, alike_in, batches_of, of_loader
 from autoac.step.step import Loss, TrainingStep
 from autoac_solver.plan.planning import limits
 from autoac_solver.plan.reserved import check_budget_of
@@ -78,8 +78,9 @@ def plan(
         model: the model as it will be trained (mode, dtype, device).
         sample: a tensor, a tuple (positional arguments), a mapping (keyword arguments), or a callable without
             arguments that runs one whole step (forward, loss, backward); it is run twice, and its changes to anything
-            but tensors (a learning-rate schedule) persist. Or `Samples`, several batches of different shapes: the plan
-            is for the one with the highest peak, and `Plan.samples` shows the others.
+            but tensors (a learning-rate schedule) persist. Or `Samples`, several batches of different shapes (a pair
+            of a DataLoader and a number is `Samples`): the plan is for the one with the highest peak, and
+            `Plan.samples` shows the others.
         budget: limit for the peak of the whole step on the device: bytes, "20GB" (10^9), "20GiB" (2^30), or "80%" of
             the device's memory.
         max_overhead: instead of a budget: plan for the least memory with which a step takes at most this much longer,
@@ -120,7 +121,7 @@ def plan(
         ParallelError: an error of one of the ranks that plan together, raised on all of them.
         ValueError: an argument is invalid; raised before any work.
     """
-    policies = listed(policies)
+    policies, sample = listed(policies), of_loader(sample)
     there = found_on(model)
     check_parallel(parallel, is_sharded=isinstance(there, Sharded))
     if parallel is not None and there.is_here:

@@ -31,7 +31,7 @@ from autoac.record.recorder import recorded_step
 from autoac.step.autocast import OFF_IN_BACKWARD
 from autoac.step.model import check_model, device_of, free_bytes, runs_compiled, unwrapped
 from autoac.step.modules import RegionChoice, select_modules
-from autoac.step.samples import Samples
+from autoac.step.samples import Samples, of_loader
 from autoac.step.step import Loss, TrainingStep
 from autoac.step.trial import OptimizerStates
 from autoac.step.units import here, holds_shards
@@ -84,6 +84,7 @@ def profile(
         ProfilingError: the step could not be recorded.
         ProfileError: there is no such device.
     """
+    sample = of_loader(sample)
     if isinstance(sample, Samples):
         with progress_shown("profiling", progress) as tell:
             found = profile_each(

@@ -20,7 +20,8 @@ class Samples:
     its step has shapes that depend on values (routed experts): then all are. All are held in memory.
 
     Args:
-        batches: samples as `autoac.plan` takes them one by one: a list, or a DataLoader.
+        batches: samples as `autoac.plan` takes them one by one: a list, or a DataLoader. A batch that is a list, as
+            torch's default collate function makes them, is a tuple of positional arguments.
         count: how many to take; None takes all.
 
     Raises:
@@ -39,6 +40,7 @@ class Samples:
             )
         by_shape: dict[str, list[Any]] = {}
         for batch in itertools.islice(batches, count):
+            batch = tuple(batch) if type(batch) is list else batch
             if is_whole_step(batch):
                 raise ValueError(
                     "Samples takes the model's inputs; a callable runs a whole step of its own: plan for one of them."
@@ -55,6 +57,18 @@ class Samples:
 
     def __repr__(self) -> str:
         return f"Samples({'; '.join(map(shapes_of, self.batches))})"
+
+
+def of_loader(sample: Any) -> Any:
+    """A pair of a DataLoader and a number as `Samples`; any other sample as it is.
+
+    Raises:
+        ValueError: as `Samples`.
+    """
+    is_pair = isinstance(sample, tuple) and len(sample) == 2
+    if is_pair and isinstance(sample[0], torch.utils.data.DataLoader):
+        return Samples(*sample)
+    return sample
 
 
 def batches_of(sample: Any) -> list[Any]:

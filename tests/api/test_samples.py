@@ -164,6 +164,28 @@ def test_what_samples_refuse(given: tuple[Any, Any], words: str):
         Samples(*given)
 
 
+def test_a_loader_of_lists_and_a_number():
+    """As torch's default collate function makes batches; the model takes both tensors of a batch."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = Blocks()
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return self.blocks(x) * scale
+
+    data = torch.utils.data.TensorDataset(torch.randn(12, WIDTH), torch.ones(12, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=8)  # the second batch is smaller
+    expected = autoac.profile(Scaled(), autoac.Samples(loader, 2), loss=torch.sum)
+    assert expected.sample == f"float32[8,{WIDTH}], float32[8,1]"
+    plan = autoac.plan(Scaled(), (loader, 2), "1GB", loss=torch.sum)
+    assert plan.record.profile.sample == expected.sample
+    assert len(plan.samples) == 2
+    with pytest.raises(ValueError, match="takes 0 batches"):
+        autoac.plan(Scaled(), (loader, 0), "1GB", loss=torch.sum)
+
+
 def test_where_several_batches_are_none():
     model = make(blocks=1)
     with pytest.raises(autoac.ProfilingError, match="sample is a Samples"):

@@ -18,7 +18,7 @@ from autoac_solver.plan.recorded.programs import CallProgram, call_programs
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import PlanRecord
-from autoac_solver.records.profile import VARYING
+from autoac_solver.records.profile import IN_EVAL, VARYING
 
 _NUMBER = re.compile(r"\d+")
 
@@ -117,7 +117,8 @@ class PlanPrograms:
     def following(self) -> Following:
         """Collects ops that the profiled step did not run, from all programs."""
         profile = self._record.profile
-        return Following(profile.sample, VARYING in profile.facts, self._peaks_if)
+        facts = profile.facts
+        return Following(profile.sample, VARYING in facts, self._peaks_if, in_eval=IN_EVAL in facts)
 
     def _peaks_if(self, regions: Collection[str]) -> tuple[int, int]:
         """The peak if these regions recompute nothing, and the planned peak; zeros if it cannot be predicted."""

@@ -100,6 +100,7 @@ class Following:
         sample: the planned inputs, as in `Profile.sample`.
         varies: whether the profiled step is known to vary.
         peaks: maps region names to the peak if these regions recompute nothing, and the planned peak.
+        in_eval: the model was in eval mode in the profiled step.
     """
 
     def __init__(
@@ -107,8 +108,11 @@ class Following:
         sample: str = "",
         varies: bool = False,
         peaks: Callable[[Collection[str]], tuple[int, int]] | None = None,
+        in_eval: bool = False,
     ):
         self.sample = sample
+        self.in_eval = in_eval
+        self.in_other_mode = False  # of train and eval, in the last call of the root
         self.varies = varies
         self.peaks = peaks
         self.waits = False  # for the end of the root's call
@@ -122,7 +126,7 @@ class Following:
         return self  # shared, as the programs that refer to it are
 
     def __reduce__(self) -> Any:
-        return Following, (self.sample, self.varies)
+        return Following, (self.sample, self.varies, None, self.in_eval)
 
     def start_anew(self, waits: bool) -> None:
         """Reset, when the plan is put on a model."""
@@ -140,9 +144,10 @@ class Following:
         if not self.waits:
             self.tell()
 
-    def root_is_over(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def root_is_over(self, args: Any, kwargs: Mapping[str, Any], training: bool) -> None:
         """Warn of deviations after a call of the root."""
         if self.deviations and not self.told:
+            self.in_other_mode = training == self.in_eval
             self.called_with = described(args, kwargs) or under_autocast()
             self.tell()
 
@@ -175,6 +180,9 @@ class Following:
                 f"the model is called{autocast_in(self.called_with) or ' without autocast'}, and the plan was made"
                 f"{autocast_in(self.sample) or ' without autocast'}: call autoac.plan under the autocast of the loop"
             )
+        if self.in_other_mode:
+            now, then = ("train", "eval") if self.in_eval else ("eval", "train")
+            return f"the model is in {now} mode, and the plan was made in {then} mode: call model.{then}()"
         if _of(unknown, _DROPOUT) and not _of(first.expected, _DROPOUT):
             return "dropout runs that did not: the plan was made in eval mode, or for a rate of 0"
         if _of(first.expected, _DROPOUT):
@@ -208,7 +216,7 @@ class TellWhenOver:
     ) -> None:
         """Warn of deviations."""
         if not torch.compiler.is_compiling():
-            self.following.root_is_over(args, kwargs)
+            self.following.root_is_over(args, kwargs, module.training)
 
 
 def watch_following(model: torch.nn.Module, following: Following) -> None:

@@ -152,13 +152,21 @@ def test_causes():
     plan = plan_for(model)
     with plan.applied(model.train()), heard() as words:
         step(model)
-    assert "the plan was made in eval mode" in words[0]
+    assert "the model is in train mode, and the plan was made in eval mode: call model.eval()" in words[0]
 
     model = make(dropout=0.2, blocks=3).train()
     plan = plan_for(model)
     with plan.applied(model), heard() as words:
         step(model.eval())
     assert not words  # fewer ops, and none that is not known
+
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.1, batch_first=True)
+    )
+    plan = plan_for(model.train())
+    with plan.applied(model), heard() as words:
+        step(model.eval())  # other attention, which comes of that
+    assert "the model is in eval mode, and the plan was made in train mode: call model.train()" in words[0]
 
     model = make(dropout=0.0, blocks=3).train()
     plan = plan_for(model)

@@ -37,6 +37,7 @@ from autoac.record.notes import (
     notes_if_drawn_on_host,
     notes_if_sized_by_values,
     notes_if_uncounted,
+    notes_if_under_hooks,
 )
 from autoac.record.tape import tables as tape_tables
 from autoac.record.tape.before import BeforeStep
@@ -288,6 +289,7 @@ class LiveStep:
                 *checkpointed,
                 *notes_if_compiled(self.model, self.tape),
                 *notes_if_uncounted(self.tape),
+                *([] if checkpointed else notes_if_under_hooks(self.tape)),
                 *notes_if_calls_differ(self.tape),
                 *notes_if_sized_by_values(self.tape),
                 *notes_if_drawn_on_host(self.tape),

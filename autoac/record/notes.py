@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from autoac.device import device_for
+from autoac.execute.watch.newcomers import outermost
 from autoac.price.isolated_ops import OnScratch
 from autoac.price.meters import Disturbance, OpTime, unsteady
 from autoac.record.cuda.ops import CudaOps
@@ -62,6 +63,16 @@ def notes_if_checkpointed(model: torch.nn.Module) -> list[str]:
     return [
         f"the model's own checkpointing, {name}, is on: it recomputes layers as a whole, and a plan decides little "
         f"inside of them. Call {'.'.join(filter(None, ('model', part, call)))}() before planning"
+    ]
+
+
+def notes_if_under_hooks(tape: Tape) -> list[str]:
+    """A note if the model's own code runs modules under `checkpoint`, or under other saved-tensor hooks."""
+    if not (names := tape.calls.under_hooks()):
+        return []
+    return [
+        f"the model's own code runs {_some(outermost(names))} under torch.utils.checkpoint, or other saved-tensor "
+        "hooks: nothing inside of that is planned. Without it, the plan decides there, too"
     ]
 
 

@@ -26,6 +26,7 @@ from autoac.record.notes import (
     notes_if_drawn_on_host,
     notes_if_sized_by_values,
     notes_if_uncounted,
+    notes_if_under_hooks,
 )
 from autoac.record.optimizer import state_tensors
 from autoac.record.single_draws import CHANCE, HIGH, LOW, SingleDraws
@@ -199,6 +200,7 @@ def recorded_step(
                 *checkpointed,
                 *notes_if_compiled(model, tape),
                 *notes_if_uncounted(tape),
+                *([] if checkpointed else notes_if_under_hooks(tape)),
                 *notes_if_calls_differ(tape),
                 *notes_if_sized_by_values(tape),
                 *notes_if_drawn_on_host(tape),

@@ -25,7 +25,7 @@ from autoac.price.meters import OpTime
 from autoac.step.step import default_loss
 from autoac_solver.records.errors import BudgetFormatError, ProfileError, ProfilingError
 from autoac_solver.records.profile import NEVER, Profile
-from tests.small_models import BATCH, WIDTH, assert_same, batch, make, step, tight_plan
+from tests.small_models import BATCH, WIDTH, Blocks, assert_same, batch, make, step, tight_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -889,3 +889,21 @@ def test_an_op_whose_copies_do_not_fit_is_timed_as_it_runs(monkeypatch: pytest.M
     monkeypatch.setattr("autoac.price.meters.scratch_arguments", none_left)
     profile = autoac.profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8))
     assert all(op.time_s > 0 for op in profile.tape)
+
+
+class OwnCheckpoints(Blocks):
+    """Its own code recomputes the blocks."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, scale, use_reentrant=False)
+        return self.head(x)
+
+
+def test_checkpoints_in_the_models_own_code_are_named():
+    profile = autoac.profile(OwnCheckpoints(), batch(), loss=torch.sum)
+    (note,) = (note for note in profile.notes if "torch.utils.checkpoint" in note)
+    assert "runs 'blocks.0', 'blocks.1', 'blocks.2' under" in note
+    assert not any(
+        "torch.utils.checkpoint" in n for n in autoac.profile(Blocks(), batch(), loss=torch.sum).notes
+    )

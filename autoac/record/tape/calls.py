@@ -50,6 +50,7 @@ class ModuleCalls:
         self._compiled: set[int] = set()  # calls in which compiled code ran
         self._unseen: dict[int, set[str]] = {}  # call -> higher-order ops in it
         self._sized: dict[int, set[str]] = {}  # call -> ops in it whose results' shapes depend on values
+        self._hooked: set[int] = set()  # calls under saved-tensor hooks that are not the tape's
         self._uncounted: dict[int, set[str]] = {}  # call -> layouts of tensors whose memory is not counted
         self._unpacked_for = (NEVER, NEVER)  # node that unpacked last, and the call it belongs to
 
@@ -173,6 +174,14 @@ class ModuleCalls:
         call = self.rows[index]
         module = f"module {call['fqn']!r}" if call["fqn"] else "the model itself"
         return f"{module} ({call['class_name']})"
+
+    def runs_under_hooks(self) -> None:
+        """Note that the innermost call runs under saved-tensor hooks that are not the tape's."""
+        self._hooked.add(self.current)
+
+    def under_hooks(self) -> list[str]:
+        """Names of the modules that run under such hooks."""
+        return self._names(self._hooked)
 
     def with_compiled_code(self) -> list[str]:
         """Names of the modules in which code compiled by `torch.compile` ran."""

@@ -159,13 +159,11 @@ class Instrumented:
             held = held_in((args, kwargs))
             self.tape.enter(name, number, module, (args, kwargs))
             try:
-                if (
-                    module in self.lean
-                    and not self.depth
-                    and torch.is_grad_enabled()
-                    and self._hooks_are_ours()
-                ):
-                    return self._run_lean(name, original, args, kwargs)
+                if not self.depth and torch.is_grad_enabled():
+                    if not self._hooks_are_ours():
+                        self.tape.calls.runs_under_hooks()
+                    elif module in self.lean:
+                        return self._run_lean(name, original, args, kwargs)
                 return self._run(name, original, args, kwargs)
             finally:
                 self.tape.leave(held_in((args, kwargs)).entries != held.entries)

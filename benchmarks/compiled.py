@@ -172,7 +172,7 @@ def _fraction(row: Row | None) -> str:
 def _cells(model: ModelResult, row: Row | None, more: str = "") -> tuple[str, str]:
     if row is None:
         return "none", ""
-    return f"{row.peak_bytes / 1e6:.1f}{more}", f"{model.overhead(row):.1%}"
+    return f"{row.peak_bytes / 1e6:.1f}{more}", f"{100 * model.overhead(row):.1f} %"
 
 
 def _tell(name: str) -> Any:

@@ -141,7 +141,7 @@ class Placement:
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Warn if the call ran other ops than planned. For models without hooks: call it after each call."""
-        self._programs.following.root_is_over(args, kwargs)
+        self._programs.following.root_is_over(args, kwargs, model.training)
         self._unplanned.earlier(model, args, output)
 
     def share_earlier(self, other: Placement) -> None:

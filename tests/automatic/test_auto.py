@@ -40,7 +40,7 @@ def batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield x, torch.randint(0, WIDTH, (BATCH,), generator=generator)
 
 
-def bare(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+def bare(model: torch.nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     F.cross_entropy(model(x), y).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -970,7 +970,8 @@ def test_under_a_forward_that_is_put_over_ours_the_step_is_the_same(caplog: pyte
 def test_a_compiled_module_is_no_newcomer(caplog: pytest.LogCaptureFixture):
     """Its wrapper is called in each step, and what is recorded are the calls of the module in it."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.compile(make(), backend="eager"))
+    net: Any = torch.compile(make(), backend="eager")
+    model = torch.nn.Sequential(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = autoac.auto(model, ENOUGH)
     with caplog.at_level("INFO", "autoac"):

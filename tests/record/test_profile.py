@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import autoac
 from autoac.api import Mode
@@ -896,7 +897,7 @@ class OwnCheckpoints(Blocks):
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         for block in self.blocks:
-            x = torch.utils.checkpoint.checkpoint(block, x, scale, use_reentrant=False)
+            x = checkpoint(block, x, scale, use_reentrant=False)
         return self.head(x)
 
 

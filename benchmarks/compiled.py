@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,10 +153,15 @@ def table(model: ModelResult) -> str:
             *_cells(model, by_hand if by_hand is not None and by_hand.peak_bytes <= budget else None),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    wrong = [row.name for row in model.rows if not row.error and not row.gradients_equal]
+    wrong = Counter(
+        row.name.partition(", ")[0] for row in model.rows if not row.error and not row.gradients_equal
+    )
     notes = f"Two equal configurations differ by up to {model.noise * 100:.1f} points in 95 of 100 cases."
     if wrong:
-        notes += f" Other gradients than those of blocks compiled without a budget: {'; '.join(wrong)}."
+        named = "; ".join(f"{name}, at {count} budgets" for name, count in wrong.items())
+        notes += (
+            f" Other gradients than those of blocks compiled without a budget, beyond 1e-6 relative: {named}."
+        )
     failed = [
         f"{row.name}: {row.error}" for row in model.rows if row.error and not row.name.startswith(REPLAY)
     ]

@@ -1,7 +1,7 @@
 """Make this folder's pictures from what is recorded in the repository: `python docs/pictures/make.py [folder]`.
 
-The first three are of one plan, made from `profiles/gpt-8-blocks-cpu.json`; the other two are measured, from
-`benchmarks/results/compare.json`.
+The first three are of one plan, made from `profiles/gpt-8-blocks-cpu.json`; the others are measured, from
+`benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ def main() -> None:
     results = Results.load(RESULTS / "compare.json")
     picture(draw_predictions, folder / "prediction.svg", results, height=4.5)
     shutil.copyfile(RESULTS / "gpt.svg", folder / "measured.svg")
+    for model in Results.load(RESULTS / "compiled" / "compiled.json").models:
+        shutil.copyfile(RESULTS / "compiled" / f"{model.name}.svg", folder / f"compiled-{model.name}.svg")
 
 
 if __name__ == "__main__":

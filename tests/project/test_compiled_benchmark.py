@@ -1,10 +1,13 @@
 """The table of `benchmarks.compiled`; measuring takes the compiler minutes."""
 
+from pathlib import Path
 from typing import Any
 
 from autoac.compare.compiled import CHECKPOINTED, TORCHS_BUDGET
-from autoac.compare.results import ModelResult, Row
+from autoac.compare.results import ModelResult, Results, Row
 from benchmarks.compiled import OURS, REPLAY, TORCHS_WHOLE, table
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def row(name: str, peak_bytes: int, seconds: float, turn: int, **given: Any) -> Row:
@@ -43,10 +46,28 @@ def test_the_fastest_of_torchs_budgets_that_fits_stands_in_the_table():
     model = ModelResult("gpt", "GPT", "compile", [20_000_000, 40_000_000], 0, 0.0, 0.0, 1.0, rows)
     lines = table(model).splitlines()
     assert lines[2:4] == [
-        "| 20.0 | 19.9 (19.8) | 10.0% | none |  | none |  | 20.0 | 30.0% |",
-        "| 40.0 | 38.1 (38.0) | -10.0% | 38.0 (0.5, whole) | -5.0% | 40.0 | 5.0% | 20.0 | 30.0% |",
+        "| 20.0 | 19.9 (19.8) | 10.0 % | none |  | none |  | 20.0 | 30.0 % |",
+        "| 40.0 | 38.1 (38.0) | -10.0 % | 38.0 (0.5, whole) | -5.0 % | 40.0 | 5.0 % | 20.0 | 30.0 % |",
     ]
     assert lines[5] == (
         "Two equal configurations differ by up to 0.0 points in 95 of 100 cases. Other gradients than those of blocks "
-        "compiled without a budget: torch.compile, budget 0."
+        "compiled without a budget, beyond 1e-6 relative: torch.compile, at 1 budgets."
     )
+
+
+def test_the_page_shows_what_was_measured():
+    section = (ROOT / "docs" / "measured.md").read_text().split("## Compiled models")[1].split("\n## ")[0]
+    results = Results.load(ROOT / "benchmarks" / "results" / "compiled" / "compiled.json")
+    readme = (ROOT / "README.md").read_text()
+    assert results.models
+    for model in results.models:
+        assert model.title in section
+        assert table(model) in section
+        plans, by_hand = model.ours, next(row for row in model.rows if row.name == CHECKPOINTED)
+        cells = [
+            f"{100 * model.overhead(row):.1f} % at {row.peak_bytes / 1e6:.0f} MB"
+            for row in (by_hand, plans[0])
+        ]
+        assert f"| {' | '.join(cells)} |" in readme
+        assert all(not plan.is_wrong for plan in plans)
+        assert all(abs(p.peak_bytes - (p.predicted_peak_bytes or 0)) <= 0.01 * p.peak_bytes for p in plans)

@@ -102,7 +102,9 @@ class Auto(LoopPlan):
                 self._recording.began_late()
         self._running = True
         try:
-            return self._on_top.run(args, kwargs)
+            result = self._on_top.run(args, kwargs)
+            self._recording.returned = id(result)
+            return result
         except BaseException:
             self._abandon_step()
             raise

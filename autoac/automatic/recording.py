@@ -54,6 +54,7 @@ class Recording:
         ended_early: whether the last recorded step ended without an optimizer, which may step yet.
         count: number of recordings begun; reset by changes that do not mean the loop's steps vary.
         skipped: the model's calls in the recorded step before those in the profile: nothing came of them.
+        returned: `id` of the last result of the model's forward.
         is_late: the recorded step began within a call, so another one is recorded before there is a plan.
     """
 
@@ -61,7 +62,7 @@ class Recording:
         self.profile: Profile | None = None
         self.count = 0
         self.ended_early = False
-        self.skipped = 0
+        self.skipped = self.returned = 0
         self.is_late = False
         self._ends_with_optimizer = False
         self._given_up = 0  # calls of the recording that was given up last, in this step
@@ -193,7 +194,7 @@ class Recording:
         To be called within the model's call that begins the next step.
         """
         assert self.profile is not None
-        profile = with_leftovers(self.profile, self._survivors, storages_of_caller())
+        profile = with_leftovers(self.profile, self._survivors, storages_of_caller(self.returned))
         self.forget()
         return profile
 
@@ -235,13 +236,19 @@ class Recording:
         )
 
 
-def storages_of_caller() -> frozenset[int]:
-    """Keys of the storages in local variables of the code that calls the model; not those of attributes."""
+def storages_of_caller(returned: int) -> frozenset[int]:
+    """Keys of the storages in local variables of the code that calls the model; not those of attributes.
+
+    Nor those in lists, to which a loop adds the results of its steps, and drops old ones when it is done with a step.
+
+    Args:
+        returned: `id` of the model's last result, which may be a list.
+    """
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame = frame.f_back
     values = [] if frame is None else _locals_of(frame)
-    parts = [local_part(tensor) for value in values for tensor in _tensors_in(value, _MOST_NESTED)]
+    parts = [local_part(tensor) for value in values for tensor in _tensors_in(value, _MOST_NESTED, returned)]
     return frozenset(storage_key(part) for part in parts if part.layout is torch.strided)
 
 
@@ -262,10 +269,16 @@ def _locals_of(frame: types.FrameType) -> list[Any]:
     return values
 
 
-def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    """The tensors in a variable: itself, or in results such as lists, mappings and records of moderate size."""
+def _tensors_in(value: Any, depth: int, result: int) -> Iterator[torch.Tensor]:
+    """The tensors in a variable: itself, or in results such as tuples, mappings and records of moderate size.
+
+    Args:
+        result: `id` of the list to search; other lists are left out.
+    """
     if isinstance(value, torch.Tensor):
         yield value
+        return
+    if isinstance(value, list) and id(value) != result:
         return
     if isinstance(value, Mapping):
         inside = value.values()
@@ -277,6 +290,8 @@ def _tensors_in(value: Any, depth: int) -> Iterator[torch.Tensor]:
         inside = getattr(value, "__dict__", {}).values()
     else:
         return
+    # A tuple, and the result itself, are replaced with all that is in them.
+    is_whole = isinstance(value, tuple) or id(value) == result
     if depth and len(inside) <= _MOST_ITEMS:
         for item in list(inside):
-            yield from _tensors_in(item, depth - 1)
+            yield from _tensors_in(item, depth - 1, id(item) if is_whole else result)

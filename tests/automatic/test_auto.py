@@ -267,18 +267,67 @@ def test_loop_trains_as_without_and_keeps_to_its_budget(loop: str):
 
 
 def test_output_that_the_loop_still_holds_is_counted():
-    held: list[torch.Tensor] = []
+    held: dict[str, torch.Tensor] = {}
 
     def holding(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
         output = model(x)
-        held[:] = [output]
+        held["last"] = output
         F.cross_entropy(output, y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     run = Run(holding, ENOUGH)
+    assert run.plan.resident_bytes - Run(bare, ENOUGH).plan.resident_bytes == held["last"].nbytes
+    assert run.measured_peak_bytes == run.plan.predicted_peak_bytes
+
+
+def test_an_output_in_a_list_is_there_until_backward_is_over():
+    """A loop that collects outputs drops old ones when it is done with a step."""
+    held: list[torch.Tensor] = []
+
+    def collecting(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        output = model(x)
+        held.append(output.detach())
+        F.cross_entropy(output, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del held[:-1]
+
+    run = Run(collecting, ENOUGH)
     assert run.plan.resident_bytes - Run(bare, ENOUGH).plan.resident_bytes == held[0].nbytes
     assert run.measured_peak_bytes == run.plan.predicted_peak_bytes
+
+
+class Several(torch.nn.Module):
+    """Its result is a list or a tuple."""
+
+    def __init__(self, kind: Callable[[list[torch.Tensor]], Any]) -> None:
+        super().__init__()
+        self.net, self.kind = make(dropout=0.0), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.kind([self.net(x), x.sin()])
+
+
+def test_a_list_that_the_model_returns_is_replaced_by_its_next_result():
+    predicted = []
+    for kind in (list, tuple):
+        torch.manual_seed(0)
+        model = Several(kind).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = autoac.auto(model, ENOUGH, optimizer=optimizer)
+        for x, y in batches(2):
+            outputs = model(x)
+            F.cross_entropy(outputs[0], y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert handle.plan is not None
+        predicted.append(
+            [(s.alloc, s.free) for s in handle.plan.record.profile.storage_table if s.alloc == 0]
+        )
+        handle.remove()
+    assert predicted[0] == predicted[1]
+    assert len(predicted[0]) >= 2
 
 
 def test_results_that_are_replaced_after_the_whole_step_are_counted():

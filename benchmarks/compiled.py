@@ -144,10 +144,10 @@ def table(model: ModelResult) -> str:
         fits = [row for row in torchs if row.peak_bytes <= budget]
         torch_row = min(fits, key=model.overhead, default=None)
         by_hand = rows.get(CHECKPOINTED)
-        ours_row, replay = rows[f"{OURS}{number}"], rows.get(f"{REPLAY}{number}")
+        ours_row, replay = (rows.get(f"{prefix}{number}") for prefix in (OURS, REPLAY))
         cells = [
             f"{budget / 1e6:.1f}",
-            *_cells(model, ours_row, f" ({(ours_row.predicted_peak_bytes or 0) / 1e6:.1f})"),
+            *_cells(model, ours_row, f" ({_predicted(ours_row)})"),
             *_cells(model, torch_row, f" ({_fraction(torch_row)})"),
             *_cells(model, replay),
             *_cells(model, by_hand if by_hand is not None and by_hand.peak_bytes <= budget else None),
@@ -166,6 +166,10 @@ def table(model: ModelResult) -> str:
         f"{row.name}: {row.error}" for row in model.rows if row.error and not row.name.startswith(REPLAY)
     ]
     return "\n".join([*lines, "", " ".join([notes, *failed, model.about_taken_again]).rstrip()])
+
+
+def _predicted(row: Row | None) -> str:
+    return "" if row is None else f"{(row.predicted_peak_bytes or 0) / 1e6:.1f}"
 
 
 def _fraction(row: Row | None) -> str:

@@ -226,6 +226,7 @@ def plan_buckets(
         InfeasibleBudgetError: no plan fits the largest batch, which is planned for first.
         PolicyError, ProfilingError, ValueError: as for `plan`, and if a sample is a callable, or the model is compiled.
     """
+    samples = of_loader(samples)
     batches = batches_of(samples if isinstance(samples, Samples) else Samples(samples))
     check_engine_options(options.get("engine", "auto"), asked=["sizes"])
     if options.get("budget_of", "allocated") != "allocated":

@@ -134,9 +134,11 @@ class Compiling:
     def better_known(self, plan: Plan, measured_bytes: int) -> Profile | None:
         """A profile to plan from again after a step was measured; None if there is nothing to correct."""
         if failed := plan.placement.not_compiled:
-            self.best, self.is_judged = None, True
-            with contextlib.suppress(NothingCompiled):  # all run uncompiled, which their warning tells
-                return without_regions(plan.record.profile, failed)
+            self.is_judged = True
+            self._corrections += 1
+            if self._corrections <= _MOST_CORRECTIONS:
+                with contextlib.suppress(NothingCompiled):  # all run uncompiled, which their warning tells
+                    return without_regions(plan.record.profile, failed)
             return None
         self._measured += 1
         if self._calls != self._recorded:

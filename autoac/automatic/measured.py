@@ -30,8 +30,8 @@ class StepPeak:
         wanted: whether anything is to be measured.
         skipped: steps that are not measured before.
         again: measure later steps, too: the second, the fourth and so on.
-        gradients: measure only steps that begin with gradients, which the memory before the step has. The first step
-            of a resumed run may have none.
+        gradients: the memory before a step has gradients. A first step without any, as in a run that resumes, is not
+            measured.
     """
 
     def __init__(
@@ -55,8 +55,13 @@ class StepPeak:
 
     def begin(self) -> None:
         """Start measuring, if that was not done before and is possible."""
-        # Also of parameters that are frozen for now.
-        if self._gradients and all(gradient_of(p) is None for p in self._model.parameters()):
+        # Those of parameters that are frozen for now are there before the step, too.
+        if (
+            self._is_wanted
+            and self._gradients
+            and all(gradient_of(p) is None for p in self._model.parameters())
+        ):
+            self._gradients = False
             return
         if self._skipped:
             self._skipped -= 1

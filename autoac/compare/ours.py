@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autoac.calibrate.compiled.table import NothingCompiled
 from autoac.calibrate.compiled.tried import tried
 from autoac.compare.strategies import Strategy
 from autoac.plans import Plan
@@ -48,7 +49,7 @@ def _planned(
     except InfeasibleBudgetError as error:
         reason = f"{NO_PLAN_FITS}: the least possible peak is {format_bytes(error.minimum_bytes)}"
         return Strategy(name, "ours", lambda model: model, budget_bytes, error=reason)
-    except NoPlanInTimeError as error:
+    except (NoPlanInTimeError, NothingCompiled) as error:
         return Strategy(name, "ours", lambda model: model, budget_bytes, error=str(error))
     return Strategy(
         name=name,

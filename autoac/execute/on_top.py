@@ -53,7 +53,9 @@ class _Carried:
 def on_top_forward(bound: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a model that has an owner."""
     module = called_module(bound)
-    carried: _Carried = module.__dict__[_KEY]
+    carried: _Carried | None = module.__dict__.get(_KEY)
+    if carried is None:  # ours is aside
+        return type(module).forward(module, *args, **kwargs)
     if module is bound and carried.owner is not None and not torch.compiler.is_compiling():
         return carried.owner.called(args, kwargs)
     below = carried.below
@@ -133,12 +135,13 @@ class OnTop:
         If other code has put a forward over ours since (accelerate does), that is aside as well.
         """
         carried: _Carried | None = self.model.__dict__.get(_KEY)
-        if carried is not None and self._is_covered():
+        if carried is not None and "forward" in self.model.__dict__ and self._is_covered():
             above = self.model.__dict__["forward"]
             self._expose(carried)
             try:
                 yield
             finally:
+                self.take_off()  # ours, if another context within this one has put it on
                 carried.below = self.model.__dict__.get("forward")
                 self.model.__dict__.update({_KEY: carried, "forward": above})
             return

@@ -303,7 +303,8 @@ class Placement:
         """The compiler's error, by region, where it has failed for the planned inputs since the plan was put on."""
         return {
             program.region: error
-            for program in self._programs.all
+            for programs in self._programs.of_modules.values()
+            for program in programs
             for (inputs, _), error in program.not_compiled.items()
             if inputs == program.inputs or not program.inputs
         }

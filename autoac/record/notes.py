@@ -71,8 +71,9 @@ def notes_if_under_hooks(tape: Tape) -> list[str]:
     if not (names := tape.calls.under_hooks()):
         return []
     return [
-        f"the model's own code runs {_some(outermost(names))} under torch.utils.checkpoint, or other saved-tensor "
-        "hooks: nothing inside of that is planned. Without it, the plan decides there, too"
+        f"{'the step' if '' in names else 'the model'} runs {_some([''] if '' in names else outermost(names))} under "
+        "torch.utils.checkpoint, or other saved-tensor hooks, in its own code: nothing inside of that is planned. "
+        "Without it, the plan decides there, too"
     ]
 
 

@@ -23,6 +23,7 @@ from autoac.record.notes import (
     notes_if_compiled,
     notes_if_sized_by_values,
     notes_if_uncounted,
+    notes_if_under_hooks,
     notes_on_fake,
 )
 from autoac.record.recorder import (
@@ -143,6 +144,7 @@ def record_fake(
                 *notes_on_fake(results.unknown, found, len(signatures), measure, cuda_ops),
                 *runs.notes(),
                 *checkpointed,
+                *([] if checkpointed else notes_if_under_hooks(tape)),
                 *notes_if_compiled(model, tape),
                 *notes_if_uncounted(tape),
                 *notes_if_sized_by_values(tape),

@@ -1016,6 +1016,39 @@ def test_under_a_forward_that_is_put_over_ours_the_step_is_the_same(caplog: pyte
     assert "recording this step" not in caplog.text
 
 
+def test_what_is_put_aside_in_a_context_within_another_is_below_ours():
+    model = make(dropout=0.0).train()
+    handle = autoac.auto(model, ENOUGH)
+    below = model.forward
+
+    def above(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return below(x, scale)
+
+    model.forward = above
+    with handle._on_top.aside():
+        assert "forward" not in vars(model)
+        with handle._on_top.aside():
+            pass
+        assert model(torch.zeros(BATCH, WIDTH)).shape == (BATCH, WIDTH)
+        assert above(torch.zeros(BATCH, WIDTH)).shape == (BATCH, WIDTH)
+    assert model.forward is above
+    assert model(torch.zeros(BATCH, WIDTH)).shape == (BATCH, WIDTH)
+    del model.forward  # by other code
+    handle.remove()
+    assert model(torch.zeros(BATCH, WIDTH)).shape == (BATCH, WIDTH)
+
+
+def test_one_first_step_without_gradients_is_not_measured():
+    """Where later ones have none either, as with gradients that are views of DDP's buckets, the second is."""
+    model = make(dropout=0.0)
+    step = StepPeak(model, wanted=True, gradients=True)
+    step.begin()
+    assert not step.is_running
+    step.begin()
+    assert step.is_running
+    assert step.end() == 0
+
+
 def test_a_compiled_module_is_no_newcomer(caplog: pytest.LogCaptureFixture):
     """Its wrapper is called in each step, and what is recorded are the calls of the module in it."""
     torch.manual_seed(0)

@@ -902,9 +902,19 @@ class OwnCheckpoints(Blocks):
 
 
 def test_checkpoints_in_the_models_own_code_are_named():
-    profile = autoac.profile(OwnCheckpoints(), batch(), loss=torch.sum)
-    (note,) = (note for note in profile.notes if "torch.utils.checkpoint" in note)
-    assert "runs 'blocks.0', 'blocks.1', 'blocks.2' under" in note
+    for mode in ("real", "fake"):
+        profile = autoac.profile(OwnCheckpoints(), batch(), loss=torch.sum, mode=mode)
+        (note,) = (note for note in profile.notes if "torch.utils.checkpoint" in note)
+        assert "the model runs 'blocks.0', 'blocks.1', 'blocks.2' under" in note
     assert not any(
         "torch.utils.checkpoint" in n for n in autoac.profile(Blocks(), batch(), loss=torch.sum).notes
     )
+    model, x = Blocks(), batch()
+
+    def whole_step() -> None:
+        with torch.autograd.graph.save_on_cpu():
+            loss = model(x).sum()
+        loss.backward()
+
+    (note,) = (n for n in autoac.profile(model, whole_step).notes if "torch.utils.checkpoint" in n)
+    assert note.startswith("the step runs the model itself under")

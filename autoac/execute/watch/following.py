@@ -112,7 +112,7 @@ class Following:
     ):
         self.sample = sample
         self.in_eval = in_eval
-        self.in_other_mode = False  # of train and eval, in the last call of the root
+        self.in_other_mode = False  # of train and eval, in the root's call that deviates
         self.varies = varies
         self.peaks = peaks
         self.waits = False  # for the end of the root's call
@@ -131,7 +131,7 @@ class Following:
     def start_anew(self, waits: bool) -> None:
         """Reset, when the plan is put on a model."""
         self.waits, self.told, self.called_with = waits, False, ""
-        self.deviations, self.unknown = {}, set()
+        self.deviations, self.unknown, self.in_other_mode = {}, set(), False
 
     def deviates(self, region: str, expected: Any, came: Any, unknown: Any) -> None:
         """Note that a region runs an op that the plan does not know."""

@@ -141,8 +141,8 @@ def without_regions(profile: Profile, failed: Mapping[str, str]) -> Profile:
 def _with(profile: Profile, table: CompiledTable, failed: Sequence[CompiledRegion]) -> Profile:
     """The profile with this table, and notes on regions that are not compiled."""
     notes = [
-        f"{profile.module_name(region.calls[0])!r} and what is like it cannot be compiled, so engine replay runs it: "
-        f"{region.failure}"
+        f"{profile.module_name(region.calls[0])!r}{' and what is like it' if len(region.calls) > 1 else ''} cannot be "
+        f"compiled, so engine replay runs it: {region.failure}"
         for region in failed
     ]
     return replace(profile, compiled=table, notes=(*profile.notes, *notes))

@@ -22,9 +22,9 @@ from autoac.step.restore import tensors_of
 from autoac.torch_private import key_of_storage, storage_ref
 from autoac_solver.records.compiled import EAGER, CompiledPoint
 
-_TIME_S = 3.0
-"""Seconds for the rounds of all points of a region, without compilation."""
-_ROUNDS = 5, 15
+_TIME_S = 10.0
+"""Seconds for the rounds of all points of a region, without compilation, which takes longer than that."""
+_ROUNDS = 5, 30
 
 Run = Callable[..., Any]
 

@@ -17,7 +17,7 @@ from autoac.execute.on_top import OnTop
 from autoac.record.cuda.cublas import with_workspaces
 from autoac.record.live import LiveStep, with_leftovers
 from autoac.step.model import number_of_gradients, runs_compiled, unwrapped
-from autoac.torch_private import local_part, storage_key
+from autoac.torch_private import any_autocast, local_part, storage_key
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import Profile
 
@@ -36,6 +36,12 @@ _OF_NOBODY_ELSE = 3
 
 _MOST_NESTED, _MOST_ITEMS = 3, 1000
 """Limits for results that are searched for tensors."""
+
+_NOT_LEFT = (
+    "autocast is around the whole loop: torch keeps its casts of the weights until autocast is left, so every step "
+    "computes with the weights of the first one, and the updates have no effect on the loss. That is so without "
+    "autoac, too. Enter torch.autocast anew in each step."
+)
 
 _MOST_UNPLANNED = 3
 """After this many steps without a plan we warn; gradient scaling may have skipped the first ones."""
@@ -97,12 +103,34 @@ class Recording:
     def began_otherwise(self) -> bool:
         """Whether the recorded step began unlike the next one.
 
-        It was late; or more parameters have gradients than when it began, or none do and some did.
+        It was late; or more parameters have gradients than when it began, or none do and some did; or it made casts of
+        weights that are there when the next one begins.
         """
-        if self.is_late:
+        if self.is_late or self._left_casts():
             return True
         found = number_of_gradients(self._model)
         return found > self._gradients or (not found and self._gradients > 0)
+
+    def _left_casts(self) -> bool:
+        """Whether autocast was not left since the recorded step, and kept its casts of weights; warns of it.
+
+        Besides their bytes, what they change is backward: it reaches nodes of an earlier forward last, so the gradients
+        of all casts are alive together.
+        """
+        if self.profile is None or not any_autocast():
+            return False
+        table = self.profile.storage_table
+        casts = {
+            made
+            for op in self.profile.tape
+            if op.name.startswith("aten._to_copy")
+            and any(table[read].kind == "Parameter" for read in op.reads)
+            for made in op.creates
+        }
+        left = any(index in casts and ref() is not None for index, ref in self._survivors.items())
+        if left:
+            self._warn("autocast is not left", _NOT_LEFT)
+        return left
 
     def begin(
         self, args: Any, kwargs: Any, states: Iterable[torch.Tensor], ends_with_optimizer: bool

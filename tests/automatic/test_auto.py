@@ -266,6 +266,26 @@ def test_loop_trains_as_without_and_keeps_to_its_budget(loop: str):
     assert tight.measured_peak_bytes + aside == pytest.approx(tight.plan.predicted_peak_bytes, rel=1e-3)
 
 
+def test_autocast_around_the_whole_loop_is_warned_of_and_keeps_to_its_budget():
+    """Torch keeps the casts of the first step, and backward reaches their nodes last."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        without = Run(bare, None)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.warns(UserWarning, match="around the whole loop"),
+    ):
+        ample = Run(bare, ENOUGH)
+    budget = budget_of(ample.plan, 0.7)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.warns(UserWarning, match="Enter torch.autocast anew"),
+    ):
+        tight = Run(bare, budget)
+    tight.assert_trained_as(without)
+    assert any(region.wrapped for region in tight.plan.regions)
+    assert tight.measured_peak_bytes == tight.plan.predicted_peak_bytes <= budget
+
+
 def test_output_that_the_loop_still_holds_is_counted():
     held: dict[str, torch.Tensor] = {}
 

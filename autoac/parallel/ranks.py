@@ -6,8 +6,10 @@ NOTE [ All or none ]
   2. A rank in which anything is raised announces that first. Waiting ranks see it within moments, leave, and raise the
      same error. The first failure counts; failures that follow from it (a collective that nobody joins) do not.
   3. Every rank sends a heartbeat each second. A rank that sends none for `patience_s` is considered dead. A rank that
-     waits in a collective for a failed one waits no longer than `patience_s` either (gloo). One that waits for what
-     another stage of a pipeline sends waits for the process group's timeout.
+     waits in a collective for a failed one waits no longer than `patience_s` either (gloo).
+     A stage of a pipeline may wait longer for what another sends, if that one is busy. So where ranks receive from
+     each other, the thread that sends heartbeats listens to the others', and closes this rank's connections if it
+     still waits `patience_s` after a failure.
   4. Only texts go through the store, no pickles.
   5. The ranks that hold one model together have a session of their own: another stage of a pipeline has another model.
      Errors name global ranks.
@@ -26,7 +28,7 @@ from typing import Any
 
 import torch
 
-from autoac.torch_private import collectives_within, default_store, lost_a_rank
+from autoac.torch_private import close_connections, collectives_within, default_store, lost_a_rank
 from autoac_solver.records.errors import ParallelError
 
 PATIENCE_S = 20.0
@@ -46,9 +48,12 @@ class Ranks:
         what: what they do, in words.
         patience_s: see rule 3.
         members: the ranks that take part, None for all; `rank` and `size` count these. See rule 5.
+        receive: they receive from each other; see rule 3.
     """
 
-    def __init__(self, what: str, patience_s: float, members: tuple[int, ...] | None = None):
+    def __init__(
+        self, what: str, patience_s: float, members: tuple[int, ...] | None = None, receive: bool = False
+    ):
         self.what, self.patience_s = what, patience_s
         self.members = tuple(range(torch.distributed.get_world_size())) if members is None else members
         self.rank, self.size = self.members.index(torch.distributed.get_rank()), len(self.members)
@@ -56,17 +61,23 @@ class Ranks:
         self._name = f"autoac/{','.join(map(str, self.members))}/{next(_sessions[self.members])}"
         self._over = threading.Event()
         self._rounds = 0
+        self._receive = receive
 
-    def _key(self, *parts: object) -> str:
+    def key(self, *parts: object) -> str:
+        """The name of something in the store."""
         return "/".join(map(str, (self._name, *parts)))
 
     # -- signs of life -----------------------------------------------------------------------------------------
 
     def _beat(self, store: Any) -> None:
+        others = _Listener(self, store) if self._receive else None
         for count in itertools.count():
-            store.set(self._key("beat", self.rank), str(count))
+            store.set(self.key("beat", self.rank), str(count))
             if self._over.wait(_BEAT_S):
                 return
+            if others is not None and others.failed_long_ago():
+                close_connections()
+                others = None
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
@@ -89,12 +100,12 @@ class Ranks:
         """
         self._rounds += 1
         self.raise_failure()  # also if this rank comes late to a session that the others have given up
-        together = self._key(self._rounds, "all")
+        together = self.key(self._rounds, "all")
         if self.rank:
-            self._store.set(self._key(self._rounds, self.rank), json.dumps(value))
+            self._store.set(self.key(self._rounds, self.rank), json.dumps(value))
             return json.loads(self._wait(together, 0))
         # One rank collects: if each asked for each, requests would grow with the square of the ranks.
-        others = (json.loads(self._wait(self._key(self._rounds, rank), rank)) for rank in range(1, self.size))
+        others = (json.loads(self._wait(self.key(self._rounds, rank), rank)) for rank in range(1, self.size))
         values = json.loads(json.dumps([value, *others]))
         self._store.set(together, json.dumps(values))
         return values
@@ -106,11 +117,11 @@ class Ranks:
             assert text is not None
             pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
             for index, piece in enumerate(pieces):
-                self._store.set(self._key(self._rounds, "piece", index), piece)
-            self._store.set(self._key(self._rounds, "pieces"), str(len(pieces)))
+                self._store.set(self.key(self._rounds, "piece", index), piece)
+            self._store.set(self.key(self._rounds, "pieces"), str(len(pieces)))
             return text
-        count = int(self._wait(self._key(self._rounds, "pieces"), rank))
-        return "".join(self._get(self._key(self._rounds, "piece", index)) for index in range(count))
+        count = int(self._wait(self.key(self._rounds, "pieces"), rank))
+        return "".join(self._get(self.key(self._rounds, "piece", index)) for index in range(count))
 
     def _get(self, key: str) -> str:
         return self._store.get(key).decode()
@@ -120,19 +131,23 @@ class Ranks:
         heard, seen = time.monotonic(), ""
         while not self._store.check([key]):
             self.raise_failure()
-            beat = self._key("beat", rank)
+            beat = self.key("beat", rank)
             found = self._get(beat) if self._store.check([beat]) else ""
             if found != seen:
                 heard, seen = time.monotonic(), found
             if time.monotonic() - heard > self.patience_s:
-                heard_of = "has given no sign of life" if seen else "has not come to do so"
-                raise ParallelError(
-                    f"rank {self.members[rank]} {heard_of} for {self.patience_s:g} s, while the others {self.what}. "
-                    "Every rank has to call this, in the same order.",
-                    self.members[rank],
-                )
+                raise self.silent(rank, bool(seen))
             time.sleep(_LOOK_S)
         return self._get(key)
+
+    def silent(self, rank: int, was_heard: bool) -> ParallelError:
+        """The error about a rank that sends no heartbeats."""
+        heard_of = "has given no sign of life" if was_heard else "has not come to do so"
+        return ParallelError(
+            f"rank {self.members[rank]} {heard_of} for {self.patience_s:g} s, while the others {self.what}. "
+            "Every rank has to call this, in the same order.",
+            self.members[rank],
+        )
 
     # -- failures ----------------------------------------------------------------------------------------------
 
@@ -141,34 +156,70 @@ class Ranks:
         if lost_a_rank(error) and (gone := self._gone()) is not None:
             lost = self.members[gone]
             error = ParallelError(f"rank {lost} has died while the ranks {self.what}: {error!s:.300}", lost)
-        if isinstance(error, ParallelError):
-            mine = {"rank": error.rank, "words": str(error), "minimum_bytes": error.minimum_bytes}
-        else:
-            kind = type(error).__name__
-            own = self.members[self.rank]
-            mine = {
-                "rank": own,
-                "words": f"rank {own} failed while the ranks {self.what}: {kind}: {error}",
-                "minimum_bytes": getattr(error, "minimum_bytes", 0),
-            }
-        first = self._store.compare_set(self._key("failure"), "", json.dumps(mine)).decode()
-        return _failure(first)
+        if not isinstance(error, ParallelError):
+            kind, own = type(error).__name__, self.members[self.rank]
+            error = ParallelError(
+                f"rank {own} failed while the ranks {self.what}: {kind}: {error}",
+                own,
+                getattr(error, "minimum_bytes", 0),
+            )
+        return _failure(self.announce(error, self._store))
+
+    def announce(self, error: ParallelError, store: Any) -> str:
+        """Tell all ranks of a failure; returns the first one."""
+        told = {"rank": error.rank, "words": str(error), "minimum_bytes": error.minimum_bytes}
+        return store.compare_set(self.key("failure"), "", json.dumps(told)).decode()
 
     def _gone(self) -> int | None:
         """Index of a rank that has sent heartbeats and sends no more; None if there is none, or another has failed."""
-        beats = {rank: self._key("beat", rank) for rank in range(self.size)}
+        beats = {rank: self.key("beat", rank) for rank in range(self.size)}
         before = {rank: self._get(key) for rank, key in beats.items() if self._store.check([key])}
         until = time.monotonic() + _BEATS_MISSED * _BEAT_S
         while time.monotonic() < until:
-            if self._store.check([self._key("failure")]):
+            if self._store.check([self.key("failure")]):
                 return None
             time.sleep(_LOOK_S)
         return next((rank for rank, beat in before.items() if self._get(beats[rank]) == beat), None)
 
     def raise_failure(self) -> None:
         """Raise the error of a failed rank, if there is one."""
-        if self._store.check([self._key("failure")]):
-            raise _failure(self._get(self._key("failure")))
+        if self._store.check([self.key("failure")]):
+            raise _failure(self._get(self.key("failure")))
+
+
+class _Listener:
+    """Listens to the other ranks of a session, in a thread beside one that may be waiting to receive.
+
+    Args:
+        store: of this thread.
+    """
+
+    def __init__(self, ranks: Ranks, store: Any):
+        self._ranks, self._store = ranks, store
+        self._heard = {rank: (time.monotonic(), "") for rank in range(ranks.size) if rank != ranks.rank}
+        self._failed: float | None = None
+
+    def failed_long_ago(self) -> bool:
+        """Whether a rank has failed, or is silent, and this one has not left the session since."""
+        now, patience_s = time.monotonic(), self._ranks.patience_s
+        if self._failed is None and self._is_failed(now):
+            self._failed = now
+        return self._failed is not None and now - self._failed > patience_s
+
+    def _is_failed(self, now: float) -> bool:
+        ranks = self._ranks
+        if self._store.check([ranks.key("failure")]):
+            return True
+        for rank, (since, last) in self._heard.items():
+            key = ranks.key("beat", rank)
+            beat = self._store.get(key).decode() if self._store.check([key]) else ""
+            if beat != last:
+                self._heard[rank] = now, beat
+            elif now - since > ranks.patience_s:
+                ranks.announce(ranks.silent(rank, bool(last)), self._store)
+                self._failed = now - ranks.patience_s  # it was waited for already
+                return True
+        return False
 
 
 def _failure(text: str) -> ParallelError:
@@ -188,7 +239,10 @@ def _quietly(beat: Any) -> Any:
 
 @contextlib.contextmanager
 def together(
-    what: str, patience_s: float | None = None, members: tuple[int, ...] | None = None
+    what: str,
+    patience_s: float | None = None,
+    members: tuple[int, ...] | None = None,
+    receive: bool = False,
 ) -> Iterator[Ranks]:
     """Context in which all ranks do something; if one fails, all raise the same `ParallelError`.
 
@@ -196,13 +250,14 @@ def together(
         what: what they do, in words ("plan"). It goes into errors.
         patience_s: None for `PATIENCE_S`.
         members: the ranks that take part, this one among them; None for all.
+        receive: they receive from each other, as stages of a pipeline do.
 
     Raises:
         ParallelError: a rank has failed or is silent, or the store is gone.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
     try:
-        ranks = Ranks(what, patience_s, members)
+        ranks = Ranks(what, patience_s, members, receive)
         with ranks.alive(), collectives_within(patience_s):
             try:
                 yield ranks

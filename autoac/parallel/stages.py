@@ -22,7 +22,7 @@ _joined: ContextVar[bool] = ContextVar("_joined", default=False)
 def with_all_stages(function: Callable[P, Result]) -> Callable[P, Result]:
     """Make a function of a model and a sample joint work of the ranks of a pipeline, if it runs steps of its schedule.
 
-    A stage whose rank has failed sends nothing, so the others would wait for it.
+    A stage whose rank has failed sends nothing, so the others would wait for it, for minutes.
 
     Args:
         function: what to decorate; its first arguments are `model` and `sample`. A callable sample runs a step of the
@@ -38,7 +38,9 @@ def with_all_stages(function: Callable[P, Result]) -> Callable[P, Result]:
         members = _members(model, sample)
         with contextlib.ExitStack() as stack:
             if members is not None:
-                stack.enter_context(together("plan for the stages of their pipeline", members=members))
+                stack.enter_context(
+                    together("plan for the stages of their pipeline", members=members, receive=True)
+                )
                 stack.callback(_joined.reset, _joined.set(True))
             return function(*args, **kwargs)
 

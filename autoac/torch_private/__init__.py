@@ -81,6 +81,7 @@ from autoac.torch_private.dispatch import (
 )
 from autoac.torch_private.distributed import (
     bucket_options,
+    close_connections,
     collectives_within,
     counts_backwards,
     ddp_around,
@@ -217,6 +218,7 @@ __all__ = [
     "as_group_norms_kernel",
     "backward_keeps_graph",
     "bucket_options",
+    "close_connections",
     "collectives_within",
     "counts_backwards",
     "ddp_around",

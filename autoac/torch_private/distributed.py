@@ -14,7 +14,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -266,19 +266,40 @@ def lost_a_rank(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "gloo" in str(error) and "onnection" in str(error)
 
 
+def _gloo_backends() -> list[Any]:
+    """Those of all process groups of this process; one for each.
+
+    Source: `_world` (torch/distributed/distributed_c10d.py), `ProcessGroup._get_backend`.
+    """
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    backends = [group._get_backend(device) for group in list(groups) for device in group._device_types]
+    return [one for one in dict.fromkeys(backends) if type(one).__name__ == "ProcessGroupGloo"]
+
+
+def close_connections() -> None:
+    """Close this rank's gloo connections: what waits in another thread, also for a receive, raises. So do the others.
+
+    The process groups cannot be used after this. gloo closes a connection on which it gave up waiting.
+
+    Source: `ProcessGroupGloo::recv` (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp), and "Application timeout caused
+    pair closure" in gloo/transport/tcp/unbound_buffer.cc. `abort` of that backend leaves a waiting thread as it is.
+    """
+    for backend in _gloo_backends():
+        for peer in set(range(backend.size())) - {backend.rank()}:
+            with suppress(RuntimeError):  # the timeout, or the connection is closed already
+                backend.recv([torch.empty(1)], peer, _TAG_OF_NOBODY).wait(timedelta(milliseconds=1))
+
+
+_TAG_OF_NOBODY = 0x5EA1
+
+
 @contextmanager
 def collectives_within(seconds: float) -> Iterator[None]:
     """Context in which a collective that another rank does not join fails after this time (gloo).
 
-    Source: `_world`, `_set_pg_timeout` (torch/distributed/distributed_c10d.py), `Backend.options` of the group.
+    Source: `_set_pg_timeout` (torch/distributed/distributed_c10d.py), `Backend.options` of the group.
     """
-    c10d = torch.distributed.distributed_c10d
-    before: list[tuple[Any, timedelta]] = []
-    for group in list(c10d._world.pg_map):
-        for device in group._device_types:
-            backend = group._get_backend(device)
-            if type(backend).__name__ == "ProcessGroupGloo":
-                before.append((backend, backend.options._timeout))
+    before = [(backend, backend.options._timeout) for backend in _gloo_backends()]
     try:
         for backend, _ in before:
             backend._set_default_timeout(timedelta(seconds=seconds))

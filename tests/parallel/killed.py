@@ -1,4 +1,5 @@
-"""One rank of two, in which one dies: while they plan, in a planned step, where they settle on a plan for a loop.
+"""One rank of two, in which one dies: while they plan, in a planned step, where they settle on a plan for a loop; or
+raises in a step of a pipeline.
 
 Each case is a process of its own, forked after torch was imported, for that takes longest. They run at the same time,
 for what takes longest after that is to wait for the dead.
@@ -6,6 +7,7 @@ for what takes longest after that is to wait for the dead.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import ways
 from auto_worker import is_clean
 from models import batch, make, sharded
 from torch.distributed.fsdp import fully_shard  # noqa: F401  (imported before the fork)
@@ -89,6 +92,24 @@ def before_settling_rank_0(rank: int, model: Any) -> None:
     before_settling(rank, model, dies=0)
 
 
+def in_a_stage(rank: int, model: Any) -> None:
+    """A stage raises, and its process goes on: the other one waits for the gradient of what it has sent."""
+    ranks.PATIENCE_S = 3.0
+    stage = ways.in_stages("ScheduleGPipe")(make())
+    ways.micro_batches(stage, ((batch(),), None))
+    broken = stage.part[-1].register_forward_hook(raises) if rank == 1 else None
+    try:
+        autoac.plan(stage.part, functools.partial(ways.micro_batches, stage, ((batch(),), None)), "1GB")
+    except autoac.ParallelError:
+        time.sleep(0 if broken is None else 3 * ranks.PATIENCE_S)
+        raise
+
+
+def raises(*_: object) -> None:
+    death(running).write_text(repr(time.time()))
+    raise ValueError("this stage is broken")
+
+
 def planned(model: Any) -> Any:
     policies = [autoac.Policy("MUST_RECOMPUTE", op="aten.gelu*")]
     return autoac.plan(model, batch(), "1GB", policies=policies).applied(model)
@@ -100,6 +121,7 @@ CASES: tuple[Callable[[int, Any], None], ...] = (
     in_backward,
     before_settling,
     before_settling_rank_0,
+    in_a_stage,
 )
 
 

@@ -104,7 +104,7 @@ def test_ranks_do_not_compile(told: Any):
         assert rank["plan"] == "None"
 
 
-def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path: Any):
+def test_a_rank_that_dies_or_raises_is_an_error_for_the_others(tmp_path: Any):
     first, second = run_ranks("killed.py", tmp_path, timeout_s=300)
     died_in = {
         "in_planning": (second, first, "ParallelError: rank 1 has died while the ranks plan: "),
@@ -118,3 +118,8 @@ def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path: Any):
         assert survivor[case]["error"].startswith(words), survivor
         assert survivor[case]["clean"]
         assert 0 <= survivor[case]["seconds"] < 30  # after the death
+    # It waits in gloo's receive, which has no time limit of its own.
+    for rank in (first, second):
+        words = "ParallelError: rank 1 failed while the ranks plan for the stages of their pipeline: "
+        assert rank["in_a_stage"]["error"].startswith(words), rank
+    assert first["in_a_stage"]["seconds"] < 30

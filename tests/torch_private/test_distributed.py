@@ -120,6 +120,12 @@ def test_collectives_have_a_time_of_their_own_for_a_while(alone: None):
     assert backend.options._timeout == before
 
 
+def test_connections_are_closed_without_other_ranks(alone: None):
+    """tests/parallel/killed.py closes real ones, on which a rank waits."""
+    torch_private.close_connections()
+    dist.barrier()
+
+
 def test_the_end_of_another_ranks_process_is_told_from_other_errors():
     """As gloo says it; tests/parallel/killed.py has real ones."""
     gone = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"

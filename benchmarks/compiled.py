@@ -21,7 +21,7 @@ import typer
 
 import autoac
 from autoac.compare import ours, quiet
-from autoac.compare.compiled import CHECKPOINTED, TORCHS_BUDGET, by_torch
+from autoac.compare.compiled import ALL, CHECKPOINTED, TORCHS_BUDGET, by_torch
 from autoac.compare.measure import Bench, from_zero_grad
 from autoac.compare.picture import draw
 from autoac.compare.results import ModelResult, Results, Row
@@ -83,7 +83,7 @@ def measure(
                 f"{TORCHS_WHOLE}{fraction:g}",
                 "other",
                 functools.partial(compile_whole, fraction),
-                compiled=True,
+                compiled=ALL,
             )
             for fraction in fractions
         ]

@@ -16,12 +16,15 @@ from autoac.execute.compiled.code import compiled
 from autoac.plans import Plan
 from autoac.step.inputs import described
 from autoac_solver.plan.recorded.programs import region_calls
-from autoac_solver.records.compiled import EAGER, TORCHS
+from autoac_solver.records.compiled import TORCHS
 from autoac_solver.records.engines import COMPILE
 from autoac_solver.records.profile import Profile
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Values of `torch._functorch.config.activation_memory_budget`; 1 is the default of `torch.compile`."""
+
+ALL = "all blocks"
+"""Of strategies that compile each block that can be compiled."""
 
 TORCHS_BUDGET = "torch.compile, budget "
 CHECKPOINTED = "torch.compile, each block checkpointed"
@@ -34,21 +37,29 @@ def by_torch(profile: Profile, fractions: Sequence[float] = FRACTIONS) -> list[S
         fractions: 1 is the first, because gradients of compiled code are compared with those of the first strategy.
     """
     plan = autoac.solve(profile, 10**15, engine=COMPILE)
-    names = list(dict.fromkeys(region.fqn for region in plan.regions if region.point != EAGER))
+    table = profile.compiled
+    assert table is not None
+    calls = [profile.calls[call] for region in table.regions if region.points for call in region.calls]
+    names = list(dict.fromkeys(call.fqn for call in calls))
     found = [
-        Strategy(f"{TORCHS_BUDGET}{fraction:g}", "other", at_fraction(plan, fraction).apply, compiled=True)
+        Strategy(f"{TORCHS_BUDGET}{fraction:g}", "other", at_fraction(plan, fraction).apply, compiled=ALL)
         for fraction in fractions
     ]
     install = functools.partial(checkpoint_compiled, names)
-    return [*found, Strategy(CHECKPOINTED, "other", install, compiled=True)]
+    return [*found, Strategy(CHECKPOINTED, "other", install, compiled=ALL)]
 
 
-def at_fraction(plan: Plan, fraction: float) -> Plan:
-    """A plan of engine compile with all regions compiled at torch's own budget; it has no valid predictions."""
+def at_fraction(plan: Plan, fraction: float, slower: bool = True) -> Plan:
+    """A plan with all regions that can be compiled compiled at torch's own budget; it has no valid predictions.
+
+    Args:
+        slower: also those that plans leave uncompiled, because that is faster.
+    """
     point = f"torch:{fraction:g}"
     table = plan.record.profile.compiled
     assert table is not None
-    failed = {call for region in table.regions if region.failure for call in region.calls}
+    left = (region for region in table.regions if not region.points or (region.failure and not slower))
+    failed = {call for region in left for call in region.calls}
     calls = zip(plan.record.regions, region_calls(plan.record), strict=True)
     regions = (
         region if call in failed else dataclasses.replace(region, wrapped=True, point=point)

@@ -126,7 +126,7 @@ class Bench:
         self.step = workload.step()
         self.installed: dict[str, Installed] = {}
         self.reference: _Outcome | None = None
-        self.compiled: _Outcome | None = None
+        self.compiled: dict[str, _Outcome] = {}
         self.order = random.Random(SEED)
         self.turns = 0
         self.taken_again = 0
@@ -140,7 +140,7 @@ class Bench:
     def examine(self, strategy: Strategy) -> Configuration:
         """Peak and gradients of a strategy; gradients are compared with those of the first strategy that ran.
 
-        Those of compiled strategies are compared with those of the first compiled one. Model, gradients, random
+        Those of compiled strategies are compared as `Strategy.compiled` says. Model, gradients, random
         states and the states of optimizers that step are restored, whatever happens.
         """
         if strategy.error:
@@ -167,8 +167,7 @@ class Bench:
         self.reference = self.reference or outcome
         reference, tolerance = self.reference, 0.0
         if strategy.compiled:
-            reference, tolerance = self.compiled or outcome, COMPILED_TOLERANCE
-            self.compiled = reference
+            reference, tolerance = self.compiled.setdefault(strategy.compiled, outcome), COMPILED_TOLERANCE
         self.installed[strategy.name] = installed
         return Configuration(
             strategy,

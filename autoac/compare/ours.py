@@ -6,16 +6,21 @@ from collections.abc import Mapping
 
 from autoac.calibrate.compiled.table import NothingCompiled
 from autoac.calibrate.compiled.tried import tried
+from autoac.compare.compiled import ALL, at_fraction
 from autoac.compare.strategies import Strategy
 from autoac.plans import Plan
 from autoac.step.step import TrainingStep
 from autoac_solver.plan.planning import plan_profile
+from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import Profile
 
 NO_PLAN_FITS = "no plan fits"
+WITHOUT = "the plans' blocks compiled, no budget"
+SOME = "some blocks"
+"""Of plans that leave blocks uncompiled, because that is faster; `WITHOUT` is the one to compare with."""
 
 
 def budgets_between(least_bytes: int, most_bytes: int, count: int) -> list[int]:
@@ -32,7 +37,11 @@ def planned(
         budgets: bytes, by the name of the strategy.
         step: the step on which plans of engine compile are tried, as in `autoac.plan`; None to skip that.
     """
-    return [_planned(profile, name, budget, engine, step) for name, budget in budgets.items()]
+    found = [_planned(profile, name, budget, engine, step) for name, budget in budgets.items()]
+    if any(strategy.compiled == SOME for strategy in found):
+        most = Plan(plan_profile(profile, 10**15, engine=engine))
+        found.insert(0, Strategy(WITHOUT, "other", at_fraction(most, 1.0, slower=False).apply, compiled=SOME))
+    return found
 
 
 def _planned(
@@ -58,5 +67,15 @@ def _planned(
         budget_bytes=budget_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes,
         predicted_overhead=plan.predicted_overhead,
-        compiled=compiles(engine),
+        compiled=_compiled(plan),
     )
+
+
+def _compiled(plan: Plan) -> str:
+    """Which blocks the plan compiles, as `Strategy.compiled`."""
+    points = {region.point for region in plan.regions}
+    if points <= {EAGER}:
+        return ""
+    table = plan.record.profile.compiled
+    assert table is not None
+    return SOME if any(region.points and region.failure for region in table.regions) else ALL

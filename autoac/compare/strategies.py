@@ -44,8 +44,8 @@ class Strategy:
         budget_bytes: its budget, 0 if it takes none.
         predicted_peak_bytes, predicted_overhead: its planner's predictions, None if there are none.
         error: why it could not be made, "" if it could.
-        compiled: whether it runs code of `torch.compile`, whose gradients are compared with those of the first such
-            strategy, within the tolerance of `Plan.verify`.
+        compiled: which modules `torch.compile` has compiled, "" for none. Gradients are compared with those of the
+            first strategy for which it is the same, within the tolerance of `Plan.verify`.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Strategy:
     predicted_peak_bytes: int | None = None
     predicted_overhead: float | None = None
     error: str = ""
-    compiled: bool = False
+    compiled: str = ""
 
 
 AGAIN = "none again"

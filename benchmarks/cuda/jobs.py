@@ -15,6 +15,7 @@ import torch
 import autoac
 from autoac.calibrate.device_table import calibrate
 from autoac.compare import torch_milp
+from autoac.compare.compiled import ALL
 from autoac.compare.ours import budgets_between
 from autoac.compare.selfcheck import selfcheck
 from autoac.compare.strategies import Strategy, by_hand, policies_for
@@ -193,7 +194,7 @@ def ours_compiled(make: Callable[[], Training], number: int) -> dict[str, Any]:
     most = solve(2**60).predicted_peak_bytes
     budget = budgets_between(least, most, training.size.compiled_budgets)[number]
     plan = solve(budget)
-    strategy = Strategy(f"ours compiled {number}", "ours", plan.apply, budget, compiled=True)
+    strategy = Strategy(f"ours compiled {number}", "ours", plan.apply, budget, compiled=ALL)
     return {
         "budget_bytes": budget,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
@@ -231,7 +232,7 @@ def compiled(make: Callable[[], Training], budget: float) -> dict[str, Any]:
 
     torch.compiler.reset()
     with config.patch(activation_memory_budget=budget):
-        return training.measure(Strategy(f"compiled, {budget}", "other", install, compiled=True))
+        return training.measure(Strategy(f"compiled, {budget}", "other", install, compiled=ALL))
 
 
 def sac_milp(make: Callable[[], Training]) -> dict[str, Any]:

@@ -30,25 +30,24 @@ Run = Callable[..., Any]
 
 
 def measured_points(
-    region: Captured, points: Sequence[str], device: torch.device, tell: Callable[[str], None], eager: bool
+    region: Captured, points: Sequence[str], device: torch.device, tell: Callable[[str], None]
 ) -> tuple[CompiledPoint, ...]:
-    """Compile and measure a region at some points.
+    """Compile and measure a region at some points, and measure it uncompiled.
 
     Args:
         points: names.
         tell: called with the point that is compiled next.
-        eager: also measure the uncompiled region.
 
     Returns:
-        The measured points in the same order, then `EAGER` if measured. Points that do not fit on the device are left
+        The measured points in the same order, then `EAGER`. Points that do not fit on the device are left
         out.
 
     Raises:
-        torch.OutOfMemoryError: none fits.
+        torch.OutOfMemoryError: no compiled one fits.
     """
     runs: dict[str, Run] = {}
     too_large = ""
-    for name in [*points, *([EAGER] if eager else [])]:
+    for name in [*points, EAGER]:
         tell(name)
         run = run_module if name == EAGER else compiled(type(region.module), name, region.described)
         try:
@@ -59,7 +58,7 @@ def measured_points(
             runs[name] = run
             continue
         device_for(device).release_cache()
-    if not runs:
+    if not runs.keys() - {EAGER}:
         raise torch.OutOfMemoryError(too_large)
     sizes = {name: _sizes(region, run, device) for name, run in runs.items()}
     once = {

@@ -36,10 +36,9 @@ class PointsOnDisk:
         survey: of the graph.
         inputs: the region's inputs in words.
         device: where they are measured.
-        eager: whether the uncompiled region was measured, too.
     """
 
-    def __init__(self, survey: Survey, inputs: str, device: torch.device, eager: bool) -> None:
+    def __init__(self, survey: Survey, inputs: str, device: torch.device) -> None:
         from autoac.torch_private import partitioner
 
         known = device_for(device)
@@ -47,7 +46,7 @@ class PointsOnDisk:
         code = partitioner.hash_of_files((partitioner.__file__, measured.__file__)).hex()
         settings = repr(kernel_flags()), partitioner.settings()
         parts = (
-            *(survey.graph, *survey.points, inputs, str(eager)),
+            *(survey.graph, *survey.points, inputs),
             *(str(device.type), on, torch.__version__, *settings, code),
             options_in_environment() if known.counts_memory else "",
         )

@@ -22,7 +22,7 @@ from autoac.step.uncompiled import uncompiled
 from autoac.torch_private import first_line, raised_in_compiler
 from autoac_solver.plan.partitions import blocks, named_calls, whole
 from autoac_solver.plan.planning import Progress
-from autoac_solver.records.compiled import CompiledRegion, CompiledTable
+from autoac_solver.records.compiled import EAGER, CompiledPoint, CompiledRegion, CompiledTable
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import Profile
 
@@ -32,6 +32,10 @@ GRANULARITIES = (BLOCKS, WHOLE)
 
 MOST_POINTS = 9
 """Points compiled per region. Each takes the compiler some seconds, once for all alike regions."""
+
+_SLOWER, _LEAST_S = 1.1, 5e-3
+"""A region that draws random numbers is not compiled if that takes so many times the time, of at least so many seconds.
+Compiled for CPUs, dropout takes longer than torch's own."""
 
 
 class NothingCompiled(ProfilingError):
@@ -57,7 +61,7 @@ def with_compiled_regions(
 ) -> Profile:
     """The profile with the points of its regions, each compiled and measured on the model.
 
-    The model and the sample are restored. Regions that cannot be compiled are in the table with the reason.
+    The model and the sample are restored. Regions that are not compiled are in the table with the reason.
 
     Args:
         profile: of this step.
@@ -141,7 +145,7 @@ def without_regions(profile: Profile, failed: Mapping[str, str]) -> Profile:
 def _with(profile: Profile, table: CompiledTable, failed: Sequence[CompiledRegion]) -> Profile:
     """The profile with this table, and notes on regions that are not compiled."""
     notes = [
-        f"{profile.module_name(region.calls[0])!r}{' and what is like it' if len(region.calls) > 1 else ''} cannot be "
+        f"{profile.module_name(region.calls[0])!r}{' and what is like it' if len(region.calls) > 1 else ''} is not "
         f"compiled, so engine replay runs it: {region.failure}"
         for region in failed
     ]
@@ -217,17 +221,33 @@ def _region(
     try:
         tell("what it could keep")
         survey = _survey(region, never)
-        # Uncompiled random ops draw other numbers: with an eager point, results would depend on the budget.
-        eager = not survey.draws
-        on_disk = PointsOnDisk(survey, region.described, device, eager)
+        on_disk = PointsOnDisk(survey, region.described, device)
         points = on_disk.read()
         if points is None:
-            points = measured_points(region, survey.points, device, tell, eager)
-            if len(points) == len(survey.points) + eager:  # where more is free, more may fit
+            points = measured_points(region, survey.points, device, tell)
+            if len(points) == len(survey.points) + 1:  # where more is free, more may fit
                 on_disk.write(points)
     except Exception as error:
         return CompiledRegion(calls, (), (), first_line(error))
-    return CompiledRegion(calls, survey.heavy, points, inputs=region.described)
+    failure = ""
+    if survey.draws:
+        points, failure = _for_all_budgets(points)
+    return CompiledRegion(calls, survey.heavy, points, failure, region.described)
+
+
+def _for_all_budgets(points: tuple[CompiledPoint, ...]) -> tuple[tuple[CompiledPoint, ...], str]:
+    """The points of a region that draws random numbers, and why it is not compiled, "" if it is.
+
+    Uncompiled, it draws other numbers, and results must not depend on the budget. So it is compiled at all budgets, or
+    at none.
+    """
+    eager = tuple(point for point in points if point.name == EAGER)
+    others = tuple(point for point in points if point.name != EAGER)
+    if eager and eager[0].time_s > _LEAST_S:
+        slower = min(point.time_s for point in others) / eager[0].time_s
+        if slower > _SLOWER:
+            return eager, f"its compiled code takes {slower:.2f} x the time, at any budget"
+    return others, ""
 
 
 def _survey(region: Captured, never: frozenset[str]) -> Any:

@@ -29,7 +29,7 @@ NOT_COMPILED = f"region .* {_CANNOT}"
 class CompileEngine:
     """See `Engine`. Modules that the user has compiled run eagerly, because the regions are compiled.
 
-    Regions that cannot be compiled have no point: engine replay runs them.
+    Regions that are not compiled have no point: engine replay runs them.
     """
 
     model = engine_model(COMPILE)

@@ -10,7 +10,7 @@ NOTE [ Memory of a compiled region ]
      `backward_bytes` are alive in addition. Storages that the tape allocates there and that outlive it (gradients)
      start at its end.
 
-NOTE [ Regions that cannot be compiled ]
+NOTE [ Regions that are not compiled ]
   Engine replay runs them, with decisions on their individual values. So the axis, the groups and the lifetimes are
   those of replay for a step with only these regions; compiled regions are added on top. The groups of the compiled
   regions come after those of replay and of the loss.
@@ -102,7 +102,7 @@ def build_compiled(profile: Profile, calls: Sequence[int], model: EngineModel) -
 
 
 def _draft(step: Step, compiled: Sequence[Region], failed: Sequence[int]) -> Draft:
-    """The part of the problem under engine replay: regions that cannot be compiled, and losses."""
+    """The part of the problem under engine replay: regions that are not compiled, and losses."""
     replayed, _ = choose_regions(step, failed, _REPLAY)
     losses = decided_losses(step, (*compiled, *replayed), _REPLAY)
     of_losses = ops_of(losses)

@@ -80,8 +80,8 @@ class CompiledRegion:
     Args:
         calls: their module calls.
         heavy: names of the heavy ops in their compiled forward, in order; the numbers in points' names index it.
-        points: measured points in no particular order; empty if the regions cannot be compiled.
-        failure: why they cannot be compiled, "" if they can.
+        points: measured points in no particular order. Of regions that are not compiled, `EAGER` or none.
+        failure: why they are not compiled, "" if they are.
         inputs: the tensors that they are called with, such as "float32[8,128,64]"; "" if there are none.
     """
 

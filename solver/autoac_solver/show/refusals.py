@@ -174,7 +174,7 @@ def _region(profile: Profile, step: PlannedStep, region: int) -> str:
         row = step.decisions[step.decisions["group"] == step.built.regions[region].group_of[0]].iloc[0]
         return f"is a region, {row['op']}: it keeps {format_bytes(int(row['bytes']))} for backward"
     if step.built.points:
-        return f"cannot be compiled, so engine replay runs it: it {_replayed(profile, step, region)}"
+        return f"is not compiled, so engine replay runs it: it {_replayed(profile, step, region)}"
     return _replayed(profile, step, region)
 
 

@@ -260,7 +260,7 @@ def test_a_region_that_cannot_be_compiled_is_replayed(tmp_path: Path):
         assert step_of(PlanRecord.load(tmp_path / "plan.json")).options == step_of(record).options
     assert f"not compiled    'blocks.0', which engine replay runs: {FAILED}" in explain(least)
     assert why(least, "blocks.0").startswith(
-        "blocks.0: cannot be compiled, so engine replay runs it: it is a region; "
+        "blocks.0: is not compiled, so engine replay runs it: it is a region; "
     )
     assert set(step_of(least).decisions["region"]) == {"blocks.0", "blocks.1"}
 

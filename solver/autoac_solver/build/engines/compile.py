@@ -1,7 +1,7 @@
 """Engine "compile": regions compiled by `torch.compile`, with a choice of one of several measured points for each.
 
 Such a region is one decision group, see `build.compiled`. Its ops have no groups and no positions in a window, because
-recomputation in compiled code is part of the measured backward. Regions that cannot be compiled run under engine
+recomputation in compiled code is part of the measured backward. Regions that are not compiled run under engine
 replay, in the same plan.
 """
 
@@ -72,8 +72,8 @@ class Compile:
         measured = table.of_call(region.call)
         if measured is None:
             yield "it was not compiled and measured when the profile was made"
-        elif not measured.points:
-            yield f"it cannot be compiled: {measured.failure}"
+        elif measured.failure:
+            yield f"it is not compiled: {measured.failure}"
 
     def reruns(self, step: Step, region: Region, op: int) -> bool:
         return False

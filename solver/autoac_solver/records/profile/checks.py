@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from autoac_solver.records.compiled import MOST_POINTS
+from autoac_solver.records.compiled import EAGER, MOST_POINTS
 from autoac_solver.records.disk.limits import MOST_BYTES
 from autoac_solver.records.names import PART
 from autoac_solver.records.profile.rows import NEVER, Part
@@ -128,8 +128,11 @@ def _check_compiled(profile: Profile) -> None:
     calls = [call for region in regions for call in region.calls]
     _demand(all(_refers(profile.calls, call) for call in calls), "a compiled region is no call")
     _demand(len(set(calls)) == len(calls), "a call is in two compiled regions")
-    fine = all(bool(region.points) is not bool(region.failure) for region in regions)
-    _demand(fine, "a compiled region has neither points nor a failure, or both")
+    compiled = [
+        point for region in regions if region.failure for point in region.points if point.name != EAGER
+    ]
+    _demand(not compiled, "a region that is not compiled has compiled points")
+    _demand(all(r.points or r.failure for r in regions), "a compiled region has no points")
     most = max((len(region.points) for region in regions), default=0)
     _demand(most <= MOST_POINTS, f"a compiled region has more than {MOST_POINTS} points")
 

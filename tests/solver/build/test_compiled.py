@@ -318,7 +318,8 @@ def test_damaged_profiles_are_refused(tmp_path: Path):
             "in two compiled regions",
         ),
         ((CompiledRegion((99,), (), (SMALL,)),), "is no call"),
-        ((CompiledRegion((1,), (), ()),), "neither points nor a failure"),
+        ((CompiledRegion((1,), (), ()),), "has no points"),
+        ((CompiledRegion((1,), (), (SMALL,), "slow"),), "not compiled has compiled points"),
         ((CompiledRegion((1,), (), (SMALL,) * 11),), "more than 10 points"),
     ):
         replace(two_blocks(), compiled=CompiledTable(regions)).save(path)

@@ -112,17 +112,13 @@ def measure_model(
     start = time.perf_counter()
     bench.time(everyone, rounds, _tell("timing"))
     sample_s = (time.perf_counter() - start) / (rounds * len(everyone))
-    result = ModelResult(
-        name=name,
-        title=workload.title,
+    result = ModelResult.of(
+        *(bench, configurations, profile),
         engine=engine,
         budgets=budgets,
-        resident_bytes=bench.resident_bytes,
         profile_s=profile_s,
         solve_s=solve_s,
-        predicted_step_s=profile.step_s,
         predicted_again=again,
-        rows=[Row.of(configuration) for configuration in configurations],
     )
     names = in_the_running(result)
     best = [c for c in everyone if c.strategy.name in names]

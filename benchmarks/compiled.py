@@ -93,17 +93,8 @@ def measure(
     solve_s = time.perf_counter() - start
     found = examine(bench, [*none, *others, *_replayed(profile, budgets), *planned], _tell(name))
     bench.time(found, rounds, _tell(name))
-    return ModelResult(
-        name=name,
-        title=workload.title,
-        engine="compile",
-        budgets=budgets,
-        resident_bytes=bench.resident_bytes,
-        profile_s=profile_s,
-        solve_s=solve_s,
-        predicted_step_s=profile.step_s,
-        rows=[Row.of(configuration) for configuration in found],
-        taken_again=bench.taken_again,
+    return ModelResult.of(
+        bench, found, profile, engine=COMPILE, budgets=budgets, profile_s=profile_s, solve_s=solve_s
     )
 
 

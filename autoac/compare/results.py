@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +19,12 @@ from typing import Any
 
 import pandas as pd
 
-from autoac.compare.measure import Configuration
+from autoac.compare.measure import Bench, Configuration
 from autoac.compare.quiet import MOST_STOLEN
 from autoac_solver.records.disk.files import read_json, write_json
 from autoac_solver.records.disk.schema import checked, document, fields_of
 from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.profile import Profile
 
 SCHEMA, SCHEMA_VERSION = "autoac.benchmark", 3
 PASSES = 20
@@ -108,6 +110,25 @@ class ModelResult:
     rows: list[Row]
     predicted_again: list[float] = field(default_factory=list)
     taken_again: int = 0
+
+    @classmethod
+    def of(cls, bench: Bench, found: Sequence[Configuration], profile: Profile, **others: Any) -> ModelResult:
+        """The result of a model's configurations, after they were timed.
+
+        Args:
+            found: measured on `bench`.
+            profile: that plans were made from.
+            others: the other fields.
+        """
+        return cls(
+            name=bench.workload.name,
+            title=bench.workload.title,
+            resident_bytes=bench.resident_bytes,
+            predicted_step_s=profile.step_s,
+            rows=[Row.of(configuration) for configuration in found],
+            taken_again=bench.taken_again,
+            **others,
+        )
 
     def of_kind(self, kind: str) -> list[Row]:
         """The rows of one kind: "none", "other" or "ours"."""

@@ -10,7 +10,7 @@ import torch
 import autoac
 from autoac.compare import ours, torch_milp
 from autoac.compare.measure import Bench, Configuration, Tell, from_zero_grad
-from autoac.compare.results import ModelResult, Row
+from autoac.compare.results import ModelResult
 from autoac.compare.strategies import AGAIN, Strategy, by_hand, policies_for
 from autoac.compare.workload import Workload
 from autoac.device import device_for, processor
@@ -97,17 +97,9 @@ def compare(
     solve_s = time.perf_counter() - start
     found += examine(bench, plans, part(tell, 0.4, 0.5))
     bench.time(found, rounds, part(tell, 0.5, 1.0))
-    return ModelResult(
-        name=workload.name,
-        title=workload.title,
-        engine=engine,
-        budgets=sorted(targets.values()),
-        resident_bytes=bench.resident_bytes,
-        profile_s=profile_s,
-        solve_s=solve_s,
-        predicted_step_s=profile.step_s,
-        rows=[Row.of(configuration) for configuration in found],
-        taken_again=bench.taken_again,
+    budgets = sorted(targets.values())
+    return ModelResult.of(
+        bench, found, profile, engine=engine, budgets=budgets, profile_s=profile_s, solve_s=solve_s
     )
 
 

@@ -120,14 +120,10 @@ class Recording:
         if self.profile is None or not any_autocast():
             return False
         table = self.profile.storage_table
-        casts = {
-            made
-            for op in self.profile.tape
-            if op.name.startswith("aten._to_copy")
-            and any(table[read].kind == "Parameter" for read in op.reads)
-            for made in op.creates
-        }
-        left = any(index in casts and ref() is not None for index, ref in self._survivors.items())
+        made = {storage for op in self.profile.tape if op.cached_cast for storage in op.creates}
+        casts = {storage for storage in made if table[storage].bytes}
+        alive = {storage for storage, ref in self._survivors.items() if ref() is not None}
+        left = bool(casts) and casts <= alive  # a graph that the loop holds may save some of them
         if left:
             self._warn("autocast is not left", _NOT_LEFT)
         return left

@@ -201,15 +201,16 @@ class _Listener:
 
     def failed_long_ago(self) -> bool:
         """Whether a rank has failed, or is silent, and this one has not left the session since."""
-        now, patience_s = time.monotonic(), self._ranks.patience_s
-        if self._failed is None and self._is_failed(now):
-            self._failed = now
-        return self._failed is not None and now - self._failed > patience_s
+        now = time.monotonic()
+        if self._failed is None:
+            self._failed = self._first_failure(now)
+        return self._failed is not None and now - self._failed > self._ranks.patience_s
 
-    def _is_failed(self, now: float) -> bool:
+    def _first_failure(self, now: float) -> float | None:
+        """When a rank has failed, or was last heard; None if all are fine."""
         ranks = self._ranks
         if self._store.check([ranks.key("failure")]):
-            return True
+            return now
         for rank, (since, last) in self._heard.items():
             key = ranks.key("beat", rank)
             beat = self._store.get(key).decode() if self._store.check([key]) else ""
@@ -217,9 +218,8 @@ class _Listener:
                 self._heard[rank] = now, beat
             elif now - since > ranks.patience_s:
                 ranks.announce(ranks.silent(rank, bool(last)), self._store)
-                self._failed = now - ranks.patience_s  # it was waited for already
-                return True
-        return False
+                return since
+        return None
 
 
 def _failure(text: str) -> ParallelError:

@@ -65,7 +65,8 @@ def build_compiled(profile: Profile, calls: Sequence[int], model: EngineModel) -
     """Build the problem with these regions compiled.
 
     Args:
-        calls: module calls, none inside another; calls that were not measured are left untouched.
+        calls: module calls, none inside another. Those that were not measured are left untouched if all that were are
+            compiled; else engine replay runs them, too.
 
     Raises:
         NotCompiledError: the profile has no measured regions.
@@ -77,8 +78,9 @@ def build_compiled(profile: Profile, calls: Sequence[int], model: EngineModel) -
         )
     table, step = profile.compiled, Step(profile)
     found, refused = choose_regions(step, calls, model)
-    failed = [refusal.call for refusal in refused if table.of_call(refusal.call) is not None]
-    draft = _draft(step, found, failed)
+    some = any(region.failure for region in table.regions)
+    others = [refusal.call for refusal in refused if some or table.of_call(refusal.call) is not None]
+    draft = _draft(step, found, others)
     replayed = {region.call for region in draft.regions}
     first = len(draft.groups.all) + bool(draft.losses)
     compiled = [_of(draft, region, first + index) for index, region in enumerate(found)]
@@ -101,9 +103,9 @@ def build_compiled(profile: Profile, calls: Sequence[int], model: EngineModel) -
     )
 
 
-def _draft(step: Step, compiled: Sequence[Region], failed: Sequence[int]) -> Draft:
+def _draft(step: Step, compiled: Sequence[Region], others: Sequence[int]) -> Draft:
     """The part of the problem under engine replay: regions that are not compiled, and losses."""
-    replayed, _ = choose_regions(step, failed, _REPLAY)
+    replayed, _ = choose_regions(step, others, _REPLAY)
     losses = decided_losses(step, (*compiled, *replayed), _REPLAY)
     of_losses = ops_of(losses)
     if any(not of_losses.isdisjoint(region.ops) for region in compiled):

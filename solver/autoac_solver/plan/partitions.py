@@ -15,7 +15,8 @@ from autoac_solver.build.engines import DEFAULT, EngineModel, engine_model
 from autoac_solver.build.regions import may_be_region
 from autoac_solver.build.step import Step
 from autoac_solver.plan.parts import PartTree
-from autoac_solver.records.engines import COMPILE
+from autoac_solver.records.compiled import CompiledTable
+from autoac_solver.records.engines import COMPILE, REPLAY
 from autoac_solver.records.profile import NEVER, ModuleCall, Profile
 
 COARSEST_SHARE = 0.6
@@ -34,13 +35,28 @@ def partitions(profile: Profile, engine: str = DEFAULT) -> list[tuple[int, ...]]
         engine: module calls that it refuses are left out.
     """
     weights, model = _saved_bytes(profile), engine_model(engine)
-    if model.compiles and profile.compiled is not None:  # Only measured regions are available.
-        return [tuple(sorted(call for region in profile.compiled.regions for call in region.calls))]
+    if model.compiles and profile.compiled is not None:
+        return _around_compiled(profile, profile.compiled)
     children, roots = _tree(profile)
     possible = _possible(profile, len(profile.calls), model)
     choices = _by_size(possible, roots, children, weights)
     choices.append(tuple(root for root in roots if possible[root]))
     return [choice for choice in dict.fromkeys(choices) if choice] or [()]
+
+
+def _around_compiled(profile: Profile, table: CompiledTable) -> list[tuple[int, ...]]:
+    """The measured regions; and if some are not compiled, the compiled ones with those of engine replay around them."""
+    measured = tuple(sorted(call for region in table.regions for call in region.calls))
+    compiled = [call for region in table.regions if not region.failure for call in region.calls]
+    if len(compiled) == len(measured):
+        return [measured]
+    windows = [(profile.calls[call].start, profile.calls[call].end) for call in compiled]
+    choices = [measured]
+    for choice in partitions(profile, REPLAY):
+        spans = ((call, profile.calls[call].start, profile.calls[call].end) for call in choice)
+        beside = [call for call, start, end in spans if all(end <= s or e <= start for s, e in windows)]
+        choices.append(tuple(sorted((*compiled, *beside))))
+    return list(dict.fromkeys(choices))
 
 
 def partitions_in_parts(profile: Profile, engine: str = DEFAULT) -> list[tuple[int, ...]]:

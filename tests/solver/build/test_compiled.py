@@ -8,7 +8,7 @@ import pytest
 
 from autoac_solver.build.build import build
 from autoac_solver.plan.curve import Tradeoff
-from autoac_solver.plan.partitions import blocks, whole
+from autoac_solver.plan.partitions import blocks, partitions, whole
 from autoac_solver.plan.planning import plan_budgets, plan_profile
 from autoac_solver.plan.recorded.made import predicted_anew
 from autoac_solver.plan.recorded.step import step_of
@@ -263,6 +263,25 @@ def test_a_region_that_cannot_be_compiled_is_replayed(tmp_path: Path):
         "blocks.0: is not compiled, so engine replay runs it: it is a region; "
     )
     assert set(step_of(least).decisions["region"]) == {"blocks.0", "blocks.1"}
+
+
+def test_around_regions_that_are_not_compiled_replay_has_its_own_choices():
+    """Without any compiled region, all of the choices of replay; with one, those beside it."""
+    profile = two_blocks()
+    failed, fine = CompiledRegion((1,), (), (), FAILED), CompiledRegion((3,), (), (FAST, SMALL))
+    none = replace(profile, compiled=CompiledTable((failed, replace(fine, points=(), failure=FAILED))))
+    assert set(partitions(none, "compile")) == {BLOCKS, *partitions(profile, "replay")}
+    one = replace(profile, compiled=CompiledTable((failed, fine)))
+    choices = partitions(one, "compile")
+    assert choices[0] == BLOCKS
+    assert all(3 in choice for choice in choices)
+    spans = [(profile.calls[call].start, profile.calls[call].end) for call in range(len(profile.calls))]
+    start, end = spans[3]
+    assert all(spans[call][1] <= start or end <= spans[call][0] for c in choices for call in c if call != 3)
+    for budget in (plan_profile(none, 10**6, engine="replay").unplanned_peak_bytes, 1300):
+        fast, slow = (plan_profile(p, budget, engine=e) for p, e in ((profile, "replay"), (none, "compile")))
+        assert slow.predicted_extra_s <= fast.predicted_extra_s + 1e-12
+        assert slow.predicted_peak_bytes <= budget
 
 
 def test_what_another_profile_predicts_of_the_same_plan():

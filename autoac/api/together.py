@@ -11,12 +11,13 @@ import torch
 from autoac.api.checks import checked
 from autoac.api.profiling import profile
 from autoac.api.solving import plan_recorded
-from autoac.parallel.one_plan import for_all, needs_most, same_everywhere
+from autoac.parallel.one_plan import facts_of, for_all, needs_most, same_everywhere
 from autoac.parallel.protocol import Parallel
 from autoac.parallel.ranks import together
 from autoac.plans import Plan
+from autoac.policies import listed
 from autoac.progress import part, progress_shown
-from autoac.step.model import device_of, model_fingerprint, unwrapped
+from autoac.step.model import device_of, unwrapped
 from autoac.step.step import TrainingStep
 from autoac.torch_private import ranks_of
 from autoac_solver.plan.reserved import check_budget_of
@@ -49,10 +50,10 @@ def plan_together(
         check_budget_of(options["budget_of"], str(device_of(unwrapped(model))))
         step = TrainingStep(unwrapped(model), sample, options["loss"], options["optimizer"])
         check_effort(options["time_limit_s"], options["gap"])
-        fingerprint = model_fingerprint(step.model)
-        same_everywhere(
-            ranks, {"model (fingerprint)": fingerprint, "budget": str(budget), "regions": str(names)}
-        )
+        compared = ("engine", "headroom", "max_overhead", "budget_of")
+        facts = {name: options[name] for name in compared}
+        policies = listed(options["policies"])
+        same_everywhere(ranks, facts_of(step.model, budget=budget, regions=names, policies=policies, **facts))
         with progress_shown("planning", options.pop("progress")) as tell:
             recorded = profile(
                 model,

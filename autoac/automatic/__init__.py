@@ -3,8 +3,9 @@
 `start.auto` checks the arguments and puts the handle on the model. `handle.Auto` receives the loop's events: calls of
 the model (`ahead`: of a sharded model, before FSDP2's hooks) and optimizer steps. `cycle` decides which of them belong
 to one step. `loop_plan.LoopPlan` makes the plan, puts it on and takes it off; `across` settles on it with other ranks.
-`recording` records steps, `optimizers` counts the memory of the loop's optimizers, `watch` detects steps that the plan
-was not made for, `peak` measures the first planned step, and `compiling` compiles the regions for engine compile.
+`recording` records steps, `optimizers` counts the memory of the loop's optimizers, `beside` runs a step that calls all
+modules, `watch` detects steps that the plan was not made for, `measured` measures planned steps, `compiling` compiles
+the regions for engine compile, `wanted` has the arguments, and `report` the texts.
 
 NOTE [ The loop's steps ]
   1. Nothing is run for the plan. The loop's own first step is recorded (see `autoac.record.live`), with its batch,

@@ -21,11 +21,10 @@ import torch
 from autoac.automatic.wanted import Wanted
 from autoac.automatic.watch import Refused
 from autoac.parallel.meetings import Meetings
-from autoac.parallel.one_plan import for_all, kept_bytes, same_everywhere
+from autoac.parallel.one_plan import facts_of, for_all, kept_bytes, same_everywhere
 from autoac.parallel.ranks import Ranks, together
 from autoac.parallel.wrapped import is_spread
 from autoac.plans import Plan
-from autoac.step.model import model_fingerprint
 from autoac.torch_private import ranks_of
 from autoac_solver.records.profile import Profile
 
@@ -152,12 +151,15 @@ class Across:
         with together("settle on a plan for their loop", members=ranks_of(self._given)) as ranks:
             same_everywhere(
                 ranks,
-                {
-                    "model (fingerprint)": model_fingerprint(self._model),
-                    "budget": str(wanted.budget),
-                    "regions": str(wanted.names),
-                    "on_larger": wanted.on_larger,
-                    "budget_of": wanted.budget_of,
-                },
+                facts_of(
+                    self._model,
+                    budget=wanted.budget,
+                    regions=wanted.names,
+                    policies=wanted.policies,
+                    engine=wanted.engine,
+                    headroom=wanted.headroom,
+                    on_larger=wanted.on_larger,
+                    budget_of=wanted.budget_of,
+                ),
             )
             yield Meeting(ranks, self._given)

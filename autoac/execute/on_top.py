@@ -96,7 +96,7 @@ class OnTop:
         self.take_off()
         below = self.model.__dict__.get("forward")
         bound = functools.partial(on_top_forward, self.model)
-        # For `inspect.signature`, as in `execute.attach`.
+        # For `inspect.signature`, as in `execute.forwards`.
         bound.__wrapped__ = below or types.MethodType(type(self.model).forward, self.model)  # type: ignore[attr-defined]
         self.model.__dict__[_KEY] = _Carried(self.owner, below)
         self.model.__dict__["forward"] = bound

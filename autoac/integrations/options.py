@@ -95,8 +95,8 @@ class Planned:
         switches: list[tuple[Any, Any]] = [
             (m, m.gradient_checkpointing) for m in checkpointing_switches(inner)
         ]
-        turned_off = turn_checkpointing_off(inner)
         try:
+            turned_off = turn_checkpointing_off(inner)
             self.handle = auto(model, self.budget, **self.options, measure=True)
         except BaseException:
             _put_back(switches)

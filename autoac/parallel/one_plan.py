@@ -5,17 +5,20 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autoac.parallel.ranks import Ranks, together
 from autoac.plans import Plan
+from autoac.step.model import model_fingerprint
 from autoac.torch_private import ranks_of
 from autoac_solver.plan.recorded.transfer import outcome_of
-from autoac_solver.records.errors import ParallelError
+from autoac_solver.records.errors import BudgetFormatError, ParallelError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import NEVER, Profile
+from autoac_solver.records.units import parse_bytes
 
 
 def agree(plan: Plan | None, model: torch.nn.Module) -> Plan:
@@ -78,6 +81,25 @@ def same_everywhere(ranks: Ranks, facts: dict[str, str]) -> None:
                 f"{ranks.members[odd]} has {found[odd]}.",
                 ranks.members[odd],
             )
+
+
+def facts_of(model: torch.nn.Module, **arguments: Any) -> dict[str, str]:
+    """Facts for `same_everywhere`: the model, without wrappers, and the arguments that its plan depends on."""
+    return {
+        "model (fingerprint)": model_fingerprint(model),
+        **{name: _in_words(value) for name, value in arguments.items()},
+    }
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return str([_in_words(item) for item in value])
+    if callable(value):  # a policy function, whose text has its address in it
+        return getattr(value, "__qualname__", type(value).__name__)
+    try:
+        return str(parse_bytes(value))  # "20GB" is 20000000000
+    except BudgetFormatError:
+        return str(value)
 
 
 def needs_most(ranks: Ranks, profile: Profile) -> int:

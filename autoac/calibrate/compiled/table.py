@@ -46,9 +46,13 @@ class NothingCompiled(ProfilingError):
     """
 
     def __init__(self, why: str) -> None:
+        super().__init__(why)
         self.why = why
-        super().__init__(
-            f"no region of the model can be compiled: {why}. Choose other regions (regions=), or take engine='replay'."
+
+    def __str__(self) -> str:
+        return (
+            f"no region of the model can be compiled: {self.why}. Choose other regions (regions=), or take "
+            "engine='replay'."
         )
 
 

@@ -11,7 +11,7 @@ EngineName = Literal["auto", BuiltIn] | str
 PLANNED_FOR: list[str] = list(get_args(BuiltIn))
 """Engines that plans can be made for, the default first; `build.engines.register` adds to them."""
 
-REPLAY, SAC, COMPILE = PLANNED_FOR
+REPLAY, SAC, COMPILE = PLANNED_FOR[:3]
 CHECKPOINT = "checkpoint"
 
 COMPILING = {COMPILE}

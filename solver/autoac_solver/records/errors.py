@@ -29,8 +29,11 @@ class OtherFileError(ProfileError):
     """
 
     def __init__(self, message: str, found: str, expected: str) -> None:
-        super().__init__(message)
+        super().__init__(message, found, expected)  # as pickle and copy need it
         self.found, self.expected = found, expected
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 class NotCompiledError(ProfileError):

@@ -191,8 +191,10 @@ def _decision(decision: Any) -> str:
 
 
 def _patterns(given: Any) -> tuple[str, ...]:
-    """Text, an op (whose text is its name), or several of these."""
-    return tuple(map(str, given if isinstance(given, (list, tuple, set, frozenset)) else [given]))
+    """Text, an op (whose text is its name), or several of these. A set has another order in each process."""
+    if isinstance(given, (set, frozenset)):
+        return tuple(sorted(map(str, given)))
+    return tuple(map(str, given if isinstance(given, (list, tuple)) else [given]))
 
 
 def never_recompute(module: str | Sequence[str]) -> Policy:

@@ -73,7 +73,7 @@ def _models(size: str, device: torch.device) -> Iterator[tuple[str, torch.nn.Mod
             shape = LLAMA[size]
             few = replace(shape, layers=2, batch=max(1, shape.batch * factor // 2))
             yield f"Llama, {kind}, batch {few.batch}", *llama(few, dtype, device)
-        if dtype is torch.bfloat16 and device.type == "cpu":
+        if dtype is torch.bfloat16 and device_for(device).on_hosts_processors:
             continue  # nobody trains convolutions in bf16 on CPU, and they are very slow there
         for factor in (1, 2, 4):
             pictures = RESNET[size]

@@ -122,8 +122,9 @@ def fitted(
             views_s=ops * profile.views_s,
             costs=profile.costs | {DEFAULT: {part: factor * cost for part, cost in costs.items()}},
         )
-    # On other devices, forward ends on the host before it ends on the device.
-    if bookkeeping_s > _COUNTS * profile.step_s and torch.device(profile.device).type == "cpu":
+    # On an asynchronous device, forward ends on the host before it ends on the device.
+    on_host = device_for(torch.device(profile.device)).on_hosts_processors
+    if bookkeeping_s > _COUNTS * profile.step_s and on_host:
         return _fitted_to_forward(profile, step, tell)
     return profile
 

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from autoac.check.any_plan import AnyPlan
+from autoac.device import device_for
 from autoac.measure import MeasuredTimeline, measure_peak
 from autoac.step.failures import noted
 from autoac.step.model import check_backwards_may_run, device_of
@@ -34,7 +35,7 @@ _MOST_MISSING = 0.05
 def measured_memory(plan: AnyPlan, step: TrainingStep) -> pd.Series:
     """See `Plan.measure_memory`."""
     model, device = step.model, device_of(step.model)
-    if device.type != "cpu":
+    if not device_for(device).memory_events:
         raise ValueError(
             f"the model is on {device}: memory over the step is measured on CPU only. verify() measures the peak."
         )

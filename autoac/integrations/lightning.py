@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from autoac.integrations.options import Planned
+from autoac.integrations.planned import Planned
 from autoac.plans import Plan
 
 

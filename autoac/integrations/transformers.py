@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from autoac.integrations.options import Planned, take_off_leftovers
+from autoac.integrations.planned import Planned, take_off_leftovers
 from autoac.plans import Plan
 from autoac.torch_private import is_compiled_wrapper
 

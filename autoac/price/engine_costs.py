@@ -38,7 +38,7 @@ def engine_costs(device: torch.device, bytes_between: int = 0) -> EngineCosts:
         bytes_between: bytes that an op of the model reads and writes, see `Chains`.
     """
     between = min(_AROUND * bytes_between, MOST_BETWEEN_BYTES)
-    if device.type != "cpu" or between < _LEAST_BETWEEN_BYTES:
+    if not device_for(device).on_hosts_processors or between < _LEAST_BETWEEN_BYTES:
         between = 0
     else:
         between = 2 ** round(math.log2(between))
@@ -81,9 +81,9 @@ def device_rates(device: torch.device) -> DeviceTable:
 
 
 def _matrix_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a square matrix product: a large one, but for types that a CPU has no instructions for."""
+    """FLOP/s of a square matrix product: a large one, but for types that a processor has no instructions for."""
     rate = 0.0
-    for size in (2**8, 2**10) if device.type == "cpu" else (2**13,):
+    for size in (2**8, 2**10) if device_for(device).on_hosts_processors else (2**13,):
         left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         seconds = _least_seconds(functools.partial(torch.mm, left, right), device)
         rate = 2 * size**3 / seconds

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from autoac.device import device_for
 from autoac.ops.info import OpInfo
 from autoac.ops.signatures import Signature
 from autoac.price.engine_costs import engine_costs
@@ -189,7 +190,7 @@ class LiveStep:
         self.tape.saved.guard = GuardOfLoop(unseen.found)
         self.buffers = Buffers(model)
         # The user's torch profiler is running, and there can be only one: workspace cannot be measured.
-        self.profiled = self.device.type == "cpu" and is_profiled()
+        self.profiled = device_for(self.device).memory_events and is_profiled()
         self.survivors: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.fingerprint = model_fingerprint(model)  # some loops freeze parts of it within the step
 

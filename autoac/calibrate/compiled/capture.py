@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autoac.device import device_for
 from autoac.ops.geometry import clone_with_geometry
 from autoac.step.autocast import autocasts
 from autoac.step.inputs import described
@@ -144,7 +145,7 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
         ProfilingError: the step does not make one of the calls.
     """
     model, catcher = step.model, _UntilComplete(step.model, kinds)
-    on_host = device_of(model).type == "cpu"
+    on_host = device_for(device_of(model)).on_hosts_processors
     written = [*model.parameters(), *model.buffers()]
     keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _unpacked)
     with (

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autoac
-from autoac.integrations.options import turn_checkpointing_off
+from autoac.integrations.planned import turn_checkpointing_off
 from autoac.step.model import own_checkpointing
 from tests.small_models import least_bytes
 

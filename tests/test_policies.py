@@ -358,3 +358,12 @@ def test_why_of_a_module_that_is_no_region_because_others_were_asked_for():
     assert plan.why("blocks") == (
         "'blocks' is a container, which is not called itself; decisions are on 'blocks.0', 'blocks.1'"
     )
+
+
+def test_ops_given_as_a_set_are_in_the_same_order_in_each_process():
+    """Else a saved plan would be taken for one with other policies."""
+    assert autoac.Policy("MUST_SAVE", op={"aten.mm", "aten.addmm", "aten.bmm"}).op == (
+        "aten.addmm",
+        "aten.bmm",
+        "aten.mm",
+    )

@@ -19,7 +19,7 @@ from autoac.step.model import check_model, device_of, unwrapped
 from autoac.step.modules import RegionChoice
 from autoac.step.optimizer import real_optimizer
 from autoac.torch_private import compiled_attribute, is_compiled_wrapper, note_untried
-from autoac_solver.plan.planning import resolve_engine
+from autoac_solver.plan.planning import limits, resolve_engine
 from autoac_solver.plan.reserved import check_budget_of
 from autoac_solver.records.disk.files import check_writable
 from autoac_solver.records.disk.limits import MOST_BYTES
@@ -141,8 +141,11 @@ def check_options(
     if on_larger not in ON_LARGER:
         raise ValueError(f"on_larger is {on_larger!r}; possible are {', '.join(map(repr, ON_LARGER))}.")
     resolve_engine(engine)
-    for amount in (budget,) if headroom == 0 else (budget, headroom):
-        # A percentage is of the memory of the model's device, which is known later.
-        parse_bytes(amount, MOST_BYTES)
+    # A percentage is of the memory of the model's device, which is known later.
+    parse_bytes(budget, MOST_BYTES)
+    if headroom != 0:
+        parse_bytes(headroom, MOST_BYTES)
+        if str(budget).endswith("%") is str(headroom).endswith("%"):
+            limits(budget, headroom, MOST_BYTES)
     if path is not None and Path(path).suffix != ".json":
         raise ValueError(f"path is {str(path)!r}: plans are JSON, so the file's name has to end in .json.")

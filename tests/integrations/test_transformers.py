@@ -233,6 +233,8 @@ def test_smaller_batch_is_found_and_planned_for(tmp_path: Path, monkeypatch: pyt
         ({"path": "plan.txt"}, "plan.txt"),
         ({"budget": "20"}, "'20' is not an amount"),
         ({"headroom": "1G"}, "'1G' is not an amount"),
+        ({"budget": "1GB", "headroom": "2GB"}, "headroom='2GB' leaves nothing of budget='1GB'"),
+        ({"budget": "50%", "headroom": "60%"}, "headroom='60%' leaves nothing"),
         ({"engine": "compile", "policies": [Policy("MUST_SAVE", op="aten.mm")]}, "follows no policies"),
         ({"policies": 3}, "policies= is a int"),
         ({"engine": "compile", "budget_of": "reserved"}, "compile"),

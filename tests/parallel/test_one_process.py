@@ -437,3 +437,14 @@ def test_from_one_sharded_dimension_to_another_is_a_collective():
     info = op_info(torch.ops._dtensor.shard_dim_alltoall.default)
     assert not info.replayable
     assert is_collective(info.name)
+
+
+def test_ranks_compare_amounts_as_bytes_and_policy_functions_by_name():
+    def facts(**arguments: Any) -> dict[str, str]:
+        return one_plan.facts_of(make(), **arguments)
+
+    assert facts(budget="20GB", headroom=0) == facts(budget=20 * 10**9, headroom=0)
+    assert facts(budget="80%") != facts(budget="70%")
+    assert facts(policies=[autoac.policies.REPEAT_COLLECTIVES]) != facts(policies=[])
+    assert facts(policies=[facts])["policies"] == str([facts.__qualname__])
+    assert facts(engine="sac", max_overhead=None) != facts(engine="replay", max_overhead=None)

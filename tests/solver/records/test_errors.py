@@ -1,6 +1,7 @@
 import pickle
 
 from autoac_solver import InfeasibleBudgetError
+from autoac_solver.records.errors import OtherFileError
 
 
 def test_message_without_what_only_the_caller_knows():
@@ -42,3 +43,8 @@ def test_survives_pickling():
     copy = pickle.loads(pickle.dumps(error))
     assert vars(copy) == vars(error)
     assert str(copy) == str(error)
+
+
+def test_an_error_about_another_file_can_be_pickled():
+    error = pickle.loads(pickle.dumps(OtherFileError("it is a plan", "autoac.plan", "autoac.profile")))
+    assert (str(error), error.found, error.expected) == ("it is a plan", "autoac.plan", "autoac.profile")

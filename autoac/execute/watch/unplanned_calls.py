@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -82,7 +82,7 @@ class UnplannedCalls:
         )
         self.elements = max(map(elements_in, self.fitting))
         self.earlier = EarlierCall()
-        self.warned = False
+        self.told: set[str] = set()  # reasons that were warned of
         self._register()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,17 +181,18 @@ class UnplannedCalls:
         return torch.is_grad_enabled() and (module.training or self.in_eval) and not in_backward()
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Warn once."""
+        """Warn once for each reason."""
         if torch.compiler.is_compiling():
             trains = torch.is_grad_enabled() and (module.training or self.in_eval)
             if trains and self.elements > 0 and not torch.compiler.is_exporting():
                 self._call_compiled(args, kwargs)
             return
-        if self.warned or cast("Any", torch.jit).is_tracing():
+        if cast("Any", torch.jit).is_tracing() or not self.trains(module):
             return
-        if self.trains(module) and (words := self._words(module, args, kwargs)):
-            self.warned = True
-            warn(words)
+        for reason, words in self._differences(module, args, kwargs):
+            if words and reason not in self.told:
+                self.told.add(reason)
+                warn(words)
 
     def _call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn once, where the model is compiled together with this hook.
@@ -213,21 +214,26 @@ class UnplannedCalls:
             f"with them {self.may_take_more}. Plan for the largest batch that comes."
         )
 
-    def _words(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """The warning about a call, "" if it is as planned."""
+    def _differences(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[str, str]]:
+        """Reasons why a call may take more than planned, and warnings about them; "" where it is as planned."""
         if self.is_other_autocast() and not self._may_begin_inside(module):
             if self.following is not None:
                 self.following.told = True
-            return self.words_on_autocast()
+            yield "autocast", self.words_on_autocast()
         if self.is_larger(args, kwargs):
-            return self.words(args, kwargs) + ", or let autoac.auto plan anew (on_larger='replan')."
-        now = trained_parameters(module)
-        return (
-            self.words_on_shape(args, kwargs)
-            or self._words_on_checkpointing(module)
-            or self.words_on_trained(now)
-            or self._words_on_several_calls(now)
-        )
+            yield "larger", self.words(args, kwargs) + ", or let autoac.auto plan anew (on_larger='replan')."
+        else:
+            yield "longer", self.words_on_shape(args, kwargs)
+        if "step" not in self.told:
+            now = trained_parameters(module)
+            yield (
+                "step",
+                self._words_on_checkpointing(module)
+                or self.words_on_trained(now)
+                or self._words_on_several_calls(now),
+            )
 
     def _words_on_checkpointing(self, module: torch.nn.Module) -> str:
         if not self.asks_for_checkpointing:
@@ -275,8 +281,8 @@ _WATCHES: weakref.WeakValueDictionary[int, UnplannedCalls] = weakref.WeakValueDi
 def _tell_while_compiling(key: int) -> bool:
     """Warn while the model is compiled: Dynamo calls this then, and puts its result into the code."""
     watch = _WATCHES.get(key)
-    if watch is not None and not watch.warned:
-        watch.warned = True
+    if watch is not None and "larger" not in watch.told:
+        watch.told.add("larger")
         warn(watch.words_compiled())
     return True
 

@@ -388,3 +388,18 @@ def test_a_model_that_is_converted_to_a_larger_type_warns():
     model.float()
     with pytest.warns(UserWarning, match="trained parameters take 17.02 KB.*, and took 8.512 KB"):
         model(x)
+
+
+@pytest.mark.parametrize("others", [under_autocast, with_longer_rows], ids=lambda case: case.__name__)
+def test_a_larger_batch_warns_after_another_warning(others: Callable[[nn.Module], None]):
+    model = make().train()
+    plan = autoac.plan(model, torch.ones(ROWS, WIDTH), "1GB", loss=lambda out: out.square().mean())
+    with plan.applied(model):
+        with pytest.warns(UserWarning, match="its plan was made for"):
+            others(model)
+        with pytest.warns(UserWarning, match=r"float32\[64,16\], and its plan was made for float32\[32,16\]"):
+            with_a_larger_batch(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            others(model)
+            with_a_larger_batch(model)

@@ -38,9 +38,9 @@ _MOST_NESTED, _MOST_ITEMS = 3, 1000
 """Limits for results that are searched for tensors."""
 
 _NOT_LEFT = (
-    "autocast is around the whole loop: torch keeps its casts of the weights until autocast is left, so every step "
-    "computes with the weights of the first one, and the updates have no effect on the loss. That is so without "
-    "autoac, too. Enter torch.autocast anew in each step."
+    "autocast was not left since an earlier optimizer step: torch keeps its casts of the weights until then, so this "
+    "step computes with those of the weights before the update. That is so without autoac, too. Enter torch.autocast "
+    "anew after each step of an optimizer."
 )
 
 _MOST_UNPLANNED = 3
@@ -103,8 +103,8 @@ class Recording:
     def began_otherwise(self) -> bool:
         """Whether the recorded step began unlike the next one.
 
-        It was late; or more parameters have gradients than when it began, or none do and some did; or it made casts of
-        weights that are there when the next one begins.
+        It was late; or more parameters have gradients than when it began, or none do and some did; or its casts of
+        weights are still there when the next one begins.
         """
         if self.is_late or self._left_casts():
             return True
@@ -125,7 +125,7 @@ class Recording:
         alive = {storage for storage, ref in self._survivors.items() if ref() is not None}
         left = bool(casts) and casts <= alive  # a graph that the loop holds may save some of them
         if left:
-            self._warn("autocast is not left", _NOT_LEFT)
+            self._warn("autocast was not left", _NOT_LEFT)
         return left
 
     def begin(

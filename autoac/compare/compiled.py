@@ -58,11 +58,11 @@ def at_fraction(plan: Plan, fraction: float, slower: bool = True) -> Plan:
     point = f"torch:{fraction:g}"
     table = plan.record.profile.compiled
     assert table is not None
-    left = (region for region in table.regions if not region.points or (region.failure and not slower))
-    failed = {call for region in left for call in region.calls}
+    found = (region for region in table.regions if region.points and (slower or not region.failure))
+    compiled_calls = {call for region in found for call in region.calls}
     calls = zip(plan.record.regions, region_calls(plan.record), strict=True)
     regions = (
-        region if call in failed else dataclasses.replace(region, wrapped=True, point=point)
+        dataclasses.replace(region, wrapped=True, point=point) if call in compiled_calls else region
         for region, call in calls
     )
     return Plan(dataclasses.replace(plan.record, regions=tuple(regions)))

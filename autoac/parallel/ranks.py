@@ -7,9 +7,9 @@ NOTE [ All or none ]
      same error. The first failure counts; failures that follow from it (a collective that nobody joins) do not.
   3. Every rank sends a heartbeat each second. A rank that sends none for `patience_s` is considered dead. A rank that
      waits in a collective for a failed one waits no longer than `patience_s` either (gloo).
-     A stage of a pipeline may wait longer for what another sends, if that one is busy. So where ranks receive from
-     each other, the thread that sends heartbeats listens to the others', and closes this rank's connections if it
-     still waits `patience_s` after a failure.
+     A stage of a pipeline may wait longer for what another sends, if that one is busy. So if a rank has announced a
+     failure and this one is in a step for `patience_s` since then (see `step`), the thread that sends heartbeats closes
+     this rank's connections, which ends any wait.
   4. Only texts go through the store, no pickles.
   5. The ranks that hold one model together have a session of their own: another stage of a pipeline has another model.
      Errors name global ranks.
@@ -48,12 +48,9 @@ class Ranks:
         what: what they do, in words.
         patience_s: see rule 3.
         members: the ranks that take part, None for all; `rank` and `size` count these. See rule 5.
-        receive: they receive from each other; see rule 3.
     """
 
-    def __init__(
-        self, what: str, patience_s: float, members: tuple[int, ...] | None = None, receive: bool = False
-    ):
+    def __init__(self, what: str, patience_s: float, members: tuple[int, ...] | None = None):
         self.what, self.patience_s = what, patience_s
         self.members = tuple(range(torch.distributed.get_world_size())) if members is None else members
         self.rank, self.size = self.members.index(torch.distributed.get_rank()), len(self.members)
@@ -61,7 +58,7 @@ class Ranks:
         self._name = f"autoac/{','.join(map(str, self.members))}/{next(_sessions[self.members])}"
         self._over = threading.Event()
         self._rounds = 0
-        self._receive = receive
+        self._step_began: float | None = None
 
     def key(self, *parts: object) -> str:
         """The name of something in the store."""
@@ -70,14 +67,28 @@ class Ranks:
     # -- signs of life -----------------------------------------------------------------------------------------
 
     def _beat(self, store: Any) -> None:
-        others = _Listener(self, store) if self._receive else None
+        failed: float | None = None
         for count in itertools.count():
             store.set(self.key("beat", self.rank), str(count))
             if self._over.wait(_BEAT_S):
                 return
-            if others is not None and others.failed_long_ago():
+            began = self._step_began
+            if began is None:
+                continue
+            if failed is None and store.check([self.key("failure")]):
+                failed = time.monotonic()
+            if failed is not None and time.monotonic() - max(failed, began) > self.patience_s:
                 close_connections()
-                others = None
+                return
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of a step in which the ranks receive from each other; see rule 3."""
+        self._step_began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._step_began = None
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
@@ -136,18 +147,14 @@ class Ranks:
             if found != seen:
                 heard, seen = time.monotonic(), found
             if time.monotonic() - heard > self.patience_s:
-                raise self.silent(rank, bool(seen))
+                heard_of = "has given no sign of life" if seen else "has not come to do so"
+                raise ParallelError(
+                    f"rank {self.members[rank]} {heard_of} for {self.patience_s:g} s, while the others {self.what}. "
+                    "Every rank has to call this, in the same order.",
+                    self.members[rank],
+                )
             time.sleep(_LOOK_S)
         return self._get(key)
-
-    def silent(self, rank: int, was_heard: bool) -> ParallelError:
-        """The error about a rank that sends no heartbeats."""
-        heard_of = "has given no sign of life" if was_heard else "has not come to do so"
-        return ParallelError(
-            f"rank {self.members[rank]} {heard_of} for {self.patience_s:g} s, while the others {self.what}. "
-            "Every rank has to call this, in the same order.",
-            self.members[rank],
-        )
 
     # -- failures ----------------------------------------------------------------------------------------------
 
@@ -163,12 +170,8 @@ class Ranks:
                 own,
                 getattr(error, "minimum_bytes", 0),
             )
-        return _failure(self.announce(error, self._store))
-
-    def announce(self, error: ParallelError, store: Any) -> str:
-        """Tell all ranks of a failure; returns the first one."""
-        told = {"rank": error.rank, "words": str(error), "minimum_bytes": error.minimum_bytes}
-        return store.compare_set(self.key("failure"), "", json.dumps(told)).decode()
+        mine = {"rank": error.rank, "words": str(error), "minimum_bytes": error.minimum_bytes}
+        return _failure(self._store.compare_set(self.key("failure"), "", json.dumps(mine)).decode())
 
     def _gone(self) -> int | None:
         """Index of a rank that has sent heartbeats and sends no more; None if there is none, or another has failed."""
@@ -185,41 +188,6 @@ class Ranks:
         """Raise the error of a failed rank, if there is one."""
         if self._store.check([self.key("failure")]):
             raise _failure(self._get(self.key("failure")))
-
-
-class _Listener:
-    """Listens to the other ranks of a session, in a thread beside one that may be waiting to receive.
-
-    Args:
-        store: of this thread.
-    """
-
-    def __init__(self, ranks: Ranks, store: Any):
-        self._ranks, self._store = ranks, store
-        self._heard = {rank: (time.monotonic(), "") for rank in range(ranks.size) if rank != ranks.rank}
-        self._failed: float | None = None
-
-    def failed_long_ago(self) -> bool:
-        """Whether a rank has failed, or is silent, and this one has not left the session since."""
-        now = time.monotonic()
-        if self._failed is None:
-            self._failed = self._first_failure(now)
-        return self._failed is not None and now - self._failed > self._ranks.patience_s
-
-    def _first_failure(self, now: float) -> float | None:
-        """When a rank has failed, or was last heard; None if all are fine."""
-        ranks = self._ranks
-        if self._store.check([ranks.key("failure")]):
-            return now
-        for rank, (since, last) in self._heard.items():
-            key = ranks.key("beat", rank)
-            beat = self._store.get(key).decode() if self._store.check([key]) else ""
-            if beat != last:
-                self._heard[rank] = now, beat
-            elif now - since > ranks.patience_s:
-                ranks.announce(ranks.silent(rank, bool(last)), self._store)
-                return since
-        return None
 
 
 def _failure(text: str) -> ParallelError:
@@ -239,10 +207,7 @@ def _quietly(beat: Any) -> Any:
 
 @contextlib.contextmanager
 def together(
-    what: str,
-    patience_s: float | None = None,
-    members: tuple[int, ...] | None = None,
-    receive: bool = False,
+    what: str, patience_s: float | None = None, members: tuple[int, ...] | None = None
 ) -> Iterator[Ranks]:
     """Context in which all ranks do something; if one fails, all raise the same `ParallelError`.
 
@@ -250,14 +215,13 @@ def together(
         what: what they do, in words ("plan"). It goes into errors.
         patience_s: None for `PATIENCE_S`.
         members: the ranks that take part, this one among them; None for all.
-        receive: they receive from each other, as stages of a pipeline do.
 
     Raises:
         ParallelError: a rank has failed or is silent, or the store is gone.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
     try:
-        ranks = Ranks(what, patience_s, members, receive)
+        ranks = Ranks(what, patience_s, members)
         with ranks.alive(), collectives_within(patience_s):
             try:
                 yield ranks

@@ -287,10 +287,12 @@ def close_connections() -> None:
     for backend in _gloo_backends():
         for peer in set(range(backend.size())) - {backend.rank()}:
             with suppress(RuntimeError):  # the timeout, or the connection is closed already
-                backend.recv([torch.empty(1)], peer, _TAG_OF_NOBODY).wait(timedelta(milliseconds=1))
+                backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
 
 
-_TAG_OF_NOBODY = 0x5EA1
+_UNUSED_TAG = 0x5EA1
 
 
 @contextmanager

@@ -272,13 +272,13 @@ def test_autocast_around_the_whole_loop_is_warned_of_and_keeps_to_its_budget():
         without = Run(bare, None)
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.warns(UserWarning, match="around the whole loop"),
+        pytest.warns(UserWarning, match="autocast was not left since an earlier"),
     ):
         ample = Run(bare, ENOUGH)
     budget = budget_of(ample.plan, 0.7)
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.warns(UserWarning, match="Enter torch.autocast anew"),
+        pytest.warns(UserWarning, match="Enter torch.autocast anew after each"),
     ):
         tight = Run(bare, budget)
     tight.assert_trained_as(without)

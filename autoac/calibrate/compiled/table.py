@@ -34,8 +34,8 @@ MOST_POINTS = 9
 """Points compiled per region. Each takes the compiler some seconds, once for all alike regions."""
 
 _SLOWER, _LEAST_S = 1.1, 5e-3
-"""A region that draws random numbers is not compiled if that takes so many times the time, of at least so many seconds.
-Compiled for CPUs, dropout takes longer than torch's own."""
+"""A region that draws random numbers is not compiled if its compiled code takes more than `_SLOWER` x the uncompiled
+time, where that is more than `_LEAST_S`. Compiled for CPUs, dropout takes longer than torch's own."""
 
 
 class NothingCompiled(ProfilingError):

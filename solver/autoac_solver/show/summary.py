@@ -199,11 +199,11 @@ def _reserved(record: PlanRecord) -> list[str]:
 
 
 def _compiled(record: PlanRecord) -> list[str]:
-    """Rows on compiled and measured regions, and on those that could not be compiled."""
+    """Rows on compiled and measured regions, and on those that are not compiled."""
     table = record.profile.compiled
     if table is None or not engine_model(record.engine).compiles:
         return []
-    points = sum(len(region.points) for region in table.regions)
+    points = sum(len(region.points) for region in table.regions if not region.failure)
     rows = [
         _row(
             "compiled",

@@ -18,9 +18,10 @@ from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import Profile
 
 NO_PLAN_FITS = "no plan fits"
-WITHOUT = "the plans' blocks compiled, no budget"
 SOME = "some blocks"
-"""Of plans that leave blocks uncompiled, because that is faster; `WITHOUT` is the one to compare with."""
+"""Group of plans that leave blocks uncompiled, because that is faster (see `Strategy.compiled`)."""
+WITHOUT = "the plans' blocks compiled, no budget"
+"""The strategy whose gradients theirs are compared with."""
 
 
 def budgets_between(least_bytes: int, most_bytes: int, count: int) -> list[int]:

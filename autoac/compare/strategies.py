@@ -44,8 +44,8 @@ class Strategy:
         budget_bytes: its budget, 0 if it takes none.
         predicted_peak_bytes, predicted_overhead: its planner's predictions, None if there are none.
         error: why it could not be made, "" if it could.
-        compiled: which modules `torch.compile` has compiled, "" for none. Gradients are compared with those of the
-            first strategy for which it is the same, within the tolerance of `Plan.verify`.
+        compiled: group of strategies that compile the same modules, "" if none is compiled. Gradients are compared with
+            those of the first strategy of the group, within the tolerance of `Plan.verify`.
     """
 
     name: str

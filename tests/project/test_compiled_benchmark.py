@@ -86,6 +86,9 @@ def test_the_page_shows_what_was_measured():
         for number, plan in enumerate(plans, 1):
             assert 100 * (model.overhead(plan) - replayed.get(str(number), math.inf)) < noise
         assert min(faster[model.name].values()) > -noise
+    t5 = next(model for model in results.models if model.name == "t5")
+    default = next(row for row in t5.rows if row.name == f"{TORCHS_BUDGET}1")
+    assert f"its blocks take {100 * t5.overhead(default):.1f} % extra time" in section
     most = {name: f"{max(points.values()):.1f}" for name, points in faster.items()}
     assert f"up to {most['gpt']} (GPT), {most['vit']} (ViT) and {most['t5']} (T5) points less time" in section
     noise = max(model.noise for model in results.models)

@@ -51,8 +51,24 @@ def _ring_backward(mesh: Any, grad_out: Any, *saved: Any) -> Any:
     )
 
 
+def _at_once(exchange: Callable[..., None]) -> Callable[..., None]:
+    def run(rotater: Any, buffer: torch.Tensor) -> None:
+        exchange(rotater, buffer)
+        for name in ("_buffer", "_aggregated_buffer"):
+            if (received := getattr(rotater, name, None)) is not None:
+                setattr(rotater, name, _attention._maybe_wait(received))
+
+    return run
+
+
 def enable_on_cpu() -> None:
-    """From now on, `context_parallel` splits attention on CPU."""
+    """From now on, `context_parallel` splits attention on CPU.
+
+    Its exchanges are over before attention goes on: gloo has a buffer of its own for each until then, and how long that
+    lives would be by chance.
+    """
+    for rotater in (_attention._AllGatherRotater, _attention._AllToAllRotater):
+        rotater.exchange_buffers = _at_once(rotater.exchange_buffers)
     dispatcher: Any = DTensor._op_dispatcher
 
     def with_ring(ring: Callable[..., Any]) -> Callable[..., Any]:

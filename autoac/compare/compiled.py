@@ -39,8 +39,8 @@ def by_torch(profile: Profile, fractions: Sequence[float] = FRACTIONS) -> list[S
     plan = autoac.solve(profile, 10**15, engine=COMPILE)
     table = profile.compiled
     assert table is not None
-    calls = [profile.calls[call] for region in table.regions if region.points for call in region.calls]
-    names = list(dict.fromkeys(call.fqn for call in calls))
+    measured = [call for region in table.regions if region.points for call in region.calls]
+    names = list(dict.fromkeys(profile.calls[call].fqn for call in measured if call < len(profile.calls)))
     found = [
         Strategy(f"{TORCHS_BUDGET}{fraction:g}", "other", at_fraction(plan, fraction).apply, compiled=ALL)
         for fraction in fractions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,11 +71,24 @@ def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     if len(region.programs) > 1 and in_stage_setup():
         return original(*args, **kwargs)  # no call of the step
     program = region.next_program()
+    if program.apart and torch.compiler.is_compiling():
+        return _run_apart(original, args, kwargs)
     if not program.wrapped or in_first_run():
         return original(*args, **kwargs)
     if not torch.compiler.is_compiling() and _is_distributed():
         check_no_units(module, program.region)
     return ENGINES[region.engine].run(program, original, args, kwargs, module)
+
+
+def _call(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return original(*args, **kwargs)
+
+
+_run_apart = disable_dynamo(
+    _call,
+    "this model has a plan of autoac's engine 'compile', which compiles regions by themselves, so fullgraph=True "
+    "cannot be met. Leave out the outer torch.compile, or plan with engine='sac'",
+)
 
 
 def _is_distributed() -> bool:

@@ -43,21 +43,23 @@ class PlanPrograms:
         programs: dict[str, list[Program]] = {}
         profile = self._record.profile
         compiled = () if profile.compiled is None else profile.compiled.regions
-        inputs = {
-            (profile.calls[call].fqn, profile.calls[call].call): region.inputs
-            for region in compiled
-            for call in region.calls
-        }
+        inputs = {profile.module_name(call): region.inputs for region in compiled for call in region.calls}
+        apart = set[str]()
         for found in self._calls:
             untouched = Program(found.fqn, (), wrapped=False)
             calls = programs.setdefault(found.fqn, [untouched] * found.calls)
             calls[found.call] = Program(
                 *(found.name, found.steps, found.wrapped, self.following, found.point),
                 unchecked=self._unchecked,
-                inputs=inputs.get((found.fqn, found.call), ""),
+                inputs=inputs.get(found.name, ""),
                 cuts=found.cuts,
+                children=found.children,
             )
-        return {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
+            apart.update(found.children if found.wrapped else ())
+        wrapped = {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
+        return wrapped | {
+            fqn: [Program(fqn, (), wrapped=False, apart=True)] for fqn in apart - wrapped.keys()
+        }
 
     @functools.cached_property
     def _calls(self) -> tuple[CallProgram, ...]:

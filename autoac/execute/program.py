@@ -36,6 +36,8 @@ class Program:
         point: the point that the region is compiled at (engine compile).
         inputs: the planned inputs of a compiled region, as `described` tells them; "" if not known.
         cuts: places among `steps` where another part begins: the ops of each are run again on their own (replay).
+        children: if the compiled region is a tail, the names of the modules that run by themselves before it.
+        apart: whether the module is one of those of a tail, so that code compiled around it leaves it out.
         unchecked: whether recomputed values have not been compared with forward's yet; the engine then does so in its
             first step, and clears this.
 
@@ -57,6 +59,8 @@ class Program:
         unchecked: bool = False,
         inputs: str = "",
         cuts: Iterable[int] = (),
+        children: Iterable[str] = (),
+        apart: bool = False,
     ):
         self.region = region
         self.names = tuple(steps)
@@ -66,6 +70,8 @@ class Program:
         self.unchecked = unchecked
         self.inputs = inputs
         self.cuts = frozenset(cuts)
+        self.children = tuple(children)
+        self.apart = apart
         self.found_right = False  # by the last comparison
         self.draws_on_host: bool | None = (
             None  # Python's or numpy's random numbers; None until a call was seen
@@ -83,7 +89,7 @@ class Program:
     def __reduce__(self) -> Any:
         return Program, (
             *(self.region, self.names, self.wrapped),
-            *(self.following, self.point, self.unchecked, self.inputs, self.cuts),
+            *(self.following, self.point, self.unchecked, self.inputs, self.cuts, self.children, self.apart),
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -66,8 +67,11 @@ def remove_forward_hooks(module: torch.nn.Module, kind: type) -> None:
             module._forward_hooks_always_called.pop(key, None)
 
 
-def hooked_inside(module: torch.nn.Module) -> str:
+def hooked_inside(module: torch.nn.Module, besides: Collection[str] = ()) -> str:
     """Name of a module inside this one that has hooks on its calls, "" if none has.
+
+    Args:
+        besides: names of modules that are left out, with what is in them.
 
     Compiled code runs the hooks that it was compiled with, and does not check whether any were added since.
 
@@ -75,6 +79,8 @@ def hooked_inside(module: torch.nn.Module) -> str:
     (torch/_dynamo/config.py).
     """
     for name, inside in module.named_modules():
+        if any(name == other or name.startswith(f"{other}.") for other in besides):
+            continue
         hooks = inside._forward_hooks or inside._forward_pre_hooks
         if name and (hooks or inside._backward_hooks or inside._backward_pre_hooks):
             return name

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,31 @@ def disable_dynamo(function: Function, reason: str) -> Function:
     disabled: Any = torch._disable_dynamo(function)
     disabled._torchdynamo_disable, disabled._torchdynamo_disable_msg = True, reason
     return disabled
+
+
+@contextlib.contextmanager
+def compiled_code_forgotten() -> Iterator[None]:
+    """Context: afterwards no function has compiled code that had none before.
+
+    Torch compiles a function again only so often, whatever for, and then no more.
+
+    Source: `reset_code_caches` (torch/_dynamo/__init__.py), `input_codes` (torch/_dynamo/convert_frame.py).
+    """
+    from torch._dynamo import convert_frame
+
+    def known() -> list[Any]:
+        found = (*convert_frame.input_codes.seen, *convert_frame.output_codes.seen)
+        return [code for reference in found if (code := reference()) is not None]
+
+    before = set(map(id, held := known()))
+    try:
+        yield
+    finally:
+        with convert_frame.compile_lock:
+            for code in known():
+                if id(code) not in before:
+                    torch._C._dynamo.eval_frame.reset_code(code)
+        del held
 
 
 def constant_while_compiling(function: Function) -> Function:

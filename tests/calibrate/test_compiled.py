@@ -370,11 +370,11 @@ def test_points_that_do_not_fit_on_the_device_are_left_out(profile: Profile, mon
     """Nor are the others kept on disk: another time more of them may fit."""
     fits = [TORCHS]
 
-    def point(kind: Any, name: str, inputs: str) -> Any:
+    def point(kind: Any, name: str, inputs: str, tail: bool) -> Any:
         def run(*call: Any) -> Any:
             if name not in fits:
                 raise torch.OutOfMemoryError("too large")
-            return compiled(kind, name, inputs)(*call)
+            return compiled(kind, name, inputs, tail=tail)(*call)
 
         return run
 

@@ -167,3 +167,34 @@ def test_put_compiled_back():
     assert model(torch.zeros(2)) == "compiled"
     torch_private.put_compiled_back(model, lambda x: "again")
     assert model(torch.zeros(2)) == "compiled"
+
+
+def test_compiled_code_forgotten():
+    """But for functions that were compiled before."""
+
+    def earlier(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def within(x: torch.Tensor) -> torch.Tensor:
+        return x + 2
+
+    compiled: list[str] = []
+
+    def backend(name: str) -> Any:
+        def compile(graph: Any, inputs: Any) -> Any:
+            compiled.append(name)
+            return graph.forward
+
+        return compile
+
+    runs = [torch.compile(run, backend=backend(run.__name__)) for run in (earlier, within)]
+    x = torch.ones(2)
+    runs[0](x)
+    with torch_private.compiled_code_forgotten():
+        runs[0](x)
+        runs[1](x)
+        runs[1](x)
+    assert compiled == ["earlier", "within"]
+    for run in runs:
+        run(x)
+    assert compiled == ["earlier", "within", "within"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,19 +19,31 @@ from autoac.step.restore import own_gradient
 from autoac.step.step import TrainingStep
 from autoac.step.trial import trial
 from autoac.step.uncompiled import uncompiled
-from autoac.torch_private import disable_dispatch_modes, hooked_inside, is_dense, tree_flatten, tree_map
+from autoac.torch_private import (
+    disable_dispatch_modes,
+    disable_dynamo,
+    hooked_inside,
+    is_dense,
+    tree_flatten,
+    tree_map,
+)
 from autoac_solver.records.errors import ProfilingError
+
+Call = tuple[str, int]
+"""A module's name, and the number of its call with gradients on."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One call of a module.
+    """One call of a module, or of a tail: what its own code does after the calls of some modules in it.
 
     Args:
         module: the called module.
         args, kwargs: copies of the call's arguments; tensors that need a gradient are leaves here.
         autocast: device and dtype of each autocast that was on.
         hooked: name of a module in it that had hooks during the call, "" if none had; some models add them in forward.
+        children: for a tail, the names that these modules have in this one.
+        results: copies of what they returned, by these names; as `args`.
     """
 
     module: torch.nn.Module
@@ -39,10 +51,18 @@ class Captured:
     kwargs: dict[str, Any]
     autocast: tuple[tuple[str, torch.dtype], ...]
     hooked: str
+    children: tuple[str, ...] = ()
+    results: dict[str, Any] = field(default_factory=dict)
+    _now: dict[str, Any] = field(default_factory=dict)
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as the region's code gets them: tensors that need a gradient are results of ops."""
-        return _each_once(_computed, (self.args, self.kwargs))
+    @property
+    def given(self) -> Any:
+        """All that the region is given."""
+        return self.args, self.kwargs, self.results
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        """`given`, as the region's code gets it: tensors that need a gradient are results of ops."""
+        return _each_once(_computed, self.given)
 
     @property
     def described(self) -> str:
@@ -51,20 +71,57 @@ class Captured:
             return described(self.args, self.kwargs)
 
     @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
-        """Context: the autocast of the call."""
+    def around(self, results: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Context: the autocast of the call, and for a tail modules that do nothing but return what they did.
+
+        Args:
+            results: from `arguments`.
+        """
         with contextlib.ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
+            for name, result in (results or {}).items():
+                stack.enter_context(self._returning(name, result))
             yield
+
+    @contextlib.contextmanager
+    def _returning(self, name: str, result: Any) -> Iterator[None]:
+        module = self.module.get_submodule(name)
+        before = module.__dict__.get("forward")
+        self._now[name] = result
+        module.__dict__["forward"] = self._stand_ins[name]
+        try:
+            yield
+        finally:
+            del self._now[name]
+            if before is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = before
+
+    @functools.cached_property
+    def _stand_ins(self) -> dict[str, Callable[..., Any]]:
+        """For each module of `results` a forward; always the same one, for which code is compiled once."""
+
+        def of(name: str) -> Callable[..., Any]:
+            return disable_dynamo(lambda *args, **kwargs: self._now[name], "it stands in for a module")
+
+        return {name: of(name) for name in self.results}
 
 
 class _Enough(BaseException):
     """Ends the step once all calls are captured. A `BaseException`, so that user code does not catch it."""
 
 
-Call = tuple[str, int]
-"""A module's name, and the number of its call with gradients on."""
+@dataclass(frozen=True)
+class Tail:
+    """Kind of a call of which only the tail is caught.
+
+    Args:
+        children: names, in the called module, of the modules called before the tail.
+    """
+
+    children: tuple[str, ...]
 
 
 Caught = list[tuple[Captured, list[Call]]]
@@ -84,6 +141,7 @@ class Catcher:
         self._groups: dict[Hashable, tuple[Captured, list[Call]]] = {}
         self._counts: dict[str, int] = {}
         self._hooks: list[Any] = []
+        self._open: tuple[Captured, Call] | None = None  # a tail, before which modules are still to return
         self.missing = set(kinds)
 
     def put_on(self) -> None:
@@ -92,6 +150,9 @@ class Catcher:
             hook = functools.partial(self._catch, name)
             module = self._model.get_submodule(name)
             self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        for name, child in {(n, child) for (n, _), kind in self._kinds.items() for child in _children(kind)}:
+            module = self._model.get_submodule(name).get_submodule(child)
+            self._hooks.append(module.register_forward_hook(functools.partial(self._catch_result, child)))
 
     def take_off(self) -> None:
         """Catch no more calls."""
@@ -110,15 +171,34 @@ class Catcher:
         call = self._counts[name] = self._counts.get(name, -1) + 1
         if (name, call) not in self.missing:
             return
-        hooked = hooked_inside(module)
-        kind = self._kinds[name, call], _described((args, kwargs)), autocasts(), hooked
+        known = self._kinds[name, call]
+        children = _children(known)
+        hooked = hooked_inside(module, children)
+        kind = known, _described((args, kwargs)), autocasts(), hooked
         if kind not in self._groups:
             with disable_dispatch_modes():  # a step that is being recorded does not see the copies
                 own, named = _each_once(_copy, (args, kwargs))
-                region = Captured(module, own, named, autocasts(), hooked)
+                region = Captured(module, own, named, autocasts(), hooked, children)
             self._groups[kind] = region, []
         self._groups[kind][1].append((name, call))
-        self.missing.remove((name, call))
+        region, calls = self._groups[kind]
+        if len(calls) == 1 and children:
+            self._open = region, (name, call)
+        else:
+            self._found((name, call))
+
+    def _catch_result(self, child: str, module: torch.nn.Module, args: Any, result: Any) -> None:
+        if self._open is None or not torch.is_grad_enabled():
+            return
+        region, call = self._open
+        with disable_dispatch_modes():
+            region.results[child] = _each_once(_copy, result)
+        if len(region.results) == len(region.children):
+            self._open = None
+            self._found(call)
+
+    def _found(self, call: Call) -> None:
+        self.missing.remove(call)
         if not self.missing:
             self.when_complete()
 
@@ -130,6 +210,10 @@ class Catcher:
 class _UntilComplete(Catcher):
     def when_complete(self) -> None:
         raise _Enough
+
+
+def _children(kind: Hashable) -> tuple[str, ...]:
+    return kind.children if isinstance(kind, Tail) else ()
 
 
 def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:

@@ -49,7 +49,10 @@ def measured_points(
     too_large = ""
     for name in [*points, EAGER]:
         tell(name)
-        run = run_module if name == EAGER else compiled(type(region.module), name, region.described)
+        tail = bool(region.children)
+        run = (
+            run_module if name == EAGER else compiled(type(region.module), name, region.described, tail=tail)
+        )
         try:
             _forward_and_backward(region, run, device)  # compiles
         except torch.OutOfMemoryError as error:
@@ -96,8 +99,8 @@ def _forward_and_backward(
 ) -> tuple[float, float]:
     """Seconds of one forward and one backward, by the device's own clock."""
     launches = launches or _Launches()
-    args, kwargs = region.arguments()
-    with region.around():
+    args, kwargs, results = region.arguments()
+    with region.around(results):
         result, forward_s, launches.forward_s = _timed(
             lambda: run(region.module, args, kwargs), device, launches.forward_s
         )
@@ -126,9 +129,11 @@ def _timed(call: Callable[[], Any], device: torch.device, launching_s: float) ->
 def _sizes(region: Captured, run: Run, device: torch.device) -> tuple[int, int, int, bool]:
     """Kept bytes, the most alive in forward and in backward, and whether an output is held for backward."""
     _forward_and_backward(region, run, device)
-    args, kwargs = region.arguments()
-    given = {key_of_storage(t.untyped_storage()) for t in tensors_of((args, kwargs)) if _is_strided(t)}
-    with region.around(), measuring(device) as forward:
+    args, kwargs, results = region.arguments()
+    given = {
+        key_of_storage(t.untyped_storage()) for t in tensors_of((args, kwargs, results)) if _is_strided(t)
+    }
+    with region.around(results), measuring(device) as forward:
         result = run(region.module, args, kwargs)
     made = [
         t for t in tensors_of(result) if _is_strided(t) and key_of_storage(t.untyped_storage()) not in given
@@ -144,8 +149,8 @@ def _sizes(region: Captured, run: Run, device: torch.device) -> tuple[int, int, 
 
 def _holds_output(region: Captured, run: Run) -> bool:
     """Whether an output lives as long as the graph behind it."""
-    args, kwargs = region.arguments()
-    with region.around():
+    args, kwargs, results = region.arguments()
+    with region.around(results):
         result = run(region.module, args, kwargs)
     outputs = _outputs(result)
     graph = [output.grad_fn for output in outputs]
@@ -162,7 +167,7 @@ def _outputs(result: Any) -> list[torch.Tensor]:
 
 def _backward(region: Captured, outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> Any:
     """Gradients of all inputs and parameters that need one, all alive at the end of the call."""
-    given = [t for t in tensors_of((region.args, region.kwargs)) if t.requires_grad]
+    given = [t for t in tensors_of(region.given) if t.requires_grad]
     wanted = [*given, *(p for p in region.module.parameters() if p.requires_grad)]
     unique = list({id(tensor): tensor for tensor in wanted}.values())
     return torch.autograd.grad(outputs, unique, gradients, allow_unused=True)

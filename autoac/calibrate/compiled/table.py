@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -9,21 +10,23 @@ from typing import Any
 
 import torch
 
-from autoac.calibrate.compiled.capture import Call, Captured, Caught, captured
+from autoac.calibrate.compiled.capture import Call, Captured, Caught, Tail, captured
 from autoac.calibrate.compiled.measured import measured_points
 from autoac.calibrate.compiled.on_disk import PointsOnDisk
-from autoac.execute.compiled.code import surveying
+from autoac.execute.compiled.code import count_graphs, surveying
 from autoac.measure import ONE_AT_A_TIME
 from autoac.step.autocast import forward_autocast
 from autoac.step.model import device_of
 from autoac.step.step import TrainingStep
 from autoac.step.trial import trial
 from autoac.step.uncompiled import uncompiled
-from autoac.torch_private import first_line, raised_in_compiler
-from autoac_solver.plan.partitions import blocks, named_calls, whole
+from autoac.torch_private import compiled_code_forgotten, first_line, raised_in_compiler
+from autoac_solver.plan.partitions import blocks, first_tail, named_calls, tails_after, whole
+from autoac_solver.plan.parts import tail_of
 from autoac_solver.plan.planning import Progress
 from autoac_solver.records.compiled import EAGER, CompiledPoint, CompiledRegion, CompiledTable
 from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.names import module_in_words
 from autoac_solver.records.profile import Profile
 
 BLOCKS, WHOLE = "blocks", "whole"
@@ -94,9 +97,16 @@ def kinds_of(
         calls: Sequence[int] = named_calls(profile, names)
     else:
         calls = whole(profile) if granularity == WHOLE else blocks(profile)
-    return {
-        (profile.calls[call].fqn, profile.calls[call].call): _kind(profile, model, call) for call in calls
-    }
+
+    def key(call: int) -> Call:
+        return profile.calls[call].fqn, profile.calls[call].call
+
+    kinds: dict[Call, Hashable] = {key(call): _kind(profile, model, call) for call in calls}
+    for call, children in tails_after(profile, calls if names is None else ()).items():
+        prefix = f"{profile.calls[call].fqn}." if profile.calls[call].fqn else ""
+        inside = (profile.calls[child].fqn.removeprefix(prefix) for child in children)
+        kinds[key(call)] = Tail(tuple(inside))
+    return kinds
 
 
 def with_caught_regions(
@@ -112,14 +122,46 @@ def with_caught_regions(
         NothingCompiled: no region can be compiled.
     """
     start = time.perf_counter()
+    profile = _with_tails(profile, found)
     with ONE_AT_A_TIME:
         regions = _regions(profile, model, inputs, found, progress)
+    regions, profile = _without_failed_tails(regions, profile)
     if not any(region.points for region in regions):
         raise NothingCompiled(
             regions[0].failure if regions else "the model has no block that holds a twentieth of it"
         )
     table = CompiledTable(tuple(regions), seconds=time.perf_counter() - start)
     return _with(profile, table, [region for region in regions if region.failure])
+
+
+def _with_tails(profile: Profile, found: Caught) -> Profile:
+    call_of = _call_of(profile)
+    tails = []
+    for region, calls in found:
+        for call in calls if region.children else ():
+            names = {f"{call[0]}.{child}" if call[0] else child for child in region.children}
+            index = call_of[call]
+            inside = (other for other in profile.calls if other.parent == index and other.fqn in names)
+            tails.append(tail_of(profile, index, max(other.end for other in inside)))
+    return replace(profile, tails=tuple(sorted(tails, key=lambda tail: tail.call)))
+
+
+def _call_of(profile: Profile) -> dict[Call, int]:
+    return {(call.fqn, call.call): index for index, call in enumerate(profile.calls) if call.grad}
+
+
+def _without_failed_tails(
+    regions: list[CompiledRegion], profile: Profile
+) -> tuple[list[CompiledRegion], Profile]:
+    """The regions without tails that are not compiled, and the profile with notes on why."""
+    failed = [region for region in regions if region.failure and region.calls[0] >= len(profile.calls)]
+    modules = [profile.calls[profile.spans[region.calls[0]].parent].fqn for region in failed]
+    notes = (
+        f"what {module_in_words(module)} computes after its blocks, with the loss, is not compiled: {region.failure}"
+        for module, region in zip(modules, failed, strict=True)
+    )
+    left = [region for region in regions if region not in failed]
+    return left, replace(profile, notes=(*profile.notes, *notes))
 
 
 def without_regions(profile: Profile, failed: Mapping[str, str]) -> Profile:
@@ -141,6 +183,7 @@ def without_regions(profile: Profile, failed: Mapping[str, str]) -> Profile:
         if kept := tuple(call for call in region.calls if call not in fails):
             regions.append(replace(region, calls=kept))
         apart += [CompiledRegion((call,), (), (), failed[profile.module_name(call)]) for call in fails]
+    apart, profile = _without_failed_tails(apart, profile)
     if not any(region.points for region in regions):
         raise NothingCompiled(next(iter(failed.values())))
     return _with(profile, replace(table, regions=(*regions, *apart)), apart)
@@ -160,12 +203,16 @@ def _regions(
     profile: Profile, model: torch.nn.Module, inputs: Any, found: Caught, progress: Progress
 ) -> list[CompiledRegion]:
     device = device_of(model)
-    call_of = {(call.fqn, call.call): index for index, call in enumerate(profile.calls) if call.grad}
+    call_of = _call_of(profile)
+    tail_of_call = {tail.call: index for index, tail in enumerate(profile.tails, first_tail(profile))}
     regions = []
     for index, (region, keys) in enumerate(found):
         group = sorted(call_of[key] for key in keys)
         name = profile.module_name(group[0]) or "the model"
         words = f"compiling {name}" + (f" and {len(group) - 1} like it" if len(group) > 1 else "")
+        if region.children:
+            words = f"compiling what {name} computes after its blocks"
+            group = [tail_of_call[call] for call in group]
 
         def tell(what: str, index: int = index, words: str = words) -> None:
             progress(f"{words}: {what}", index / len(found))
@@ -173,6 +220,8 @@ def _regions(
         with (
             trial(model, inputs, region.module.buffers()),
             uncompiled(model),
+            # A tail is compiled as functions of the model's own, which its user may compile, too.
+            compiled_code_forgotten() if region.children else contextlib.nullcontext(),
         ):
             regions.append(_region(region, tuple(group), _never(profile, group), device, tell))
     return regions
@@ -198,7 +247,7 @@ def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:
 
 def _never(profile: Profile, calls: Sequence[int]) -> frozenset[str]:
     """Names of ops in these calls that draw, or that profiling found to give other values when they run again."""
-    windows = [(profile.calls[call].start, profile.calls[call].end) for call in calls]
+    windows = [(profile.spans[call].start, profile.spans[call].end) for call in calls]
     return frozenset(
         op.name
         for op in profile.tape
@@ -224,7 +273,11 @@ def _region(
         )
     try:
         tell("what it could keep")
+        if region.children and (graphs := _graphs(region)) != 1:
+            return CompiledRegion(calls, (), (), f"torch.compile makes {graphs} graphs of it")
         survey = _survey(region, never)
+        if region.children and survey.draws:
+            return CompiledRegion(calls, (), (), "it draws random numbers")
         on_disk = PointsOnDisk(survey, region.described, device)
         points = on_disk.read()
         if points is None:
@@ -254,13 +307,20 @@ def _for_all_budgets(points: tuple[CompiledPoint, ...]) -> tuple[tuple[CompiledP
     return others, ""
 
 
+def _graphs(region: Captured) -> int:
+    """Number of graphs with a backward that the compiler makes of a tail."""
+    args, kwargs, results = region.arguments()
+    with region.around(results):
+        return count_graphs(region.module, args, kwargs)
+
+
 def _survey(region: Captured, never: frozenset[str]) -> Any:
     from autoac.execute.compiled.partitioner import Surveyed
 
-    args, kwargs = region.arguments()
+    args, kwargs, results = region.arguments()
     try:
-        with region.around():
-            surveying(MOST_POINTS, never)(region.module, args, kwargs)
+        with region.around(results):
+            surveying(MOST_POINTS, never, bool(region.children))(region.module, args, kwargs)
     except Exception as error:
         surveyed = raised_in_compiler(error, Surveyed)
         if surveyed is None:

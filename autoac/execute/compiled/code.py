@@ -13,7 +13,7 @@ import functools
 import hashlib
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def run_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 @functools.cache
 def compiled(
-    kind: type[torch.nn.Module], point: str, inputs: str, others: bool = False
+    kind: type[torch.nn.Module], point: str, inputs: str, others: bool = False, tail: bool = False
 ) -> Callable[..., Any]:
     """`run_module` for modules of a class, compiled at a point.
 
@@ -41,25 +41,51 @@ def compiled(
     Args:
         inputs: the planned inputs, as `described` tells them; "" if not known.
         others: for all other inputs: sizes are dynamic from the first call on, so that it is compiled once.
+        tail: modules that it calls are not to be compiled with it (they say so themselves); it is what comes after.
     """
     from autoac.execute.compiled.partitioner import PointPartitioner
 
-    name = hashlib.sha256(repr((kind.__module__, kind.__qualname__, point, inputs, others)).encode())
-    return _compiled(PointPartitioner(point), name.hexdigest()[:16], dynamic=True if others else None)
+    name = hashlib.sha256(repr((kind.__module__, kind.__qualname__, point, inputs, others, tail)).encode())
+    return _compiled(PointPartitioner(point), name.hexdigest()[:16], True if others else None, tail)
 
 
-def surveying(most: int, never: frozenset[str] = frozenset()) -> Callable[..., Any]:
-    """`run_module` whose first call raises the survey of its graph; see `partitioner.Surveyor`."""
+def surveying(most: int, never: frozenset[str] = frozenset(), tail: bool = False) -> Callable[..., Any]:
+    """`run_module` whose first call raises the survey of its graph; see `partitioner.Surveyor`.
+
+    Args:
+        tail: as for `compiled`.
+    """
     from autoac.execute.compiled.partitioner import Surveyor
 
-    return _compiled(Surveyor(most, never), "survey", dynamic=False)
+    return _compiled(Surveyor(most, never), "survey", False, tail)
 
 
-def _compiled(partitioner: Any, name: str, dynamic: bool | None) -> Callable[..., Any]:
+def count_graphs(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Call `run_module` traced as a tail; the number of its graphs that need a backward."""
+    count = 0
+
+    def taken(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        nonlocal count
+        count += any(isinstance(given, torch.Tensor) and given.requires_grad for given in inputs)
+        return graph.forward
+
+    torch.compile(_named("traced"), backend=taken, dynamic=False, **_limit())(module, args, kwargs)
+    return count
+
+
+def _limit() -> dict[str, Any]:
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+        return {}
+    return {"recompile_limit": max(RECOMPILATIONS, recompile_limit())}
+
+
+def _named(name: str) -> Callable[..., Any]:
+    """`run_module` as a function of its own, with its own compiled code."""
     name = f"{run_module.__name__}_{name}"
-    own = types.FunctionType(run_module.__code__.replace(co_name=name), run_module.__globals__, name)
+    return types.FunctionType(run_module.__code__.replace(co_name=name), run_module.__globals__, name)
+
+
+def _compiled(partitioner: Any, name: str, dynamic: bool | None, tail: bool) -> Callable[..., Any]:
     # Memory of CUDA graphs' pools is seen by neither the allocator's peak nor the plan.
     options: dict[str, Any] = {"options": {COMPILE_OPTION: partitioner, "triton.cudagraphs": False}}
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options["recompile_limit"] = max(RECOMPILATIONS, recompile_limit())
-    return torch.compile(own, fullgraph=True, dynamic=dynamic, **options)
+    return torch.compile(_named(name), fullgraph=not tail, dynamic=dynamic, **options, **_limit())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def _run(
     kwargs: dict[str, Any],
     module: torch.nn.Module,
 ) -> Any:
-    why = _why_never(module)
+    why = _why_never(module, program.children)
     inputs = described(args, kwargs)
     given = inputs, module.training
     if not why and given not in program.not_compiled:
@@ -93,15 +93,20 @@ def _run_compiled(
     program: Program, inputs: str, args: tuple[Any, ...], kwargs: dict[str, Any], module: torch.nn.Module
 ) -> Any:
     others = bool(program.inputs) and inputs != program.inputs
-    result = compiled(type(module), program.point, program.inputs, others)(module, args, kwargs)
+    tail = bool(program.children)
+    result = compiled(type(module), program.point, program.inputs, others, tail)(module, args, kwargs)
     if (losses := module.__dict__.get(LOSS_KEY)) is not None:
         loss_may_follow(losses.side)
     return result
 
 
-def _why_never(module: torch.nn.Module) -> str:
-    """Why compiled code would not do what the module's call does, whatever its inputs; "" if it would."""
-    if hooked := hooked_inside(module):
+def _why_never(module: torch.nn.Module, children: Sequence[str]) -> str:
+    """Why compiled code would not do what the module's call does, whatever its inputs; "" if it would.
+
+    Args:
+        children: of a tail.
+    """
+    if hooked := hooked_inside(module, children):
         return (
             f"has hooks on module {hooked!r} since it was planned, which compiled code may not run, so it runs "
             "uncompiled: the budget may not hold. Plan again with the hooks."

@@ -245,7 +245,7 @@ def _outside(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
         if c is not None and holder(profile.storage_table[saved.storage].alloc) is not c:
             held[saved.storage] = max(held[saved.storage], c.backward[1])
     for c in compiled:
-        for storage in profile.calls[c.region.call].inputs:
+        for storage in profile.spans[c.region.call].inputs:
             held[storage] = max(held[storage], c.backward[1])
     for use in draft.uses():
         saves = [index for index in use.saves if holder(profile.saved[index].tick) is None]

@@ -94,7 +94,8 @@ def choose_regions(
 def holders(step: Step, regions: Sequence[Region]) -> tuple[Region, ...]:
     """The calls that have parts among the regions, in order."""
     profile = step.profile
-    calls = {profile.spans[region.call].parent for region in regions if region.call >= len(profile.calls)}
+    parts = range(len(profile.calls), len(profile.calls) + len(profile.parts))
+    calls = {profile.spans[region.call].parent for region in regions if region.call in parts}
     return tuple(sorted((Region(step, call) for call in calls), key=lambda region: region.start))
 
 

@@ -6,12 +6,14 @@ set during backward. So several choices are tried, from coarse to fine.
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
 from autoac_solver.build.engines import DEFAULT, EngineModel, engine_model
+from autoac_solver.build.losses.cross_entropy import LOG_SOFTMAX
 from autoac_solver.build.regions import may_be_region
 from autoac_solver.build.step import Step
 from autoac_solver.plan.parts import PartTree
@@ -45,12 +47,21 @@ def partitions(profile: Profile, engine: str = DEFAULT) -> list[tuple[int, ...]]
 
 
 def _around_compiled(profile: Profile, table: CompiledTable) -> list[tuple[int, ...]]:
-    """The measured regions; and if some are not compiled, the compiled ones with those of engine replay around them."""
+    """The measured regions; and if some are not compiled, the compiled ones with those of engine replay around them.
+
+    Each with the tails, and without: then the loss may be computed over chunks of rows.
+    """
+    found = _around_blocks(profile, table)
+    without = (tuple(call for call in choice if call < first_tail(profile)) for choice in found)
+    return [choice for choice in dict.fromkeys((*found, *without)) if choice]
+
+
+def _around_blocks(profile: Profile, table: CompiledTable) -> list[tuple[int, ...]]:
     measured = tuple(sorted(call for region in table.regions for call in region.calls))
     compiled = [call for region in table.regions if not region.failure for call in region.calls]
     if len(compiled) == len(measured):
         return [measured]
-    windows = [(profile.calls[call].start, profile.calls[call].end) for call in compiled]
+    windows = [(profile.spans[call].start, profile.spans[call].end) for call in compiled]
     choices = [measured]
     for choice in partitions(profile, REPLAY):
         spans = ((call, profile.calls[call].start, profile.calls[call].end) for call in choice)
@@ -175,6 +186,62 @@ def blocks(profile: Profile) -> tuple[int, ...]:
     for call in chosen:
         held[kind[call]] += weights[call]
     return tuple(call for call in chosen if possible[call] and held[kind[call]] >= LEAST_SHARE * total)
+
+
+def first_tail(profile: Profile) -> int:
+    """The first index of a tail among the profile's `spans`."""
+    return len(profile.calls) + len(profile.parts)
+
+
+def tails_after(profile: Profile, regions: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The calls with a tail worth compiling: after all regions in it, a call's own code computes a cross entropy.
+
+    Args:
+        regions: module calls.
+
+    Returns:
+        Call -> the calls directly in it that hold regions or are some. Between these it saves nothing itself.
+    """
+    losses: dict[int, int] = {}
+    for op in profile.tape:
+        if op.name == LOG_SOFTMAX and not op.backward and op.module != NEVER:
+            losses.setdefault(op.module, op.tick)
+    found = {}
+    for call, tick in losses.items():
+        inside = (child_of(profile, call, region) for region in regions)
+        children = tuple(dict.fromkeys(child for child in inside if child != NEVER))
+        if children and _has_tail(profile, call, children, tick):
+            found[call] = children
+    return found
+
+
+def _has_tail(profile: Profile, call: int, children: Sequence[int], loss: int) -> bool:
+    """Whether compiling what a call's own code does after some calls in it is possible, and worth it.
+
+    Args:
+        loss: tick of its first cross entropy.
+    """
+    record, inside = profile.calls[call], [profile.calls[child] for child in children]
+    after = max(child.end for child in inside)
+    own = (
+        saved.tick
+        for saved in profile.saved
+        if record.start <= saved.tick < record.end
+        and not any(child.start <= saved.tick < child.end for child in inside)
+    )
+    if not record.grad or len({child.fqn for child in inside}) < len(inside) or loss < after:
+        return False
+    if min(own, default=0) < after:
+        return False
+    every = _saved_bytes(profile, [dataclasses.replace(record, start=after), record])
+    return every[0] >= LEAST_SHARE * every[1]
+
+
+def child_of(profile: Profile, call: int, inside: int) -> int:
+    """The call directly in `call` that another one is in, or is; `NEVER` if it is not in it."""
+    while inside >= 0 and profile.calls[inside].parent != call:
+        inside = profile.calls[inside].parent
+    return inside if inside >= 0 else NEVER
 
 
 def whole(profile: Profile) -> tuple[int, ...]:

@@ -81,6 +81,13 @@ def with_parts_of(profile: Profile, other: Profile) -> Profile:
     return replace(profile, parts=tuple(found))
 
 
+def tail_of(profile: Profile, call: int, after: int) -> Part:
+    """The part of a call from a tick on, at which it may still save tensors for its first op; there is at least one."""
+    cuts = _Cuts(profile)
+    _, end = cuts.of_call(call)
+    return replace(cuts.part(call, 1, cuts.ops(after, after)[0], end), start=after)
+
+
 def _may_be_held(op: Op) -> bool:
     """Whether a call with this op may be recorded as a whole, see NOTE [ Parts ] 5."""
     return not op.backward and op.name != LOG_SOFTMAX

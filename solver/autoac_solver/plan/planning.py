@@ -246,7 +246,7 @@ def region_choices(
             f"none of the regions {names} was called with gradients on in the profiled step."
         )
     if engine_model(engine).compiles and profile.compiled is not None:
-        measured = {profile.calls[call].fqn for region in profile.compiled.regions for call in region.calls}
+        measured = {profile.spans[call].fqn for region in profile.compiled.regions for call in region.calls}
         if missing := sorted({profile.calls[call].fqn for call in calls} - measured):
             raise ProfilingError(
                 f"region {missing[0]!r} was not compiled and measured when this profile was made; these were: "

@@ -27,7 +27,7 @@ from autoac_solver.records.policies import APPLIED_POLICY, AppliedPolicy
 from autoac_solver.records.profile import PROFILE, Profile
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 13  # 12: sizes of calls; 13: parts of calls, the profile's tenth version
+SCHEMA_VERSION = 14  # 13: parts of calls; 14: tails, the profile's eleventh version
 
 Steps = tuple[tuple[str, bool], ...]
 

@@ -219,13 +219,18 @@ def _compiled(record: PlanRecord) -> list[str]:
 
 
 def _losses(record: PlanRecord) -> list[str]:
-    """Rows on the cross entropies that the plan makes lean or chunks."""
+    """Rows on the cross entropies that the plan compiles, makes lean or chunks."""
     how = "is computed over chunks of rows" if record.chunked_losses else "goes backward in place"
+    spans, calls = record.profile.spans_of_parts, record.profile.calls
+    parents = {span.fqn: calls[span.parent].fqn for span in spans}
+    compiled = {parents[r.fqn] for r in record.regions if r.fqn in parents and r.point != EAGER}
     return [
         _row(
             "loss",
-            f"the cross entropy of {module_in_words(fqn)} {how}, with torch's bits",
+            f"the cross entropy of {module_in_words(fqn)} is compiled, with what comes after its blocks",
         )
+        if fqn in compiled
+        else _row("loss", f"the cross entropy of {module_in_words(fqn)} {how}, with torch's bits")
         for fqn in record.losses
     ]
 

@@ -61,7 +61,7 @@ class Compile:
         return build_compiled(profile, calls, self)
 
     def refuses(self, step: Step, region: Region) -> Iterator[str]:
-        call = step.profile.calls[region.call]
+        call = step.profile.spans[region.call]
         if call.changes_arguments:
             yield "it changes an object among its arguments (a cache of keys and values, say)"
         table = step.profile.compiled

@@ -12,6 +12,7 @@ from autoac_solver.build.built import Built
 from autoac_solver.build.losses.cross_entropy import chunkable_losses, lean_losses
 from autoac_solver.build.regions import Region, holders
 from autoac_solver.build.step import Step
+from autoac_solver.plan.partitions import child_of
 from autoac_solver.problem.problem import RECOMPUTE, SAVE
 from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.errors import ProfileError
@@ -53,6 +54,7 @@ class CallProgram:
         regions: names of the regions in it: its own, or those of its parts.
         wrapped, steps, point: as for `RegionPlan`.
         cuts: places among `steps` where another part begins or ends.
+        children: for a tail, the modules called before it that hold regions, or are some.
     """
 
     fqn: str
@@ -64,6 +66,7 @@ class CallProgram:
     steps: Steps
     point: str = EAGER
     cuts: tuple[int, ...] = ()
+    children: tuple[str, ...] = ()
 
 
 def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
@@ -83,10 +86,18 @@ def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
         if holder != NEVER:
             inside[holder].append((region, plan))
             continue
+        call, children = profile.spans[index], tuple[str, ...]()
+        if index >= len(profile.calls):  # a tail
+            before = (
+                child_of(profile, call.parent, other) for other in indices if other < len(profile.calls)
+            )
+            children = tuple(dict.fromkeys(profile.calls[child].fqn for child in before if child != NEVER))
+            call = profile.calls[call.parent]
         found.append(
             CallProgram(
-                *(plan.fqn, plan.call, plan.calls, plan.name, (plan.name,)),
+                *(call.fqn, call.call, calls_of[call.fqn], plan.name, (plan.name,)),
                 *(plan.wrapped, plan.steps, plan.point),
+                children=children,
             )
         )
     for holder in outer:

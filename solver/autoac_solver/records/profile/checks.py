@@ -100,33 +100,44 @@ def _check_parts(profile: Profile) -> None:
     numbers: dict[int, int] = {}
     around: list[Part] = []
     for part in profile.parts:
-        where = f"part {part.number} of call {part.call}"
-        _demand(_refers(profile.calls, part.call), f"{where} is of a call that is not there")
-        call = profile.calls[part.call]
-        _demand(PART not in call.fqn, f"{where} is of a module with {PART!r} in its name")
+        where = _check_part(profile, part, ticks)
         _demand(numbers.get(part.call, 0) < part.number, f"{where} is out of order")
         numbers[part.call] = part.number
-        _demand(
-            call.grad and call.start <= part.start < part.end <= call.end,
-            f"{where} is not inside of its call",
-        )
-        _demand(bisect_left(ticks, part.start) < bisect_left(ticks, part.end), f"{where} has no op")
         while around and (around[-1].call != part.call or around[-1].end <= part.start):
             around.pop()
         _demand(not around or part.end <= around[-1].end, f"{where} overlaps another one")
         around.append(part)
-        _demand(
-            all(_refers(profile.storage_table, storage) for storage in part.inputs),
-            f"{where} refers to a storage that is not there",
-        )
-        _demand(part.views <= call.views, f"{where} has more views than its call")
+    for tail in profile.tails:
+        where = _check_part(profile, tail, ticks)
+        _demand(tail.call not in numbers, f"{where} is of a call that has other parts")
+        numbers[tail.call] = tail.number
+
+
+def _check_part(profile: Profile, part: Part, ticks: Sequence[int]) -> str:
+    """Check one part by itself; what to call it."""
+    where = f"part {part.number} of call {part.call}"
+    _demand(_refers(profile.calls, part.call), f"{where} is of a call that is not there")
+    call = profile.calls[part.call]
+    _demand(PART not in call.fqn, f"{where} is of a module with {PART!r} in its name")
+    _demand(
+        call.grad and call.start <= part.start < part.end <= call.end,
+        f"{where} is not inside of its call",
+    )
+    _demand(bisect_left(ticks, part.start) < bisect_left(ticks, part.end), f"{where} has no op")
+    _demand(
+        all(_refers(profile.storage_table, storage) for storage in part.inputs),
+        f"{where} refers to a storage that is not there",
+    )
+    _demand(part.views <= call.views, f"{where} has more views than its call")
+    return where
 
 
 def _check_compiled(profile: Profile) -> None:
     """Check that measured regions are calls of the profile, none in two rows, each with points or a failure."""
     regions = () if profile.compiled is None else profile.compiled.regions
     calls = [call for region in regions for call in region.calls]
-    _demand(all(_refers(profile.calls, call) for call in calls), "a compiled region is no call")
+    known = range(len(profile.calls)), range(len(profile.calls) + len(profile.parts), len(profile.spans))
+    _demand(all(any(call in some for some in known) for call in calls), "a compiled region is no call")
     _demand(len(set(calls)) == len(calls), "a call is in two compiled regions")
     compiled = [
         point for region in regions if region.failure for point in region.points if point.name != EAGER

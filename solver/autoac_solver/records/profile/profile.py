@@ -36,7 +36,7 @@ from autoac_solver.records.profile.rows import (
 )
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 10  # 9: sizes of the model's calls, facts; 10: parts of calls
+SCHEMA_VERSION = 11  # 10: parts of calls; 11: tails
 
 EngineCosts = dict[str, dict[str, Seconds]]
 """Seconds of the engines' bookkeeping on the profile's machine: engine name -> part -> seconds.
@@ -74,10 +74,11 @@ class Profile(Shown):
             unknown.
         any_order: these calls may come in any order, see `in_any_order`.
         compiled: measurements of compiled regions, None if none was compiled (`engine="compile"`).
+        tails: parts among the compiled regions: what a call's own code runs after the last region inside of it.
         sources: module class (except torch's own) -> place of its forward: file name without folder, and line, such as
             "modeling_llama.py:312".
 
-    A region is one of `spans`: the calls, followed by the parts.
+    A region is one of `spans`: the calls, followed by the parts and the tails.
     """
 
     model: str
@@ -106,6 +107,7 @@ class Profile(Shown):
     compiled: CompiledTable | None = field(default=None, repr=False)
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
     parts: tuple[Part, ...] = field(default=(), repr=False)
+    tails: tuple[Part, ...] = field(default=(), repr=False)
 
     @property
     def resident_bytes(self) -> int:
@@ -124,12 +126,12 @@ class Profile(Shown):
 
     @property
     def spans_of_parts(self) -> tuple[ModuleCall, ...]:
-        """The parts among the `spans`."""
+        """The parts and tails among the `spans`."""
         return self.spans[len(self.calls) :]
 
     @functools.cached_property
     def spans(self) -> tuple[ModuleCall, ...]:
-        """The calls, and after them the parts, each as a call of a module of its own name inside of its call."""
+        """The calls, and after them parts and tails, each as a call of a module of its own name inside of its call."""
         parts = (
             dataclasses.replace(
                 self.calls[part.call],
@@ -141,7 +143,7 @@ class Profile(Shown):
                 inputs=part.inputs,
                 views=part.views,
             )
-            for part in self.parts
+            for part in (*self.parts, *self.tails)
         )
         return (*self.calls, *parts)
 
@@ -331,6 +333,7 @@ _TABLES: dict[str, Any] = {
     "saved": Saved,
     "calls": ModuleCall,
     "parts": Part,
+    "tails": Part,
 }
 
 

@@ -213,7 +213,7 @@ class Part:
     Args:
         call: index of its module call.
         number: number among the parts of this call, from 1.
-        start, end: ticks. It starts with an op.
+        start, end: ticks. It starts with an op, a tail with what autograd saves for one.
         inputs: storages made before it in the step that its ops read.
         views: as for `ModuleCall`, estimated.
     """

@@ -1,0 +1,262 @@
+"""Tails: what a model's own code runs after its blocks, with the loss, compiled as a region."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoac
+from autoac.calibrate.compiled import on_disk, table
+from autoac.compare.compiled import by_torch
+from autoac.execute.compiled.code import compiled
+from autoac.measure import measure_peak
+from autoac_solver.records.compiled import EAGER
+from autoac_solver.records.profile import Profile
+from tests.small_models import assert_same, attributes
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+WIDTH, CLASSES, ROWS = 32, 2048, 64
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Body(nn.Module):
+    """Its loop over the layers cannot be compiled with code around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = cast("list[Layer]", nn.ModuleList(Layer() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"hidden": x}
+
+
+class Classifier(nn.Module):
+    """As transformers' models: a body, and in the code of its own a head and the loss, in float32."""
+
+    def __init__(self, own: str = "") -> None:
+        super().__init__()
+        self.own = own
+        self.body, self.head = Body(), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        hidden = self.body(x.to(self.head.weight.dtype))["hidden"]
+        if self.own == "break":
+            torch._dynamo.graph_break()
+            hidden = hidden + self.head.weight.sum()
+            torch._dynamo.graph_break()
+        if self.own == "dropout":
+            hidden = F.dropout(hidden, 0.1, self.training)
+        logits = self.head(hidden)
+        return (
+            {"logits": logits}
+            if target is None
+            else {
+                "loss": F.cross_entropy(logits.float(), target),
+                "logits": logits,
+            }
+        )
+
+
+def make(dtype: torch.dtype = torch.float32, **options: Any) -> Classifier:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Classifier(**options).to(dtype)
+
+
+def batch(rows: int = ROWS, seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(rows, WIDTH, generator=generator),
+        "target": torch.randint(CLASSES, (rows,), generator=generator),
+    }
+
+
+def gradients(model: nn.Module, **given: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(model(**given)["loss"], list(model.parameters())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the compiler keeps what it compiles, empty at first. Compiled code counts as faster than any other."""
+
+    def fast(*args: Any) -> Any:
+        found = enumerate(points_of(*args), 1)
+        return tuple(
+            replace(point, forward_s=0.0, backward_s=1.0 if point.name == EAGER else 1e-9 * index)
+            for index, point in found
+        )
+
+    points_of = table.measured_points
+    with pytest.MonkeyPatch.context() as patch:
+        path = tmp_path_factory.mktemp("inductor")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
+        patch.setattr(table, "MOST_POINTS", 2)
+        patch.setattr(table, "measured_points", fast)
+        patch.setattr(on_disk.PointsOnDisk, "read", lambda self: None)
+        torch._dynamo.reset()
+        compiled.cache_clear()
+        yield path
+
+
+@pytest.fixture(scope="module")
+def plan() -> autoac.Plan:
+    model = make()
+    before, random = attributes(model), torch.get_rng_state()
+    found = autoac.plan(model, batch(), "1GB", engine="compile")
+    assert attributes(model) == before
+    assert torch.equal(torch.get_rng_state(), random)
+    return found
+
+
+@pytest.fixture(scope="module")
+def profile(plan: autoac.Plan) -> Profile:
+    return plan.record.profile
+
+
+def points(plan: autoac.Plan) -> dict[str, str]:
+    return {region.name: region.point for region in plan.regions if region.wrapped}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_comes_after_the_blocks_is_a_region(plan: autoac.Plan, dtype: torch.dtype):
+    model, given = make(dtype), batch()
+    if dtype != torch.float32:
+        plan = autoac.plan(model, given, "1GB", engine="compile")
+    assert sorted(points(plan)) == [":1", "body.layers.0", "body.layers.1", "body.layers.2"]
+    assert "cross entropy of the model itself is compiled, with what comes after its blocks" in plan.summary()
+    report = plan.verify(model, given)
+    assert report.ok, report
+    assert report.measured_peak_bytes == plan.predicted_peak_bytes
+    # Torch has logits, log-probabilities and their gradient in float32, beside the logits.
+    eager = measure_peak(lambda: gradients(model, **given)).peak_above_start_bytes
+    saved = ROWS * CLASSES * 4 if dtype == torch.bfloat16 else 0
+    assert plan.predicted_peak_bytes - plan.resident_bytes < eager - saved
+
+
+def test_steps_and_sizes(plan: autoac.Plan):
+    """Of the planned size, of others, and without a target: as without a plan, but for the order of additions."""
+    model, plain = plan.apply(make()), make()
+    for rows in (ROWS, ROWS, 24, 40, ROWS):
+        given = batch(rows, seed=rows)
+        assert_close(gradients(model, **given), gradients(plain, **given))
+    x = batch(8)["x"]
+    for one in (model, plain):
+        one.zero_grad()
+        one(x)["logits"].sum().backward()
+    assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    with torch.no_grad():
+        assert torch.equal(model(**batch())["loss"], plain(**batch())["loss"])
+    twin = copy.deepcopy(model)
+    before = [p.clone() for p in model.parameters()]
+    torch.optim.SGD(twin.parameters(), 0.1).step(lambda: twin(**batch())["loss"].backward())
+    assert_same(before, list(model.parameters()))
+
+
+def assert_close(some: list[Any], others: list[Any]) -> None:
+    for one, other in zip(some, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_file_has_it_and_removal_leaves_no_trace(plan: autoac.Plan, tmp_path: Path):
+    plan.save(tmp_path / "plan.json")
+    loaded, model = autoac.Plan.load(tmp_path / "plan.json"), make()
+    before = attributes(model)
+    assert points(loaded) == points(plan)
+    assert_same(gradients(loaded.apply(model), **batch()), gradients(plan.apply(make()), **batch()))
+    loaded.remove(model)
+    assert attributes(model) == before
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_hooks(plan: autoac.Plan):
+    """Those on the body run; one on the head may not in compiled code, so then the tail runs uncompiled."""
+    model, calls = plan.apply(make()), list[str]()
+    wanted = gradients(model, **batch())
+    with_hook = model.body.register_forward_hook(lambda *_: calls.append("body"))
+    assert_same(gradients(model, **batch()), wanted)
+    assert calls == ["body"]
+    with_hook.remove()
+    model.head.register_forward_hook(lambda *_: calls.append("head"))
+    with pytest.warns(UserWarning, match="region ':1' has hooks on module 'head' since it was planned"):
+        assert_close(gradients(model, **batch()), wanted)
+    assert calls == ["body", "head"]
+
+
+def test_where_memory_is_short_the_loss_may_be_chunked_instead(profile: Profile, plan: autoac.Plan):
+    found = {bool(set(points(one)) & {":1"}) for one in (plan, *_budgets(profile, plan))}
+    assert True in found
+    with_tail = autoac.solve(profile, "1GB", engine="compile").record.profile.tails
+    assert [tail.call for tail in with_tail] == [0]
+    replayed = autoac.solve(profile, "1GB", engine="replay")  # the tail is no region of its
+    assert all(":" not in region.name for region in replayed.regions)
+
+
+def _budgets(profile: Profile, plan: autoac.Plan) -> list[autoac.Plan]:
+    with pytest.raises(autoac.InfeasibleBudgetError) as refused:
+        autoac.solve(profile, 1, engine="compile")
+    least, most = refused.value.minimum_bytes, plan.predicted_peak_bytes
+    return [autoac.solve(profile, least + (most - least) * i // 3, engine="compile") for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("own", "why"), [("break", "torch.compile makes 2 graphs of it"), ("dropout", "it draws random numbers")]
+)
+def test_it_is_left_as_it_is_where_that_is_not_one_graph_or_draws(own: str, why: str):
+    model = make(own=own)
+    found = autoac.profile(model, batch(), engine="compile")
+    assert (
+        f"what the model itself computes after its blocks, with the loss, is not compiled: {why}"
+        in found.notes
+    )
+    plan = autoac.solve(found, "1GB", engine="compile")
+    assert sorted(points(plan)) == ["body.layers.0", "body.layers.1", "body.layers.2"]
+    assert "goes backward in place, with torch's bits" in plan.summary()
+
+
+def test_named_regions_have_none(profile: Profile):
+    found = autoac.profile(make(), batch(), engine="compile", regions=["body.layers.*"])
+    assert not found.tails
+    assert [strategy.name for strategy in by_torch(profile, (1.0,))]  # rivals compile the same
+
+
+def test_in_a_loop_with_micro_batches():
+    model, plain = make(), make()
+    losses = []
+    for one, planned in ((plain, False), (model, True)):
+        optimizer = torch.optim.SGD(one.parameters(), 0.1)
+        handle = autoac.auto(one, "1GB", engine="compile", optimizer=optimizer) if planned else None
+        told = []
+        for step in range(7):
+            for half in (0, 1):
+                loss = one(**batch(seed=2 * step + half))["loss"]
+                loss.backward()
+                told.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(told)
+        if handle is not None:
+            assert handle.plan is not None
+            assert {":1", "#1:1"} <= points(handle.plan).keys()
+            assert handle.plan.predicted_peak_bytes * 0.99 <= handle.measured_peak_bytes
+            assert handle.measured_peak_bytes <= handle.plan.predicted_peak_bytes * 1.01
+            handle.remove()
+    assert_close(losses[0], losses[1])

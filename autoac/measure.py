@@ -150,6 +150,16 @@ def in_turn(
     return found
 
 
+def seconds_of(run: Callable[[], object], rounds: int, device: torch.device) -> list[float]:
+    """Seconds of each of several runs in a row, by the wall clock; the device is synchronised before and after."""
+    now, seconds = device_for(device).now, []
+    for _ in range(rounds):
+        start = now()
+        run()
+        seconds.append(now() - start)
+    return seconds
+
+
 def unique_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages under some tensors, each storage counted once however many tensors share it.
 

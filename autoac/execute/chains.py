@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from autoac.device import device_for
-from autoac.measure import in_turn
+from autoac.measure import in_turn, seconds_of
 from autoac.torch_private import disable_dispatch_modes
 
 LINKS = 24
@@ -104,14 +104,13 @@ class Chains:
 
     def op_s(self) -> float:
         """Seconds of the op alone of a saving link, without autograd."""
-        op, tensor, now = torch.ops.aten.sin.default, self.tensor.detach(), device_for(self.device).now
-        samples = []
-        for _ in range(_ROUNDS):
-            start = now()
+        op, tensor = torch.ops.aten.sin.default, self.tensor.detach()
+
+        def chain() -> None:
             for _ in range(LINKS):
                 op(tensor)
-            samples.append((now() - start) / LINKS)
-        return _quartile(samples)
+
+        return _quartile(seconds_of(chain, _ROUNDS, self.device)) / LINKS
 
     def _pause(self) -> None:
         start = time.perf_counter()

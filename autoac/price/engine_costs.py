@@ -13,6 +13,7 @@ import torch
 from autoac.device import device_for
 from autoac.execute.chains import Chains
 from autoac.execute.engines import ENGINES
+from autoac.measure import seconds_of
 from autoac.step.autocast import autocast_off
 from autoac_solver.records.devices import DeviceTable
 from autoac_solver.records.profile import EngineCosts
@@ -93,9 +94,4 @@ def _matrix_flops(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _least_seconds(run: Callable[[], torch.Tensor], device: torch.device) -> float:
-    samples, now = [], device_for(device).now
-    for _ in range(4):
-        start = now()
-        run()
-        samples.append(now() - start)
-    return min(samples[1:])
+    return min(seconds_of(run, 4, device)[1:])  # the first run may set things up

@@ -29,6 +29,18 @@ def test_a_new_file_has_the_mode_that_the_umask_leaves(tmp_path: Path):
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
 
 
+def test_a_private_file_is_private_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, modes = tmp_path / "a", []
+    path.touch(0o600)
+
+    def fsync(handle: int) -> None:
+        modes.append(stat.S_IMODE(os.fstat(handle).st_mode))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_text(path, "text")
+    assert modes == [0o600]
+
+
 def test_a_file_that_is_there_keeps_its_mode_and_a_link_stays_one(tmp_path: Path):
     folder, target, link = tmp_path / "elsewhere", tmp_path / "elsewhere" / "a", tmp_path / "link"
     folder.mkdir()

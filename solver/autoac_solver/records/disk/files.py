@@ -6,8 +6,8 @@ import errno
 import json
 import os
 import re
+import secrets
 import stat
-import tempfile
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,17 @@ def write_bytes(path: str | Path, content: bytes) -> None:
 
 def _replace(path: Path, content: bytes) -> None:
     """Replace a file by a new one in a single rename."""
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o666 & ~_umask()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".tmp")
+    before = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.tmp")
+    # Not readable by others than the file itself, at no moment.
+    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666 if before is None else before)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, mode)
+        if before is not None:
+            os.chmod(temporary, before)  # with the bits that the umask has taken
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -204,9 +207,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number in JSON")
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

@@ -55,6 +55,7 @@ def build(
     """
     model, step = engine_model(engine), Step(profile)
     if (built := model.build(profile, regions)) is not None:
+        assert not {*pinned, *repeated}, "policies are refused for such engines, see `EngineModel.build`"
         return built
     found, refused = choose_regions(step, regions, model)
     losses = decided_losses(step, found, model)

@@ -49,7 +49,10 @@ class EngineModel(Protocol):
     unsupported: Mapping[str, str]
 
     def build(self, profile: Profile, calls: Sequence[int]) -> Built | None:
-        """The problem of an engine that decides on whole regions; None if it is built from their ops."""
+        """The problem of an engine that decides on whole regions; None if it is built from their ops.
+
+        No policies reach it, so an engine with such problems has "policies" in `unsupported`.
+        """
         ...
 
     def refuses(self, step: Step, region: Region) -> Iterator[str]:

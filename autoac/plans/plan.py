@@ -53,7 +53,7 @@ class Plan(PlanView):
         """Read a plan.
 
         Raises:
-            ProfileError: the file is damaged, of another kind, or from a newer version; or its programs do not give
+            ProfileError: the file is damaged, of another kind, or from another version; or its programs do not give
                 its predicted peak.
         """
         record = PlanRecord.load(path)

@@ -238,7 +238,7 @@ class Tradeoff:
         """Read a curve and verify its plans with the simulator.
 
         Raises:
-            ProfileError: the file is damaged, of another kind, or from a newer version.
+            ProfileError: the file is damaged, of another kind, or from another version.
         """
         data = read_json(path, SCHEMA, SCHEMA_VERSION)
         try:

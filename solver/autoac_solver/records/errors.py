@@ -17,7 +17,7 @@ class BudgetFormatError(AutoacError, ValueError):
 
 
 class ProfileError(AutoacError):
-    """A profile or plan file that is damaged, incomplete, or written by a newer version."""
+    """A profile or plan file that is damaged, incomplete, or written by another version."""
 
 
 class OtherFileError(ProfileError):

@@ -174,7 +174,7 @@ class PlanRecord(Shown):
         """Read a plan.
 
         Raises:
-            ProfileError: the file is damaged, of another kind, or from a newer version.
+            ProfileError: the file is damaged, of another kind, or from another version.
         """
         data = read_json(path, SCHEMA, SCHEMA_VERSION)
         try:

@@ -318,7 +318,7 @@ class Profile(Shown):
         """Read a profile.
 
         Raises:
-            ProfileError: the file is damaged, of another kind, or from a newer version.
+            ProfileError: the file is damaged, of another kind, or from another version.
         """
         data = read_json(path, SCHEMA, SCHEMA_VERSION)
         try:

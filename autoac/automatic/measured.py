@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -47,7 +48,7 @@ class StepPeak:
         self._is_wanted = wanted
         self._skipped = skipped
         self._between = 0 if wanted and again else None  # steps between the last measured one and the next
-        self._running: tuple[contextlib.ExitStack, Taken] | None = None
+        self._running: tuple[Callable[[], object], Taken] | None = None
 
     def want(self) -> None:
         """Measure a step, also if one was measured before."""
@@ -71,8 +72,8 @@ class StepPeak:
         if not wanted or is_profiled() or device_for(device).not_measurable():
             return
         stack = contextlib.ExitStack()
-        weakref.finalize(self, stack.close)  # torch's profiler must not run when the process ends
-        self._running = stack, stack.enter_context(measuring(device))
+        close = weakref.finalize(self, stack.close)  # torch's profiler must not run when the process ends
+        self._running = close, stack.enter_context(measuring(device))
 
     @property
     def is_running(self) -> bool:
@@ -88,8 +89,8 @@ class StepPeak:
         running, self._running = self._running, None
         if running is None:
             return None
-        stack, taken = running
-        stack.close()
+        close, taken = running
+        close()
         if self._between is not None:
             self._is_wanted, self._skipped = True, self._between
             self._between = min(2 * self._between + 1, _MOST_BETWEEN)

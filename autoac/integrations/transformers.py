@@ -79,8 +79,10 @@ def _calling_trainer() -> Any:
     """The trainer whose `train` is running, None if there is none; callbacks do not get it."""
     frame = sys._getframe(1)
     while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, Trainer):
-            return found
+        # Other frames are not looked into: up to Python 3.12, that holds their tensors for longer.
+        if frame.f_globals.get("__name__") == Trainer.__module__:
+            found = frame.f_locals.get("self")
+            if isinstance(found, Trainer):
+                return found
         frame = frame.f_back
     return None

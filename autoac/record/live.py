@@ -224,8 +224,7 @@ class LiveStep:
             if not self.profiled:
                 profiling = contextlib.ExitStack()
                 # torch's profiler must not run when the process ends, as after an error in the step
-                weakref.finalize(self, profiling.close)
-                stack.callback(profiling.close)
+                stack.callback(weakref.finalize(self, profiling.close))
                 profiling.enter_context(self.meter.workspace.measuring())
             stack.enter_context(uncompiled(model))
             stack.enter_context(Instrumented(model, tape, lean_modules(model), self.losses))

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-Tell = Callable[[str, float], None]
-"""Called with a description of the current work and the share that is done, 0 to 1."""
+from autoac_solver.records.arguments import Tell
 
 Progress = Tell | bool | None
 """Where progress is shown: a function of the caller's; False for nowhere; None or True for a bar or log lines."""

@@ -11,15 +11,15 @@ import torch
 from autoac.calibrate.models import LLAMA, RESNET, Sample, llama, resnet
 from autoac.device import device_for
 from autoac.price.engine_costs import MOST_BETWEEN_BYTES, device_rates, engine_costs
+from autoac.progress import Tell
 from autoac.record.recorder import record
 from autoac.step.model import device_bytes
 from autoac.step.step import TrainingStep
-from autoac_solver.plan.planning import Progress
 from autoac_solver.records.devices import DeviceTable, Entry
 from autoac_solver.records.profile import Profile
 
 
-def calibrate(name: str, device: torch.device, size: str, progress: Progress | None = None) -> DeviceTable:
+def calibrate(name: str, device: torch.device, size: str, progress: Tell | None = None) -> DeviceTable:
     """Measure the table of a device of this machine.
 
     Args:

@@ -27,6 +27,7 @@ import torch
 from autoac.device import device_for
 from autoac.measure import in_turn
 from autoac.plans import Plan
+from autoac.progress import Tell
 from autoac.step.model import device_of
 from autoac.step.restore import untouched
 from autoac.step.step import TrainingStep
@@ -37,7 +38,6 @@ from autoac_solver.build.engines import DEFAULT, engine_model, planned_for
 from autoac_solver.build.stacking import Stacked, stacked
 from autoac_solver.optimise.algebra import brought_along
 from autoac_solver.plan.partitions import partitions
-from autoac_solver.plan.planning import Progress
 from autoac_solver.plan.recorded.made import make_record
 from autoac_solver.plan.recorded.programs import with_regions
 from autoac_solver.problem.problem import RECOMPUTE, SAVE, DecisionGroup
@@ -73,7 +73,7 @@ def fitted(
     profile: Profile,
     step: TrainingStep,
     free_bytes: int,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
 ) -> Profile:
     """The profile with engine costs, and op times if bookkeeping is a large share, fitted to the model's own steps.
 
@@ -129,7 +129,7 @@ def fitted(
     return profile
 
 
-def _fitted_to_forward(profile: Profile, step: TrainingStep, tell: Progress) -> Profile:
+def _fitted_to_forward(profile: Profile, step: TrainingStep, tell: Tell) -> Profile:
     """The profile with the costs of wrapping fitted to the model's forward, as far as these can be measured."""
     round_s = _PASSES * sum(op.time_s for op in profile.tape if not op.backward)
     stack = stacked(profile, _many_regions(profile), DEFAULT, ())
@@ -219,7 +219,7 @@ def _plan(profile: Profile, stack: Stacked, decisions: tuple[int, ...]) -> Plan:
 
 
 def _measured(
-    step: TrainingStep, plan: Plan, rounds: int, tell: Progress = lambda *_: None
+    step: TrainingStep, plan: Plan, rounds: int, tell: Tell = lambda *_: None
 ) -> tuple[float, float]:
     """Seconds of a step without the plan and of one with it, from interleaved steps.
 
@@ -273,7 +273,7 @@ def _forward_wrapping_s(profile: Profile, stack: Stacked) -> float:
 
 
 def _measured_forward(
-    step: TrainingStep, plan: Plan, rounds: int, tell: Progress = lambda *_: None
+    step: TrainingStep, plan: Plan, rounds: int, tell: Tell = lambda *_: None
 ) -> tuple[float, float]:
     """Seconds that wrapping all of the plan's regions, with nothing recorded, adds to forward; and the standard error.
 

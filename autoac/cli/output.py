@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-Tell = Callable[[str, float], None]
-"""Progress callback, called with a text and the share done, 0 to 1."""
+    from autoac.progress import Tell
 
 _WIDTH = 160
 """Width of tables that go to a file or a pipe, which would otherwise be cut to 80 columns."""

@@ -14,6 +14,7 @@ from autoac.cli.target import Target
 from autoac.device import device_for
 from autoac.measure import measure_peak, unique_storage_bytes
 from autoac.plans import Plan
+from autoac.progress import Tell
 from autoac.record.optimizer import is_counted, state_tensors
 from autoac.step.failures import noted
 from autoac.step.model import device_of, unwrapped
@@ -47,9 +48,7 @@ class Training:
         return statistics.median(self.step_times_s)
 
 
-def train(
-    target: Target, plan: Plan, steps: int, learning_rate: float, tell: Callable[[str, float], None]
-) -> Training:
+def train(target: Target, plan: Plan, steps: int, learning_rate: float, tell: Tell) -> Training:
     """Train with the plan on the model, and take it off again.
 
     Args:

@@ -26,15 +26,13 @@ from autoac.compare.workload import Workload
 from autoac.device import device_for
 from autoac.measure import in_turn, measure_peak
 from autoac.price.meters import Disturbance
+from autoac.progress import Tell
 from autoac.step.restore import tensors_of, untouched
 from autoac.step.trial import OptimizerStates, trial
 from autoac.torch_private import copied_hooks
 
 SEED = 1
 _ATTEMPTS = 4
-
-Tell = Callable[[str, float], None]
-"""Progress callback, called with a text and the share done, 0 to 1."""
 
 
 @dataclass

@@ -9,12 +9,12 @@ import torch
 
 import autoac
 from autoac.compare import ours, torch_milp
-from autoac.compare.measure import Bench, Configuration, Tell, from_zero_grad
+from autoac.compare.measure import Bench, Configuration, from_zero_grad
 from autoac.compare.results import ModelResult
 from autoac.compare.strategies import AGAIN, Strategy, by_hand, policies_for
 from autoac.compare.workload import Workload
 from autoac.device import device_for, processor
-from autoac.progress import part
+from autoac.progress import Tell, part
 from autoac.record.optimizer import without_its_step
 from autoac.step.model import device_bytes, device_of
 from autoac.step.step import TrainingStep

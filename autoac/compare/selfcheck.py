@@ -20,9 +20,10 @@ from autoac.compare.strategies import by_hand
 from autoac.compare.workload import Workload
 from autoac.device import cuda_of_build, device_for
 from autoac.price.engine_costs import engine_costs
+from autoac.progress import Tell
 from autoac_solver.allocator.options import options_in_environment
 from autoac_solver.build.engines import DEFAULT
-from autoac_solver.plan.planning import Progress, least_budget_bytes
+from autoac_solver.plan.planning import least_budget_bytes
 
 BUDGETS = 4
 _ROUNDS = 5
@@ -104,7 +105,7 @@ class SelfCheck:
         return {**asdict(self), "ok": self.ok}
 
 
-def selfcheck(device: torch.device, size: str, progress: Progress | None = None) -> SelfCheck:
+def selfcheck(device: torch.device, size: str, progress: Tell | None = None) -> SelfCheck:
     """Check both models on a device; in bf16 on CUDA, with deterministic kernels.
 
     Args:

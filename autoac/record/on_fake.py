@@ -14,6 +14,7 @@ from autoac.ops.private_results import PrivateResults
 from autoac.price.engine_costs import device_rates, engine_costs
 from autoac.price.isolated_ops import OnScratch, measure_on_scratch
 from autoac.price.meters import Disturbance, OpTime, SignatureMeter
+from autoac.progress import Tell
 from autoac.record.cuda.attention import Capability
 from autoac.record.cuda.ops import CudaOps, CudaResults
 from autoac.record.fake import Faked, explained, fake_model
@@ -28,7 +29,6 @@ from autoac.record.notes import (
 )
 from autoac.record.recorder import (
     Losses,
-    Progress,
     bytes_per_op,
     check_recorded,
     facts_of,
@@ -50,7 +50,7 @@ from autoac_solver.records.profile import Profile
 
 def record_fake(
     step: TrainingStep,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
     measure: bool = True,
     as_cuda: Capability | None = None,
     lean_losses: bool = True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from autoac.device import device_for
 from autoac.ops.info import is_collective
 from autoac.price.engine_costs import engine_costs
 from autoac.price.meters import Disturbance, OpTimer, WorkspaceMeter
-from autoac.progress import part
+from autoac.progress import Tell, part
 from autoac.record.buffers import Buffers
 from autoac.record.guard import Guard, next_guard
 from autoac.record.notes import (
@@ -56,10 +56,6 @@ from autoac_solver.plan.parts import with_parts
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import OWN_CHECKPOINTING, SIZED_BY_VALUES, VARYING, Op, Profile
 
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the share that is done, 0 to 1."""
-
-
 Losses = Mapping[str, Collection[str | None]]
 
 _NO_HOOKS = "don't yet support saved tensor hooks"
@@ -70,7 +66,7 @@ _TIMING_S = 10.0
 """Seconds after which no further timed step begins. With collectives there is no limit: all ranks run equally many."""
 
 
-def record(step: TrainingStep, progress: Progress | None = None) -> Profile:
+def record(step: TrainingStep, progress: Tell | None = None) -> Profile:
     """Run up to four steps and record the last one; the model and the sample are restored.
 
     Args, Raises: as for `recorded_step`.
@@ -79,7 +75,7 @@ def record(step: TrainingStep, progress: Progress | None = None) -> Profile:
 
 
 def recorded_step(
-    step: TrainingStep, progress: Progress | None = None, lean_losses: bool = True
+    step: TrainingStep, progress: Tell | None = None, lean_losses: bool = True
 ) -> tuple[Profile, bool]:
     """Run up to four steps and record the last one; the model and the sample are restored.
 

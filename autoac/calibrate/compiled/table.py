@@ -15,6 +15,7 @@ from autoac.calibrate.compiled.measured import measured_points
 from autoac.calibrate.compiled.on_disk import PointsOnDisk
 from autoac.execute.compiled.code import count_graphs, surveying
 from autoac.measure import ONE_AT_A_TIME
+from autoac.progress import Tell
 from autoac.step.autocast import forward_autocast
 from autoac.step.model import device_of
 from autoac.step.step import TrainingStep
@@ -23,7 +24,6 @@ from autoac.step.uncompiled import uncompiled
 from autoac.torch_private import compiled_code_forgotten, first_line, raised_in_compiler
 from autoac_solver.plan.partitions import blocks, first_tail, named_calls, tails_after, whole
 from autoac_solver.plan.parts import tail_of
-from autoac_solver.plan.planning import Progress
 from autoac_solver.records.compiled import EAGER, CompiledPoint, CompiledRegion, CompiledTable
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.names import module_in_words
@@ -64,7 +64,7 @@ def with_compiled_regions(
     step: TrainingStep,
     names: Sequence[str] | None = None,
     granularity: str = BLOCKS,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
 ) -> Profile:
     """The profile with the points of its regions, each compiled and measured on the model.
 
@@ -110,7 +110,7 @@ def kinds_of(
 
 
 def with_caught_regions(
-    profile: Profile, model: torch.nn.Module, inputs: Any, found: Caught, progress: Progress
+    profile: Profile, model: torch.nn.Module, inputs: Any, found: Caught, progress: Tell
 ) -> Profile:
     """The profile with the points of regions whose arguments were caught, each compiled and measured on the model.
 
@@ -200,7 +200,7 @@ def _with(profile: Profile, table: CompiledTable, failed: Sequence[CompiledRegio
 
 
 def _regions(
-    profile: Profile, model: torch.nn.Module, inputs: Any, found: Caught, progress: Progress
+    profile: Profile, model: torch.nn.Module, inputs: Any, found: Caught, progress: Tell
 ) -> list[CompiledRegion]:
     device = device_of(model)
     call_of = _call_of(profile)

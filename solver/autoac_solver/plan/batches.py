@@ -13,9 +13,15 @@ from autoac_solver.draw.html import shown, svg, table
 from autoac_solver.draw.pictures import draw_batches, new_axes
 from autoac_solver.plan.baselines import baselines
 from autoac_solver.plan.curve import Lazy, Tradeoff
-from autoac_solver.plan.planning import Progress, choices_of, limits, resolve_engine
+from autoac_solver.plan.planning import choices_of, limits, resolve_engine
 from autoac_solver.plan.sweep import sweep
-from autoac_solver.records.arguments import as_patterns, check_batch_sizes, check_effort, several_budgets
+from autoac_solver.records.arguments import (
+    Tell,
+    as_patterns,
+    check_batch_sizes,
+    check_effort,
+    several_budgets,
+)
 from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeError, ProfilingError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import Profile
@@ -157,7 +163,7 @@ def plan_batches(
     regions: str | Iterable[str] | None = None,
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
 ) -> BatchTradeoff:
     """Make plans for several batch sizes and compare their speed.
 
@@ -204,7 +210,7 @@ class _Search:
     regions: list[str] | None
     time_limit_s: float
     gap: float
-    tell: Progress
+    tell: Tell
     curves: dict[int, Tradeoff] = field(default_factory=dict)
     budgets_bytes: tuple[int, ...] = ()
     missing: dict[int, InfeasibleBudgetError | NoPlanInTimeError] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from autoac_solver.build.stacking import stacked
 from autoac_solver.optimise.ilp import RuledOut, solve
@@ -20,6 +20,7 @@ from autoac_solver.plan.recorded.report import (
     suggestions,
 )
 from autoac_solver.problem.solution import Solution
+from autoac_solver.records.arguments import Tell
 from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeError, PolicyError, ProfilingError
 from autoac_solver.records.policies import Policy
 from autoac_solver.records.profile import Profile
@@ -150,7 +151,7 @@ class Choices:
         limit: int,
         time_limit_s: float,
         gap: float,
-        tell: Callable[[str, float], None] = lambda *_: None,
+        tell: Tell = lambda *_: None,
         *,
         all_choices: bool = False,
     ) -> tuple[Choice, Solution]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 
 from autoac_solver.plan.choices import Choice, Choices
 from autoac_solver.plan.sweep import feasible_range
 from autoac_solver.problem.solution import Solution
+from autoac_solver.records.arguments import Tell
 from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeError, PolicyError
 
 PRECISION = 1e-3
@@ -20,7 +20,7 @@ def least_memory(
     max_overhead: float,
     time_limit_s: float,
     gap: float,
-    tell: Callable[[str, float], None] = lambda *_: None,
+    tell: Tell = lambda *_: None,
 ) -> tuple[Choice, Solution]:
     """Find the plan with the least peak whose overhead is within a maximum.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autoac_solver.build.engines import DEFAULT, check_supported, engine_model, planned_for
@@ -16,6 +16,7 @@ from autoac_solver.plan.recorded.made import make_record
 from autoac_solver.plan.reserved import WithinReserved, allocator_of, check_budget_of
 from autoac_solver.plan.sweep import feasible_range, sweep
 from autoac_solver.records.arguments import (
+    Tell,
     as_patterns,
     check_effort,
     check_points,
@@ -29,9 +30,6 @@ from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.policies import Policy
 from autoac_solver.records.profile import Profile
 from autoac_solver.records.units import parse_bytes, parse_overhead
-
-Progress = Callable[[str, float], None]
-"""Callback: a description of the current work, and the share that is done, 0 to 1."""
 
 
 def plan_profile(
@@ -47,7 +45,7 @@ def plan_profile(
     budget_of: str = "allocated",
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
 ) -> PlanRecord:
     """Make a plan's record for a profile: the least time within a budget, or the least memory within an overhead.
 
@@ -130,7 +128,7 @@ def plan_budgets(
     policies: Sequence[Policy] = (),
     time_limit_s: float = 60.0,
     gap: float = 1e-3,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
 ) -> Tradeoff:
     """Make the curve over a range of budgets; its plans are records.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autoac_solver.allocator.options import AllocatorOptions, options_in_environment, parse_options
@@ -15,6 +15,7 @@ from autoac_solver.plan.recorded.programs import settled
 from autoac_solver.plan.recorded.report import describe_position
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.problem.solution import Solution
+from autoac_solver.records.arguments import Tell
 from autoac_solver.records.devices import is_cuda
 from autoac_solver.records.errors import AllocatorOptionsError, InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.records.format import format_bytes
@@ -165,9 +166,7 @@ class WithinReserved:
         """The least reserved bytes of any plan above the limit, its decisions, and its choice of regions."""
         self._late = False
 
-    def solve(
-        self, time_limit_s: float, gap: float, tell: Callable[[str, float], None]
-    ) -> tuple[Choice, Solution]:
+    def solve(self, time_limit_s: float, gap: float, tell: Tell) -> tuple[Choice, Solution]:
         """See the class. The solution's status and gap refer to all plans that reserve at most the limit.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from autoac_solver.plan.choices import Choice, Choices
 from autoac_solver.plan.curve import Point
 from autoac_solver.problem.problem import SAVE
 from autoac_solver.problem.solution import Solution
+from autoac_solver.records.arguments import Tell
 from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError, NoPlanInTimeError
 from autoac_solver.records.format import format_bytes
 
@@ -34,7 +35,7 @@ def sweep(
     budgets_bytes: Sequence[int],
     time_limit_s: float,
     gap: float,
-    tell: Callable[[str, float], None],
+    tell: Tell,
     keep: bool = True,
 ) -> tuple[tuple[Point, ...], tuple[str, ...]]:
     """One point per feasible budget, and notes on missing ones.

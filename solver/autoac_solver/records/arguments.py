@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from autoac_solver.records.disk.limits import MOST_NUMBER
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.names import is_part, region_in_words
+
+Tell = Callable[[str, float], None]
+"""Progress callback, called with a description of the current work and the share that is done, 0 to 1."""
 
 _NAMES = 'names or globs of modules ("layers.*"), or several of these'
 MOST_CURVE_POINTS = 10_000

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata, resources
 from pathlib import Path
@@ -24,6 +24,7 @@ from markupsafe import Markup
 
 from autoac_solver.plan.curve import Tradeoff
 from autoac_solver.plan.planning import plan_budgets
+from autoac_solver.records.arguments import Tell
 from autoac_solver.records.disk.files import check_writable, write_text
 from autoac_solver.records.format import format_bytes, format_seconds
 from autoac_solver.records.plan import PlanRecord
@@ -60,7 +61,7 @@ def write_report(
     *,
     curve: Tradeoff | None = None,
     points: int = POINTS,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Tell | None = None,
 ) -> None:
     """Write a plan as a page: one self-contained HTML file that needs no network.
 
@@ -87,7 +88,7 @@ def render_report(
     *,
     curve: Tradeoff | None = None,
     points: int = POINTS,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Tell | None = None,
 ) -> str:
     """The HTML that `write_report` writes."""
     from_the_least = curve is None and points > 0

@@ -10,8 +10,6 @@ import torch
 
 from autoac.torch_private import is_unit
 
-Call = Callable[[tuple[Any, ...], dict[str, Any]], None]
-
 
 class Ahead:
     """A hook that runs before FSDP2 gathers the parameters of the model that the loop calls.
@@ -24,7 +22,7 @@ class Ahead:
         heard: called for each call, before any of it runs. A bound method, which is not kept alive.
     """
 
-    def __init__(self, model: torch.nn.Module, heard: Call):
+    def __init__(self, model: torch.nn.Module, heard: Callable[[tuple[Any, ...], dict[str, Any]], None]):
         self._model = model
         self._heard = weakref.WeakMethod(heard)
         self._hook: Any = None

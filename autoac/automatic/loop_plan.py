@@ -14,7 +14,7 @@ from autoac.automatic.compiling import Compiling
 from autoac.automatic.cycle import Cycle
 from autoac.automatic.measured import Measured
 from autoac.automatic.optimizers import Optimizers, trained_in
-from autoac.automatic.recording import Recording
+from autoac.automatic.recording import StepRecording
 from autoac.automatic.report import (
     Once,
     doubts,
@@ -61,7 +61,7 @@ class LoopPlan:
         self._on_top = on_top
         self._warn = Once()
         self._optimizers = Optimizers(self._model, optimizer, self._warn)
-        self._recording = Recording(model, on_top, self._warn)
+        self._recording = StepRecording(model, on_top, self._warn)
         self._watch = Watch(self._model, wanted.on_larger)
         self._measured = Measured(self._model, wanted)
         self._across = Across(model, self._model, wanted)

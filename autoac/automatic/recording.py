@@ -47,7 +47,7 @@ _MOST_UNPLANNED = 3
 """After this many steps without a plan we warn; gradient scaling may have skipped the first ones."""
 
 
-class Recording:
+class StepRecording:
     """Records a step, and keeps its profile until the next step begins.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autoac.automatic.recording import MOST_RECORDINGS, Recording
+from autoac.automatic.recording import MOST_RECORDINGS, StepRecording
 from autoac.automatic.wanted import called_in
 from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_newcomers
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
@@ -91,7 +91,7 @@ class Watch:
         unwatch_newcomers(self._model)
 
     def found(
-        self, args: Any, kwargs: Any, begins: bool, is_told: bool, recording: Recording
+        self, args: Any, kwargs: Any, begins: bool, is_told: bool, recording: StepRecording
     ) -> Finding | None:
         """A deviation from the plan in this call of the model, or in the steps before it; None if there is none.
 
@@ -111,7 +111,7 @@ class Watch:
         return finding
 
     def _found(
-        self, args: Any, kwargs: Any, begins: bool, is_told: bool, recording: Recording
+        self, args: Any, kwargs: Any, begins: bool, is_told: bool, recording: StepRecording
     ) -> Finding | None:
         if begins and not is_told and self._unplanned.is_other_autocast():
             words = self._unplanned.words_on_autocast()

@@ -18,10 +18,10 @@ from autoac_solver.records.names import region_in_words
 CUT = 2
 """In place of true: the recording must handle the op, with which another part of the call begins."""
 
-Step = tuple[Any, bool, bool | int, OpInfo | None]
+PlannedOp = tuple[Any, bool, bool | int, OpInfo | None]
 """Op overload, whether it is recomputed, whether the recording must handle it (or `CUT`), and its `OpInfo`."""
 
-END: Step = (None, False, False, None)
+END: PlannedOp = (None, False, False, None)
 
 
 class Program:
@@ -80,8 +80,8 @@ class Program:
         # Inputs and modes that the compiler has failed on, each with its error.
         self.not_compiled: dict[tuple[str, bool], str] = {}
         self.unnamed = _unnamed(self.names) if region else self
-        self._steps: tuple[Step, ...] | None = None
-        self._by_call: dict[tuple[Any, int], Step] | None = None
+        self._steps: tuple[PlannedOp, ...] | None = None
+        self._by_call: dict[tuple[Any, int], PlannedOp] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:
         return self  # its decisions never change
@@ -98,7 +98,7 @@ class Program:
         return region_in_words(self.region)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[PlannedOp, ...]:
         """The ops in the order of the recording, then `END`."""
         if self._steps is None:
             overloads = [find_overload(name) for name, _ in self.names]
@@ -118,8 +118,8 @@ class Program:
             )
         return self._steps
 
-    def by_call(self, func: Any, nth: int) -> Step:
-        """The step for the n-th call of this overload; `END` if the profile has no such call."""
+    def by_call(self, func: Any, nth: int) -> PlannedOp:
+        """The op for the n-th call of this overload; `END` if the profile has no such call."""
         if self._by_call is None:
             seen: Counter[Any] = Counter()
             by_call = {}

@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         path = tmp_path_factory.mktemp("inductor")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
-        patch.setattr(table, "MOST_POINTS", 3)
+        patch.setattr(table, "MOST_COMPILED", 3)
         yield path
 
 

@@ -109,7 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         path = tmp_path_factory.mktemp("inductor")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
-        patch.setattr(table, "MOST_POINTS", 2)
+        patch.setattr(table, "MOST_COMPILED", 2)
         patch.setattr(table, "measured_points", fast)
         patch.setattr(on_disk.PointsOnDisk, "read", lambda self: None)
         torch._dynamo.reset()

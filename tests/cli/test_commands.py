@@ -603,7 +603,7 @@ def test_plan_for_a_configuration_on_a_gpu_that_is_not_here(configured: Path, tm
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_model_compiled_as_one_region(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("autoac.calibrate.compiled.table.MOST_POINTS", 1)
+    monkeypatch.setattr("autoac.calibrate.compiled.table.MOST_COMPILED", 1)
     path = tmp_path / "p.json"
     answer("profile", MODEL, "--engine", "compile", "--granularity", "whole", "-o", path)
     profile = Profile.load(path)

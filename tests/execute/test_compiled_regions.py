@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 def few_points(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """At most three points a region, and a folder of its own for what is compiled and measured."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(table, "MOST_POINTS", 3)
+        patch.setattr(table, "MOST_COMPILED", 3)
         folder = tmp_path_factory.mktemp("inductor")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         yield folder
@@ -135,7 +135,7 @@ def test_an_op_that_draws_where_the_compiler_does_not_see_it_runs_once():
 
 def test_sizes_measured_in_one_process_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch):
     """Dynamo makes symbols of sizes that have changed; each plan's region is compiled and measured for its own."""
-    monkeypatch.setattr(table, "MOST_POINTS", 1)
+    monkeypatch.setattr(table, "MOST_COMPILED", 1)
     model = Stack(Mlp(), Mlp())
     kept = {}
     for rows in (16, 64, 256):
@@ -198,7 +198,7 @@ def test_inputs_that_the_compiler_fails_on_run_uncompiled_and_are_tried_once(mon
 )
 def test_many_blocks_with_a_number_of_their_own_run_compiled(monkeypatch: pytest.MonkeyPatch):
     """The compiler takes such a number for a constant; torch's limit of code for one function is eight."""
-    monkeypatch.setattr(table, "MOST_POINTS", 1)
+    monkeypatch.setattr(table, "MOST_COMPILED", 1)
     model, sample = Stack(*(Mlp(scale=0.1 * (i + 1)) for i in range(10))), batch()
     profile = profiled(model, sample)
     assert profile.compiled is not None

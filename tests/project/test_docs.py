@@ -181,7 +181,7 @@ _OURS = ("error:the model is called:UserWarning", "error:.*autoac:UserWarning", 
 def test_examples_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One after the other, as a reader runs them; only the model, its sample and its optimizer are theirs."""
     given = theirs(path, tmp_path)
-    monkeypatch.setattr(table, "MOST_POINTS", 2)  # each takes the compiler a while
+    monkeypatch.setattr(table, "MOST_COMPILED", 2)  # each takes the compiler a while
     (tmp_path / "profiles").symlink_to(ROOT / "profiles")
     monkeypatch.chdir(tmp_path)
     for snippet in snippets(path):

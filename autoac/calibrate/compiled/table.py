@@ -33,7 +33,7 @@ BLOCKS, WHOLE = "blocks", "whole"
 GRANULARITIES = (BLOCKS, WHOLE)
 """The extent of a compiled region if none are named: one block of the model, or the whole model."""
 
-MOST_POINTS = 9
+MOST_COMPILED = 9
 """Points compiled per region. Each takes the compiler some seconds, once for all alike regions."""
 
 _SLOWER, _LEAST_S = 1.1, 5e-3
@@ -320,7 +320,7 @@ def _survey(region: Captured, never: frozenset[str]) -> Any:
     args, kwargs, results = region.arguments()
     try:
         with region.around(results):
-            surveying(MOST_POINTS, never, bool(region.children))(region.module, args, kwargs)
+            surveying(MOST_COMPILED, never, bool(region.children))(region.module, args, kwargs)
     except Exception as error:
         surveyed = raised_in_compiler(error, Surveyed)
         if surveyed is None:

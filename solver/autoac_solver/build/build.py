@@ -28,7 +28,7 @@ from autoac_solver.build.draft import Draft
 from autoac_solver.build.engines import EngineModel, engine_model
 from autoac_solver.build.groups import PINNED, Groups
 from autoac_solver.build.losses.chunked import LOSS, decided_losses, ops_of, with_chunked_losses
-from autoac_solver.build.regions import Region, choose_regions, holders
+from autoac_solver.build.regions import Region, choose_regions, cut_calls
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import DecisionGroup, Problem, RegionCost, save_or_recompute
 from autoac_solver.records.profile import NEVER, Profile
@@ -61,7 +61,7 @@ def build(
     losses = decided_losses(step, found, model)
     only_losses = {region.index for region in found if ops_of(losses).issuperset(region.ops)}
     groups = Groups(step, found, model, pinned, repeated, only_losses)
-    draft = Draft(step, found, groups, Axis(step, found, groups, model), losses, holders(step, found))
+    draft = Draft(step, found, groups, Axis(step, found, groups, model), losses, cut_calls(step, found))
     loss = len(groups.all) if losses else -1
     storages: list[list[int]] = [[] for _ in groups.all]
     for storage, group in groups.of_storage.items():
@@ -80,8 +80,8 @@ def build(
 
 def _problem(draft: Draft, model: EngineModel, loss: int, pinned: AbstractSet[int]) -> Problem:
     profile, groups = draft.step.profile, list[DecisionGroup](draft.groups.all)
-    first = len(draft.regions) + (loss >= 0)  # of the holders
-    within = [holder if holder < 0 else first + holder for holder in map(draft.holder_of, draft.regions)]
+    first = len(draft.regions) + (loss >= 0)  # of the calls that are cut
+    within = [call if call < 0 else first + call for call in map(draft.cut_call_of, draft.regions)]
     wraps = [
         RegionCost(model.overhead(draft, region), profile.module_name(region.call), outer)
         for region, outer in zip(draft.regions, within, strict=True)
@@ -93,8 +93,7 @@ def _problem(draft: Draft, model: EngineModel, loss: int, pinned: AbstractSet[in
         groups.append(save_or_recompute(len(wraps), time_s, must_save=must_save, ops=ops))
         wraps.append(RegionCost(0.0, LOSS))
     wraps += (
-        RegionCost(model.overhead(draft, holder), profile.module_name(holder.call))
-        for holder in draft.holders
+        RegionCost(model.overhead(draft, whole), profile.module_name(whole.call)) for whole in draft.cut_calls
     )
     problem = Problem(
         n_positions=len(draft.axis),

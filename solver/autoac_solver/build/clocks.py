@@ -37,8 +37,8 @@ def _pieces(draft: Draft, problem: Problem, loss: int) -> Iterator[Work]:
     first: dict[int, list[int]] = {}
     for region in draft.regions:
         first.setdefault(region.ops[0], []).append(region.index)
-    for index, holder in enumerate(draft.holders, len(draft.regions) + (loss >= 0)):
-        first.setdefault(holder.ops[0], []).append(index)
+    for index, whole in enumerate(draft.cut_calls, len(draft.regions) + (loss >= 0)):
+        first.setdefault(whole.ops[0], []).append(index)
     chunked = {found.backward: found for found in draft.losses}
     record_s = {index: _record_s(draft, problem, index) for index in range(len(draft.groups.all))}
     for op, again in zip(axis.op, axis.replayed, strict=True):

@@ -38,7 +38,7 @@ class Draft:
     Args:
         step, regions, groups, axis: see their classes.
         losses: the cross entropies that may be chunked.
-        holders: calls that have parts among the regions; each of these is recorded as a whole.
+        cut_calls: calls that have parts among the regions; each of these is recorded as a whole.
     """
 
     step: Step
@@ -46,11 +46,11 @@ class Draft:
     groups: Groups
     axis: Axis
     losses: tuple[ChunkableLoss, ...]
-    holders: tuple[Region, ...] = ()
+    cut_calls: tuple[Region, ...] = ()
 
-    def holder_of(self, region: Region) -> int:
-        """Index of the holder that a region is within, -1 if it is in none."""
-        return next((i for i, holder in enumerate(self.holders) if holder.owns(region.start)), -1)
+    def cut_call_of(self, region: Region) -> int:
+        """Index of the cut call that a region is a part of, -1 for none."""
+        return next((i for i, whole in enumerate(self.cut_calls) if whole.owns(region.start)), -1)
 
     def uses(self) -> Iterator[Use]:
         """The uses of every storage that the step allocates."""

@@ -91,7 +91,7 @@ def choose_regions(
     return found, tuple(refused)
 
 
-def holders(step: Step, regions: Sequence[Region]) -> tuple[Region, ...]:
+def cut_calls(step: Step, regions: Sequence[Region]) -> tuple[Region, ...]:
     """The calls that have parts among the regions, in order."""
     profile = step.profile
     parts = range(len(profile.calls), len(profile.calls) + len(profile.parts))

@@ -80,8 +80,8 @@ class Replay:
 
     def overhead(self, draft: Draft, region: Region) -> float:
         costs = draft.step.costs_of(self.name, ReplayCosts)
-        if draft.holder_of(region) >= 0 and region not in draft.holders:
-            return costs.call  # the holder's recording goes on to another record of ops
+        if draft.cut_call_of(region) >= 0 and region not in draft.cut_calls:
+            return costs.call  # the call's recording goes on to another record of ops
         n_ops = len(region.ops) + draft.step.profile.spans[region.call].views
         return costs.op * n_ops + costs.saved * len(region.saved) + costs.call
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoac_solver.build.built import Built
 from autoac_solver.build.losses.cross_entropy import chunkable_losses, lean_losses
-from autoac_solver.build.regions import Region, holders
+from autoac_solver.build.regions import Region, cut_calls
 from autoac_solver.build.step import Step
 from autoac_solver.plan.partitions import child_of
 from autoac_solver.problem.problem import RECOMPUTE, SAVE
@@ -76,15 +76,15 @@ def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
     """
     profile, step = record.profile, Step(record.profile)
     indices = region_calls(record)
-    outer = holders(step, [Region(step, index) for index in indices])
+    outer = cut_calls(step, [Region(step, index) for index in indices])
     calls_of = Counter(call.fqn for call in profile.calls if call.grad)
-    inside: dict[int, list[tuple[Region, RegionPlan]]] = {holder.call: [] for holder in outer}
+    inside: dict[int, list[tuple[Region, RegionPlan]]] = {whole.call: [] for whole in outer}
     found = []
     for index, plan in zip(indices, record.regions, strict=True):
         region = Region(step, index)
-        holder = next((holder.call for holder in outer if holder.owns(region.start)), NEVER)
-        if holder != NEVER:
-            inside[holder].append((region, plan))
+        cut_call = next((whole.call for whole in outer if whole.owns(region.start)), NEVER)
+        if cut_call != NEVER:
+            inside[cut_call].append((region, plan))
             continue
         call, children = profile.spans[index], tuple[str, ...]()
         if index >= len(profile.calls):  # a tail
@@ -100,12 +100,12 @@ def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
                 children=children,
             )
         )
-    for holder in outer:
-        call, first = profile.calls[holder.call], holder.ops[0]
-        steps = [(profile.tape[op].name, False) for op in holder.ops]
+    for whole in outer:
+        call, first = profile.calls[whole.call], whole.ops[0]
+        steps = [(profile.tape[op].name, False) for op in whole.ops]
         wrapped = [False] * (len(steps) + 1)
         parts = [-1] * (len(steps) + 1)
-        for number, (region, plan) in enumerate(inside[holder.call]):
+        for number, (region, plan) in enumerate(inside[whole.call]):
             ops = slice(region.ops[0] - first, region.ops[-1] + 1 - first)
             steps[ops] = plan.steps
             parts[ops] = [number if plan.wrapped else -1] * len(plan.steps)
@@ -114,8 +114,8 @@ def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
         cuts = tuple(i for i, (before, part) in enumerate(pairwise((-1, *parts[:-1]))) if part != before)
         found.append(
             CallProgram(
-                *(call.fqn, call.call, calls_of[call.fqn], profile.module_name(holder.call)),
-                *(tuple(plan.name for _, plan in inside[holder.call]), any(wrapped), tuple(steps)),
+                *(call.fqn, call.call, calls_of[call.fqn], profile.module_name(whole.call)),
+                *(tuple(plan.name for _, plan in inside[whole.call]), any(wrapped), tuple(steps)),
                 cuts=cuts,
             )
         )

@@ -161,7 +161,7 @@ class LoopPlan:
             if self._measured.exceeded is not None and isinstance(error, InfeasibleBudgetError):
                 self._stay_over_budget(self._measured.exceeded)
                 return
-            self.remove()
+            _remove_for(error, self)
             raise
         self._take(plan, args, kwargs)
 
@@ -171,12 +171,12 @@ class LoopPlan:
         (profile, wanted), self._corrected = self._corrected, None
         try:
             plan = wanted.plan(self._given, profile)
-        except InfeasibleBudgetError:
+        except InfeasibleBudgetError as error:
             if self._compiling is None:
                 self._stay_over_budget(self._plan)
                 return
             if self._compiling.best is None:
-                self.remove()
+                _remove_for(error, self)
                 raise
             plan = self._compiling.best
         self._take_plan_off()
@@ -217,8 +217,8 @@ class LoopPlan:
         try:
             with self._across.meeting() as meeting:
                 self._settle_with(meeting, args, kwargs)
-        except BaseException:
-            self.remove()
+        except BaseException as error:
+            _remove_for(error, self)
             raise
 
     def _settle_with(self, meeting: Meeting, args: Any, kwargs: Any) -> None:
@@ -287,9 +287,10 @@ class LoopPlan:
         with self._on_top.aside():
             self.report = verified(plan, self._model, args, kwargs, self.trial)
         if not self.report.equal:
-            self.remove()
             why = "does not give the same gradients" if self.report.repeats else "cannot be verified"
-            raise AutoacError(f"the plan {why}, so it is not used:\n{self.report}")
+            error = AutoacError(f"the plan {why}, so it is not used:\n{self.report}")
+            _remove_for(error, self)
+            raise error
 
     def _act_on(self, found: Finding) -> None:
         plan = self._plan
@@ -331,6 +332,14 @@ class LoopPlan:
         self._measured.no_more()
         if self._plan is None:
             self._put_plan_on(plan, "no plan fits what was recorded since: kept the plan of")
+
+
+def _remove_for(error: BaseException, loop: LoopPlan) -> None:
+    """Remove everything before an error is raised; if that fails as well, the error gets a note."""
+    try:
+        loop.remove()
+    except Exception as another:
+        error.add_note(f"autoac: {another}")
 
 
 def _is_of_another(profile: Profile, model: torch.nn.Module) -> bool:

@@ -522,6 +522,23 @@ def test_impossible_budget_is_told_in_the_second_step_and_the_model_is_free():
     bare(model, optimizer, x, y)
 
 
+def test_what_cannot_be_taken_off_does_not_hide_why_it_was_to_be(monkeypatch: pytest.MonkeyPatch):
+    model = make().train()
+    handle = autoac.auto(model, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = next(batches(1))
+    bare(model, optimizer, x, y)
+
+    def fails() -> None:
+        raise autoac.PlanMismatchError("other code has replaced a forward")
+
+    monkeypatch.setattr(handle, "_take_plan_off", fails)
+    with pytest.raises(autoac.InfeasibleBudgetError) as caught:
+        bare(model, optimizer, x, y)
+    assert caught.value.__notes__ == ["autoac: other code has replaced a forward"]
+    assert "forward" not in model.__dict__
+
+
 def larger(model: Blocks, optimizer: Any) -> None:
     bare(model, optimizer, torch.randn(2 * BATCH, WIDTH), torch.zeros(2 * BATCH, dtype=torch.int64))
 

@@ -58,6 +58,7 @@ class Ranks:
         self._name = f"autoac/{','.join(map(str, self.members))}/{next(_sessions[self.members])}"
         self._over = threading.Event()
         self._rounds = 0
+        self._sent: list[str] = []  # keys of the texts that this rank has sent
         self._step_began: float | None = None
 
     def key(self, *parts: object) -> str:
@@ -128,11 +129,21 @@ class Ranks:
             assert text is not None
             pieces = [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
             for index, piece in enumerate(pieces):
-                self._store.set(self.key(self._rounds, "piece", index), piece)
+                self._sent.append(self.key(self._rounds, "piece", index))
+                self._store.set(self._sent[-1], piece)
             self._store.set(self.key(self._rounds, "pieces"), str(len(pieces)))
             return text
         count = int(self._wait(self.key(self._rounds, "pieces"), rank))
         return "".join(self._get(self.key(self._rounds, "piece", index)) for index in range(count))
+
+    def clear(self) -> None:
+        """Delete the texts that this rank has sent, some MB for each plan; all ranks have read them.
+
+        The process that keeps the store may have ended by now.
+        """
+        with contextlib.suppress(RuntimeError):
+            for key in self._sent:
+                self._store.delete_key(key)
 
     def _get(self, key: str) -> str:
         return self._store.get(key).decode()
@@ -231,5 +242,6 @@ def together(
                 if not isinstance(error, Exception):
                     raise  # Ctrl-C stays what it is on its own rank
                 raise failure from error
+            ranks.clear()
     except RuntimeError as error:  # torch's DistError: the rank that keeps the store is gone
         raise ParallelError(f"the processes' store is gone, and with it rank 0: {error!s:.300}", 0) from error

@@ -19,7 +19,9 @@ from autoac.measure import measure_peak
 from autoac.parallel import DDP, FSDP2, ParallelError, TensorParallel, agree, one_plan
 from autoac.parallel.ddp import BUCKETS
 from autoac.parallel.fsdp2 import chosen_units
+from autoac.parallel.ranks import together
 from autoac.parallel.sizes import by_world_size, held
+from autoac.torch_private import default_store
 from autoac_solver.build.built import Built
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.profile import NEVER, VARIES, Profile
@@ -350,6 +352,15 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_plans_text_does_not_stay_in_the_store():
+    with together("share a text") as ranks:
+        assert ranks.from_one(0, "text") == "text"
+        piece = ranks.key(1, "piece", 0)
+        assert default_store().check([piece])
+    assert not default_store().check([piece])
 
 
 @pytest.mark.usefixtures("one_rank")

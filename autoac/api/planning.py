@@ -27,8 +27,8 @@ from autoac.calibrate.compiled.table import BLOCKS, NothingCompiled
 from autoac.calibrate.compiled.tried import tried, with_measured
 from autoac.device import device_for
 from autoac.outcomes import with_outcomes
+from autoac.parallel.joined import with_all_ranks
 from autoac.parallel.protocol import Parallel, Sharded, check_parallel
-from autoac.parallel.stages import with_all_stages
 from autoac.parallel.wrapped import found_on
 from autoac.plans import Plan
 from autoac.policies import Policies, listed
@@ -46,7 +46,7 @@ from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.profile import Profile
 
 
-@with_all_stages
+@with_all_ranks
 def plan(
     model: torch.nn.Module,
     sample: Any,

@@ -19,8 +19,8 @@ from autoac.measure import ONE_AT_A_TIME, unique_storage_bytes
 from autoac.ops.info import is_collective
 from autoac.outcomes import largest_first, with_others
 from autoac.parallel.elsewhere import record_sharded
+from autoac.parallel.joined import with_all_ranks
 from autoac.parallel.protocol import Parallel, Sharded, check_parallel
-from autoac.parallel.stages import with_all_stages
 from autoac.parallel.wrapped import found_on
 from autoac.progress import Progress, Tell, part, progress_shown
 from autoac.record.cuda.cublas import with_workspaces
@@ -44,7 +44,7 @@ from autoac_solver.records.profile import IN_EVAL, NO_AUTOCAST_IN_BACKWARD, SIZE
 from autoac_solver.show import notebook  # noqa: F401  (makes profiles display in Jupyter)
 
 
-@with_all_stages
+@with_all_ranks
 def profile(
     model: torch.nn.Module,
     sample: Any,

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -28,20 +27,18 @@ from typing import Any
 
 import torch
 
-from autoac.torch_private import close_connections, collectives_within, default_store, lost_a_rank
+from autoac.parallel.session import LOOK_S, Listener, Session, heard, told
+from autoac.torch_private import collectives_within
 from autoac_solver.records.errors import ParallelError
 
 PATIENCE_S = 20.0
 """Seconds that ranks wait for a silent one."""
 
-_BEAT_S, _LOOK_S = 1.0, 0.02
-_BEATS_MISSED = 3
-"""A rank to which a connection was lost has died if it sends no heartbeat for so many of their intervals."""
 _PIECE = 1 << 20
 _sessions: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
-class Ranks:
+class Ranks(Session):
     """The ranks in one session; see NOTE [ All or none ].
 
     Args:
@@ -51,56 +48,16 @@ class Ranks:
     """
 
     def __init__(self, what: str, patience_s: float, members: tuple[int, ...] | None = None):
-        self.what, self.patience_s = what, patience_s
         self.members = tuple(range(torch.distributed.get_world_size())) if members is None else members
         self.rank, self.size = self.members.index(torch.distributed.get_rank()), len(self.members)
-        self._store = default_store().clone()
-        self._name = f"autoac/{','.join(map(str, self.members))}/{next(_sessions[self.members])}"
-        self._over = threading.Event()
+        name = f"autoac/{','.join(map(str, self.members))}/{next(_sessions[self.members])}"
+        super().__init__(what, patience_s, name)
         self._rounds = 0
         self._sent: list[str] = []  # keys of the texts that this rank has sent
-        self._step_began: float | None = None
 
-    def key(self, *parts: object) -> str:
-        """The name of something in the store."""
-        return "/".join(map(str, (self._name, *parts)))
-
-    # -- signs of life -----------------------------------------------------------------------------------------
-
-    def _beat(self, store: Any) -> None:
-        failed: float | None = None
-        for count in itertools.count():
-            store.set(self.key("beat", self.rank), str(count))
-            if self._over.wait(_BEAT_S):
-                return
-            began = self._step_began
-            if began is None:
-                continue
-            if failed is None and store.check([self.key("failure")]):
-                failed = time.monotonic()
-            if failed is not None and time.monotonic() - max(failed, began) > self.patience_s:
-                close_connections()
-                return
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Context of a step in which the ranks receive from each other; see rule 3."""
-        self._step_began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._step_began = None
-
-    @contextlib.contextmanager
-    def alive(self) -> Iterator[None]:
-        """Context in which this rank sends heartbeats."""
-        thread = threading.Thread(target=_quietly(self._beat), args=(default_store().clone(),), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            thread.join(timeout=2 * _BEAT_S)
+    def has_failure(self, store: Any) -> bool:
+        """See `Session`."""
+        return store.check([self.key("failure")])
 
     # -- telling and waiting -----------------------------------------------------------------------------------
 
@@ -145,75 +102,26 @@ class Ranks:
             for key in self._sent:
                 self._store.delete_key(key)
 
-    def _get(self, key: str) -> str:
-        return self._store.get(key).decode()
-
     def _wait(self, key: str, rank: int) -> str:
         """Wait for the value that a rank sets under a key."""
-        heard, seen = time.monotonic(), ""
+        listener = Listener(self, self.members[rank])
         while not self._store.check([key]):
             self.raise_failure()
-            beat = self.key("beat", rank)
-            found = self._get(beat) if self._store.check([beat]) else ""
-            if found != seen:
-                heard, seen = time.monotonic(), found
-            if time.monotonic() - heard > self.patience_s:
-                heard_of = "has given no sign of life" if seen else "has not come to do so"
-                raise ParallelError(
-                    f"rank {self.members[rank]} {heard_of} for {self.patience_s:g} s, while the others {self.what}. "
-                    "Every rank has to call this, in the same order.",
-                    self.members[rank],
-                )
-            time.sleep(_LOOK_S)
+            listener.check()
+            time.sleep(LOOK_S)
         return self._get(key)
 
     # -- failures ----------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> ParallelError:
         """Announce that this rank has failed; returns the error that all ranks raise."""
-        if lost_a_rank(error) and (gone := self._gone()) is not None:
-            lost = self.members[gone]
-            error = ParallelError(f"rank {lost} has died while the ranks {self.what}: {error!s:.300}", lost)
-        if not isinstance(error, ParallelError):
-            kind, own = type(error).__name__, self.members[self.rank]
-            error = ParallelError(
-                f"rank {own} failed while the ranks {self.what}: {kind}: {error}",
-                own,
-                getattr(error, "minimum_bytes", 0),
-            )
-        mine = {"rank": error.rank, "words": str(error), "minimum_bytes": error.minimum_bytes}
-        return _failure(self._store.compare_set(self.key("failure"), "", json.dumps(mine)).decode())
-
-    def _gone(self) -> int | None:
-        """Index of a rank that has sent heartbeats and sends no more; None if there is none, or another has failed."""
-        beats = {rank: self.key("beat", rank) for rank in range(self.size)}
-        before = {rank: self._get(key) for rank, key in beats.items() if self._store.check([key])}
-        until = time.monotonic() + _BEATS_MISSED * _BEAT_S
-        while time.monotonic() < until:
-            if self._store.check([self.key("failure")]):
-                return None
-            time.sleep(_LOOK_S)
-        return next((rank for rank, beat in before.items() if self._get(beats[rank]) == beat), None)
+        mine = json.dumps(told(self.error_of(error, self.members)))
+        return heard(json.loads(self._store.compare_set(self.key("failure"), "", mine).decode()))
 
     def raise_failure(self) -> None:
         """Raise the error of a failed rank, if there is one."""
-        if self._store.check([self.key("failure")]):
-            raise _failure(self._get(self.key("failure")))
-
-
-def _failure(text: str) -> ParallelError:
-    found = json.loads(text)
-    return ParallelError(found["words"], found["rank"], found.get("minimum_bytes", 0))
-
-
-def _quietly(beat: Any) -> Any:
-    """Send heartbeats until the store is gone, without an error."""
-
-    def run(store: Any) -> None:
-        with contextlib.suppress(RuntimeError):
-            beat(store)
-
-    return run
+        if self.has_failure(self._store):
+            raise heard(json.loads(self._get(self.key("failure"))))
 
 
 @contextlib.contextmanager

@@ -248,12 +248,33 @@ def is_one_of_several_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
+def has_other_ranks() -> bool:
+    """Whether there are processes of other ranks: torch's `fake` backend only says so.
+
+    Source: `is_one_of_several_ranks`; the backend's name in torch/testing/_internal/distributed/fake_pg.py.
+    """
+    return is_one_of_several_ranks() and torch.distributed.get_backend() != "fake"
+
+
 def default_store() -> Any:
     """The store through which the processes found each other.
 
     Source: `_get_default_store` (torch/distributed/distributed_c10d.py).
     """
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def collectives_asked_for() -> dict[Any, int]:
+    """Of each process group of this process, how many collectives, sends and receives it was asked for so far.
+
+    Source: `_world` (torch/distributed/distributed_c10d.py), `ProcessGroup._get_sequence_number_for_group`; gloo and
+    NCCL count, some other backends do not.
+    """
+    found: dict[Any, int] = {}
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):  # a backend without numbers
+            found[group] = group._get_sequence_number_for_group()
+    return found
 
 
 def lost_a_rank(error: BaseException) -> bool:

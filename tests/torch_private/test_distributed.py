@@ -120,6 +120,25 @@ def test_collectives_have_a_time_of_their_own_for_a_while(alone: None):
     assert backend.options._timeout == before
 
 
+def test_what_a_group_was_asked_for_is_counted(alone: None):
+    """tests/parallel/meeting_worker.py has groups of several ranks."""
+    group = dist.new_group([0])
+    before = torch_private.collectives_asked_for()
+    dist.all_reduce(torch.ones(1), group=group)
+    after = torch_private.collectives_asked_for()
+    assert set(before) == set(after) == {dist.group.WORLD, group}
+    assert [found for found in after if after[found] != before[found]] == [group]
+
+
+def test_fake_ranks_are_not_there(alone: None):
+    assert not torch_private.has_other_ranks()
+    dist.destroy_process_group()
+    with torch_private.fake_ranks(2):
+        assert torch_private.is_one_of_several_ranks()
+        assert not torch_private.has_other_ranks()
+    dist.init_process_group("gloo", store=cast("Any", dist).HashStore(), rank=0, world_size=1)
+
+
 def test_connections_are_closed_without_other_ranks(alone: None):
     """tests/parallel/killed.py closes real ones, on which a rank waits."""
     torch_private.close_connections()

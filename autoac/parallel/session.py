@@ -1,0 +1,170 @@
+"""One rank's part in a session: its signs of life, and the end of a step that waits for a rank that has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from autoac.torch_private import close_connections, default_store, lost_a_rank
+from autoac_solver.records.errors import ParallelError
+
+_BEAT_S, LOOK_S = 1.0, 0.02
+_BEATS_MISSED = 3
+"""A rank to which a connection was lost has died if it sends no heartbeat for so many of their intervals."""
+
+
+class Session:
+    """Common to sessions whose ranks are known from the start (`Ranks`), and those whose ranks are found (`Met`).
+
+    Ranks are named by their global numbers in the store and in errors.
+
+    Args:
+        what: what the ranks do, in words.
+        patience_s: how long they wait for a silent rank, and a step for one that has failed.
+        name: of the session, in the store.
+    """
+
+    def __init__(self, what: str, patience_s: float, name: str):
+        self.what, self.patience_s = what, patience_s
+        self.own_rank = torch.distributed.get_rank()
+        self._name = name
+        self._store = default_store().clone()
+        self._over = threading.Event()
+        self._step_began: float | None = None
+
+    def key(self, *parts: object) -> str:
+        """The name of something in the store."""
+        return "/".join(map(str, (self._name, *parts)))
+
+    # -- signs of life -----------------------------------------------------------------------------------------
+
+    def has_failure(self, store: Any) -> bool:
+        """Whether a rank has failed for which this one may wait.
+
+        Args:
+            store: that of the thread which asks.
+        """
+        raise NotImplementedError
+
+    def _beat(self, store: Any) -> None:
+        failed: float | None = None
+        for count in itertools.count():
+            store.set(self.key("beat", self.own_rank), str(count))
+            if self._over.wait(_BEAT_S):
+                return
+            began = self._step_began
+            if began is None:
+                continue
+            if failed is None and self.has_failure(store):
+                failed = time.monotonic()
+            if failed is not None and time.monotonic() - max(failed, began) > self.patience_s:
+                close_connections()
+                return
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Context of a step in which the ranks wait for each other: it fails `patience_s` after one of them has."""
+        self._step_began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._step_began = None
+
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[None]:
+        """Context in which this rank sends heartbeats."""
+        thread = threading.Thread(target=_quietly(self._beat), args=(default_store().clone(),), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join(timeout=2 * _BEAT_S)
+
+    def _get(self, key: str) -> str:
+        return self._store.get(key).decode()
+
+    def beat_of(self, rank: int) -> str:
+        """The last heartbeat of a rank, "" if there is none."""
+        key = self.key("beat", rank)
+        return self._get(key) if self._store.check([key]) else ""
+
+    def gone(self, ranks: Iterable[int]) -> int | None:
+        """One of these ranks that has sent heartbeats and sends no more; None if there is none, or one has failed."""
+        before = {rank: beat for rank in ranks if (beat := self.beat_of(rank))}
+        until = time.monotonic() + _BEATS_MISSED * _BEAT_S
+        while time.monotonic() < until:
+            if self.has_failure(self._store):
+                return None
+            time.sleep(LOOK_S)
+        return next((rank for rank, beat in before.items() if self.beat_of(rank) == beat), None)
+
+    # -- errors, as all ranks raise them -----------------------------------------------------------------------
+
+    def error_of(self, error: BaseException, ranks: Iterable[int]) -> ParallelError:
+        """What has failed on this rank.
+
+        Args:
+            ranks: the others; one of them may have died.
+        """
+        if lost_a_rank(error) and (lost := self.gone(ranks)) is not None:
+            return ParallelError(f"rank {lost} has died while the ranks {self.what}: {error!s:.300}", lost)
+        if isinstance(error, ParallelError):
+            return error
+        words = f"rank {self.own_rank} failed while the ranks {self.what}: {type(error).__name__}: {error}"
+        return ParallelError(words, self.own_rank, getattr(error, "minimum_bytes", 0))
+
+    def silence_of(self, rank: int, was_heard: bool) -> ParallelError:
+        """A rank has sent no heartbeat for `patience_s`."""
+        heard_of = "has given no sign of life" if was_heard else "has not come to do so"
+        return ParallelError(
+            f"rank {rank} {heard_of} for {self.patience_s:g} s, while the others {self.what}. Every rank has to call "
+            "this, in the same order.",
+            rank,
+        )
+
+
+class Listener:
+    """Notices that a rank is silent.
+
+    Args:
+        rank: its global number.
+    """
+
+    def __init__(self, session: Session, rank: int):
+        self._session, self._rank = session, rank
+        self._heard, self._last = time.monotonic(), ""
+
+    def check(self) -> None:
+        """Raise a `ParallelError` if it has sent no heartbeat for the session's `patience_s`."""
+        found = self._session.beat_of(self._rank)
+        if found != self._last:
+            self._heard, self._last = time.monotonic(), found
+        if time.monotonic() - self._heard > self._session.patience_s:
+            raise self._session.silence_of(self._rank, was_heard=bool(self._last))
+
+
+def told(error: ParallelError) -> dict[str, Any]:
+    """An error as it is written to the store."""
+    return {"rank": error.rank, "words": str(error), "minimum_bytes": error.minimum_bytes}
+
+
+def heard(found: dict[str, Any]) -> ParallelError:
+    """The error that `told` wrote."""
+    return ParallelError(found["words"], found["rank"], found.get("minimum_bytes", 0))
+
+
+def _quietly(beat: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Send heartbeats until the store is gone, without an error."""
+
+    def run(store: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            beat(store)
+
+    return run

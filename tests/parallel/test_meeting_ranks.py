@@ -1,0 +1,64 @@
+"""Real processes (gloo) that plan for steps which wait for each other, in ways that only the step itself shows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.parallel.ranks import run_ranks
+
+FAILED = "ParallelError: rank {} failed while the ranks plan: "
+BROKEN = FAILED.format(1) + "ValueError: it is broken here"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks("meeting_worker.py", tmp_path_factory.mktemp("meeting"), timeout_s=200)
+
+
+def of(told: list[dict[str, Any]], case: str) -> list[list[dict[str, Any]]]:
+    """What each rank tells, in the order of ranks."""
+    even, odd = (process[case] for process in told)
+    found = [rank for pair in zip(even, odd, strict=True) for rank in pair]
+    assert None not in found, f"of {case}, a rank has told nothing"
+    return found
+
+
+@pytest.mark.parametrize(
+    "case", ["in_the_ring", "before_it_reduces", "before_it_receives", "sharded_by_fsdp"]
+)
+def test_a_rank_that_fails_in_its_step_is_an_error_for_all(told: Any, case: str):
+    [first], [second] = of(told, case)
+    assert first["error"] == second["error"] == BROKEN
+    assert second["over"] < first["over"] < second["over"] + 20
+
+
+def test_a_rank_for_which_no_plan_fits_is_an_error_for_all_and_they_can_plan_again(told: Any):
+    """Also for a rank that has met none of the collectives of the one that fails, but others who have."""
+    ranks = of(told, "in_two_groups_of_two")
+    assert len(ranks) == 4
+    [error] = {failed["error"] for failed, _ in ranks}
+    assert error.startswith(FAILED.format(3) + "InfeasibleBudgetError: No plan fits")
+    assert {again["error"] for _, again in ranks} == {"no error"}
+
+
+def test_what_a_rank_plans_alone_is_its_own(told: Any):
+    first, second = ([one.get("error", "") for one in rank] for rank in of(told, "one_after_another"))
+    alone = r"InfeasibleBudgetError: No plan fits"
+    jointly = re.escape(FAILED.format(1)) + alone
+    expected = (
+        [alone, "no error", jointly, "no error", "no error"],
+        ["", "", jointly, alone, "no error", re.escape(BROKEN), "no error"],
+    )
+    for found, words in zip((first, second), expected, strict=True):
+        assert len(found) == len(words)
+        for one, pattern in zip(found, words, strict=True):
+            assert re.match(pattern, one), (one, pattern)
+    assert first[2] == second[2]
+
+
+def test_a_slow_rank_is_waited_for(told: Any):
+    for [rank] in of(told, "slow"):
+        assert rank["error"] == "no error"

@@ -109,7 +109,8 @@ def plan(
             `autoac.parallel.DDP(...)`, `.FSDP2(...)` or `.TensorParallel(...)`. A model that is wrapped, sharded or
             split already is planned for by all ranks together: every rank calls this, and gets the same plan or the
             same error. So do the ranks of a pipeline (`PipelineStage`), each of which gets its own plan or the same
-            error, if the sample is a callable: it runs a step of the schedule, and all of them call this.
+            error, if the sample is a callable: it runs a step of the schedule, and all of them call this. And so do
+            the ranks of other process groups that a callable uses (context parallelism, an all_reduce by hand).
         progress: called with a text and the share done; False shows nothing. Left out, a bar is drawn on a terminal or
             in a notebook if it takes more than half a second (not with AUTOAC_PROGRESS=0 in the environment); elsewhere
             lines go to the logger "autoac" at level INFO.

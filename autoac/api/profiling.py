@@ -82,6 +82,7 @@ def profile(
 
     Raises:
         ProfilingError: the step could not be recorded.
+        ParallelError: an error of one of the ranks that a callable sample brings together, raised on all of them.
         ProfileError: there is no such device.
     """
     sample = of_loader(sample)

@@ -95,6 +95,19 @@ def before_it_receives(rank: int) -> Any:
     return [planned(model, step)]
 
 
+def with_one_that_dies(rank: int) -> Any:
+    """In its first step."""
+    model = make()
+
+    def die(*_: object) -> None:
+        told_in(with_one_that_dies, rank).write_text("[]")
+        os._exit(1)
+
+    if rank == 1:
+        model.head.register_forward_hook(die)
+    return [planned(model, reducing(model))]
+
+
 def sharded_by_fsdp(rank: int) -> Any:
     model = sharded(make())
     if rank == 1:
@@ -143,6 +156,7 @@ CASES: tuple[Callable[[int], Any], ...] = (
     in_the_ring,
     before_it_reduces,
     before_it_receives,
+    with_one_that_dies,
     sharded_by_fsdp,
     in_two_groups_of_two,
     one_after_another,

@@ -35,6 +35,11 @@ def test_a_rank_that_fails_in_its_step_is_an_error_for_all(told: Any, case: str)
     assert second["over"] < first["over"] < second["over"] + 20
 
 
+def test_a_rank_that_dies_is_an_error_for_the_others(told: Any):
+    [first], _ = of(told, "with_one_that_dies")
+    assert first["error"].startswith("ParallelError: rank 1 has died while the ranks plan: ")
+
+
 def test_a_rank_for_which_no_plan_fits_is_an_error_for_all_and_they_can_plan_again(told: Any):
     """Also for a rank that has met none of the collectives of the one that fails, but others who have."""
     ranks = of(told, "in_two_groups_of_two")

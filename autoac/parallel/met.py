@@ -5,9 +5,11 @@ NOTE [ Ranks that meet in a step ]
      Neither the sample nor the model says for which. So each rank notes which process groups its step uses: it has met
      the ranks of these.
   2. Each rank has one entry in the store: whether it plans now, and how it last ended, which is the ranks that it has
-     met, or a failure. A call that has met nobody leaves the end before it there, and raises its own errors.
+     met, or a failure. A call whose step has run and met nobody leaves the end before it there, and raises its own
+     errors.
   3. A rank that is done waits until the ranks that it has met are done, and those that these have met. If one of them
-     fails, all raise its error.
+     fails, all raise its error. A step that waits for it in a collective is ended as in NOTE [ All or none ], rule 3;
+     a collective has no time limit of its own here, so a slow rank is waited for.
   4. A rank that fails before its step has met anybody tells so, too: the others may be on their way.
   5. Ranks need not plan equally often: one of them may plan something alone in between. So an end counts once, and only
      for a call that had begun before it (by tickets, which the store gives out), or while its rank has not begun

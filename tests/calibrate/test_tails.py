@@ -255,6 +255,7 @@ def test_in_a_loop_with_micro_batches():
         losses.append(told)
         if handle is not None:
             assert handle.plan is not None
+            assert handle.measured_peak_bytes is not None
             assert {":1", "#1:1"} <= points(handle.plan).keys()
             assert handle.plan.predicted_peak_bytes * 0.99 <= handle.measured_peak_bytes
             assert handle.measured_peak_bytes <= handle.plan.predicted_peak_bytes * 1.01

@@ -5,6 +5,19 @@ the code compiled at a point, and points share neither cache entries nor recompi
 code that was measured: on a shared code object, code for dynamic shapes, made after a batch of another size, would
 serve them as well. Each code object has a name of its own: Dynamo remembers by a function's name which of its sizes
 have changed, and a second plan's sizes would be symbols.
+
+NOTE [ Tails ]
+  1. Fusing saves most in what a model computes after its blocks: head, casts and cross entropy work on the logits,
+     often the largest tensors of a step. That is code of a module that also calls the blocks, so it is no call of one.
+  2. The module's forward is compiled with graph breaks allowed. The modules that hold the blocks tell the compiler to
+     leave them out (`Program.apart`), so it breaks there, and what comes after the last of them is one graph
+     (`torch_dynamo_resume_in_forward` in torch/_dynamo/resume_execution.py). Torch does not break within a loop, nor in
+     a function that forward calls: a forward that loops over its blocks has no tail (`count_graphs` tells).
+     The compiled code lies with functions of the model's own, beside that for other points and sizes, each of which
+     is its own to Dynamo by the compiler that it is for.
+  3. It is measured in isolation, like other regions: the modules before it return what they did in the user's step
+     (`Captured.results` in autoac/calibrate/compiled/capture.py).
+  4. For the solver it is a part of a call (`Profile.tails`), with what autograd saves for its first op.
 """
 
 from __future__ import annotations
@@ -46,7 +59,9 @@ def compiled(
     from autoac.execute.compiled.partitioner import PointPartitioner
 
     name = hashlib.sha256(repr((kind.__module__, kind.__qualname__, point, inputs, others, tail)).encode())
-    return _compiled(PointPartitioner(point), name.hexdigest()[:16], True if others else None, tail)
+    # The code of a tail is the model's own, for which Dynamo may have seen other sizes.
+    dynamic = True if others else False if tail else None
+    return _compiled(PointPartitioner(point), name.hexdigest()[:16], dynamic, tail)
 
 
 def surveying(most: int, never: frozenset[str] = frozenset(), tail: bool = False) -> Callable[..., Any]:

@@ -424,18 +424,24 @@ def gloo_threads() -> list[Path]:
     return [stat for stat in stats if _name_and_state(stat)[0] == _GLOO_THREAD]
 
 
-def wait_for_gloo(threads: list[Path]) -> None:
+def wait_for_gloo(threads: list[Path], looks: int = 1) -> None:
     """Wait until none of `gloo_threads` runs: gloo has then released the tensors of the collectives that are over.
 
     It does so some moments after it has signalled the end, on a busy machine so late that the tensors seem alive. A
     thread that waits for other ranks does not run. To free a tensor it may need the interpreter's lock, so this hands
     that over first.
 
+    Args:
+        looks: how often in a row none may run. A thread that waits for a lock for a moment does not run either.
+
     Source: `ProcessGroupGloo::runLoop` (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp).
     """
-    until = time.monotonic() + _LONGEST_S
+    until, quiet = time.monotonic() + _LONGEST_S, 0
     time.sleep(0)
-    while any(_name_and_state(stat)[1] == "R" for stat in threads) and time.monotonic() < until:
+    while threads and time.monotonic() < until:
+        quiet = 0 if any(_name_and_state(stat)[1] == "R" for stat in threads) else quiet + 1
+        if quiet >= looks:
+            return
         time.sleep(1e-4)
 
 

@@ -171,6 +171,18 @@ def test_steps_and_sizes(plan: autoac.Plan):
     assert_same(before, list(model.parameters()))
 
 
+def test_gradients_of_other_outputs(plan: autoac.Plan):
+    """A loop may use the logits, too, or alone."""
+    model, plain = plan.apply(make()), make()
+
+    def all_of(one: nn.Module) -> list[torch.Tensor]:
+        found, leaves = one(**batch()), list(one.parameters())
+        both = torch.autograd.grad(found["loss"] + found["logits"].square().mean(), leaves)
+        return [*both, *torch.autograd.grad(one(**batch())["logits"].sin().sum(), leaves)]
+
+    assert_close(all_of(model), all_of(plain))
+
+
 def assert_close(some: list[Any], others: list[Any]) -> None:
     for one, other in zip(some, others, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

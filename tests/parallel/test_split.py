@@ -26,6 +26,9 @@ def of(told: list[dict[str, Any]], case: str, ranks: int = 2) -> list[Any]:
     return found
 
 
+OF_GLOO = 2 * split.BATCH * split.LENGTH * split.WIDTH * 4
+"""Bytes of gloo's own buffer for keys and values of all ranks, which its thread has for a moment, seen or not."""
+
 CASES = {
     "layers_in_parts": ["replay 0.9", "replay 0.8", "replay 0.72", "sac 0.72"],
     "sequence_in_parts": ["replay 0.72", "sac 0.8"],
@@ -61,7 +64,8 @@ def test_context_parallelism(told: Any):
             predicted, measured, budget = rank[name]["peaks"]
             assert rank[name]["equal"], name
             assert rank[name]["wrapped"], name
-            assert abs(measured / predicted - 1) < 0.01, (name, predicted, measured)
+            assert measured / predicted < 1.01, (name, predicted, measured)
+            assert predicted - measured < 0.01 * predicted + OF_GLOO, (name, predicted, measured)
             assert measured <= budget
 
 

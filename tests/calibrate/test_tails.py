@@ -244,6 +244,13 @@ def test_it_is_left_as_it_is_where_that_is_not_one_graph_or_draws(own: str, why:
     assert "goes backward in place, with torch's bits" in plan.summary()
 
 
+def test_uncompiled_its_loss_is_that_of_other_plans(profile: Profile):
+    """So there is no uncompiled point, at which the log-probabilities' gradient would count twice."""
+    assert profile.compiled is not None
+    [tail] = [region for region in profile.compiled.regions if region.calls == (len(profile.spans) - 1,)]
+    assert EAGER not in [point.name for point in tail.points]
+
+
 def test_named_regions_have_none(profile: Profile):
     found = autoac.profile(make(), batch(), engine="compile", regions=["body.layers.*"])
     assert not found.tails

@@ -286,6 +286,10 @@ def _region(
                 on_disk.write(points)
     except Exception as error:
         return CompiledRegion(calls, (), (), first_line(error))
+    if (
+        region.children
+    ):  # uncompiled, a plan has the loss in place or over chunks, which `partitions` proposes
+        points = tuple(point for point in points if point.name != EAGER)
     failure = ""
     if survey.draws:
         points, failure = _for_all_budgets(points)

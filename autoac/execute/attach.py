@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,8 +71,6 @@ def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     if len(region.programs) > 1 and in_stage_setup():
         return original(*args, **kwargs)  # no call of the step
     program = region.next_program()
-    if program.apart and torch.compiler.is_compiling():
-        return _run_apart(original, args, kwargs)
     if not program.wrapped or in_first_run():
         return original(*args, **kwargs)
     if not torch.compiler.is_compiling() and _is_distributed():
@@ -80,15 +78,15 @@ def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return ENGINES[region.engine].run(program, original, args, kwargs, module)
 
 
-def _call(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return original(*args, **kwargs)
-
-
-_run_apart = disable_dynamo(
-    _call,
-    "this model has a plan of autoac's engine 'compile', which compiles regions by themselves, so fullgraph=True "
-    "cannot be met. Leave out the outer torch.compile, or plan with engine='sac'",
+apart_forward = planned_forward(
+    disable_dynamo(
+        forward,
+        "this model has a plan of autoac's engine 'compile', which compiles regions by themselves, so fullgraph=True "
+        "cannot be met. Leave out the outer torch.compile, or plan with engine='sac'",
+    )
 )
+"""The forward of a planned module that code compiled around it leaves out, see `Program.apart`."""
+apart_forward.__name__ = apart_forward.__qualname__ = "apart_forward"  # by which it is pickled
 
 
 def _is_distributed() -> bool:
@@ -114,7 +112,8 @@ def check_no_units(module: torch.nn.Module, region: str) -> None:
 
 def attach(module: torch.nn.Module, programs: Sequence[Program], engine: str, plan_id: str) -> None:
     """Attach programs to one module."""
-    put_forward(module, forward, PlannedRegion(programs, engine, module.__dict__.get("forward"), plan_id))
+    function = apart_forward if any(program.apart for program in programs) else forward
+    put_forward(module, function, PlannedRegion(programs, engine, module.__dict__.get("forward"), plan_id))
 
 
 class Root:
@@ -320,6 +319,6 @@ def detach(module: torch.nn.Module) -> None:
 
 def covered(module: torch.nn.Module) -> bool:
     """Whether other code has replaced a planned module's `forward`; the new one may call the plan's."""
-    ours = forward, root_forward, loss_side_forward
+    ours = forward, apart_forward, root_forward, loss_side_forward
     own = module.__dict__.get("forward")
     return own is not None and getattr(own, "func", None) not in ours

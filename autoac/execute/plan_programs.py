@@ -44,7 +44,7 @@ class PlanPrograms:
         profile = self._record.profile
         compiled = () if profile.compiled is None else profile.compiled.regions
         inputs = {profile.module_name(call): region.inputs for region in compiled for call in region.calls}
-        apart = set[str]()
+        apart = {child for found in self._calls if found.wrapped for child in found.children}
         for found in self._calls:
             untouched = Program(found.fqn, (), wrapped=False)
             calls = programs.setdefault(found.fqn, [untouched] * found.calls)
@@ -54,8 +54,8 @@ class PlanPrograms:
                 inputs=inputs.get(found.name, ""),
                 cuts=found.cuts,
                 children=found.children,
+                apart=found.fqn in apart,
             )
-            apart.update(found.children if found.wrapped else ())
         wrapped = {fqn: calls for fqn, calls in programs.items() if any(program.wrapped for program in calls)}
         return wrapped | {
             fqn: [Program(fqn, (), wrapped=False, apart=True)] for fqn in apart - wrapped.keys()

@@ -51,6 +51,7 @@ from autoac.torch_private.compiler import (
     COMPILED_NODE,
     WRAPPED,
     compiled_attribute,
+    compiled_by_inductor,
     compiled_code_forgotten,
     constant_while_compiling,
     disable_dynamo,
@@ -140,6 +141,7 @@ from autoac.torch_private.kernel_flags import (
     kernel_flags,
     with_kernel_flags,
 )
+from autoac.torch_private.loops import breaks_in_loops
 from autoac.torch_private.optimizers import fakes_as_parameters
 from autoac.torch_private.parametrizations import reads_cached_parametrizations
 from autoac.torch_private.pipelines import in_stage_setup, ranks_of_stages
@@ -259,6 +261,7 @@ __all__ = [
     "checkpoint_debug_enabled",
     "is_checkpoint_wrapper",
     "compiled_attribute",
+    "compiled_by_inductor",
     "hooked_inside",
     "has_own_compile_settings",
     "is_compiled_by_inductor",
@@ -278,6 +281,7 @@ __all__ = [
     "KernelFlags",
     "kernel_flags",
     "with_kernel_flags",
+    "breaks_in_loops",
     "dense_values",
     "detach_sharing_version",
     "detach_unseen",

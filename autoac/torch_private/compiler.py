@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -154,6 +154,16 @@ COMPILE_OPTION = "custom_partitioner_fn"
 
 Source: torch/_inductor/config.py.
 """
+
+
+def compiled_by_inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The code that inductor makes of a graph of Dynamo's, under these options of `torch.compile`.
+
+    Source: `_TorchCompileInductorWrapper.__call__` (torch/__init__.py).
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, list(inputs), config_patches=options)
 
 
 def recompile_limit() -> int:

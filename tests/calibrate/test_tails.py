@@ -76,6 +76,50 @@ class Classifier(nn.Module):
         )
 
 
+class Looping(nn.Module):
+    """Its own code loops over its blocks. What comes before them needs a gradient, and Python changes between them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.runs = way, 0
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.layers = cast("list[Noted]", nn.ModuleList(Noted() for _ in range(3)))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.noted = x + self.shift
+        said = torch.zeros(())
+        if self.way == "loop":
+            for layer in self.layers:
+                x, said = layer(x), said + layer.said
+                self.runs += 1
+        else:
+            x, said = self.through(x)
+        loss = F.cross_entropy(self.head(self.norm(x)), target)
+        return {"loss": loss + 0.1 * said}
+
+    def through(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.layers[:2]:
+            x = layer(x)
+            self.runs += 1
+        x = self.layers[2](x)
+        self.runs += 1
+        return x, torch.stack([layer.said for layer in self.layers]).sum()
+
+
+class Noted(Layer):
+    """Leaves something behind that the model's own code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.said = x.square().mean()
+        return x
+
+
 def make(dtype: torch.dtype = torch.float32, **options: Any) -> Classifier:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -197,6 +241,44 @@ def test_a_file_has_it_and_removal_leaves_no_trace(plan: autoac.Plan, tmp_path: 
     loaded.remove(model)
     assert attributes(model) == before
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("way", ["loop", "function"])
+def test_a_forward_that_loops_over_its_blocks(way: str):
+    """Python code runs as it does uncompiled, before the blocks and between them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain, model = Looping(way), Looping(way)
+    model.load_state_dict(plain.state_dict())
+    plan = autoac.plan(model, batch(), "1GB", engine="compile")
+    assert ":1" in points(plan), plan.record.profile.notes
+    report = plan.verify(model, batch())
+    assert report.ok, report
+    assert report.measured_peak_bytes == plan.predicted_peak_bytes
+    plan.apply(model)
+    model.runs = plain.runs = 0
+    for rows in (ROWS, 24, ROWS, 40):
+        given = batch(rows, seed=rows)
+        assert_close(gradients(model, **given), gradients(plain, **given))
+        assert model.runs == plain.runs
+        assert_close(
+            [model.noted, *(layer.said for layer in model.layers)],
+            [plain.noted, *(layer.said for layer in plain.layers)],
+        )
+    calls = list[str]()
+    model.layers[1].register_forward_hook(lambda *_: calls.append("hook"))
+    assert_close(gradients(model, **batch()), gradients(plain, **batch()))
+    assert calls == ["hook"]
+    model.noted = None  # type: ignore[assignment]
+    for layer in model.layers:
+        layer.said = layer.said.detach()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.layers[0].down.weight.zero_()
+    assert_close(gradients(model, **batch()), gradients(plain, **batch()))
+    with torch.no_grad():
+        plain.layers[0].down.weight.zero_()
+    assert_close(gradients(twin, **batch()), gradients(plain, **batch()))
 
 
 def test_hooks(plan: autoac.Plan):

@@ -54,6 +54,7 @@ class Captured:
     children: tuple[str, ...] = ()
     results: dict[str, Any] = field(default_factory=dict)
     _now: dict[str, Any] = field(default_factory=dict)
+    _returned: set[str] = field(default_factory=set)
 
     @property
     def given(self) -> Any:
@@ -80,9 +81,14 @@ class Captured:
         with contextlib.ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
+            self._returned.clear()
             for name, result in (results or {}).items():
                 stack.enter_context(self._returning(name, result))
             yield
+
+    def is_in_tail(self) -> bool:
+        """Within `around`: whether all these modules have returned."""
+        return len(self._returned) == len(self.children)
 
     @contextlib.contextmanager
     def _returning(self, name: str, result: Any) -> Iterator[None]:
@@ -104,7 +110,11 @@ class Captured:
         """For each module of `results` a forward; always the same one, for which code is compiled once."""
 
         def of(name: str) -> Callable[..., Any]:
-            return disable_dynamo(lambda *args, **kwargs: self._now[name], "it stands in for a module")
+            def returns(*args: Any, **kwargs: Any) -> Any:
+                self._returned.add(name)
+                return self._now[name]
+
+            return disable_dynamo(returns, "it stands in for a module")
 
         return {name: of(name) for name in self.results}
 

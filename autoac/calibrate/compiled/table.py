@@ -13,7 +13,7 @@ import torch
 from autoac.calibrate.compiled.capture import Call, Captured, Caught, Tail, captured
 from autoac.calibrate.compiled.measured import measured_points
 from autoac.calibrate.compiled.on_disk import PointsOnDisk
-from autoac.execute.compiled.code import count_graphs, surveying
+from autoac.execute.compiled.code import graphs_of, surveying
 from autoac.measure import ONE_AT_A_TIME
 from autoac.progress import Tell
 from autoac.step.autocast import forward_autocast
@@ -273,8 +273,8 @@ def _region(
         )
     try:
         tell("what it could keep")
-        if region.children and (graphs := _graphs(region)) != 1:
-            return CompiledRegion(calls, (), (), f"torch.compile makes {graphs} graphs of it")
+        if region.children and (why := _why_no_graph(region)):
+            return CompiledRegion(calls, (), (), why)
         survey = _survey(region, never)
         if region.children and survey.draws:
             return CompiledRegion(calls, (), (), "it draws random numbers")
@@ -311,11 +311,14 @@ def _for_all_budgets(points: tuple[CompiledPoint, ...]) -> tuple[tuple[CompiledP
     return others, ""
 
 
-def _graphs(region: Captured) -> int:
-    """Number of graphs with a backward that the compiler makes of a tail."""
+def _why_no_graph(region: Captured) -> str:
+    """Why the compiler does not make one graph of a tail, "" if it does."""
     args, kwargs, results = region.arguments()
     with region.around(results):
-        return count_graphs(region.module, args, kwargs)
+        graphs = graphs_of(region.module, args, kwargs, region.is_in_tail)
+    if len(graphs) == 1:
+        return "" if graphs[0] else "its graph has no function of torch's that computes a cross entropy"
+    return f"torch.compile makes {len(graphs)} graphs of it"
 
 
 def _survey(region: Captured, never: frozenset[str]) -> Any:

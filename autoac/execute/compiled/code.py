@@ -10,11 +10,12 @@ NOTE [ Tails ]
   1. Fusing saves most in what a model computes after its blocks: head, casts and cross entropy work on the logits,
      often the largest tensors of a step. That is code of a module that also calls the blocks, so it is no call of one.
   2. The module's forward is compiled with graph breaks allowed. The modules that hold the blocks tell the compiler to
-     leave them out (`Program.apart`), so it breaks there, and what comes after the last of them is one graph
-     (`torch_dynamo_resume_in_forward` in torch/_dynamo/resume_execution.py). Torch does not break within a loop, nor in
-     a function that forward calls: a forward that loops over its blocks has no tail (`count_graphs` tells).
-     The compiled code lies with functions of the model's own, beside that for other points and sizes, each of which
-     is its own to Dynamo by the compiler that it is for.
+     leave them out (`attach.apart_forward`), so it breaks there, and what comes after the last of them is one graph
+     (`torch_dynamo_resume_in_forward` in torch/_dynamo/resume_execution.py). Within a loop over blocks it breaks, too
+     (`breaks_in_loops`), and each turn is a frame of its own, so all of Python runs as it does uncompiled. Of the
+     graphs only that with the cross entropy is compiled; what comes before the blocks and between them runs as it
+     is. The compiled code lies with functions of the model's own, beside that for other points and sizes, each of
+     which is its own to Dynamo by the compiler that it is for.
   3. It is measured in isolation, like other regions: the modules before it return what they did in the user's step
      (`Captured.results` in autoac/calibrate/compiled/capture.py).
   4. For the solver it is a part of a call (`Profile.tails`), with what autograd saves for its first op.
@@ -31,7 +32,7 @@ from typing import Any
 
 import torch
 
-from autoac.torch_private import COMPILE_OPTION, recompile_limit
+from autoac.torch_private import COMPILE_OPTION, breaks_in_loops, compiled_by_inductor, recompile_limit
 
 RECOMPILATIONS = 64
 """Most recompilations of one code object, if the user allows no more. Blocks of one class may differ in numbers that
@@ -75,17 +76,45 @@ def surveying(most: int, never: frozenset[str] = frozenset(), tail: bool = False
     return _compiled(Surveyor(most, never), "survey", False, tail)
 
 
-def count_graphs(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Call `run_module` traced as a tail; the number of its graphs that need a backward."""
-    count = 0
+def graphs_of(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counts: Callable[[], bool]
+) -> list[bool]:
+    """Call `run_module` traced as a tail.
+
+    Args:
+        counts: whether a graph that is made now is part of the tail.
+
+    Returns:
+        For each graph of the tail that needs a backward, whether a cross entropy is in it.
+    """
+    found = list[bool]()
 
     def taken(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        nonlocal count
-        count += any(isinstance(given, torch.Tensor) and given.requires_grad for given in inputs)
+        if counts() and any(isinstance(given, torch.Tensor) and given.requires_grad for given in inputs):
+            found.append(_has_loss(graph))
         return graph.forward
 
-    torch.compile(_named("traced"), backend=taken, dynamic=False, **_limit())(module, args, kwargs)
-    return count
+    _breaking(torch.compile(_named("traced"), backend=taken, dynamic=False))(module, args, kwargs)
+    return found
+
+
+def _has_loss(graph: torch.fx.GraphModule) -> bool:
+    """Whether a graph of Dynamo's computes a cross entropy."""
+    names = (getattr(node.target, "__name__", node.target) for node in graph.graph.nodes)
+    return any(str(name) in _LOSSES for name in names)
+
+
+_LOSSES = frozenset({"cross_entropy", "cross_entropy_loss", "log_softmax", "special_log_softmax"})
+"""Names of the functions and methods of torch that run the op `LOG_SOFTMAX`, with which a tail begins to pay."""
+
+
+def _breaking(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        with breaks_in_loops():
+            return function(*args)
+
+    return run
 
 
 def _limit() -> dict[str, Any]:
@@ -102,5 +131,11 @@ def _named(name: str) -> Callable[..., Any]:
 
 def _compiled(partitioner: Any, name: str, dynamic: bool | None, tail: bool) -> Callable[..., Any]:
     # Memory of CUDA graphs' pools is seen by neither the allocator's peak nor the plan.
-    options: dict[str, Any] = {"options": {COMPILE_OPTION: partitioner, "triton.cudagraphs": False}}
-    return torch.compile(_named(name), fullgraph=not tail, dynamic=dynamic, **options, **_limit())
+    options: dict[str, Any] = {COMPILE_OPTION: partitioner, "triton.cudagraphs": False}
+    if not tail:
+        return torch.compile(_named(name), fullgraph=True, dynamic=dynamic, options=options, **_limit())
+
+    def only_with_loss(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compiled_by_inductor(graph, inputs, options) if _has_loss(graph) else graph.forward
+
+    return _breaking(torch.compile(_named(name), backend=only_with_loss, dynamic=dynamic))

@@ -200,7 +200,7 @@ def tails_after(profile: Profile, regions: Sequence[int]) -> dict[int, tuple[int
         regions: module calls.
 
     Returns:
-        Call -> the calls directly in it that hold regions or are some. Between these it saves nothing itself.
+        Call -> the calls directly in it that hold regions or are some.
     """
     losses: dict[int, int] = {}
     for op in profile.tape:
@@ -223,15 +223,7 @@ def _has_tail(profile: Profile, call: int, children: Sequence[int], loss: int) -
     """
     record, inside = profile.calls[call], [profile.calls[child] for child in children]
     after = max(child.end for child in inside)
-    own = (
-        saved.tick
-        for saved in profile.saved
-        if record.start <= saved.tick < record.end
-        and not any(child.start <= saved.tick < child.end for child in inside)
-    )
     if not record.grad or len({child.fqn for child in inside}) < len(inside) or loss < after:
-        return False
-    if min(own, default=0) < after:
         return False
     every = _saved_bytes(profile, [dataclasses.replace(record, start=after), record])
     return every[0] >= LEAST_SHARE * every[1]

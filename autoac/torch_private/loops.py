@@ -1,0 +1,92 @@
+"""Graph breaks of `torch.compile` within loops. Importing this does not import the compiler."""
+
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+# (private names are what this file is for; torch's type stubs do not know them)
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_MOST_TURNS = 4096
+"""Most compiled turns of one loop, over all compiled functions that have it."""
+
+
+class _Here(threading.local):
+    breaks = False
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def breaks_in_loops() -> Iterator[None]:
+    """Context: where this thread compiles a frame with a graph break in a loop, it breaks there as anywhere else.
+
+    By itself, torch leaves such a frame uncompiled. What is left of a loop after the break is compiled once for each
+    number of turns to come, as a code object's further entries, so the limits on these are raised here.
+
+    Source: `maybe_has_backedge` (torch/_dynamo/symbolic_convert.py), a heuristic for speed: code is valid with either
+    answer, it says; `recompile_limit`, `accumulated_recompile_limit` (torch/_dynamo/config.py).
+    """
+    _installed()
+    before, _here.breaks = _here.breaks, True
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_TURNS)
+    try:
+        with torch._dynamo.config.patch(limits):
+            yield
+    finally:
+        _here.breaks = before
+
+
+@functools.cache
+def _installed() -> None:
+    """Have the compiler ask whether it is to break in loops.
+
+    Where a version of torch has other names, it stays as it is, and does not.
+    """
+    from torch._dynamo import symbolic_convert
+
+    translator: Any = symbolic_convert.InstructionTranslatorBase
+    asked: Callable[[Any], bool] | None = getattr(translator, "maybe_has_backedge", None)
+    if asked is None:
+        return
+
+    def maybe_has_backedge(self: Any) -> bool:
+        return not _here.breaks and asked(self)
+
+    translator.maybe_has_backedge = maybe_has_backedge
+    with contextlib.suppress(ImportError):
+        from torch._dynamo.variables.iter import DictViewIterator
+
+        if "reconstruct" not in vars(DictViewIterator):
+            DictViewIterator.reconstruct = _reconstruct
+
+
+def _reconstruct(self: Any, codegen: Any) -> None:
+    """Have code make the iterator over what is left of a dictionary's values or items, as of a `ModuleList`.
+
+    Source: `ListIteratorVariable.reconstruct` (torch/_dynamo/variables/lists.py); `DictViewIterator`
+    (torch/_dynamo/variables/iter.py) has none, and is a graph break of its own.
+    """
+    from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
+
+    if not _here.breaks:
+        raise NotImplementedError
+    left = list(copy.copy(self._iter))
+    codegen.add_push_null(lambda: codegen.append_output(codegen.create_load_python_module(iter)))
+    for item in left:
+        if self.view_type == "items":
+            codegen(item[0].vt)
+            codegen(item[1])
+            codegen.append_output(create_build_tuple(2))
+        else:
+            codegen(item.vt if self.view_type == "keys" else item)
+    codegen.append_output(create_build_tuple(len(left)))
+    codegen.extend_output(create_call_function(1, False))

@@ -37,7 +37,7 @@ def breaks_in_loops() -> Iterator[None]:
     """
     _installed()
     before, _here.breaks = _here.breaks, True
-    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_TURNS)
+    limits: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_TURNS)
     try:
         with torch._dynamo.config.patch(limits):
             yield

@@ -37,8 +37,6 @@ class Layer(nn.Module):
 
 
 class Body(nn.Module):
-    """Its loop over the layers cannot be compiled with code around it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = cast("list[Layer]", nn.ModuleList(Layer() for _ in range(3)))

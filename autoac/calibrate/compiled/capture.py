@@ -43,7 +43,7 @@ class Captured:
         autocast: device and dtype of each autocast that was on.
         hooked: name of a module in it that had hooks during the call, "" if none had; some models add them in forward.
         children: for a tail, the names that these modules have in this one.
-        results: copies of what they returned, by these names; as `args`.
+        results: copies of what they returned, by these names; as `args`. Alike ones, but for the last, are one copy.
     """
 
     module: torch.nn.Module
@@ -201,9 +201,13 @@ class Catcher:
         if self._open is None or not torch.is_grad_enabled():
             return
         region, call = self._open
+        is_last = len(region.results) == len(region.children) - 1
+        # What blocks hand to each other is alike: one copy stands for all, as there may be many.
+        alike = (known for known in region.results.values() if _described(known) == _described(result))
+        known = None if is_last else next(alike, None)
         with disable_dispatch_modes():
-            region.results[child] = _each_once(_copy, result)
-        if len(region.results) == len(region.children):
+            region.results[child] = _each_once(_copy, result) if known is None else known
+        if is_last:
             self._open = None
             self._found(call)
 

@@ -62,12 +62,13 @@ class Compiling:
         self.is_judged = True  # whether measuring the plan's peak is over
         self.best: Plan | None = None  # of those that were measured to be within the budget
 
-    def recording_begins(self) -> None:
-        """Catch the regions' calls in the step that is recorded next, if it is known which they are."""
+    def recording_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Catch the regions' calls in the step that begins with this call of the model, if it is known which they are."""
         self.stop()
         if self._kinds:
             self._catcher = Catcher(self._model, self._kinds)
             self._catcher.put_on()
+            self._catcher.called(args, kwargs)
 
     def stop(self) -> None:
         """Take hooks off the model."""

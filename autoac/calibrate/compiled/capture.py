@@ -164,6 +164,11 @@ class Catcher:
             module = self._model.get_submodule(name).get_submodule(child)
             self._hooks.append(module.register_forward_hook(functools.partial(self._catch_result, child)))
 
+    def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is being called: its hooks have run before `put_on`."""
+        if any(name == "" for name, _ in self._kinds):
+            self._catch("", self._model, args, kwargs)
+
     def take_off(self) -> None:
         """Catch no more calls."""
         for hook in self._hooks:

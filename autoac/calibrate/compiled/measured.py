@@ -104,7 +104,7 @@ def _forward_and_backward(
         result, forward_s, launches.forward_s = _timed(
             lambda: run(region.module, args, kwargs), device, launches.forward_s
         )
-    outputs = _outputs(result)
+    outputs = _outputs(region, result)
     gradients = [torch.ones_like(output) for output in outputs]
     _, backward_s, launches.backward_s = _timed(
         lambda: _backward(region, outputs, gradients), device, launches.backward_s
@@ -139,30 +139,39 @@ def _sizes(region: Captured, run: Run, device: torch.device) -> tuple[int, int, 
         t for t in tensors_of(result) if _is_strided(t) and key_of_storage(t.untyped_storage()) not in given
     ]
     kept = max(0, forward.end_above_start_bytes - unique_storage_bytes(made))
-    outputs = _outputs(result)
+    outputs = _outputs(region, result)
     gradients = [torch.ones_like(output) for output in outputs]
     with measuring(device) as backward:
         _backward(region, outputs, gradients)
-    holds = _holds_output(region, run)
-    return kept, forward.peak_above_start_bytes, backward.peak_above_start_bytes, holds
+    held = _held_output_bytes(region, run)
+    if region.children:
+        kept += held
+    return kept, forward.peak_above_start_bytes, backward.peak_above_start_bytes, held > 0
 
 
-def _holds_output(region: Captured, run: Run) -> bool:
-    """Whether an output lives as long as the graph behind it."""
+def _held_output_bytes(region: Captured, run: Run) -> int:
+    """Bytes of the outputs that live as long as the graph behind them."""
     args, kwargs, results = region.arguments()
     with region.around(results):
         result = run(region.module, args, kwargs)
-    outputs = _outputs(result)
+    outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
     graph = [output.grad_fn for output in outputs]
-    refs = [storage_ref(output) for output in outputs if _is_strided(output)]
-    del result, outputs
-    held = any(ref() is not None for ref in refs)
+    storages = {key_of_storage(o.untyped_storage()): o for o in outputs if _is_strided(o)}
+    refs = [(storage_ref(output), output.untyped_storage().nbytes()) for output in storages.values()]
+    del result, outputs, storages
+    held = sum(nbytes for ref, nbytes in refs if ref() is not None)
     del graph
     return held
 
 
-def _outputs(result: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+def _outputs(region: Captured, result: Any) -> list[torch.Tensor]:
+    """The outputs that backward comes from: of a tail the loss alone, as in training loops.
+
+    For its other outputs, compiled code makes gradients of zeros.
+    """
+    found = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+    losses = [tensor for tensor in found if tensor.dim() == 0]
+    return losses if region.children and losses else found
 
 
 def _backward(region: Captured, outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> Any:

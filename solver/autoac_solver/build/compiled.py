@@ -5,7 +5,9 @@ NOTE [ Memory of a compiled region ]
   the tape shows inside it are ignored.
   1. While its forward runs, `forward_bytes` are alive on top of everything alive at its start. Storages that the tape
      frees during it live to its end.
-  2. From there to the end of its backward, `kept_bytes` and its inputs are alive.
+  2. From there to the end of its backward, `kept_bytes` and its inputs are alive. If they hold outputs, these live as
+     long; those of a tail, which is the last to run in a call, are among `kept_bytes` then: a step that takes the loss
+     only drops the logits in the tail's own window, as the tape shows it, and code holds them on.
   3. While its backward runs, from the first unpack to the last release of its saved tensors on the tape,
      `backward_bytes` are alive in addition. Storages that the tape allocates there and that outlive it (gradients)
      start at its end.
@@ -254,6 +256,9 @@ def _outside(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
         first = next(lives)
         end = max(first.end, held[use.storage])
         kept = [e for e in first.extensions if e.end > end]
+        if maker is not None and draft.step.is_tail(maker.region.call):
+            yield from _after_tail(maker, replace(first, end=end, extensions=tuple(kept)))
+            continue
         if maker is not None:
             kept += (
                 Extension(maker.backward[1], _when(maker, option))
@@ -262,6 +267,16 @@ def _outside(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
             )
         yield replace(first, end=end, extensions=tuple(kept))
         yield from lives
+
+
+def _after_tail(tail: _Compiled, lifetime: Lifetime) -> Iterator[Lifetime]:
+    """Lifetimes of a tail's output, which counts as kept at points that hold it: the step may drop it at once."""
+    kept_until = tail.backward[1]
+    yield replace(lifetime, start=kept_until, end=max(lifetime.end, kept_until))
+    for option, point in enumerate(tail.points):
+        if not point.holds_output:
+            end = min(lifetime.end, kept_until)
+            yield replace(lifetime, end=end, extensions=(), exists=_when(tail, option))
 
 
 def _holder(compiled: Iterable[_Compiled]) -> Callable[[int], _Compiled | None]:

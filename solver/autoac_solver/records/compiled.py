@@ -38,11 +38,12 @@ class CompiledPoint:
 
     Args:
         name: see the module's docstring.
-        kept_bytes: bytes kept from the end of forward to backward, except inputs, parameters and outputs.
+        kept_bytes: bytes kept from the end of forward to backward, except inputs, parameters and outputs; those of a
+            tail with the outputs that it holds.
         forward_bytes, backward_bytes: peak live bytes in forward and in backward above those at its start, including
             results: outputs and kept values, and gradients.
         forward_s, backward_s: minimum over several rounds; other load on the machine only adds to it.
-        holds_output: an output is kept, too.
+        holds_output: whether outputs are kept.
     """
 
     name: PointName

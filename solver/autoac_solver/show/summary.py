@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoac_solver.build.engines import engine_model
+from autoac_solver.plan.recorded.programs import tails_compiled
 from autoac_solver.plan.recorded.report import about_caches, about_torchs_loss, left_bytes
 from autoac_solver.plan.recorded.step import PlannedStep, step_of
 from autoac_solver.plan.reserved import about_unknown
@@ -221,18 +222,10 @@ def _compiled(record: PlanRecord) -> list[str]:
 def _losses(record: PlanRecord) -> list[str]:
     """Rows on the cross entropies that the plan compiles, makes lean or chunks."""
     how = "is computed over chunks of rows" if record.chunked_losses else "goes backward in place"
-    spans, calls = record.profile.spans_of_parts, record.profile.calls
-    parents = {span.fqn: calls[span.parent].fqn for span in spans}
-    compiled = {parents[r.fqn] for r in record.regions if r.fqn in parents and r.point != EAGER}
-    return [
-        _row(
-            "loss",
-            f"the cross entropy of {module_in_words(fqn)} is compiled, with what comes after its blocks",
-        )
-        if fqn in compiled
-        else _row("loss", f"the cross entropy of {module_in_words(fqn)} {how}, with torch's bits")
-        for fqn in record.losses
-    ]
+    told = {fqn: f"{how}, with torch's bits" for fqn in record.losses}
+    compiled = tails_compiled(record.profile, record.regions)
+    told |= dict.fromkeys(compiled, "is compiled, with what comes after its blocks")
+    return [_row("loss", f"the cross entropy of {module_in_words(fqn)} {words}") for fqn, words in told.items()]
 
 
 def _policies(record: PlanRecord) -> list[str]:

@@ -38,10 +38,23 @@ def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[s
     return {
         "regions": tuple(regions),
         "several": _several(profile, regions),
-        "losses": lean_losses(profile),
+        "losses": _losses(profile, regions),
         "chunked_losses": chunked,
         "chunk_dtypes": tuple(sorted({loss.dtype for loss in chunkable_losses(profile)})) if chunked else (),
     }
+
+
+def _losses(profile: Profile, regions: Sequence[RegionPlan]) -> dict[str, tuple[str | None, ...]]:
+    """The modules with lean losses, but for those whose tail is compiled with its loss: code of ours is no part of it."""
+    compiled = tails_compiled(profile, regions)
+    return {fqn: last for fqn, last in lean_losses(profile).items() if fqn not in compiled}
+
+
+def tails_compiled(profile: Profile, regions: Sequence[RegionPlan]) -> tuple[str, ...]:
+    """Names of the modules of which what they compute after their blocks is compiled."""
+    parents = {span.fqn: profile.calls[span.parent].fqn for span in profile.spans_of_parts}
+    found = (parents[r.fqn] for r in regions if r.fqn in parents and r.point != EAGER)
+    return tuple(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Compiling:
         self.best: Plan | None = None  # of those that were measured to be within the budget
 
     def recording_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Catch the regions' calls in the step that begins with this call of the model, if it is known which they are."""
+        """Catch the regions' calls in the step that begins with this call of the model, if they are known."""
         self.stop()
         if self._kinds:
             self._catcher = Catcher(self._model, self._kinds)

@@ -83,17 +83,19 @@ class PlanPrograms:
             alike = [name for name in others if model_fingerprint(model.get_submodule(name)) == built]
             if alike:
                 other = max(alike, key=lambda name: max(map(_recomputed, self.of_modules[name])))
-                found[fqn] = [self._copied(max(self.of_modules[other], key=_recomputed), fqn)]
+                found[fqn] = [self._copied(max(self.of_modules[other], key=_recomputed), other, fqn)]
         return found
 
-    def _copied(self, program: Program, fqn: str) -> Program:
-        """A copy of a region's program for another module; the same object every time, see `of_modules`."""
+    def _copied(self, program: Program, other: str, fqn: str) -> Program:
+        """A copy of the program of module `other` for another one; the same object every time, see `of_modules`."""
         if fqn not in self._copies:
             self._copies[fqn] = Program(
                 *(fqn, program.names, program.wrapped, self.following, program.point),
                 unchecked=self._unchecked,
                 inputs=program.inputs,
                 cuts=program.cuts,
+                children=(f"{fqn}{child.removeprefix(other)}" for child in program.children),
+                apart=program.apart,
             )
         return self._copies[fqn]
 

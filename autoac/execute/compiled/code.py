@@ -26,6 +26,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import itertools
+import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +38,10 @@ from autoac.torch_private import COMPILE_OPTION, breaks_in_loops, compiled_by_in
 
 RECOMPILATIONS = 64
 """Most recompilations of one code object, if the user allows no more. Blocks of one class may differ in numbers that
-the compiler takes for constants (a rate of layer drop that grows with depth). Torch's limit is 8."""
+the compiler takes for constants (a rate of layer drop that grows with depth)."""
+
+TORCHS_LIMIT = 8
+"""Torch's own limit, if the user has set no other: `torch._dynamo.config.recompile_limit`."""
 
 
 def run_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,7 +99,7 @@ def graphs_of(
             found.append(_has_loss(graph))
         return graph.forward
 
-    _breaking(torch.compile(_named("traced"), backend=taken, dynamic=False))(module, args, kwargs)
+    _with_breaks("traced", taken, False)(module, args, kwargs)
     return found
 
 
@@ -108,19 +113,88 @@ _LOSSES = frozenset({"cross_entropy", "cross_entropy_loss", "log_softmax", "spec
 """Names of the functions and methods of torch that run the op `LOG_SOFTMAX`, with which a tail begins to pay."""
 
 
-def _breaking(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
+def _with_breaks(name: str, backend: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
+    """`run_module` compiled with graph breaks allowed.
+
+    The code of the model that it is compiled with keeps apart from what its user compiles, where torch can do that.
+    """
+    apart = {"isolate_recompiles": True} if "isolate_recompiles" in _parameters() else {}
+    code = torch.compile(_named(name), backend=backend, dynamic=dynamic, **apart)
+
     def run(*args: Any) -> Any:
         with breaks_in_loops():
-            return function(*args)
+            return code(*args)
+
+    return run
+
+
+class TailRun(threading.local):
+    """What came of the last call of a tail in this thread.
+
+    Attributes:
+        may_fail: whether a graph that the compiler fails on runs uncompiled: the blocks have run already.
+        failure: the compiler's error, if it has failed.
+        was_compiled: whether compiled code ran. Torch leaves code uncompiled if it has compiled it too often.
+    """
+
+    may_fail = False
+    failure: Exception | None = None
+    was_compiled = False
+
+
+tail_run = TailRun()
+
+
+def run_tail(function: Callable[..., Any], *args: Any) -> Any:
+    """Call what `compiled` has returned for a tail; `tail_run` tells what came of it."""
+    tail_run.may_fail, tail_run.failure, tail_run.was_compiled = True, None, False
+    try:
+        return function(*args)
+    finally:
+        tail_run.may_fail = False
+
+
+class CompiledTooOften(Exception):
+    """A tail needs other code at every call, as Python values in it differ."""
+
+
+def _by_inductor(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], nth: int
+) -> Any:
+    """The code of a tail's graph with the loss.
+
+    Args:
+        nth: it was compiled so often before.
+    """
+    try:
+        if nth >= max(TORCHS_LIMIT, recompile_limit()):
+            raise CompiledTooOften
+        code = compiled_by_inductor(graph, inputs, options)
+    except Exception as error:
+        if not tail_run.may_fail:
+            raise
+        tail_run.failure = error
+        return graph.forward
+
+    def run(*inputs: Any) -> Any:
+        tail_run.was_compiled = True
+        return code(*inputs)
 
     return run
 
 
 def _limit() -> dict[str, Any]:
-    if "recompile_limit" not in inspect.signature(torch.compile).parameters:
-        return {}
-    return {"recompile_limit": max(RECOMPILATIONS, recompile_limit())}
+    return (
+        {"recompile_limit": max(RECOMPILATIONS, recompile_limit())}
+        if "recompile_limit" in _parameters()
+        else {}
+    )
+
+
+@functools.cache
+def _parameters() -> frozenset[str]:
+    """Those of `torch.compile`, which other versions of torch have fewer of."""
+    return frozenset(inspect.signature(torch.compile).parameters)
 
 
 def _named(name: str) -> Callable[..., Any]:
@@ -135,7 +209,9 @@ def _compiled(partitioner: Any, name: str, dynamic: bool | None, tail: bool) -> 
     if not tail:
         return torch.compile(_named(name), fullgraph=True, dynamic=dynamic, options=options, **_limit())
 
-    def only_with_loss(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compiled_by_inductor(graph, inputs, options) if _has_loss(graph) else graph.forward
+    count = itertools.count()
 
-    return _breaking(torch.compile(_named(name), backend=only_with_loss, dynamic=dynamic))
+    def only_with_loss(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _by_inductor(graph, inputs, options, next(count)) if _has_loss(graph) else graph.forward
+
+    return _with_breaks(name, only_with_loss, dynamic)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autoac.execute.chains import Chains
-from autoac.execute.compiled.code import compiled
+from autoac.execute.compiled.code import CompiledTooOften, compiled, run_tail, tail_run
 from autoac.execute.cross_entropy.lean import loss_may_follow
 from autoac.execute.program import Program
 from autoac.execute.replay.engine import ReplayEngine
@@ -24,6 +24,13 @@ from autoac_solver.records.engines import COMPILE
 _CANNOT = "cannot be compiled for these inputs"
 NOT_COMPILED = f"region .* {_CANNOT}"
 """Pattern of the warning about a region that the compiler fails on."""
+
+
+_UNCOMPILED = (
+    "runs uncompiled from now on, as torch would compile it anew at every step: the budget may not hold. Keep what "
+    "changes from step to step (a Python counter) out of the model's forward, pad batches to a few lengths, or plan "
+    "with engine='replay'."
+)
 
 
 class CompileEngine:
@@ -70,16 +77,20 @@ def _run(
     given = inputs, module.training
     if not why and given not in program.not_compiled:
         try:
-            return _run_compiled(program, inputs, args, kwargs, module)
+            result = _run_compiled(program, inputs, args, kwargs, module)
+            why = _why_not_tail(program, given) if program.children else ""
         except Exception as error:
             if not is_of_compiler(error):
                 raise
+            result = forward(*args, **kwargs)  # its own error comes first
             why = _why_not(error)
             program.not_compiled[given] = first_line(error)
+    else:
+        result = forward(*args, **kwargs)
     if why and not program.warned:
         program.warned = True
         warn(f"region {program.region!r} {why}")
-    return forward(*args, **kwargs)
+    return result
 
 
 _run_by_itself = disable_dynamo(
@@ -94,7 +105,8 @@ def _run_compiled(
 ) -> Any:
     others = bool(program.inputs) and inputs != program.inputs
     tail = bool(program.children)
-    result = compiled(type(module), program.point, program.inputs, others, tail)(module, args, kwargs)
+    code = compiled(type(module), program.point, program.inputs, others, tail)
+    result = run_tail(code, module, args, kwargs) if tail else code(module, args, kwargs)
     if (losses := module.__dict__.get(LOSS_KEY)) is not None:
         loss_may_follow(losses.side)
     return result
@@ -120,7 +132,18 @@ def _why_never(module: torch.nn.Module, children: Sequence[str]) -> str:
     return ""
 
 
+def _why_not_tail(program: Program, given: tuple[str, bool]) -> str:
+    """Why a tail that has run was not compiled, "" if it was."""
+    if (error := tail_run.failure) is not None:
+        program.not_compiled[given] = first_line(error)
+        return _why_not(error)
+    # With other inputs it may have no loss to compile.
+    return "" if tail_run.was_compiled or given[0] != program.inputs else _UNCOMPILED
+
+
 def _why_not(error: Exception) -> str:
+    if isinstance(error, CompiledTooOften):
+        return _UNCOMPILED
     if is_recompile_limit(error):
         return (
             "was called with more kinds of arguments than torch compiles code for, so it runs uncompiled for this "

@@ -222,10 +222,12 @@ def _compiled(record: PlanRecord) -> list[str]:
 def _losses(record: PlanRecord) -> list[str]:
     """Rows on the cross entropies that the plan compiles, makes lean or chunks."""
     how = "is computed over chunks of rows" if record.chunked_losses else "goes backward in place"
-    told = {fqn: f"{how}, with torch's bits" for fqn in record.losses}
+    told = dict.fromkeys(record.losses, f"{how}, with torch's bits")
     compiled = tails_compiled(record.profile, record.regions)
     told |= dict.fromkeys(compiled, "is compiled, with what comes after its blocks")
-    return [_row("loss", f"the cross entropy of {module_in_words(fqn)} {words}") for fqn, words in told.items()]
+    return [
+        _row("loss", f"the cross entropy of {module_in_words(fqn)} {words}") for fqn, words in told.items()
+    ]
 
 
 def _policies(record: PlanRecord) -> list[str]:

@@ -45,7 +45,7 @@ def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[s
 
 
 def _losses(profile: Profile, regions: Sequence[RegionPlan]) -> dict[str, tuple[str | None, ...]]:
-    """The modules with lean losses, but for those whose tail is compiled with its loss: code of ours is no part of it."""
+    """The modules with lean losses, but for those whose tail is compiled: code of ours is no part of it."""
     compiled = tails_compiled(profile, regions)
     return {fqn: last for fqn, last in lean_losses(profile).items() if fqn not in compiled}
 

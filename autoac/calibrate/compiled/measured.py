@@ -130,14 +130,9 @@ def _sizes(region: Captured, run: Run, device: torch.device) -> tuple[int, int, 
     """Kept bytes, the most alive in forward and in backward, and whether an output is held for backward."""
     _forward_and_backward(region, run, device)
     args, kwargs, results = region.arguments()
-    given = {
-        key_of_storage(t.untyped_storage()) for t in tensors_of((args, kwargs, results)) if _is_strided(t)
-    }
     with region.around(results), measuring(device) as forward:
         result = run(region.module, args, kwargs)
-    made = [
-        t for t in tensors_of(result) if _is_strided(t) and key_of_storage(t.untyped_storage()) not in given
-    ]
+    made = _made(result, (args, kwargs, results))
     kept = max(0, forward.end_above_start_bytes - unique_storage_bytes(made))
     outputs = _outputs(region, result)
     gradients = [torch.ones_like(output) for output in outputs]
@@ -156,12 +151,20 @@ def _held_output_bytes(region: Captured, run: Run) -> int:
         result = run(region.module, args, kwargs)
     outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
     graph = [output.grad_fn for output in outputs]
-    storages = {key_of_storage(o.untyped_storage()): o for o in outputs if _is_strided(o)}
-    refs = [(storage_ref(output), output.untyped_storage().nbytes()) for output in storages.values()]
-    del result, outputs, storages
+    made = {key_of_storage(o.untyped_storage()): o for o in _made(outputs, (args, kwargs, results))}
+    refs = [(storage_ref(output), output.untyped_storage().nbytes()) for output in made.values()]
+    del result, outputs, made
     held = sum(nbytes for ref, nbytes in refs if ref() is not None)
     del graph
     return held
+
+
+def _made(values: Any, given: Any) -> list[torch.Tensor]:
+    """The strided tensors among some values whose storage is not one of what was given."""
+    known = {key_of_storage(t.untyped_storage()) for t in tensors_of(given) if _is_strided(t)}
+    return [
+        t for t in tensors_of(values) if _is_strided(t) and key_of_storage(t.untyped_storage()) not in known
+    ]
 
 
 def _outputs(region: Captured, result: Any) -> list[torch.Tensor]:

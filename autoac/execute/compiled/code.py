@@ -34,7 +34,13 @@ from typing import Any
 
 import torch
 
-from autoac.torch_private import COMPILE_OPTION, breaks_in_loops, compiled_by_inductor, recompile_limit
+from autoac.torch_private import (
+    COMPILE_OPTION,
+    breaks_in_loops,
+    compiled_by_inductor,
+    is_of_compiler,
+    recompile_limit,
+)
 
 RECOMPILATIONS = 64
 """Most recompilations of one code object, if the user allows no more. Blocks of one class may differ in numbers that
@@ -118,7 +124,7 @@ def _with_breaks(name: str, backend: Callable[..., Any], dynamic: bool | None) -
 
     The code of the model that it is compiled with keeps apart from what its user compiles, where torch can do that.
     """
-    apart = {"isolate_recompiles": True} if "isolate_recompiles" in _parameters() else {}
+    apart: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in _parameters() else {}
     code = torch.compile(_named(name), backend=backend, dynamic=dynamic, **apart)
 
     def run(*args: Any) -> Any:
@@ -171,7 +177,7 @@ def _by_inductor(
             raise CompiledTooOften
         code = compiled_by_inductor(graph, inputs, options)
     except Exception as error:
-        if not tail_run.may_fail:
+        if not tail_run.may_fail or is_of_compiler(error):  # Dynamo is to trace it anew
             raise
         tail_run.failure = error
         return graph.forward

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
 
 from autoac_solver.build.engines import DEFAULT, EngineModel, engine_model
@@ -19,7 +19,7 @@ from autoac_solver.build.step import Step
 from autoac_solver.plan.parts import PartTree
 from autoac_solver.records.compiled import CompiledTable
 from autoac_solver.records.engines import COMPILE, REPLAY
-from autoac_solver.records.profile import NEVER, ModuleCall, Profile
+from autoac_solver.records.profile import NEVER, ModuleCall, Op, Profile
 
 COARSEST_SHARE = 0.6
 """The largest share of all saved bytes that one region may hold."""
@@ -200,18 +200,49 @@ def tails_after(profile: Profile, regions: Sequence[int]) -> dict[int, tuple[int
         regions: module calls.
 
     Returns:
-        Call -> the calls directly in it that hold regions or are some.
+        Call -> the calls directly in it that are left out, see `before_tail`.
     """
-    losses: dict[int, int] = {}
-    for op in profile.tape:
-        if op.name == LOG_SOFTMAX and not op.backward and op.module != NEVER:
-            losses.setdefault(op.module, op.tick)
     found = {}
-    for call, tick in losses.items():
-        inside = (child_of(profile, call, region) for region in regions)
-        children = tuple(dict.fromkeys(child for child in inside if child != NEVER))
+    for call, tick in _losses(profile).items():
+        children = before_tail(profile, call, regions)
         if children and _has_tail(profile, call, children, tick):
             found[call] = children
+    return found
+
+
+def before_tail(profile: Profile, call: int, regions: Iterable[int]) -> tuple[int, ...]:
+    """The calls directly in a call that are no part of its tail, which comes after the last of them.
+
+    These are the ones that hold regions or are some, and a head whose logits the call returns: as a result of the
+    tail's code, logits would be held for backward, and their gradient, of zeros, made beside that of the loss.
+    """
+    inside = (child_of(profile, call, region) for region in regions)
+    children = tuple(dict.fromkeys(child for child in inside if child != NEVER))
+    if not children:
+        return ()
+    after = max(profile.calls[child].end for child in children)
+    record, loss = profile.calls[call], _losses(profile).get(call, NEVER)
+    heads = tuple(
+        index
+        for index, child in enumerate(profile.calls)
+        if child.parent == call and after <= child.start and child.end <= loss
+        if any(_makes_result(profile, op, child, record.end) for op in profile.tape)
+    )
+    return (*children, *heads[-1:])
+
+
+def _makes_result(profile: Profile, op: Op, child: ModuleCall, end: int) -> bool:
+    """Whether a forward op in a call makes a tensor that the program holds beyond a tick."""
+    made = (profile.storage_table[storage] for storage in op.creates)
+    return not op.backward and child.start <= op.tick < child.end and any(s.free >= end for s in made)
+
+
+def _losses(profile: Profile) -> dict[int, int]:
+    """The tick of the first cross entropy of each call whose own code computes one."""
+    found: dict[int, int] = {}
+    for op in profile.tape:
+        if op.name == LOG_SOFTMAX and not op.backward and op.module != NEVER:
+            found.setdefault(op.module, op.tick)
     return found
 
 

@@ -12,7 +12,7 @@ from autoac_solver.build.built import Built
 from autoac_solver.build.losses.cross_entropy import chunkable_losses, lean_losses
 from autoac_solver.build.regions import Region, cut_calls
 from autoac_solver.build.step import Step
-from autoac_solver.plan.partitions import child_of
+from autoac_solver.plan.partitions import before_tail
 from autoac_solver.problem.problem import RECOMPUTE, SAVE
 from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.errors import ProfileError
@@ -67,7 +67,7 @@ class CallProgram:
         regions: names of the regions in it: its own, or those of its parts.
         wrapped, steps, point: as for `RegionPlan`.
         cuts: places among `steps` where another part begins or ends.
-        children: for a tail, the modules called before it that hold regions, or are some.
+        children: for a tail, the modules called before it, see `before_tail`.
     """
 
     fqn: str
@@ -101,10 +101,8 @@ def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
             continue
         call, children = profile.spans[index], tuple[str, ...]()
         if index >= len(profile.calls):  # a tail
-            before = (
-                child_of(profile, call.parent, other) for other in indices if other < len(profile.calls)
-            )
-            children = tuple(dict.fromkeys(profile.calls[child].fqn for child in before if child != NEVER))
+            before = before_tail(profile, call.parent, (o for o in indices if o < len(profile.calls)))
+            children = tuple(dict.fromkeys(profile.calls[child].fqn for child in before))
             call = profile.calls[call.parent]
         found.append(
             CallProgram(

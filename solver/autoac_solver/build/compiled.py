@@ -127,7 +127,7 @@ def _of(draft: Draft, region: Region, group: int) -> _Compiled:
     axis, table = draft.axis, draft.step.profile.compiled
     measured = None if table is None else table.of_call(region.call)
     assert measured is not None  # Regions that were not measured are refused.
-    first, last = axis.position(region.begin_backward), axis.position(region.last_release)
+    first, last = axis.position(region.begin_backward), axis.position(_ends_backward(draft.step, region))
     return _Compiled(
         region,
         undominated(measured.points),
@@ -135,6 +135,21 @@ def _of(draft: Draft, region: Region, group: int) -> _Compiled:
         (min(first, len(axis) - 1), min(max(last, first + 1), len(axis))),
         group,
     )
+
+
+def _ends_backward(step: Step, region: Region) -> int:
+    """The tick at which a region's backward is over.
+
+    The first ops of a tail may save nothing (a cast of logits): their backward runs before the next unpack.
+    """
+    if not step.is_tail(region.call):
+        return region.last_release
+    later = (
+        saved.unpacked
+        for saved in step.profile.saved
+        if saved.tick < region.start and saved.unpacked >= region.last_release
+    )
+    return min(later, default=region.last_release)
 
 
 def _problem(draft: Draft, compiled: Sequence[_Compiled], regions: Sequence[Region]) -> Problem:

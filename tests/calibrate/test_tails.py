@@ -16,6 +16,7 @@ from torch import nn
 import autoac
 from autoac.calibrate.compiled import on_disk, table
 from autoac.compare.compiled import by_torch
+from autoac.execute.compiled import code
 from autoac.execute.compiled.code import compiled
 from autoac.measure import measure_peak
 from autoac_solver.records.compiled import EAGER
@@ -52,7 +53,7 @@ class Classifier(nn.Module):
 
     def __init__(self, own: str = "") -> None:
         super().__init__()
-        self.own = own
+        self.own, self.steps = own, 0
         self.body, self.head = Body(), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
@@ -62,6 +63,8 @@ class Classifier(nn.Module):
             torch._dynamo.graph_break()
             logits = logits + self.head.weight.sum()
             torch._dynamo.graph_break()
+        if self.own == "counter":
+            self.steps += 1
         if self.own == "dropout":
             logits = F.dropout(logits, 0.1, self.training)
         return (
@@ -339,6 +342,88 @@ def test_named_regions_have_none(profile: Profile):
     found = autoac.profile(make(), batch(), engine="compile", regions=["body.layers.*"])
     assert not found.tails
     assert [strategy.name for strategy in by_torch(profile, (1.0,))]  # rivals compile the same
+
+
+def test_a_loop_that_takes_the_loss_only():
+    """Its logits are dropped at once, but the code of the head, or autograd, may hold them. One call a step."""
+    model, plain = make(), make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    other = torch.optim.SGD(plain.parameters(), 0.1)
+    handle = autoac.auto(model, "1GB", engine="compile", optimizer=optimizer)
+    for step in range(6):
+        losses = []
+        for one, by in ((plain, other), (model, optimizer)):
+            loss = one(**batch(seed=step))["loss"]
+            loss.backward()
+            by.step()
+            by.zero_grad()
+            losses.append(loss.detach())
+        assert_close(losses[:1], losses[1:])
+    assert handle.plan is not None
+    assert ":1" in points(handle.plan)
+    assert handle.measured_peak_bytes is not None
+    known = handle.plan.record.profile
+    handle.remove()
+    assert known.compiled is not None
+    assert abs(known.compiled.unseen_bytes) <= 512  # before the first planned step was measured, it was right
+
+
+def test_python_that_changes_at_every_step():
+    """Torch would compile it anew each time. It runs uncompiled then, and a warning tells."""
+    model, plain = make(own="counter"), make()
+    plan = autoac.plan(model, batch(), "1GB", engine="compile")
+    plan.apply(model)
+    wanted = gradients(plain, **batch())
+    with pytest.warns(
+        UserWarning, match="region ':1' runs uncompiled from now on, as torch would compile it anew"
+    ):
+        found = [gradients(model, **batch()) for _ in range(12)]
+    for one in found:
+        assert_close(one, wanted)
+    assert plan.placement.not_compiled.keys() == {":1"}
+
+
+def test_blocks_run_once_if_the_compiler_fails_after_them(plan: autoac.Plan, monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    model, plain, calls = plan.apply(make()), make(), list[str]()
+    model.body.register_forward_hook(lambda *_: calls.append("body"))
+    monkeypatch.setattr(code, "compiled_by_inductor", fails)
+    other = batch(17)
+    with pytest.warns(UserWarning, match="region ':1' cannot be compiled for these inputs.*no kernel"):
+        assert_close(gradients(model, **other), gradients(plain, **other))
+    assert calls == ["body"]
+    assert_close(gradients(model, **other), gradients(plain, **other))
+    assert calls == ["body", "body"]
+    plan.remove(model)
+
+
+def test_a_module_like_it_that_the_recorded_step_did_not_call():
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nets = cast("list[Classifier]", nn.ModuleList(make() for _ in range(2)))
+
+        def forward(self, which: int, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+            return self.nets[which](x, target)
+
+    model, plain = Towers(), Towers()
+    plain.load_state_dict(model.state_dict())
+    plan = autoac.plan(model, {"which": 0, **batch()}, "1GB", engine="compile")
+    assert "nets.0:1" in points(plan)
+    plan.apply(model)
+    peaks = []
+    for which in (0, 1):
+        loss = model(which, **batch())["loss"]
+        assert_close([loss], [plain(which, **batch())["loss"]])
+        parameters = list(model.nets[which].parameters())
+        run = lambda which=which, parameters=parameters: torch.autograd.grad(  # noqa: E731
+            model(which, **batch())["loss"], parameters
+        )
+        run()
+        peaks.append(measure_peak(run).peak_above_start_bytes)
+    assert peaks[0] == peaks[1]
 
 
 def test_in_a_loop_with_micro_batches():

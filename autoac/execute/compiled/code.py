@@ -139,11 +139,13 @@ class TailRun(threading.local):
 
     Attributes:
         may_fail: whether a graph that the compiler fails on runs uncompiled: the blocks have run already.
+        most: how often its code may be compiled.
         failure: the compiler's error, if it has failed.
         was_compiled: whether compiled code ran. Torch leaves code uncompiled if it has compiled it too often.
     """
 
     may_fail = False
+    most = 0
     failure: Exception | None = None
     was_compiled = False
 
@@ -154,6 +156,7 @@ tail_run = TailRun()
 def run_tail(function: Callable[..., Any], *args: Any) -> Any:
     """Call what `compiled` has returned for a tail; `tail_run` tells what came of it."""
     tail_run.may_fail, tail_run.failure, tail_run.was_compiled = True, None, False
+    tail_run.most = max(TORCHS_LIMIT, recompile_limit())
     try:
         return function(*args)
     finally:
@@ -173,7 +176,7 @@ def _by_inductor(
         nth: it was compiled so often before.
     """
     try:
-        if nth >= max(TORCHS_LIMIT, recompile_limit()):
+        if tail_run.may_fail and nth >= tail_run.most:
             raise CompiledTooOften
         code = compiled_by_inductor(graph, inputs, options)
     except Exception as error:

@@ -387,6 +387,8 @@ def test_blocks_run_once_if_the_compiler_fails_after_them(plan: autoac.Plan, mon
     def fails(*_: Any) -> None:
         raise RuntimeError("no kernel")
 
+    torch._dynamo.reset()
+    compiled.cache_clear()
     model, plain, calls = plan.apply(make()), make(), list[str]()
     model.body.register_forward_hook(lambda *_: calls.append("body"))
     monkeypatch.setattr(code, "compiled_by_inductor", fails)
@@ -397,6 +399,7 @@ def test_blocks_run_once_if_the_compiler_fails_after_them(plan: autoac.Plan, mon
     assert_close(gradients(model, **other), gradients(plain, **other))
     assert calls == ["body", "body"]
     plan.remove(model)
+    compiled.cache_clear()
 
 
 def test_a_module_like_it_that_the_recorded_step_did_not_call():

@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -167,6 +168,19 @@ def test_put_compiled_back():
     assert model(torch.zeros(2)) == "compiled"
     torch_private.put_compiled_back(model, lambda x: "again")
     assert model(torch.zeros(2)) == "compiled"
+
+
+def test_compiled_by_inductor():
+    """A graph of Dynamo's, under options of `torch.compile`, with its backward."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return torch_private.compiled_by_inductor(graph, inputs, {"triton.cudagraphs": False})
+
+    torch._dynamo.reset()
+    x = torch.arange(4.0, requires_grad=True)
+    torch.compile(lambda x: x.sin().sum(), backend=backend)(x).backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, x.detach().cos())
 
 
 def test_compiled_code_forgotten():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoac.torch_private import breaks_in_loops, disable_dynamo
+from autoac import torch_private
 
 
 class Loop(nn.Module):
@@ -21,7 +21,7 @@ class Loop(nn.Module):
         self.named = nn.ModuleDict({str(i): nn.Identity() for i in range(turns)})
         self.seen: list[Any] = []
         for layer in (*self.layers, *self.named.values()):
-            layer.__dict__["forward"] = disable_dynamo(lambda x: self.turn(x), "it is left out")
+            layer.__dict__["forward"] = torch_private.disable_dynamo(lambda x: self.turn(x), "it is left out")
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(float(x.sum()))
@@ -78,7 +78,7 @@ def test_code_after_a_loop_with_breaks_is_compiled(function: Callable[..., torch
 
     compiled = torch.compile(function, backend=noted, dynamic=False)
     for rows in (2, 2, 3):
-        with breaks_in_loops():
+        with torch_private.breaks_in_loops():
             assert torch.equal(compiled(model, torch.ones(rows)), function(plain, torch.ones(rows)))
         assert model.seen == plain.seen
         model.seen.clear()
@@ -94,7 +94,7 @@ def test_elsewhere_torch_does_as_ever():
         graphs.append(graph)
         return graph.forward
 
-    with breaks_in_loops():
+    with torch_private.breaks_in_loops():
         pass
     model = Loop(3)
     limits = torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit

@@ -14,8 +14,9 @@ NOTE [ Tails ]
      (`torch_dynamo_resume_in_forward` in torch/_dynamo/resume_execution.py). Within a loop over blocks it breaks, too
      (`breaks_in_loops`), and each turn is a frame of its own, so all of Python runs as it does uncompiled. Of the
      graphs only that with the cross entropy is compiled; what comes before the blocks and between them runs as it
-     is. The compiled code lies with functions of the model's own, beside that for other points and sizes, each of
-     which is its own to Dynamo by the compiler that it is for.
+     is. So does a head whose logits the model returns (`before_tail`): as an output of compiled code they would be
+     held for backward, and their gradient, of zeros, be made. The compiled code lies with functions of the model's own,
+     beside that for other points and sizes, each of which is its own to Dynamo by the compiler that it is for.
   3. It is measured in isolation, like other regions: the modules before it return what they did in the user's step
      (`Captured.results` in autoac/calibrate/compiled/capture.py).
   4. For the solver it is a part of a call (`Profile.tails`), with what autograd saves for its first op.

@@ -73,6 +73,8 @@ def hooked_inside(module: torch.nn.Module, besides: Collection[str] = ()) -> str
     Args:
         besides: names of modules that are left out, with what is in them.
 
+    Hooks of ours with an attribute `compiled_code_may_skip` do not count.
+
     Compiled code runs the hooks that it was compiled with, and does not check whether any were added since.
 
     Source: `Module._forward_hooks` and its like (torch/nn/modules/module.py), `skip_nnmodule_hook_guards`
@@ -81,7 +83,8 @@ def hooked_inside(module: torch.nn.Module, besides: Collection[str] = ()) -> str
     for name, inside in module.named_modules():
         if any(name == other or name.startswith(f"{other}.") for other in besides):
             continue
-        hooks = inside._forward_hooks or inside._forward_pre_hooks
+        found = (*inside._forward_hooks.values(), *inside._forward_pre_hooks.values())
+        hooks = [hook for hook in found if not getattr(hook, "compiled_code_may_skip", False)]
         if name and (hooks or inside._backward_hooks or inside._backward_pre_hooks):
             return name
     return ""

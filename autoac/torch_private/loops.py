@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 
-_MOST_TURNS = 4096
-"""Most compiled turns of one loop, over all compiled functions that have it."""
-
 
 class _Here(threading.local):
     breaks = False
@@ -26,20 +23,22 @@ _here = _Here()
 
 
 @contextlib.contextmanager
-def breaks_in_loops() -> Iterator[None]:
+def breaks_in_loops(turns: int) -> Iterator[None]:
     """Context: where this thread compiles a frame with a graph break in a loop, it breaks there as anywhere else.
 
     By itself, torch leaves such a frame uncompiled. What is left of a loop after the break is compiled once for each
-    number of turns to come, as a code object's further entries, so the limits on these are raised here.
+    number of turns to come, as a code object's further entries.
+
+    Args:
+        turns: most entries of a code object, over all compiled functions that share it.
 
     Source: `maybe_has_backedge` (torch/_dynamo/symbolic_convert.py), a heuristic for speed: code is valid with either
-    answer, it says; `recompile_limit`, `accumulated_recompile_limit` (torch/_dynamo/config.py).
+    answer, it says; `accumulated_recompile_limit` (torch/_dynamo/config.py).
     """
     _installed()
     before, _here.breaks = _here.breaks, True
-    limits: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_TURNS)
     try:
-        with torch._dynamo.config.patch(limits):
+        with torch._dynamo.config.patch(accumulated_recompile_limit=turns):
             yield
     finally:
         _here.breaks = before

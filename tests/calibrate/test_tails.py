@@ -90,7 +90,10 @@ class Looping(nn.Module):
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.noted = x + self.shift
         said = torch.zeros(())
-        if self.way == "loop":
+        if self.way == "plain":
+            for layer in self.layers:
+                x = layer(x)
+        elif self.way == "loop":
             for layer in self.layers:
                 x, said = layer(x), said + layer.said
                 self.runs += 1
@@ -344,9 +347,11 @@ def test_named_regions_have_none(profile: Profile):
     assert [strategy.name for strategy in by_torch(profile, (1.0,))]  # rivals compile the same
 
 
-def test_a_loop_that_takes_the_loss_only():
+@pytest.mark.parametrize("loops", [False, True])
+def test_a_loop_that_takes_the_loss_only(loops: bool):
     """Its logits are dropped at once, but the code of the head, or autograd, may hold them. One call a step."""
-    model, plain = make(), make()
+    model, plain = (Looping("plain"), Looping("plain")) if loops else (make(), make())
+    model.load_state_dict(plain.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     other = torch.optim.SGD(plain.parameters(), 0.1)
     handle = autoac.auto(model, "1GB", engine="compile", optimizer=optimizer)

@@ -11,6 +11,8 @@ from torch import nn
 
 from autoac import torch_private
 
+LIMIT: dict[str, Any] = {"recompile_limit": 100}
+
 
 class Loop(nn.Module):
     """Calls modules that the compiler leaves out, and notes what happens between."""
@@ -76,9 +78,9 @@ def test_code_after_a_loop_with_breaks_is_compiled(function: Callable[..., torch
         sines.append(any(node.target == "sin" for node in graph.graph.nodes))
         return graph.forward
 
-    compiled = torch.compile(function, backend=noted, dynamic=False)
+    compiled = torch.compile(function, backend=noted, dynamic=False, **LIMIT)
     for rows in (2, 2, 3):
-        with torch_private.breaks_in_loops():
+        with torch_private.breaks_in_loops(1000):
             assert torch.equal(compiled(model, torch.ones(rows)), function(plain, torch.ones(rows)))
         assert model.seen == plain.seen
         model.seen.clear()
@@ -94,7 +96,7 @@ def test_elsewhere_torch_does_as_ever():
         graphs.append(graph)
         return graph.forward
 
-    with torch_private.breaks_in_loops():
+    with torch_private.breaks_in_loops(1000):
         pass
     model = Loop(3)
     limits = torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit

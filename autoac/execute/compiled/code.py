@@ -27,10 +27,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import itertools
 import threading
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ RECOMPILATIONS = 64
 """Most recompilations of one code object, if the user allows no more. Blocks of one class may differ in numbers that
 the compiler takes for constants (a rate of layer drop that grows with depth)."""
 
-TORCHS_LIMIT = 8
-"""Torch's own limit, if the user has set no other: `torch._dynamo.config.recompile_limit`."""
+MOST_TURNS = 4096
+"""Most compiled turns of loops in a model's forward, for all that it is compiled for; each is a frame of its own."""
 
 
 def run_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,68 +126,61 @@ def _with_breaks(name: str, backend: Callable[..., Any], dynamic: bool | None) -
     The code of the model that it is compiled with keeps apart from what its user compiles, where torch can do that.
     """
     apart: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in _parameters() else {}
+    if "recompile_limit" in _parameters():
+        apart["recompile_limit"] = MOST_TURNS
     code = torch.compile(_named(name), backend=backend, dynamic=dynamic, **apart)
 
     def run(*args: Any) -> Any:
-        with breaks_in_loops():
+        with breaks_in_loops(MOST_TURNS):
             return code(*args)
 
     return run
 
 
-class TailRun(threading.local):
-    """What came of the last call of a tail in this thread.
+@dataclass
+class TailRun:
+    """One call of a tail, and what came of it.
 
     Attributes:
-        may_fail: whether a graph that the compiler fails on runs uncompiled: the blocks have run already.
-        most: how often its code may be compiled.
-        failure: the compiler's error, if it has failed.
-        was_compiled: whether compiled code ran. Torch leaves code uncompiled if it has compiled it too often.
+        failure: the compiler's error, if it has failed on a graph: that ran uncompiled, as the blocks had run already.
+        compiles: whether the compiler made a graph anew.
+        was_compiled: whether compiled code ran. Torch leaves code uncompiled that it has compiled too often.
     """
 
-    may_fail = False
-    most = 0
     failure: Exception | None = None
-    was_compiled = False
+    compiles: bool = False
+    was_compiled: bool = False
 
 
-tail_run = TailRun()
+class _Here(threading.local):
+    run: TailRun | None = None
 
 
-def run_tail(function: Callable[..., Any], *args: Any) -> Any:
-    """Call what `compiled` has returned for a tail; `tail_run` tells what came of it."""
-    tail_run.may_fail, tail_run.failure, tail_run.was_compiled = True, None, False
-    tail_run.most = max(TORCHS_LIMIT, recompile_limit())
+_here = _Here()
+
+
+def run_tail(function: Callable[..., Any], *args: Any) -> tuple[Any, TailRun]:
+    """Call what `compiled` has returned for a tail; its result, and what came of it."""
+    before, _here.run = _here.run, (own := TailRun())
     try:
-        return function(*args)
+        return function(*args), own
     finally:
-        tail_run.may_fail = False
+        _here.run = before
 
 
-class CompiledTooOften(Exception):
-    """A tail needs other code at every call, as Python values in it differ."""
-
-
-def _by_inductor(
-    graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], nth: int
-) -> Any:
-    """The code of a tail's graph with the loss.
-
-    Args:
-        nth: it was compiled so often before.
-    """
+def _by_inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The code of a tail's graph with the loss."""
     try:
-        if tail_run.may_fail and nth >= tail_run.most:
-            raise CompiledTooOften
         code = compiled_by_inductor(graph, inputs, options)
     except Exception as error:
-        if not tail_run.may_fail or is_of_compiler(error):  # Dynamo is to trace it anew
+        if _here.run is None or is_of_compiler(error):  # Dynamo is to trace it anew
             raise
-        tail_run.failure = error
+        _here.run.failure = error
         return graph.forward
 
     def run(*inputs: Any) -> Any:
-        tail_run.was_compiled = True
+        if _here.run is not None:
+            _here.run.was_compiled = True
         return code(*inputs)
 
     return run
@@ -219,9 +212,9 @@ def _compiled(partitioner: Any, name: str, dynamic: bool | None, tail: bool) -> 
     if not tail:
         return torch.compile(_named(name), fullgraph=True, dynamic=dynamic, options=options, **_limit())
 
-    count = itertools.count()
-
     def only_with_loss(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _by_inductor(graph, inputs, options, next(count)) if _has_loss(graph) else graph.forward
+        if _here.run is not None:
+            _here.run.compiles = True
+        return _by_inductor(graph, inputs, options) if _has_loss(graph) else graph.forward
 
     return _with_breaks(name, only_with_loss, dynamic)

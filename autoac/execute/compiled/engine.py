@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autoac.execute.chains import Chains
-from autoac.execute.compiled.code import CompiledTooOften, compiled, run_tail, tail_run
+from autoac.execute.compiled.code import TailRun, compiled, run_tail
 from autoac.execute.cross_entropy.lean import loss_may_follow
 from autoac.execute.program import Program
 from autoac.execute.replay.engine import ReplayEngine
@@ -25,6 +25,9 @@ _CANNOT = "cannot be compiled for these inputs"
 NOT_COMPILED = f"region .* {_CANNOT}"
 """Pattern of the warning about a region that the compiler fails on."""
 
+
+_MOST_IN_A_ROW = 8
+"""So many calls of a tail in a row may each need other code. Torch's own limit is as high."""
 
 _UNCOMPILED = (
     "runs uncompiled from now on, as torch would compile it anew at every step: the budget may not hold. Keep what "
@@ -77,8 +80,8 @@ def _run(
     given = inputs, module.training
     if not why and given not in program.not_compiled:
         try:
-            result = _run_compiled(program, inputs, args, kwargs, module)
-            why = _why_not_tail(program, given) if program.children else ""
+            result, tail = _run_compiled(program, inputs, args, kwargs, module)
+            why = "" if tail is None else _why_not_tail(program, given, tail)
         except Exception as error:
             if not is_of_compiler(error):
                 raise
@@ -102,14 +105,15 @@ _run_by_itself = disable_dynamo(
 
 def _run_compiled(
     program: Program, inputs: str, args: tuple[Any, ...], kwargs: dict[str, Any], module: torch.nn.Module
-) -> Any:
+) -> tuple[Any, TailRun | None]:
+    """The call's result; and of a tail, what came of it."""
     others = bool(program.inputs) and inputs != program.inputs
-    tail = bool(program.children)
-    code = compiled(type(module), program.point, program.inputs, others, tail)
-    result = run_tail(code, module, args, kwargs) if tail else code(module, args, kwargs)
+    is_tail = bool(program.children)
+    code = compiled(type(module), program.point, program.inputs, others, is_tail)
+    result, tail = run_tail(code, module, args, kwargs) if is_tail else (code(module, args, kwargs), None)
     if (losses := module.__dict__.get(LOSS_KEY)) is not None:
         loss_may_follow(losses.side)
-    return result
+    return result, tail
 
 
 def _why_never(module: torch.nn.Module, children: Sequence[str]) -> str:
@@ -132,18 +136,20 @@ def _why_never(module: torch.nn.Module, children: Sequence[str]) -> str:
     return ""
 
 
-def _why_not_tail(program: Program, given: tuple[str, bool]) -> str:
-    """Why a tail that has run was not compiled, "" if it was."""
-    if (error := tail_run.failure) is not None:
-        program.not_compiled[given] = first_line(error)
-        return _why_not(error)
+def _why_not_tail(program: Program, given: tuple[str, bool], tail: TailRun) -> str:
+    """Why a tail that has run was not compiled, or will not be from now on; "" if it was."""
+    if tail.failure is not None:
+        program.not_compiled[given] = first_line(tail.failure)
+        return _why_not(tail.failure)
+    program.compiled_in_a_row = program.compiled_in_a_row + 1 if tail.compiles else 0
     # With other inputs it may have no loss to compile.
-    return "" if tail_run.was_compiled or given[0] != program.inputs else _UNCOMPILED
+    if program.compiled_in_a_row <= _MOST_IN_A_ROW and (tail.was_compiled or given[0] != program.inputs):
+        return ""
+    program.not_compiled[given] = "torch compiles it anew at every step"
+    return _UNCOMPILED
 
 
 def _why_not(error: Exception) -> str:
-    if isinstance(error, CompiledTooOften):
-        return _UNCOMPILED
     if is_recompile_limit(error):
         return (
             "was called with more kinds of arguments than torch compiles code for, so it runs uncompiled for this "

@@ -18,6 +18,8 @@ class Newcomer:
         called: a set that gets the name when the module is called.
     """
 
+    compiled_code_may_skip = True
+
     def __init__(self, name: str, called: set[str]):
         self.name = name
         self.called = called

@@ -45,9 +45,11 @@ def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[s
 
 
 def _losses(profile: Profile, regions: Sequence[RegionPlan]) -> dict[str, tuple[str | None, ...]]:
-    """The modules with lean losses, but for those whose tail is compiled: code of ours is no part of it."""
-    compiled = tails_compiled(profile, regions)
-    return {fqn: last for fqn, last in lean_losses(profile).items() if fqn not in compiled}
+    """The modules with lean losses, but for those whose loss is compiled: code of ours is no part of that."""
+    tails = tails_compiled(profile, regions)
+    whole = tuple(f"{r.fqn}." if r.fqn else "" for r in regions if r.point != EAGER)
+    found = lean_losses(profile).items()
+    return {fqn: last for fqn, last in found if fqn not in tails and not f"{fqn}.".startswith(whole)}
 
 
 def tails_compiled(profile: Profile, regions: Sequence[RegionPlan]) -> tuple[str, ...]:

@@ -286,7 +286,7 @@ def _deaths_of_present_storages() -> Iterator[list[tuple[int, int]]]:
     def record(size: int) -> None:
         deaths.append((time.time_ns(), -size))
 
-    watches = [weakref.finalize(storage, record, storage.nbytes()) for storage in _present_storages()]
+    watches = [weakref.finalize(storage, record, storage.nbytes()) for storage in present_storages(torch.device("cpu"))]
     try:
         yield deaths
     finally:
@@ -294,8 +294,8 @@ def _deaths_of_present_storages() -> Iterator[list[tuple[int, int]]]:
             watch.detach()
 
 
-def _present_storages() -> list[torch.UntypedStorage]:
-    """All CPU storages that tensors known to Python hold, gradients included."""
+def present_storages(device: torch.device) -> list[torch.UntypedStorage]:
+    """All storages on a device of this type that tensors known to Python hold, gradients included."""
     # isinstance() would read `__class__` of every object, and some import half a library then. The objects, some 10^5,
     # are of few types.
     objects = gc.get_objects()
@@ -305,10 +305,10 @@ def _present_storages() -> list[torch.UntypedStorage]:
     tensors += [gradient for t in tensors if (gradient := _gradient(t)) is not None]
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
-        if tensor.device.type == "cpu":
+        if tensor.device.type == device.type:
             try:
                 storages |= {
-                    key_of_storage(s): s for s in _storages(local_part(tensor)) if s.device.type == "cpu"
+                    key_of_storage(s): s for s in _storages(local_part(tensor)) if s.device.type == device.type
                 }
             except (ValueError, RuntimeError, NotImplementedError):
                 continue  # an opaque subclass without a storage of its own

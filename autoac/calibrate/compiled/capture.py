@@ -55,6 +55,7 @@ class Captured:
     results: dict[str, Any] = field(default_factory=dict)
     _now: dict[str, Any] = field(default_factory=dict)
     _returned: set[str] = field(default_factory=set)
+    _when_in_tail: list[Callable[[], object]] = field(default_factory=list)
 
     @property
     def given(self) -> Any:
@@ -72,16 +73,20 @@ class Captured:
             return described(self.args, self.kwargs)
 
     @contextlib.contextmanager
-    def around(self, results: Mapping[str, Any] | None = None) -> Iterator[None]:
+    def around(
+        self, results: Mapping[str, Any] | None = None, when_in_tail: Callable[[], object] | None = None
+    ) -> Iterator[None]:
         """Context: the autocast of the call, and for a tail modules that do nothing but return what they did.
 
         Args:
             results: from `arguments`.
+            when_in_tail: called once all these modules have returned.
         """
         with contextlib.ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
             self._returned.clear()
+            self._when_in_tail[:] = [when_in_tail] if when_in_tail else []
             for name, result in (results or {}).items():
                 stack.enter_context(self._returning(name, result))
             yield
@@ -112,6 +117,8 @@ class Captured:
         def of(name: str) -> Callable[..., Any]:
             def returns(*args: Any, **kwargs: Any) -> Any:
                 self._returned.add(name)
+                while self.is_in_tail() and self._when_in_tail:
+                    self._when_in_tail.pop()()
                 return self._now[name]
 
             return disable_dynamo(returns, "it stands in for a module")

@@ -6,6 +6,7 @@ which touches neither the model's own gradients nor hooks on them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import torch
 from autoac.calibrate.compiled.capture import Captured
 from autoac.device import device_for
 from autoac.execute.compiled.code import compiled, run_module
-from autoac.measure import in_turn, measuring, unique_storage_bytes
+from autoac.measure import Taken, in_turn, measuring, present_storages, unique_storage_bytes
 from autoac.step.restore import tensors_of
 from autoac.torch_private import key_of_storage, storage_ref
 from autoac_solver.records.compiled import EAGER, CompiledPoint
@@ -130,8 +131,20 @@ def _sizes(region: Captured, run: Run, device: torch.device) -> tuple[int, int, 
     """Kept bytes, the most alive in forward and in backward, and whether an output is held for backward."""
     _forward_and_backward(region, run, device)
     args, kwargs, results = region.arguments()
-    with region.around(results), measuring(device) as forward:
-        result = run(region.module, args, kwargs)
+    with contextlib.ExitStack() as measurement:
+        before: list[torch.UntypedStorage] = []
+        taken: list[Taken] = []
+
+        def start() -> None:
+            # What the module's code did before its tail is on the tape; nothing of it may be freed while this counts.
+            before.extend(present_storages(device) if region.children else ())
+            taken.append(measurement.enter_context(measuring(device)))
+
+        if not region.children:
+            start()
+        with region.around(results, start):
+            result = run(region.module, args, kwargs)
+    [forward] = taken
     made = _made(result, (args, kwargs, results))
     kept = max(0, forward.end_above_start_bytes - unique_storage_bytes(made))
     outputs = _outputs(region, result)

@@ -78,7 +78,7 @@ class Classifier(nn.Module):
 
 
 class Looping(nn.Module):
-    """Its own code loops over its blocks. What comes before them needs a gradient, and Python changes between them."""
+    """Its own code loops over its blocks. What comes before and between them needs a gradient, and Python changes."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -88,11 +88,11 @@ class Looping(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.noted = x + self.shift
+        x = self.noted = F.gelu(x + self.shift)
         said = torch.zeros(())
         if self.way == "plain":
             for layer in self.layers:
-                x = layer(x)
+                x = x + layer(x)
         elif self.way == "loop":
             for layer in self.layers:
                 x, said = layer(x), said + layer.said

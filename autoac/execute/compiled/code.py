@@ -18,7 +18,8 @@ NOTE [ Tails ]
      held for backward, and their gradient, of zeros, be made. The compiled code lies with functions of the model's own,
      beside that for other points and sizes, each of which is its own to Dynamo by the compiler that it is for.
   3. It is measured in isolation, like other regions: the modules before it return what they did in the user's step
-     (`Captured.results` in autoac/calibrate/compiled/capture.py).
+     (`Captured.results` in autoac/calibrate/compiled/capture.py), and bytes count from the return of the last of them
+     on: what the model's own code holds by then is on the tape.
   4. For the solver it is a part of a call (`Profile.tails`), with what autograd saves for its first op.
 """
 

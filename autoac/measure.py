@@ -286,7 +286,10 @@ def _deaths_of_present_storages() -> Iterator[list[tuple[int, int]]]:
     def record(size: int) -> None:
         deaths.append((time.time_ns(), -size))
 
-    watches = [weakref.finalize(storage, record, storage.nbytes()) for storage in present_storages(torch.device("cpu"))]
+    watches = [
+        weakref.finalize(storage, record, storage.nbytes())
+        for storage in present_storages(torch.device("cpu"))
+    ]
     try:
         yield deaths
     finally:
@@ -308,7 +311,9 @@ def present_storages(device: torch.device) -> list[torch.UntypedStorage]:
         if tensor.device.type == device.type:
             try:
                 storages |= {
-                    key_of_storage(s): s for s in _storages(local_part(tensor)) if s.device.type == device.type
+                    key_of_storage(s): s
+                    for s in _storages(local_part(tensor))
+                    if s.device.type == device.type
                 }
             except (ValueError, RuntimeError, NotImplementedError):
                 continue  # an opaque subclass without a storage of its own

@@ -22,7 +22,7 @@ from autoac.step.step import TrainingStep
 from autoac.step.trial import trial
 from autoac.step.uncompiled import uncompiled
 from autoac.torch_private import compiled_code_forgotten, first_line, raised_in_compiler
-from autoac_solver.plan.partitions import blocks, first_tail, named_calls, tails_after, whole
+from autoac_solver.plan.partitions import blocks, named_calls, tails_after, whole
 from autoac_solver.plan.parts import tail_of
 from autoac_solver.records.compiled import EAGER, CompiledPoint, CompiledRegion, CompiledTable
 from autoac_solver.records.errors import ProfilingError
@@ -154,7 +154,7 @@ def _without_failed_tails(
     regions: list[CompiledRegion], profile: Profile
 ) -> tuple[list[CompiledRegion], Profile]:
     """The regions without tails that are not compiled, and the profile with notes on why."""
-    failed = [region for region in regions if region.failure and region.calls[0] >= len(profile.calls)]
+    failed = [region for region in regions if region.failure and region.calls[0] in profile.tail_spans]
     modules = [profile.calls[profile.spans[region.calls[0]].parent].fqn for region in failed]
     notes = (
         f"what {module_in_words(module)} computes after its blocks, with the loss, is not compiled: {region.failure}"
@@ -204,7 +204,7 @@ def _regions(
 ) -> list[CompiledRegion]:
     device = device_of(model)
     call_of = _call_of(profile)
-    tail_of_call = {tail.call: index for index, tail in enumerate(profile.tails, first_tail(profile))}
+    tail_of_call = {tail.call: index for tail, index in zip(profile.tails, profile.tail_spans, strict=True)}
     regions = []
     for index, (region, keys) in enumerate(found):
         group = sorted(call_of[key] for key in keys)

@@ -142,7 +142,7 @@ def _ends_backward(step: Step, region: Region) -> int:
 
     The first ops of a tail may save nothing (a cast of logits): their backward runs before the next unpack.
     """
-    if not step.is_tail(region.call):
+    if region.call not in step.profile.tail_spans:
         return region.last_release
     later = (
         saved.unpacked
@@ -271,7 +271,7 @@ def _outside(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
         first = next(lives)
         end = max(first.end, held[use.storage])
         kept = [e for e in first.extensions if e.end > end]
-        if maker is not None and draft.step.is_tail(maker.region.call):
+        if maker is not None and maker.region.call in profile.tail_spans:
             yield from _after_tail(maker, replace(first, end=end, extensions=tuple(kept)))
             continue
         if maker is not None:

@@ -36,10 +36,6 @@ class Step:
             self._costs[engine] = costs_of(self.profile, engine, kind)
         return self._costs[engine]
 
-    def is_tail(self, call: int) -> bool:
-        """Whether a region (an index of the profile's `spans`) is a tail."""
-        return call >= len(self.profile.calls) + len(self.profile.parts)
-
     def ops(self, start: int, end: int) -> range:
         """The ops at ticks in [start, end)."""
         return range(bisect_left(self.ticks, start), bisect_left(self.ticks, end))

@@ -52,7 +52,7 @@ def _around_compiled(profile: Profile, table: CompiledTable) -> list[tuple[int, 
     Each with the tails, and without: then the loss may be computed over chunks of rows.
     """
     found = _around_blocks(profile, table)
-    without = (tuple(call for call in choice if call < first_tail(profile)) for choice in found)
+    without = (tuple(call for call in choice if call not in profile.tail_spans) for choice in found)
     return [choice for choice in dict.fromkeys((*found, *without)) if choice]
 
 
@@ -186,11 +186,6 @@ def blocks(profile: Profile) -> tuple[int, ...]:
     for call in chosen:
         held[kind[call]] += weights[call]
     return tuple(call for call in chosen if possible[call] and held[kind[call]] >= LEAST_SHARE * total)
-
-
-def first_tail(profile: Profile) -> int:
-    """The first index of a tail among the profile's `spans`."""
-    return len(profile.calls) + len(profile.parts)
 
 
 def tails_after(profile: Profile, regions: Sequence[int]) -> dict[int, tuple[int, ...]]:

@@ -102,7 +102,7 @@ def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
             inside[cut_call].append((region, plan))
             continue
         call, children = profile.spans[index], tuple[str, ...]()
-        if index >= len(profile.calls):  # a tail
+        if index in profile.tail_spans:
             before = before_tail(profile, call.parent, (o for o in indices if o < len(profile.calls)))
             children = tuple(dict.fromkeys(profile.calls[child].fqn for child in before))
             call = profile.calls[call.parent]

@@ -136,7 +136,7 @@ def _check_compiled(profile: Profile) -> None:
     """Check that measured regions are calls of the profile, none in two rows, each with points or a failure."""
     regions = () if profile.compiled is None else profile.compiled.regions
     calls = [call for region in regions for call in region.calls]
-    known = range(len(profile.calls)), range(len(profile.calls) + len(profile.parts), len(profile.spans))
+    known = range(len(profile.calls)), profile.tail_spans
     _demand(all(any(call in some for some in known) for call in calls), "a compiled region is no call")
     _demand(len(set(calls)) == len(calls), "a call is in two compiled regions")
     compiled = [

@@ -129,6 +129,12 @@ class Profile(Shown):
         """The parts and tails among the `spans`."""
         return self.spans[len(self.calls) :]
 
+    @property
+    def tail_spans(self) -> range:
+        """Indices of the tails among the `spans`."""
+        first = len(self.calls) + len(self.parts)
+        return range(first, first + len(self.tails))
+
     @functools.cached_property
     def spans(self) -> tuple[ModuleCall, ...]:
         """The calls, and after them parts and tails, each as a call of a module of its own name inside of its call."""

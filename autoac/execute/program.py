@@ -79,7 +79,8 @@ class Program:
         self.warned = False
         # Inputs and modes that the compiler has failed on, each with its error.
         self.not_compiled: dict[tuple[str, bool], str] = {}
-        self.compiled_in_a_row = 0  # calls, for each of which a tail was compiled anew
+        # Calls in a row, for each of which a tail was compiled anew, by inputs ("" for others) and modes.
+        self.compiled_in_a_row: Counter[tuple[str, bool]] = Counter()
         self.unnamed = _unnamed(self.names) if region else self
         self._steps: tuple[PlannedOp, ...] | None = None
         self._by_call: dict[tuple[Any, int], PlannedOp] | None = None

@@ -141,7 +141,7 @@ from autoac.torch_private.kernel_flags import (
     kernel_flags,
     with_kernel_flags,
 )
-from autoac.torch_private.loops import breaks_in_loops
+from autoac.torch_private.loops import breaks_in_loops, frames_translated
 from autoac.torch_private.optimizers import fakes_as_parameters
 from autoac.torch_private.parametrizations import reads_cached_parametrizations
 from autoac.torch_private.pipelines import in_stage_setup, ranks_of_stages
@@ -282,6 +282,7 @@ __all__ = [
     "kernel_flags",
     "with_kernel_flags",
     "breaks_in_loops",
+    "frames_translated",
     "dense_values",
     "detach_sharing_version",
     "detach_unseen",

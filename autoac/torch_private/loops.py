@@ -27,21 +27,34 @@ def breaks_in_loops(turns: int) -> Iterator[None]:
     """Context: where this thread compiles a frame with a graph break in a loop, it breaks there as anywhere else.
 
     By itself, torch leaves such a frame uncompiled. What is left of a loop after the break is compiled once for each
-    number of turns to come, as a code object's further entries.
+    number of turns to come, as a code object's further entries. An integer attribute of a module that changes from call
+    to call (a counter of steps) becomes an input of the code, as other numbers do: frames of a tail meet many of them.
 
     Args:
         turns: most entries of a code object, over all compiled functions that share it.
 
     Source: `maybe_has_backedge` (torch/_dynamo/symbolic_convert.py), a heuristic for speed: code is valid with either
-    answer, it says; `accumulated_recompile_limit` (torch/_dynamo/config.py).
+    answer, it says; `accumulated_recompile_limit`, `allow_unspec_int_on_nn_module` (torch/_dynamo/config.py).
     """
     _installed()
     before, _here.breaks = _here.breaks, True
     try:
-        with torch._dynamo.config.patch(accumulated_recompile_limit=turns):
+        with torch._dynamo.config.patch(
+            accumulated_recompile_limit=turns, allow_unspec_int_on_nn_module=True
+        ):
             yield
     finally:
         _here.breaks = before
+
+
+def frames_translated() -> int:
+    """How many frames this process has translated for compiling so far.
+
+    Source: `counters` (torch/_dynamo/utils.py).
+    """
+    from torch._dynamo.utils import counters
+
+    return counters["frames"]["total"]
 
 
 @functools.cache

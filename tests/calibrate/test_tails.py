@@ -16,9 +16,10 @@ from torch import nn
 import autoac
 from autoac.calibrate.compiled import on_disk, table
 from autoac.compare.compiled import by_torch
-from autoac.execute.compiled import code
+from autoac.execute.compiled import code, engine
 from autoac.execute.compiled.code import compiled
 from autoac.measure import measure_peak
+from autoac.torch_private import frames_translated
 from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.profile import Profile
 from tests.small_models import assert_same, attributes
@@ -53,7 +54,7 @@ class Classifier(nn.Module):
 
     def __init__(self, own: str = "") -> None:
         super().__init__()
-        self.own, self.steps = own, 0
+        self.own, self.steps, self.scale, self.log = own, 0, 1.0, list[int]()
         self.body, self.head = Body(), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
@@ -63,8 +64,11 @@ class Classifier(nn.Module):
             torch._dynamo.graph_break()
             logits = logits + self.head.weight.sum()
             torch._dynamo.graph_break()
-        if self.own == "counter":
+        if self.own == "numbers":
             self.steps += 1
+            logits = logits * (self.steps * self.scale)
+        if self.own == "log":
+            self.log.append(len(self.log))
         if self.own == "dropout":
             logits = F.dropout(logits, 0.1, self.training)
         return (
@@ -373,9 +377,23 @@ def test_a_loop_that_takes_the_loss_only(loops: bool):
     assert abs(known.compiled.unseen_bytes) <= 512  # before the first planned step was measured, it was right
 
 
-def test_python_that_changes_at_every_step():
-    """Torch would compile it anew each time. It runs uncompiled then, and a warning tells."""
-    model, plain = make(own="counter"), make()
+def test_numbers_that_change_at_every_step():
+    """A counter of steps, and an attribute that the loop sets: they become inputs of the code."""
+    model, plain = make(own="numbers"), make(own="numbers")
+    plan = autoac.plan(model, batch(), "1GB", engine="compile")
+    plan.apply(model)
+    translated = list[int]()
+    for step in range(12):
+        model.scale = plain.scale = 0.5 / (1 + step)
+        assert_close(gradients(model, **batch()), gradients(plain, **batch()))
+        translated.append(frames_translated())
+    assert translated[4] == translated[-1]
+    assert not plan.placement.not_compiled
+
+
+def test_python_that_needs_other_code_at_every_step(monkeypatch: pytest.MonkeyPatch):
+    """It runs uncompiled then, and a warning tells. Batches of other sizes are counted by themselves."""
+    model, plain = make(own="log"), make()
     plan = autoac.plan(model, batch(), "1GB", engine="compile")
     plan.apply(model)
     wanted = gradients(plain, **batch())
@@ -386,6 +404,17 @@ def test_python_that_changes_at_every_step():
     for one in found:
         assert_close(one, wanted)
     assert plan.placement.not_compiled.keys() == {":1"}
+    model.own, ran = "", list[bool]()
+
+    def noted(*args: Any) -> Any:
+        result, tail = code.run_tail(*args)
+        ran.append(tail.was_compiled)
+        return result, tail
+
+    monkeypatch.setattr(engine, "run_tail", noted)
+    for rows in (24, 40, ROWS):
+        assert_close(gradients(model, **batch(rows)), gradients(plain, **batch(rows)))
+    assert ran == [True, True]
 
 
 def test_blocks_run_once_if_the_compiler_fails_after_them(plan: autoac.Plan, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +100,30 @@ def test_elsewhere_torch_does_as_ever():
     with torch_private.breaks_in_loops(1000):
         pass
     model = Loop(3)
-    limits = torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
+    config = torch._dynamo.config
+    limits = config.recompile_limit, config.accumulated_recompile_limit, config.allow_unspec_int_on_nn_module
     torch.compile(over_a_list, backend=noted)(model, torch.ones(2))
     assert not any(node.target == "sin" for graph in graphs for node in graph.graph.nodes)
-    assert limits == (8, 256)
+    assert limits == (8, 256, False)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return x * self.steps
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_integers_of_modules_become_inputs(within: bool):
+    torch._dynamo.reset()
+    model, plain, translated = Counter(), Counter(), list[int]()
+    compiled = torch.compile(model.forward, backend="eager")
+    for _ in range(6):
+        with torch_private.breaks_in_loops(1000) if within else contextlib.nullcontext():
+            assert torch.equal(compiled(torch.ones(2)), plain(torch.ones(2)))
+        translated.append(torch_private.frames_translated())
+    assert (translated[-1] == translated[2]) == within

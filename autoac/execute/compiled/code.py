@@ -40,6 +40,7 @@ from autoac.torch_private import (
     COMPILE_OPTION,
     breaks_in_loops,
     compiled_by_inductor,
+    frames_translated,
     is_of_compiler,
     recompile_limit,
 )
@@ -73,9 +74,7 @@ def compiled(
     from autoac.execute.compiled.partitioner import PointPartitioner
 
     name = hashlib.sha256(repr((kind.__module__, kind.__qualname__, point, inputs, others, tail)).encode())
-    # The code of a tail is the model's own, for which Dynamo may have seen other sizes.
-    dynamic = True if others else False if tail else None
-    return _compiled(PointPartitioner(point), name.hexdigest()[:16], dynamic, tail)
+    return _compiled(PointPartitioner(point), name.hexdigest()[:16], True if others else None, tail)
 
 
 def surveying(most: int, never: frozenset[str] = frozenset(), tail: bool = False) -> Callable[..., Any]:
@@ -132,8 +131,12 @@ def _with_breaks(name: str, backend: Callable[..., Any], dynamic: bool | None) -
     code = torch.compile(_named(name), backend=backend, dynamic=dynamic, **apart)
 
     def run(*args: Any) -> Any:
+        before = frames_translated()
         with breaks_in_loops(MOST_TURNS):
-            return code(*args)
+            result = code(*args)
+        if _here.run is not None:
+            _here.run.compiles = frames_translated() != before
+        return result
 
     return run
 
@@ -144,7 +147,7 @@ class TailRun:
 
     Attributes:
         failure: the compiler's error, if it has failed on a graph: that ran uncompiled, as the blocks had run already.
-        compiles: whether the compiler made a graph anew.
+        compiles: whether torch has translated any code of the forward anew.
         was_compiled: whether compiled code ran. Torch leaves code uncompiled that it has compiled too often.
     """
 
@@ -214,8 +217,6 @@ def _compiled(partitioner: Any, name: str, dynamic: bool | None, tail: bool) -> 
         return torch.compile(_named(name), fullgraph=True, dynamic=dynamic, options=options, **_limit())
 
     def only_with_loss(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if _here.run is not None:
-            _here.run.compiles = True
         return _by_inductor(graph, inputs, options) if _has_loss(graph) else graph.forward
 
     return _with_breaks(name, only_with_loss, dynamic)

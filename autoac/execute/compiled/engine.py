@@ -31,8 +31,8 @@ _MOST_IN_A_ROW = 8
 
 _UNCOMPILED = (
     "runs uncompiled from now on, as torch would compile it anew at every step: the budget may not hold. Keep what "
-    "changes from step to step (a Python counter) out of the model's forward, pad batches to a few lengths, or plan "
-    "with engine='replay'."
+    "changes from step to step (a list that grows, other modules each time) out of the model's forward, pad batches "
+    "to a few lengths, or plan with engine='replay'."
 )
 
 
@@ -78,7 +78,7 @@ def _run(
     why = _why_never(module, program.children)
     inputs = described(args, kwargs)
     given = inputs, module.training
-    if not why and given not in program.not_compiled:
+    if not why and program.not_compiled.keys().isdisjoint((given, _kind(program, given))):
         try:
             result, tail = _run_compiled(program, inputs, args, kwargs, module)
             why = "" if tail is None else _why_not_tail(program, given, tail)
@@ -141,12 +141,20 @@ def _why_not_tail(program: Program, given: tuple[str, bool], tail: TailRun) -> s
     if tail.failure is not None:
         program.not_compiled[given] = first_line(tail.failure)
         return _why_not(tail.failure)
-    program.compiled_in_a_row = program.compiled_in_a_row + 1 if tail.compiles else 0
+    kind, in_a_row = _kind(program, given), program.compiled_in_a_row
+    in_a_row[kind] = in_a_row[kind] + 1 if tail.compiles else 0
     # With other inputs it may have no loss to compile.
-    if program.compiled_in_a_row <= _MOST_IN_A_ROW and (tail.was_compiled or given[0] != program.inputs):
+    if in_a_row[kind] <= _MOST_IN_A_ROW and (tail.was_compiled or given[0] != program.inputs):
         return ""
-    program.not_compiled[given] = "torch compiles it anew at every step"
+    del in_a_row[kind]  # plans that are put on another model begin anew
+    program.not_compiled[kind] = "torch compiles it anew at every step"
     return _UNCOMPILED
+
+
+def _kind(program: Program, given: tuple[str, bool]) -> tuple[str, bool]:
+    """The inputs and mode, "" for all inputs that were not planned for: one code is for all of them."""
+    inputs, mode = given
+    return given if inputs == program.inputs or not program.inputs else ("", mode)
 
 
 def _why_not(error: Exception) -> str:

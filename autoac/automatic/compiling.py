@@ -123,9 +123,11 @@ class Compiling:
         self.is_judged, self._measured = False, 0
         self._recorded = self._recorded or [plan.record.profile.sample]  # taken up from a file
 
-    def step_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    def step_begins(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Note a planned step's first call; returns whether to measure the step: it begins like the recorded one."""
         self._calls = [described(args, kwargs)]
+        if self._corrections <= _MOST_CORRECTIONS and plan.placement.not_compiled:  # since it was judged
+            self.is_judged = False
         return not self.is_judged and self._calls == self._recorded[:1]
 
     def step_goes_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -310,7 +310,7 @@ class Auto(LoopPlan):
                 restart_calls(self._model, told=not self._cycle.is_one, skipped=self._recording.skipped)
             if self._compiling is None:
                 self._measured.step.begin()
-            elif self._compiling.step_begins(args, kwargs):
+            elif self._compiling.step_begins(self._plan, args, kwargs):
                 self._measured.step.want()
                 self._measured.step.begin()
         elif self._plan is not None and self._compiling is not None:

@@ -417,6 +417,30 @@ def test_python_that_needs_other_code_at_every_step(monkeypatch: pytest.MonkeyPa
     assert ran == [True, True]
 
 
+@pytest.mark.usefixtures("plan")  # whose imports warn
+def test_a_loop_plans_anew_without_a_tail_that_runs_uncompiled():
+    model, plain = make(own="log"), make()
+    handle = autoac.auto(model, "1GB", engine="compile")
+    with pytest.warns(UserWarning, match="region ':1' runs uncompiled from now on"):
+        for step in range(20):
+            found = gradients_in_place(model, **batch(seed=step))
+            assert_close(found, gradients_in_place(plain, **batch(seed=step)))
+    assert handle.plan is not None
+    known = handle.plan.record.profile
+    assert points(handle.plan)
+    assert ":1" not in points(handle.plan)
+    assert "computes after its blocks, with the loss, is not compiled: torch compiles it anew" in str(
+        known.notes
+    )
+    handle.remove()
+
+
+def gradients_in_place(model: nn.Module, **given: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(**given)["loss"].backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
 def test_blocks_run_once_if_the_compiler_fails_after_them(plan: autoac.Plan, monkeypatch: pytest.MonkeyPatch):
     def fails(*_: Any) -> None:
         raise RuntimeError("no kernel")

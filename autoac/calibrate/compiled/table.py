@@ -27,7 +27,7 @@ from autoac_solver.plan.parts import tail_of
 from autoac_solver.records.compiled import EAGER, CompiledPoint, CompiledRegion, CompiledTable
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.names import module_in_words
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.profile import VARYING, Profile
 
 BLOCKS, WHOLE = "blocks", "whole"
 GRANULARITIES = (BLOCKS, WHOLE)
@@ -213,6 +213,10 @@ def _regions(
         if region.children:
             words = f"compiling what {name} computes after its blocks"
             group = [tail_of_call[call] for call in group]
+            if VARYING in profile.facts and len(region.children) > 1:  # layer drop
+                why = "the step does not run the same modules each time"
+                regions.append(CompiledRegion(tuple(group), (), (), why))
+                continue
 
         def tell(what: str, index: int = index, words: str = words) -> None:
             progress(f"{words}: {what}", index / len(found))

@@ -38,16 +38,24 @@ def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[s
     return {
         "regions": tuple(regions),
         "several": _several(profile, regions),
-        "losses": _losses(profile, regions),
+        "losses": _losses(profile, regions, [built.is_compiled(index) for index in range(len(regions))]),
         "chunked_losses": chunked,
         "chunk_dtypes": tuple(sorted({loss.dtype for loss in chunkable_losses(profile)})) if chunked else (),
     }
 
 
-def _losses(profile: Profile, regions: Sequence[RegionPlan]) -> dict[str, tuple[str | None, ...]]:
-    """The modules with lean losses, but for those whose loss is compiled: code of ours is no part of that."""
+def _losses(
+    profile: Profile, regions: Sequence[RegionPlan], measured: Sequence[bool]
+) -> dict[str, tuple[str | None, ...]]:
+    """The modules with lean losses, but for those whose loss may be compiled: code of ours is no part of that.
+
+    Args:
+        measured: for each region, whether it has points, one of which may be to run uncompiled: with torch's own loss.
+    """
     tails = tails_compiled(profile, regions)
-    whole = tuple(f"{r.fqn}." if r.fqn else "" for r in regions if r.point != EAGER)
+    whole = tuple(
+        f"{r.fqn}." if r.fqn else "" for r, has_points in zip(regions, measured, strict=True) if has_points
+    )
     found = lean_losses(profile).items()
     return {fqn: last for fqn, last in found if fqn not in tails and not f"{fqn}.".startswith(whole)}
 

@@ -422,9 +422,9 @@ def test_a_loop_plans_anew_without_a_tail_that_runs_uncompiled():
     model, plain = make(own="log"), make()
     handle = autoac.auto(model, "1GB", engine="compile")
     with pytest.warns(UserWarning, match="region ':1' runs uncompiled from now on"):
-        for step in range(20):
-            found = gradients_in_place(model, **batch(seed=step))
-            assert_close(found, gradients_in_place(plain, **batch(seed=step)))
+        found = [gradients_in_place(model, **batch(seed=step)) for step in range(20)]
+    for step, one in enumerate(found):
+        assert_close(one, gradients_in_place(plain, **batch(seed=step)))
     assert handle.plan is not None
     known = handle.plan.record.profile
     assert points(handle.plan)

@@ -27,12 +27,12 @@ from autoac.calibrate.compiled.table import BLOCKS, NothingCompiled
 from autoac.calibrate.compiled.tried import tried, with_measured
 from autoac.device import device_for
 from autoac.outcomes import with_outcomes
-from autoac.parallel.joined import with_all_ranks
 from autoac.parallel.protocol import Parallel, Sharded, check_parallel
 from autoac.parallel.wrapped import found_on
 from autoac.plans import Plan
 from autoac.policies import Policies, listed
 from autoac.progress import Progress, part, progress_shown
+from autoac.ranks.joined import with_all_ranks
 from autoac.step.inputs import elements_of
 from autoac.step.model import device_of, unwrapped
 from autoac.step.modules import RegionChoice

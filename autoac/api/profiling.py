@@ -19,10 +19,10 @@ from autoac.measure import ONE_AT_A_TIME, unique_storage_bytes
 from autoac.ops.info import is_collective
 from autoac.outcomes import largest_first, with_others
 from autoac.parallel.elsewhere import record_sharded
-from autoac.parallel.joined import with_all_ranks
 from autoac.parallel.protocol import Parallel, Sharded, check_parallel
 from autoac.parallel.wrapped import found_on
 from autoac.progress import Progress, Tell, part, progress_shown
+from autoac.ranks.joined import with_all_ranks
 from autoac.record.cuda.cublas import with_workspaces
 from autoac.record.cuda.ops import capability_elsewhere
 from autoac.record.on_fake import record_fake
@@ -44,7 +44,7 @@ from autoac_solver.records.profile import IN_EVAL, NO_AUTOCAST_IN_BACKWARD, SIZE
 from autoac_solver.show import notebook  # noqa: F401  (makes profiles display in Jupyter)
 
 
-@with_all_ranks
+@functools.partial(with_all_ranks, of_shards=True)
 def profile(
     model: torch.nn.Module,
     sample: Any,
@@ -82,7 +82,8 @@ def profile(
 
     Raises:
         ProfilingError: the step could not be recorded.
-        ParallelError: an error of one of the ranks that a callable sample brings together, raised on all of them.
+        ParallelError: an error of one of the ranks that a callable sample or a sharded model brings together, raised on
+            all of them.
         ProfileError: there is no such device.
     """
     sample = of_loader(sample)

@@ -13,10 +13,11 @@ from autoac.api.profiling import profile
 from autoac.api.solving import plan_recorded
 from autoac.parallel.one_plan import facts_of, for_all, needs_most, same_everywhere
 from autoac.parallel.protocol import Parallel
-from autoac.parallel.ranks import together
 from autoac.plans import Plan
 from autoac.policies import listed
 from autoac.progress import part, progress_shown
+from autoac.ranks.all_or_none import together
+from autoac.ranks.joined import within
 from autoac.step.model import device_of, unwrapped
 from autoac.step.step import TrainingStep
 from autoac.torch_private import ranks_of
@@ -37,7 +38,7 @@ def plan_together(
         ParallelError: an error of one of the ranks, raised on all of them.
     """
     alone = replace(wrapped, is_here=False)  # type: ignore[type-var]
-    with together("plan", members=ranks_of(model)) as ranks:
+    with within(together("plan", members=ranks_of(model))) as ranks:
         names = checked(
             model,
             budget,
@@ -55,13 +56,14 @@ def plan_together(
         policies = listed(options["policies"])
         same_everywhere(ranks, facts_of(step.model, budget=budget, regions=names, policies=policies, **facts))
         with progress_shown("planning", options.pop("progress")) as tell:
-            recorded = profile(
-                model,
-                sample,
-                parallel=alone,
-                progress=part(tell, 0.0, 0.7),
-                **{name: options.pop(name) for name in ("loss", "optimizer", "mode", "device")},
-            )
+            with ranks.step():
+                recorded = profile(
+                    model,
+                    sample,
+                    parallel=alone,
+                    progress=part(tell, 0.0, 0.7),
+                    **{name: options.pop(name) for name in ("loss", "optimizer", "mode", "device")},
+                )
             del options["regions"]
             make = functools.partial(
                 plan_recorded,

@@ -2,7 +2,7 @@
 
 NOTE [ One loop on several ranks ]
   1. Each rank records its own step, without collectives that the loop does not have. A rank that records announces it
-     beforehand, and all meet when the next step begins; see `autoac.parallel.meetings`.
+     beforehand, and all meet when the next step begins; see `autoac.ranks.meetings`.
   2. There they compare their newly recorded step, or the plan on their model. The step that keeps the most bytes is
      planned for, by the rank that has it, and all put that plan on: that of another rank, if its step would exceed the
      budget. So a rank that meets a larger batch later records that step alone, and the others join in the next one.
@@ -20,11 +20,12 @@ import torch
 
 from autoac.automatic.wanted import Wanted
 from autoac.automatic.watch import Refused
-from autoac.parallel.meetings import Meetings
 from autoac.parallel.one_plan import facts_of, for_all, kept_bytes, same_everywhere
-from autoac.parallel.ranks import Ranks, together
 from autoac.parallel.wrapped import is_spread
 from autoac.plans import Plan
+from autoac.ranks.all_or_none import Ranks, together
+from autoac.ranks.meetings import Meetings
+from autoac.ranks.session import Presence
 from autoac.torch_private import ranks_of
 from autoac_solver.records.profile import Profile
 
@@ -86,6 +87,7 @@ class Across:
         self._model = model
         self._wanted = wanted
         self._meetings: Meetings | None = None
+        self._presence: Presence | None = None  # until the ranks have met
         self._is_known = False
 
     @property
@@ -98,7 +100,7 @@ class Across:
         if not self._is_known:  # not sooner: the model may be wrapped after `auto` was called
             self._is_known = True
             if is_spread(self._given):
-                self._meetings = Meetings(ranks_of(self._given))
+                self._meetings, self._presence = Meetings(ranks_of(self._given)), Presence()
                 if self._wanted.path is not None:  # there may be a plan in it
                     self._meetings.step_begins()
                     return True
@@ -148,18 +150,22 @@ class Across:
             ParallelError: a rank has failed, has not come, or trains something else; raised on all ranks.
         """
         wanted = self._wanted
-        with together("settle on a plan for their loop", members=ranks_of(self._given)) as ranks:
-            same_everywhere(
-                ranks,
-                facts_of(
-                    self._model,
-                    budget=wanted.budget,
-                    regions=wanted.names,
-                    policies=wanted.policies,
-                    engine=wanted.engine,
-                    headroom=wanted.headroom,
-                    on_larger=wanted.on_larger,
-                    budget_of=wanted.budget_of,
-                ),
-            )
-            yield Meeting(ranks, self._given)
+        try:
+            with together("settle on a plan for their loop", members=ranks_of(self._given)) as ranks:
+                same_everywhere(
+                    ranks,
+                    facts_of(
+                        self._model,
+                        budget=wanted.budget,
+                        regions=wanted.names,
+                        policies=wanted.policies,
+                        engine=wanted.engine,
+                        headroom=wanted.headroom,
+                        on_larger=wanted.on_larger,
+                        budget_of=wanted.budget_of,
+                    ),
+                )
+                yield Meeting(ranks, self._given)
+        finally:
+            if self._presence is not None:
+                self._presence.end()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoac.parallel.ranks import Ranks, together
 from autoac.plans import Plan
+from autoac.ranks.all_or_none import Ranks, together
 from autoac.step.model import model_fingerprint
 from autoac.torch_private import ranks_of
 from autoac_solver.plan.recorded.transfer import outcome_of

@@ -22,6 +22,7 @@ from autoac.execute.program import Program
 from autoac.execute.sac import sac
 from autoac.execute.watch.following import NotFollowed
 from autoac.plans.view import PlanView
+from autoac.ranks.joined import step_of_all_ranks
 from autoac.step.model import unwrapped
 from autoac.step.step import TrainingStep
 from autoac.torch_private import is_one_of_several_ranks
@@ -215,15 +216,19 @@ class Plan(PlanView):
         Raises:
             PlanMismatchError: the plan is not for this model.
             ProfilingError: a callable step leaves nothing to compare: no loss, no gradients, no optimizer's step.
+            ParallelError: an error of one of the ranks that run the step together, raised on all of them.
             ValueError: `steps` is not a positive integer.
         """
         if type(steps) is not int or steps < 1:
             raise ValueError(f"steps is {steps!r}: at least one step is compared.")
-        with self.placement.taken_off(model), self.placement.unlooked():
+        with (
+            step_of_all_ranks("verify a plan", model, sample) as joint,
+            self.placement.taken_off(model),
+            self.placement.unlooked(),
+        ):
             self.placement.check(model)
-            return verify(
-                self, TrainingStep(unwrapped(model), sample, loss), self._compiled_as_torch_does(), steps
-            )
+            step = TrainingStep(unwrapped(model), joint, loss)
+            return verify(self, step, self._compiled_as_torch_does(), steps)
 
     def measure_memory(
         self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None
@@ -247,9 +252,12 @@ class Plan(PlanView):
             raise ValueError(
                 "compiled regions run no ops that memory could be told at: verify() measures the step's peak."
             )
-        with self.placement.taken_off(model):
+        with (
+            step_of_all_ranks("measure the memory of a plan", model, sample) as joint,
+            self.placement.taken_off(model),
+        ):
             self.placement.check(model)
-            return measured_memory(self, TrainingStep(unwrapped(model), sample, loss))
+            return measured_memory(self, TrainingStep(unwrapped(model), joint, loss))
 
     def _compiled_as_torch_does(self) -> Plan | None:
         """A plan that compiles the same regions without a budget, for comparison; None if no region is compiled."""

@@ -317,22 +317,6 @@ _UNUSED_TAG = 0x5EA1
 
 
 @contextmanager
-def collectives_within(seconds: float) -> Iterator[None]:
-    """Context in which a collective that another rank does not join fails after this time (gloo).
-
-    Source: `_set_pg_timeout` (torch/distributed/distributed_c10d.py), `Backend.options` of the group.
-    """
-    before = [(backend, backend.options._timeout) for backend in _gloo_backends()]
-    try:
-        for backend, _ in before:
-            backend._set_default_timeout(timedelta(seconds=seconds))
-        yield
-    finally:
-        for backend, timeout in before:
-            backend._set_default_timeout(timeout)
-
-
-@contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
     """Context in which this process is rank 0 of `world_size`, and collectives do nothing, on fake tensors too.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from unhurried import step_peak_bytes
 
 import autoac
 from autoac.execute.placement import Placement
+from autoac.ranks import all_or_none
 
 CASES: dict[str, Callable[[int], Any]] = {}
 
@@ -202,6 +204,27 @@ def restarted(rank: int) -> Any:
         "at_once": has_plan,
         "same": first.program_id == started.program_id,
         "id": started.program_id,
+    }
+
+
+@case
+def one_rank_is_late(rank: int) -> Any:
+    """It writes a checkpoint, say, after the first step."""
+    batches = [batch(rank + 10 * step) for step in range(4)]
+
+    def after(step: int, handle: Any) -> None:
+        time.sleep(3.0 if (rank, step) == (1, 0) and handle is not None else 0)
+
+    plain = loop(sharded(make()), batches)
+    patience_s, all_or_none.PATIENCE_S = all_or_none.PATIENCE_S, 1.5
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        planned = loop(sharded(make()), batches, 10**9, after)
+    all_or_none.PATIENCE_S = patience_s
+    return {
+        "equal": all(map(torch.equal, plain["weights"], planned["weights"])),
+        "id": planned["plan"].program_id,
+        "warned": [str(warning.message) for warning in warned],
     }
 
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: F401  (imported before t
 from torch.nn.parallel import DistributedDataParallel
 
 import autoac
-from autoac.parallel import ranks
+from autoac.ranks import all_or_none as ranks
 
 
 def die() -> None:

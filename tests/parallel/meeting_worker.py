@@ -11,7 +11,9 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard  # noqa: F401  (imported before the fork)
 
 import autoac
-from autoac.parallel import ranks
+from autoac.ranks import all_or_none as ranks
 
 PATIENCE_S = 3.0
 TOO_LITTLE = 1000
 FOR_FOUR = {"in_two_groups_of_two"}
 
 
-def planned(model: Any, step: Any, budget: int | str = "1GB") -> dict[str, Any]:
+def planned(model: Any, sample: Any, budget: int | str = "1GB") -> dict[str, Any]:
     """What came of planning, and when."""
-    words = error_of(lambda: autoac.plan(model, step, budget))
+    return told_of(lambda: autoac.plan(model, sample, budget))
+
+
+def told_of(act: Callable[[], object]) -> dict[str, Any]:
+    words = error_of(act)
     return {"error": words, "over": time.time()}
 
 
@@ -112,8 +118,42 @@ def sharded_by_fsdp(rank: int) -> Any:
     model = sharded(make())
     if rank == 1:
         breaks(model.pair)
-    ranks.PATIENCE_S = 6.0  # as long as a collective may take here, on a busy machine
     return [planned(model, lambda: model(batch()).backward())]
+
+
+def sharded_and_profiled(rank: int) -> Any:
+    """With the model's input as sample: no step of the caller's own tells the ranks of each other."""
+    model = sharded(make())
+    if rank == 1:
+        breaks(model.pair)
+    return [told_of(lambda: autoac.profile(model, batch()))]
+
+
+def sharded_and_verified(rank: int) -> Any:
+    model = sharded(make())
+    plan = autoac.plan(model, batch(), "1GB")
+    if rank == 1:
+        breaks(model.pair)
+    return [told_of(lambda: plan.verify(model, batch()))]
+
+
+def sharded_and_slow(rank: int) -> Any:
+    """A rank comes late, and another one is slow in the middle of its step: both are waited for."""
+    model, waits = sharded(make()), [2 * PATIENCE_S] if rank == 1 else []
+    model.pair.register_forward_pre_hook(lambda *_: time.sleep(waits.pop() if waits else 0))
+    time.sleep(1.5 * PATIENCE_S if rank == 1 else 0)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = planned(model, batch())
+    return [{**found, "warned": [str(warning.message) for warning in warned]}]
+
+
+def sharded_and_not_there(rank: int) -> Any:
+    """A rank does something else for longer than the process group waits."""
+    model = sharded(make())
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=2 * PATIENCE_S))
+    time.sleep(3 * PATIENCE_S if rank == 1 else 0)
+    return [planned(model, batch())]
 
 
 def in_two_groups_of_two(rank: int) -> Any:
@@ -158,6 +198,10 @@ CASES: tuple[Callable[[int], Any], ...] = (
     before_it_receives,
     with_one_that_dies,
     sharded_by_fsdp,
+    sharded_and_profiled,
+    sharded_and_verified,
+    sharded_and_slow,
+    sharded_and_not_there,
     in_two_groups_of_two,
     one_after_another,
     slow,

@@ -45,6 +45,16 @@ def test_the_others_join_a_rank_that_meets_a_larger_batch(told: Any):
     assert second["samples"] == [None, small, small, None, large, large]
 
 
+def test_a_late_rank_is_waited_for(told: Any):
+    first, second = of(told, "one_rank_is_late")
+    assert first["equal"]
+    assert second["equal"]
+    assert first["id"] == second["id"]
+    words = "rank 1 has not come for 1.5 s, while the ranks settle on a plan for their loop."
+    assert any(said.startswith(words) for said in first["warned"])
+    assert not any("has not come" in said for said in second["warned"])
+
+
 def test_no_rank_begins_a_step_that_one_refuses(told: Any):
     words = "ParallelError: rank 1 does not begin the step: the model is called with float32[256,32]"
     ranks = of(told, "one_rank_refuses_a_larger_batch")
@@ -110,8 +120,8 @@ def test_a_rank_that_dies_or_raises_is_an_error_for_the_others(tmp_path: Any):
         "in_planning": (second, first, "ParallelError: rank 1 has died while the ranks plan: "),
         "in_forward": (second, first, "RuntimeError"),  # gloo's own
         "in_backward": (second, first, "RuntimeError"),
-        "before_settling": (second, first, "ParallelError: rank 1 has not come to do so for 3 s"),
-        "before_settling_rank_0": (first, second, "ParallelError: rank 0 has not come to do so for 3 s"),
+        "before_settling": (second, first, "ParallelError: rank 1 has given no sign of life for 3 s"),
+        "before_settling_rank_0": (first, second, "ParallelError: rank 0 has given no sign of life for 3 s"),
     }
     for case, (dead, survivor, words) in died_in.items():
         assert dead[case] is None

@@ -27,11 +27,19 @@ def of(told: list[dict[str, Any]], case: str) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    "case", ["in_the_ring", "before_it_reduces", "before_it_receives", "sharded_by_fsdp"]
+    ("case", "what"),
+    [
+        ("in_the_ring", "plan"),
+        ("before_it_reduces", "plan"),
+        ("before_it_receives", "plan"),
+        ("sharded_by_fsdp", "plan"),
+        ("sharded_and_profiled", "plan"),
+        ("sharded_and_verified", "verify a plan"),
+    ],
 )
-def test_a_rank_that_fails_in_its_step_is_an_error_for_all(told: Any, case: str):
+def test_a_rank_that_fails_in_its_step_is_an_error_for_all(told: Any, case: str, what: str):
     [first], [second] = of(told, case)
-    assert first["error"] == second["error"] == BROKEN
+    assert first["error"] == second["error"] == BROKEN.replace("plan", what)
     assert second["over"] < first["over"] < second["over"] + 20
 
 
@@ -64,6 +72,21 @@ def test_what_a_rank_plans_alone_is_its_own(told: Any):
     assert first[2] == second[2]
 
 
-def test_a_slow_rank_is_waited_for(told: Any):
-    for [rank] in of(told, "slow"):
+@pytest.mark.parametrize("case", ["slow", "sharded_and_slow"])
+def test_a_slow_rank_is_waited_for(told: Any, case: str):
+    for [rank] in of(told, case):
         assert rank["error"] == "no error"
+
+
+def test_a_late_rank_is_named_and_is_an_error_after_the_timeout_of_the_process_group(told: Any):
+    [first], [second] = of(told, "sharded_and_slow")
+    words = (
+        "rank 1 has not come for 3 s, while the ranks plan. Every rank has to call this, in the same order."
+    )
+    assert any(said.startswith(words) for said in first["warned"])
+    assert not any("has not come" in said for said in second["warned"])
+    [first], [second] = of(told, "sharded_and_not_there")
+    assert first["error"] == second["error"]
+    assert first["error"].startswith(
+        "ParallelError: rank 1 has not come within the process group's timeout of 6 s, while the ranks plan."
+    )

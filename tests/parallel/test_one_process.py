@@ -19,8 +19,8 @@ from autoac.measure import measure_peak
 from autoac.parallel import DDP, FSDP2, ParallelError, TensorParallel, agree, one_plan
 from autoac.parallel.ddp import BUCKETS
 from autoac.parallel.fsdp2 import chosen_units
-from autoac.parallel.ranks import together
 from autoac.parallel.sizes import by_world_size, held
+from autoac.ranks.all_or_none import together
 from autoac.torch_private import default_store
 from autoac_solver.build.built import Built
 from autoac_solver.plan.recorded.step import step_of

@@ -152,7 +152,6 @@ def test_errors_are_the_same_on_all_ranks_and_soon(told: Any):
         "a_batch_refused": "rank 1 failed while the ranks plan: ProfilingError: sample is a list",
         "a_batch_too_large_on_one": "rank 1 failed while the ranks plan: InfeasibleBudgetError: No plan fits",
         "no_plan_fits": "rank [01] failed while the ranks plan: InfeasibleBudgetError: No plan fits",
-        "one_that_comes_late": "rank 1 has not come to do so for 2 s",
         "one_that_fails_in_its_step": "rank 1 failed while the ranks plan: ArithmeticError: the loss of rank 1 is odd",
     }
     for case, words in expected.items():

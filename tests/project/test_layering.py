@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ORDER = {
     "autoac_solver": "draw records problem allocator optimise build plan show __init__",
     "autoac": """
-        _version progress warned torch_private device measure ops step execute policies price record check plans
+        _version progress warned torch_private device measure ops step ranks execute policies price record check plans
         outcomes buckets parallel calibrate api automatic __init__ integrations compare demo cli __main__
     """,
 }

@@ -112,14 +112,6 @@ def test_the_store(alone: None):
     assert store.compare_set("a", "", "d") == b"b"
 
 
-def test_collectives_have_a_time_of_their_own_for_a_while(alone: None):
-    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    before = backend.options._timeout
-    with torch_private.collectives_within(5):
-        assert backend.options._timeout.total_seconds() == 5
-    assert backend.options._timeout == before
-
-
 def test_what_a_group_was_asked_for_is_counted(alone: None):
     """tests/parallel/meeting_worker.py has groups of several ranks."""
     group = dist.new_group([0])

@@ -5,11 +5,10 @@ NOTE [ All or none ]
      for those of all from there, and leaves.
   2. A rank in which anything is raised announces that first. Waiting ranks see it within moments, leave, and raise the
      same error. The first failure counts; failures that follow from it (a collective that nobody joins) do not.
-  3. Every rank sends a heartbeat each second. A rank that sends none for `patience_s` is considered dead. A rank that
-     waits in a collective for a failed one waits no longer than `patience_s` either (gloo).
-     A stage of a pipeline may wait longer for what another sends, if that one is busy. So if a rank has announced a
-     failure and this one is in a step for `patience_s` since then (see `step`), the thread that sends heartbeats closes
-     this rank's connections, which ends any wait.
+  3. Every rank sends a heartbeat each second. A rank that sends no more for `patience_s` is considered dead.
+     A rank may wait long in a collective for another that is busy. So if a rank has announced a failure and this one
+     is in a step for `patience_s` since then (see `step`), the thread that sends heartbeats closes this rank's
+     connections, which ends any wait (gloo). If a process has ended, gloo itself notices.
   4. Only texts go through the store, no pickles.
   5. The ranks that hold one model together have a session of their own: another stage of a pipeline has another model.
      Errors name global ranks.
@@ -27,12 +26,11 @@ from typing import Any
 
 import torch
 
-from autoac.parallel.session import LOOK_S, Listener, Session, heard, told
-from autoac.torch_private import collectives_within
+from autoac.ranks.session import LOOK_S, Listener, Session, heard, told
 from autoac_solver.records.errors import ParallelError
 
 PATIENCE_S = 20.0
-"""Seconds that ranks wait for a silent one."""
+"""Seconds without a heartbeat after which a rank is considered dead, and that a step waits for one that has failed."""
 
 _PIECE = 1 << 20
 _sessions: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
@@ -141,7 +139,7 @@ def together(
     patience_s = PATIENCE_S if patience_s is None else patience_s
     try:
         ranks = Ranks(what, patience_s, members)
-        with ranks.alive(), collectives_within(patience_s):
+        with ranks.alive():
             try:
                 yield ranks
                 ranks.all(None)  # no rank continues before all are done

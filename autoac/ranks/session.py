@@ -1,4 +1,12 @@
-"""One rank's part in a session: its signs of life, and the end of a step that waits for a rank that has failed."""
+"""One rank's part in a session: its signs of life, and the end of a step that waits for a rank that has failed.
+
+NOTE [ Late, or dead ]
+  1. A rank that has sent a heartbeat and sends no more has died.
+  2. A rank that has sent none may be late: it loads its data, or writes a checkpoint. It is waited for as long as
+     torch's own collectives would wait, until the process group's timeout; a warning tells for which rank.
+  3. A rank of a training loop is due at the second step. From its first step on it tells that it is alive
+     (`Presence`), so that its death is noticed soon, too.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +14,14 @@ import contextlib
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from autoac.torch_private import close_connections, default_store, lost_a_rank
+from autoac.warned import warn
 from autoac_solver.records.errors import ParallelError
 
 _BEAT_S, LOOK_S = 1.0, 0.02
@@ -84,15 +94,20 @@ class Session:
         try:
             yield
         finally:
-            self._over.set()
-            thread.join(timeout=2 * _BEAT_S)
+            _stop(thread, self._over)
 
     def _get(self, key: str) -> str:
         return self._store.get(key).decode()
 
     def beat_of(self, rank: int) -> str:
         """The last heartbeat of a rank, "" if there is none."""
-        key = self.key("beat", rank)
+        return self._found(self.key("beat", rank))
+
+    def presence_of(self, rank: int) -> str:
+        """The last sign of life of a rank before this session, "" if there is none."""
+        return self._found(_presence(rank))
+
+    def _found(self, key: str) -> str:
         return self._get(key) if self._store.check([key]) else ""
 
     def gone(self, ranks: Iterable[int]) -> int | None:
@@ -120,18 +135,14 @@ class Session:
         words = f"rank {self.own_rank} failed while the ranks {self.what}: {type(error).__name__}: {error}"
         return ParallelError(words, self.own_rank, getattr(error, "minimum_bytes", 0))
 
-    def silence_of(self, rank: int, was_heard: bool) -> ParallelError:
-        """A rank has sent no heartbeat for `patience_s`."""
-        heard_of = "has given no sign of life" if was_heard else "has not come to do so"
-        return ParallelError(
-            f"rank {rank} {heard_of} for {self.patience_s:g} s, while the others {self.what}. Every rank has to call "
-            "this, in the same order.",
-            rank,
-        )
+    @property
+    def timeout_s(self) -> float:
+        """How long the process group waits for a rank."""
+        return default_store().timeout.total_seconds()  # that of a copy of a file store is another
 
 
 class Listener:
-    """Notices that a rank is silent.
+    """Notices that a rank is silent; see NOTE [ Late, or dead ].
 
     Args:
         rank: its global number.
@@ -139,15 +150,65 @@ class Listener:
 
     def __init__(self, session: Session, rank: int):
         self._session, self._rank = session, rank
-        self._heard, self._last = time.monotonic(), ""
+        self._began = self._heard = time.monotonic()
+        self._last, self._has_warned = ("", ""), False
 
     def check(self) -> None:
-        """Raise a `ParallelError` if it has sent no heartbeat for the session's `patience_s`."""
-        found = self._session.beat_of(self._rank)
-        if found != self._last:
-            self._heard, self._last = time.monotonic(), found
-        if time.monotonic() - self._heard > self._session.patience_s:
-            raise self._session.silence_of(self._rank, was_heard=bool(self._last))
+        """Warn if the rank is late.
+
+        Raises:
+            ParallelError: it sends no more signs of life, or has not come within the process group's timeout.
+        """
+        session, rank, now = self._session, self._rank, time.monotonic()
+        came, present = session.beat_of(rank), session.presence_of(rank)
+        if (came, present) != self._last:
+            self._heard, self._last = now, (came, present)
+        if (came or present) and now - self._heard > session.patience_s:
+            words = f"rank {rank} has given no sign of life for {session.patience_s:g} s"
+            raise ParallelError(f"{words}, while the others {session.what}.", rank)
+        if came:
+            return
+        words = f"while the ranks {session.what}. Every rank has to call this, in the same order."
+        if now - self._began > session.timeout_s:
+            late = f"rank {rank} has not come within the process group's timeout of {session.timeout_s:g} s"
+            raise ParallelError(f"{late}, {words}", rank)
+        if now - self._began > session.patience_s and not self._has_warned:
+            self._has_warned = True
+            until = f"It is waited for until the process group's timeout of {session.timeout_s:g} s"
+            warn(f"rank {rank} has not come for {session.patience_s:g} s, {words} {until}.")
+
+
+class Presence:
+    """Signs of life of this rank before a session that it is due at, until `end`, or until this object is gone."""
+
+    def __init__(self) -> None:
+        over = threading.Event()
+        own = default_store().clone(), _presence(torch.distributed.get_rank()), over
+        thread = threading.Thread(target=_quietly(_be_present), args=own, daemon=True)
+        thread.start()
+        # Also as the process ends: a thread that is in the store by then would abort it.
+        self._finalizer = weakref.finalize(self, _stop, thread, over)
+
+    def end(self) -> None:
+        """Stop."""
+        self._finalizer()
+
+
+def _stop(thread: threading.Thread, over: threading.Event) -> None:
+    over.set()
+    thread.join(timeout=2 * _BEAT_S)
+
+
+def _presence(rank: int) -> str:
+    return f"autoac/present/{rank}"
+
+
+def _be_present(store: Any, key: str, over: threading.Event) -> None:
+    for count in itertools.count():
+        store.set(key, str(count))
+        if over.wait(_BEAT_S):
+            store.delete_key(key)  # or it would look like one that has died
+            return
 
 
 def told(error: ParallelError) -> dict[str, Any]:
@@ -160,11 +221,11 @@ def heard(found: dict[str, Any]) -> ParallelError:
     return ParallelError(found["words"], found["rank"], found.get("minimum_bytes", 0))
 
 
-def _quietly(beat: Callable[[Any], None]) -> Callable[[Any], None]:
+def _quietly(beat: Callable[..., None]) -> Callable[..., None]:
     """Send heartbeats until the store is gone, without an error."""
 
-    def run(store: Any) -> None:
+    def run(*args: Any) -> None:
         with contextlib.suppress(RuntimeError):
-            beat(store)
+            beat(*args)
 
     return run

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from autoac.parallel import ranks
-from autoac.parallel.session import LOOK_S, Listener, Session, heard, told
+from autoac.ranks import all_or_none
+from autoac.ranks.session import LOOK_S, Listener, Session, heard, told
 from autoac.torch_private import collectives_asked_for
 from autoac_solver.records.errors import ParallelError
 
@@ -186,7 +186,7 @@ def meeting(what: str) -> Iterator[Met]:
             without others are its own.
     """
     try:
-        met = Met(what, ranks.PATIENCE_S)
+        met = Met(what, all_or_none.PATIENCE_S)
         with met.alive():
             try:
                 yield met

@@ -1,0 +1,107 @@
+"""Functions that run a step which several ranks run together: if one of them fails, all raise its error."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from autoac.ranks.all_or_none import together
+from autoac.ranks.met import meeting
+from autoac.ranks.session import Session
+from autoac.step.model import unwrapped
+from autoac.step.step import is_whole_step
+from autoac.step.units import holds_shards
+from autoac.torch_private import has_other_ranks, ranks_of, ranks_of_stages
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+AnySession = TypeVar("AnySession", bound=Session)
+
+_joined: ContextVar[bool] = ContextVar("_joined", default=False)
+
+
+def with_all_ranks(function: Callable[P, Result], of_shards: bool = False) -> Callable[P, Result]:
+    """Make a function of a model and a sample joint work of the ranks that run the step together.
+
+    Args:
+        function: what to decorate; its first arguments are `model` and `sample`.
+        of_shards: as for `step_of_all_ranks`.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        model, sample = (
+            args[place] if len(args) > place else kwargs.get(name)
+            for place, name in enumerate(("model", "sample"))
+        )
+        with step_of_all_ranks("plan", model, sample, of_shards) as joint:
+            if joint is not sample:
+                args, kwargs = _with_sample(joint, args, kwargs)
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def step_of_all_ranks(what: str, model: Any, sample: Any, of_shards: bool = True) -> Iterator[Any]:
+    """Context in which steps with a sample are joint work of the ranks that run them; yields the sample to run.
+
+    A rank that has failed calls no collectives and sends nothing, so the others would wait for it until the process
+    group's timeout.
+
+    Args:
+        what: what the ranks do, in words.
+        sample: a callable runs a whole step: that of a pipeline's schedule, or one that may use process groups in other
+            ways. With any other sample a step is the model's alone, and concerns others if the model is sharded.
+        of_shards: whether the ranks of a sharded model all enter this.
+
+    Raises:
+        ParallelError: a rank has failed, or has not come.
+    """
+    is_model = isinstance(model, torch.nn.Module) and has_other_ranks() and not _joined.get()
+    if is_model and is_whole_step(sample):
+        members = ranks_of_stages(model)
+        stages = f"{what} for the stages of their pipeline"
+        with within(meeting(what) if members is None else together(stages, members=members)) as session:
+            yield _in_step(session, sample)
+    elif is_model and of_shards and holds_shards(unwrapped(model)):
+        with within(together(what, members=ranks_of(model))) as ranks:
+            ranks.all(None)  # in a collective, nothing would tell which rank has not come
+            with ranks.step():
+                yield sample
+    else:
+        yield sample
+
+
+@contextlib.contextmanager
+def within(session: AbstractContextManager[AnySession]) -> Iterator[AnySession]:
+    """Context of a session, in which functions of this file open no other."""
+    with session as found:
+        token = _joined.set(True)
+        try:
+            yield found
+        finally:
+            _joined.reset(token)
+
+
+def _with_sample(sample: Any, args: Any, kwargs: Any) -> Any:
+    if "sample" in kwargs:
+        return args, {**kwargs, "sample": sample}
+    return (args[0], sample, *args[2:]), kwargs
+
+
+def _in_step(session: Session, sample: Any) -> Callable[..., Any]:
+    """The sample with each call told to the session; of the same signature."""
+
+    @functools.wraps(sample)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with session.step():
+            return sample(*args, **kwargs)
+
+    return run

@@ -46,7 +46,7 @@ from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.profile import Profile
 
 
-@with_all_ranks
+@with_all_ranks("plan")
 def plan(
     model: torch.nn.Module,
     sample: Any,

@@ -44,7 +44,7 @@ from autoac_solver.records.profile import IN_EVAL, NO_AUTOCAST_IN_BACKWARD, SIZE
 from autoac_solver.show import notebook  # noqa: F401  (makes profiles display in Jupyter)
 
 
-@functools.partial(with_all_ranks, of_shards=True)
+@with_all_ranks("record a step", of_shards=True)
 def profile(
     model: torch.nn.Module,
     sample: Any,

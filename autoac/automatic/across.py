@@ -25,7 +25,7 @@ from autoac.parallel.wrapped import is_spread
 from autoac.plans import Plan
 from autoac.ranks.all_or_none import Ranks, together
 from autoac.ranks.meetings import Meetings
-from autoac.ranks.session import Presence
+from autoac.ranks.session import Presence, store_is_there
 from autoac.torch_private import ranks_of
 from autoac_solver.records.profile import Profile
 
@@ -100,7 +100,8 @@ class Across:
         if not self._is_known:  # not sooner: the model may be wrapped after `auto` was called
             self._is_known = True
             if is_spread(self._given):
-                self._meetings, self._presence = Meetings(ranks_of(self._given)), Presence()
+                with store_is_there():
+                    self._meetings, self._presence = Meetings(ranks_of(self._given)), Presence()
                 if self._wanted.path is not None:  # there may be a plan in it
                     self._meetings.step_begins()
                     return True

@@ -219,13 +219,14 @@ class Plan(PlanView):
             ParallelError: an error of one of the ranks that run the step together, raised on all of them.
             ValueError: `steps` is not a positive integer.
         """
-        if type(steps) is not int or steps < 1:
-            raise ValueError(f"steps is {steps!r}: at least one step is compared.")
+        what = "verify a plan" if steps == 1 else f"verify a plan in {steps} steps"
         with (
-            step_of_all_ranks("verify a plan", model, sample) as joint,
+            step_of_all_ranks(what, model, sample) as joint,
             self.placement.taken_off(model),
             self.placement.unlooked(),
         ):
+            if type(steps) is not int or steps < 1:
+                raise ValueError(f"steps is {steps!r}: at least one step is compared.")
             self.placement.check(model)
             step = TrainingStep(unwrapped(model), joint, loss)
             return verify(self, step, self._compiled_as_torch_does(), steps)
@@ -248,14 +249,14 @@ class Plan(PlanView):
             ValueError: the model is not on CPU, or regions are compiled.
             ProfilingError: the step ran other ops than the plan was made for.
         """
-        if self._compiled_as_torch_does() is not None:
-            raise ValueError(
-                "compiled regions run no ops that memory could be told at: verify() measures the step's peak."
-            )
         with (
             step_of_all_ranks("measure the memory of a plan", model, sample) as joint,
             self.placement.taken_off(model),
         ):
+            if self._compiled_as_torch_does() is not None:
+                raise ValueError(
+                    "compiled regions run no ops that memory could be told at: verify() measures the step's peak."
+                )
             self.placement.check(model)
             return measured_memory(self, TrainingStep(unwrapped(model), joint, loss))
 

@@ -18,6 +18,7 @@ from autoac.step.model import unwrapped
 from autoac.step.step import is_whole_step
 from autoac.step.units import holds_shards
 from autoac.torch_private import has_other_ranks, ranks_of, ranks_of_stages
+from autoac_solver.records.errors import ParallelError
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -26,13 +27,24 @@ AnySession = TypeVar("AnySession", bound=Session)
 _joined: ContextVar[bool] = ContextVar("_joined", default=False)
 
 
-def with_all_ranks(function: Callable[P, Result], of_shards: bool = False) -> Callable[P, Result]:
-    """Make a function of a model and a sample joint work of the ranks that run the step together.
+def with_all_ranks(
+    what: str, of_shards: bool = False
+) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """Decorator that makes a function joint work of the ranks that run a step together.
+
+    The function's first arguments are `model` and `sample`.
 
     Args:
-        function: what to decorate; its first arguments are `model` and `sample`.
-        of_shards: as for `step_of_all_ranks`.
+        what, of_shards: as for `step_of_all_ranks`.
     """
+
+    def decorated(function: Callable[P, Result]) -> Callable[P, Result]:
+        return _with_all_ranks(function, what, of_shards)
+
+    return decorated
+
+
+def _with_all_ranks(function: Callable[P, Result], what: str, of_shards: bool) -> Callable[P, Result]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
@@ -40,7 +52,7 @@ def with_all_ranks(function: Callable[P, Result], of_shards: bool = False) -> Ca
             args[place] if len(args) > place else kwargs.get(name)
             for place, name in enumerate(("model", "sample"))
         )
-        with step_of_all_ranks("plan", model, sample, of_shards) as joint:
+        with step_of_all_ranks(what, model, sample, of_shards) as joint:
             if joint is not sample:
                 args, kwargs = _with_sample(joint, args, kwargs)
             return function(*args, **kwargs)
@@ -56,7 +68,7 @@ def step_of_all_ranks(what: str, model: Any, sample: Any, of_shards: bool = True
     group's timeout.
 
     Args:
-        what: what the ranks do, in words.
+        what: what the ranks do, in words; the same on all of them.
         sample: a callable runs a whole step: that of a pipeline's schedule, or one that may use process groups in other
             ways. With any other sample a step is the model's alone, and concerns others if the model is sharded.
         of_shards: whether the ranks of a sharded model all enter this.
@@ -72,7 +84,12 @@ def step_of_all_ranks(what: str, model: Any, sample: Any, of_shards: bool = True
             yield _in_step(session, sample)
     elif is_model and of_shards and holds_shards(unwrapped(model)):
         with within(together(what, members=ranks_of(model))) as ranks:
-            ranks.all(None)  # in a collective, nothing would tell which rank has not come
+            # In a collective, nothing would tell which rank has not come, or does something else.
+            wanted = ranks.all(what)
+            if odd := next((i for i, other in enumerate(wanted) if other != wanted[0]), 0):
+                first, other = ranks.members[0], ranks.members[odd]
+                words = f"rank {first} is to {wanted[0]}, and rank {other} to {wanted[odd]}"
+                raise ParallelError(f"the ranks have called different things: {words}.", other)
             with ranks.step():
                 yield sample
     else:

@@ -19,6 +19,7 @@ from collections import Counter
 
 import torch
 
+from autoac.ranks.session import own_store, store_is_there
 from autoac.torch_private import default_store
 from autoac_solver.records.errors import ParallelError
 
@@ -39,11 +40,12 @@ class Meetings:
         self._size = torch.distributed.get_world_size() if members is None else len(members)
         self._name = f"autoac/loop/{of}/{_loops[members]}"
         _loops[members] += 1
-        self._store = default_store().clone()
+        self._store = own_store()
         self._step = 0
         self._held = 0
         self._last = ""  # key under which the last step was begun together
 
+    @store_is_there()
     def step_begins(self) -> bool:
         """Note that a step of the loop begins; returns whether the ranks meet now."""
         self._step += 1
@@ -52,6 +54,7 @@ class Meetings:
         self._held += meet
         return meet
 
+    @store_is_there()
     def ask(self) -> None:
         """Make all ranks meet when the next step begins."""
         self._store.compare_set(self._key(), "", str(self._step + 1))
@@ -61,6 +64,7 @@ class Meetings:
         """Whether the ranks have met, and so know that their arguments are the same."""
         return self._held > 0
 
+    @store_is_there()
     def begin_together(self, refusal: str) -> None:
         """Begin a step on all ranks, or on none; every rank calls this in the same steps.
 
@@ -78,12 +82,12 @@ class Meetings:
             self._store.compare_set(key, "", "{}")
             for done in (last, f"{last}/count") if last else ():  # all have read it
                 self._store.delete_key(done)
-        until = time.monotonic() + self._store.timeout.total_seconds()
+        until = time.monotonic() + default_store().timeout.total_seconds()
         while not self._store.check([key]):
             if time.monotonic() > until:
                 raise ParallelError(
-                    f"not all ranks began step {self._step} within {self._store.timeout}: one has died, or runs fewer "
-                    "steps.",
+                    f"not all ranks began step {self._step} within {default_store().timeout}: one has died, or runs "
+                    "fewer steps.",
                     rank,
                 )
             time.sleep(_LOOK_S)

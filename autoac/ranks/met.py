@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from autoac.ranks import all_or_none
-from autoac.ranks.session import LOOK_S, Listener, Session, heard, told
+from autoac.ranks.session import LOOK_S, Listener, Session, heard, store_is_there, told
 from autoac.torch_private import collectives_asked_for
 from autoac_solver.records.errors import ParallelError
 
@@ -185,7 +185,7 @@ def meeting(what: str) -> Iterator[Met]:
         ParallelError: a rank has failed or is silent, or the store is gone. Errors of a rank that has run its step
             without others are its own.
     """
-    try:
+    with store_is_there():
         met = Met(what, all_or_none.PATIENCE_S)
         with met.alive():
             try:
@@ -198,5 +198,3 @@ def meeting(what: str) -> Iterator[Met]:
                 raise failure from error
             finally:
                 met.leave()
-    except torch.distributed.DistError as error:
-        raise ParallelError(f"the processes' store is gone, and with it rank 0: {error!s:.300}", 0) from error

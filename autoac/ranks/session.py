@@ -10,6 +10,7 @@ NOTE [ Late, or dead ]
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import threading
@@ -44,7 +45,7 @@ class Session:
         self.what, self.patience_s = what, patience_s
         self.own_rank = torch.distributed.get_rank()
         self._name = name
-        self._store = default_store().clone()
+        self._store = own_store()
         self._over = threading.Event()
         self._step_began: float | None = None
 
@@ -89,7 +90,7 @@ class Session:
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
         """Context in which this rank sends heartbeats."""
-        thread = threading.Thread(target=_quietly(self._beat), args=(default_store().clone(),), daemon=True)
+        thread = threading.Thread(target=_quietly(self._beat), args=(own_store(),), daemon=True)
         thread.start()
         try:
             yield
@@ -174,8 +175,9 @@ class Listener:
             raise ParallelError(f"{late}, {words}", rank)
         if now - self._began > session.patience_s and not self._has_warned:
             self._has_warned = True
-            until = f"It is waited for until the process group's timeout of {session.timeout_s:g} s"
-            warn(f"rank {rank} has not come for {session.patience_s:g} s, {words} {until}.")
+            alive = "It is alive, and is" if present else "It is"
+            until = f"{alive} waited for until the process group's timeout of {session.timeout_s:g} s."
+            warn(f"rank {rank} has not come for {session.patience_s:g} s, {words} {until}")
 
 
 class Presence:
@@ -183,20 +185,58 @@ class Presence:
 
     def __init__(self) -> None:
         over = threading.Event()
-        own = default_store().clone(), _presence(torch.distributed.get_rank()), over
+        own = own_store(), _presence(torch.distributed.get_rank()), over
         thread = threading.Thread(target=_quietly(_be_present), args=own, daemon=True)
         thread.start()
-        # Also as the process ends: a thread that is in the store by then would abort it.
-        self._finalizer = weakref.finalize(self, _stop, thread, over)
+        atexit.unregister(leave_with_process)  # it is registered once
+        atexit.register(leave_with_process)
+        _present.append((thread, over))
+        self._finalizer = weakref.finalize(self, _no_more_present, thread, over)
 
     def end(self) -> None:
         """Stop."""
         self._finalizer()
 
 
+_present: list[tuple[threading.Thread, threading.Event]] = []
+_process_ends = threading.Event()
+
+
+def _no_more_present(thread: threading.Thread, over: threading.Event) -> None:
+    _present.remove((thread, over))
+    _stop(thread, over)
+
+
+def leave_with_process() -> None:
+    """Stop the threads before the interpreter does, which would abort the process if one of them is in the store."""
+    _process_ends.set()
+    for thread, over in [*_present]:
+        _stop(thread, over)
+
+
 def _stop(thread: threading.Thread, over: threading.Event) -> None:
     over.set()
     thread.join(timeout=2 * _BEAT_S)
+
+
+def own_store() -> Any:
+    """A connection of its own to the processes' store, for one thread.
+
+    Raises:
+        torch.distributed.DistError: the store is gone. A new connection would be tried until its timeout.
+    """
+    store = default_store()
+    store.check(["autoac"])
+    return store.clone()
+
+
+@contextlib.contextmanager
+def store_is_there() -> Iterator[None]:
+    """Context in which it is a `ParallelError` if the processes' store is gone."""
+    try:
+        yield
+    except torch.distributed.DistError as error:
+        raise ParallelError(f"the processes' store is gone, and with it rank 0: {error!s:.300}", 0) from error
 
 
 def _presence(rank: int) -> str:
@@ -207,7 +247,8 @@ def _be_present(store: Any, key: str, over: threading.Event) -> None:
     for count in itertools.count():
         store.set(key, str(count))
         if over.wait(_BEAT_S):
-            store.delete_key(key)  # or it would look like one that has died
+            if not _process_ends.is_set():  # then it has died, to ranks that wait for it
+                store.delete_key(key)
             return
 
 

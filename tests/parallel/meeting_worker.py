@@ -137,6 +137,12 @@ def sharded_and_verified(rank: int) -> Any:
     return [told_of(lambda: plan.verify(model, batch()))]
 
 
+def sharded_and_at_odds(rank: int) -> Any:
+    model = sharded(make())
+    plan = autoac.plan(model, batch(), "1GB")
+    return [told_of(lambda: plan.verify(model, batch(), steps=1 + rank))]
+
+
 def sharded_and_slow(rank: int) -> Any:
     """A rank comes late, and another one is slow in the middle of its step: both are waited for."""
     model, waits = sharded(make()), [2 * PATIENCE_S] if rank == 1 else []
@@ -200,6 +206,7 @@ CASES: tuple[Callable[[int], Any], ...] = (
     sharded_by_fsdp,
     sharded_and_profiled,
     sharded_and_verified,
+    sharded_and_at_odds,
     sharded_and_slow,
     sharded_and_not_there,
     in_two_groups_of_two,

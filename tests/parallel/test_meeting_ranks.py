@@ -33,7 +33,7 @@ def of(told: list[dict[str, Any]], case: str) -> list[list[dict[str, Any]]]:
         ("before_it_reduces", "plan"),
         ("before_it_receives", "plan"),
         ("sharded_by_fsdp", "plan"),
-        ("sharded_and_profiled", "plan"),
+        ("sharded_and_profiled", "record a step"),
         ("sharded_and_verified", "verify a plan"),
     ],
 )
@@ -41,6 +41,14 @@ def test_a_rank_that_fails_in_its_step_is_an_error_for_all(told: Any, case: str,
     [first], [second] = of(told, case)
     assert first["error"] == second["error"] == BROKEN.replace("plan", what)
     assert second["over"] < first["over"] < second["over"] + 20
+
+
+def test_ranks_that_call_different_things_are_an_error_for_all(told: Any):
+    words = "rank 0 is to verify a plan, and rank 1 to verify a plan in 2 steps."
+    [first], [second] = of(told, "sharded_and_at_odds")
+    assert (
+        first["error"] == second["error"] == f"ParallelError: the ranks have called different things: {words}"
+    )
 
 
 def test_a_rank_that_dies_is_an_error_for_the_others(told: Any):

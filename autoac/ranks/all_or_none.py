@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from autoac.ranks.session import LOOK_S, Listener, Session, heard, told
+from autoac.ranks.session import LOOK_S, Listener, Session, heard, store_is_there, told
 from autoac_solver.records.errors import ParallelError
 
 PATIENCE_S = 20.0
@@ -137,7 +137,7 @@ def together(
         ParallelError: a rank has failed or is silent, or the store is gone.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
-    try:
+    with store_is_there():
         ranks = Ranks(what, patience_s, members)
         with ranks.alive():
             try:
@@ -149,5 +149,3 @@ def together(
                     raise  # Ctrl-C stays what it is on its own rank
                 raise failure from error
             ranks.clear()
-    except RuntimeError as error:  # torch's DistError: the rank that keeps the store is gone
-        raise ParallelError(f"the processes' store is gone, and with it rank 0: {error!s:.300}", 0) from error

@@ -39,25 +39,20 @@ def with_all_ranks(
     """
 
     def decorated(function: Callable[P, Result]) -> Callable[P, Result]:
-        return _with_all_ranks(function, what, of_shards)
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+            model, sample = (
+                args[place] if len(args) > place else kwargs.get(name)
+                for place, name in enumerate(("model", "sample"))
+            )
+            with step_of_all_ranks(what, model, sample, of_shards) as joint:
+                if joint is not sample:
+                    args, kwargs = _with_sample(joint, args, kwargs)
+                return function(*args, **kwargs)
+
+        return run
 
     return decorated
-
-
-def _with_all_ranks(function: Callable[P, Result], what: str, of_shards: bool) -> Callable[P, Result]:
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
-        model, sample = (
-            args[place] if len(args) > place else kwargs.get(name)
-            for place, name in enumerate(("model", "sample"))
-        )
-        with step_of_all_ranks(what, model, sample, of_shards) as joint:
-            if joint is not sample:
-                args, kwargs = _with_sample(joint, args, kwargs)
-            return function(*args, **kwargs)
-
-    return run
 
 
 @contextlib.contextmanager

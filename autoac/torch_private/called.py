@@ -70,10 +70,10 @@ def remove_forward_hooks(module: torch.nn.Module, kind: type) -> None:
 def hooked_inside(module: torch.nn.Module, besides: Collection[str] = ()) -> str:
     """Name of a module inside this one that has hooks on its calls, "" if none has.
 
+    Hooks of ours with an attribute `compiled_code_may_skip` do not count.
+
     Args:
         besides: names of modules that are left out, with what is in them.
-
-    Hooks of ours with an attribute `compiled_code_may_skip` do not count.
 
     Compiled code runs the hooks that it was compiled with, and does not check whether any were added since.
 

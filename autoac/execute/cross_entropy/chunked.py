@@ -7,10 +7,12 @@ NOTE [ The chunked loss ]
   2. The gradient overwrites the logits if nothing else holds their storage; else it gets a buffer of its own. So
      forward and backward each take one buffer of the logits' size less than the lean loss, at the price of one more
      log-softmax.
-  3. Torch's kernels (aten/src/ATen/native/SoftMax.cpp) compute each row's log-softmax and gradient independently, so
+  3. Where half-precision logits would be cast to float32 first (autocast does that), the logits are kept as they are
+     and cast by the chunk, as is the gradient. So neither the float32 copy nor its gradient exists as a whole.
+  4. Torch's kernels (aten/src/ATen/native/SoftMax.cpp) compute each row's log-softmax and gradient independently, so
      chunks of rows give the same bits. The loss is a sum over rows, so it is computed for all rows at once from the one
      log-probability per row that it reads.
-  4. A plan decides whether that is worth its time, see `autoac_solver.build.losses.cross_entropy`. Liger Kernel (Hsu et
+  5. A plan decides whether that is worth its time, see `autoac_solver.build.losses.cross_entropy`. Liger Kernel (Hsu et
      al., 2024, arXiv:2410.10989) also chunks rows, with the last linear layer and kernels of its own, not torch's bits.
 """
 
@@ -47,15 +49,18 @@ _SPENT = (
 )
 
 
+def have_rows(logits: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether logits have chunks of rows, and the loss has no class weights."""
+    return weight is None and logits.dim() == 2 and logits.stride() == (logits.shape[_CLASSES], 1)
+
+
 def can_be_chunked(logits: torch.Tensor, weight: torch.Tensor | None) -> bool:
     """Whether logits that the lean loss supports can be chunked; `chunkable_losses` decides this from a tape.
 
     Not under other saved-tensor hooks (a region, the user's own checkpoint, `save_on_cpu`).
     """
     return (
-        weight is None
-        and logits.dim() == 2
-        and logits.stride() == (logits.shape[_CLASSES], 1)
+        have_rows(logits, weight)
         and not is_fake_type(type(logits))
         and top_saved_tensors_hooks() is None
         and saved_tensors_hooks_allowed()
@@ -64,7 +69,11 @@ def can_be_chunked(logits: torch.Tensor, weight: torch.Tensor | None) -> bool:
 
 
 def chunked_cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, reduction: int, ignore_index: int
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    reduction: int,
+    ignore_index: int,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Compute cross entropy over chunks of rows.
 
@@ -72,6 +81,7 @@ def chunked_cross_entropy(
         logits: (rows, classes), for which `can_be_chunked` holds.
         target: class index of each row, int64.
         reduction: 0 none, 1 mean, 2 sum.
+        dtype: the loss is that of the logits cast to this type; theirs if left out.
 
     Returns:
         The loss: a scalar, or one value per row.
@@ -88,7 +98,9 @@ def chunked_cross_entropy(
         return kept[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _same):
-        return _ChunkedCrossEntropy.apply(logits, target, reduction, ignore_index, kept)
+        return _ChunkedCrossEntropy.apply(
+            logits, target, reduction, ignore_index, dtype or logits.dtype, kept
+        )
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,15 +115,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         target: torch.Tensor,
         reduction: int,
         ignore_index: int,
+        dtype: torch.dtype,
         kept: list[torch.Tensor],
     ) -> torch.Tensor:
-        column = _column(logits, target, ignore_index)
+        column = _column(logits, target, ignore_index, dtype)
         # Labels for the single column: class 0, or -1 for ignored rows.
         labels = (target == ignore_index).to(torch.int64).neg_()
         loss, total_weight = _ATEN.nll_loss_forward.default(column, labels, None, reduction, -1)
         ctx.save_for_backward(logits, target, total_weight)
         ctx.set_materialize_grads(False)
-        ctx.options = reduction, ignore_index
+        ctx.options = reduction, ignore_index, dtype
         ctx.kept = kept
         ctx.versions = counted_version(logits), counted_version(target)
         return loss
@@ -120,11 +133,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         (gradient,) = gradients
         if gradient is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         logits, target, total_weight = ctx.saved_tensors  # autograd's error if they are gone
         if in_compiled_autograd():
             result = _differentiable(gradient, logits, target, total_weight, *ctx.options)
-            return result, None, None, None, None
+            return result, None, None, None, None, None
         if ctx.kept is None:
             raise RuntimeError(_SPENT)
         alias = ctx.kept[0]
@@ -135,14 +148,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         else:
             del logits
             over = not keeps_graph and has_its_storage_alone(alias)
-            buffers = _buffers(alias, 2)
+            buffers = _buffers(alias, 2, ctx.options[-1])
             result = alias if over else torch.empty_like(alias)
             if over:
                 ctx.kept = None  # from here on the buffer no longer holds the logits
             _into(result, gradient, alias, target, total_weight, *ctx.options, buffers=buffers)
         if not keeps_graph:
             ctx.kept = None  # autograd, too, frees saved tensors once this returns
-        return result, None, None, None, None
+        return result, None, None, None, None, None
 
 
 def _check_unchanged(ctx: Any) -> None:
@@ -154,27 +167,40 @@ def _check_unchanged(ctx: Any) -> None:
             raise RuntimeError(_MODIFIED.format(what=what))
 
 
-def _buffers(logits: torch.Tensor, number: int, rows: int | None = None) -> list[torch.Tensor]:
+def _buffers(
+    logits: torch.Tensor, number: int, dtype: torch.dtype, rows: int | None = None
+) -> list[torch.Tensor]:
     """`number` buffers of `rows` rows each; None for the rows of one chunk."""
     shape = rows or rows_of_a_chunk(*logits.shape), logits.shape[_CLASSES]
-    return [logits.new_empty(shape) for _ in range(number)]
+    return [logits.new_empty(shape, dtype=dtype) for _ in range(number)]
+
+
+def _log_softmax(logits: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write the log-softmax of logits to `out`, computed in the type of `out`."""
+    if logits.dtype != out.dtype:
+        logits = out.copy_(logits)
+    return _ATEN._log_softmax.out(logits, _CLASSES, False, out=out)
 
 
 def _column(
-    logits: torch.Tensor, target: torch.Tensor, ignore_index: int, rows: int | None = None
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    dtype: torch.dtype,
+    rows: int | None = None,
 ) -> torch.Tensor:
     """The log-probability of each row's target class, (rows, 1).
 
     Args:
+        dtype: of the log-probabilities.
         rows: as for `_buffers`.
     """
-    column = logits.new_empty((len(logits), 1))
-    (buffer,) = _buffers(logits, 1, rows)
+    column = logits.new_empty((len(logits), 1), dtype=dtype)
+    (buffer,) = _buffers(logits, 1, dtype, rows)
     rows = len(buffer)
     for start in range(0, len(logits), rows):
         part, classes = logits[start : start + rows], target[start : start + rows]
-        log_probabilities = buffer[: len(part)]
-        _ATEN._log_softmax.out(part, _CLASSES, False, out=log_probabilities)
+        log_probabilities = _log_softmax(part, buffer[: len(part)])
         classes = classes.masked_fill(classes == ignore_index, 0).unsqueeze(_CLASSES)
         try:
             torch.gather(log_probabilities, _CLASSES, classes, out=column[start : start + rows])
@@ -193,20 +219,22 @@ def _into(
     total_weight: torch.Tensor,
     reduction: int,
     ignore_index: int,
+    dtype: torch.dtype,
     buffers: list[torch.Tensor],
 ) -> None:
     """Write the gradient of the logits to `result`, which may be the logits themselves.
 
     Args:
         gradient: gradient of the loss.
-        buffers: two, from `_buffers`.
+        dtype: of the log-probabilities.
+        buffers: two of this type, from `_buffers`.
     """
     rows = len(buffers[0])
     for start in range(0, len(logits), rows):
         here = slice(start, start + rows)
         part = logits[here]
         log_probabilities, of_loss = (buffer[: len(part)] for buffer in buffers)
-        _ATEN._log_softmax.out(part, _CLASSES, False, out=log_probabilities)
+        _log_softmax(part, log_probabilities)
         _ATEN.nll_loss_backward.grad_input(
             gradient[here] if gradient.dim() else gradient,
             log_probabilities,
@@ -217,9 +245,12 @@ def _into(
             total_weight,
             grad_input=of_loss,
         )
-        _ATEN._log_softmax_backward_data.out(
-            of_loss, log_probabilities, _CLASSES, logits.dtype, out=result[here]
+        same = dtype == result.dtype
+        of_logits = _ATEN._log_softmax_backward_data.out(
+            of_loss, log_probabilities, _CLASSES, dtype, out=result[here] if same else of_loss
         )
+        if not same:
+            result[here].copy_(of_logits)
 
 
 def _differentiable(
@@ -229,43 +260,55 @@ def _differentiable(
     total_weight: torch.Tensor,
     reduction: int,
     ignore_index: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """The gradient of the logits by torch's own ops over all rows, so that it can be differentiated again."""
-    log_probabilities = _ATEN._log_softmax.default(logits, _CLASSES, False)
+    log_probabilities = _ATEN._log_softmax.default(logits.to(dtype), _CLASSES, False)
     of_loss = _ATEN.nll_loss_backward.default(
         gradient, log_probabilities, target, None, reduction, ignore_index, total_weight
     )
-    return _ATEN._log_softmax_backward_data.default(of_loss, log_probabilities, _CLASSES, logits.dtype)
+    of_logits = _ATEN._log_softmax_backward_data.default(of_loss, log_probabilities, _CLASSES, dtype)
+    return of_logits.to(logits.dtype)
 
 
 @functools.cache
 def same_by_chunks(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether this device's kernels give the same bits for chunks of rows as for all rows; tried once per dtype."""
+    """Whether this device's kernels give the same bits for chunks of rows as for all rows; tried once per dtype.
+
+    For half precision, the loss of logits cast to float32 is tried, too.
+    """
     # There are different kernels for few and many classes, and for aligned and unaligned rows.
     with disable_dispatch_modes(), torch.no_grad():
         return all(
-            _same_for(rows, classes, reduction, torch.device(device_type), dtype)
+            _same_for(rows, classes, reduction, torch.device(device_type), dtype, computed)
+            for computed in dict.fromkeys((dtype, torch.promote_types(dtype, torch.float32)))
             for rows, classes in ((67, 33), (17, 1031), (17, 2048), (17, 32000))
             for reduction in (0, 1, 2)
         )
 
 
-def _same_for(rows: int, classes: int, reduction: int, device: torch.device, dtype: torch.dtype) -> bool:
+def _same_for(
+    rows: int,
+    classes: int,
+    reduction: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    computed: torch.dtype,
+) -> bool:
     values = torch.arange(rows * classes, dtype=torch.float32, device="cpu").view(rows, classes)
     logits = values.sin().mul(3).to(device, dtype)
     target = (torch.arange(rows, device="cpu") * 7 % classes).to(device)
     ignore_index = 7
-    whole = _ATEN._log_softmax.default(logits, _CLASSES, False)
+    whole = _ATEN._log_softmax.default(logits.to(computed), _CLASSES, False)
     loss, total_weight = _ATEN.nll_loss_forward.default(whole, target, None, reduction, ignore_index)
     labels = (target == ignore_index).to(torch.int64).neg_()
     ours, weight = _ATEN.nll_loss_forward.default(
-        _column(logits, target, ignore_index, rows=16), labels, None, reduction, -1
+        _column(logits, target, ignore_index, computed, rows=16), labels, None, reduction, -1
     )
     if not (torch.equal(ours, loss) and torch.equal(weight, total_weight)):
         return False
     gradient = loss.mul(0.7).add(0.1)
-    beside = _differentiable(gradient, logits, target, total_weight, reduction, ignore_index)
-    _into(
-        logits, gradient, logits, target, total_weight, reduction, ignore_index, _buffers(logits, 2, rows=16)
-    )
+    options = target, total_weight, reduction, ignore_index, computed
+    beside = _differentiable(gradient, logits, *options)
+    _into(logits, gradient, logits, *options, buffers=_buffers(logits, 2, computed, rows=16))
     return torch.equal(logits, beside)

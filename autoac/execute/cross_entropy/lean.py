@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autoac.device import device_for
-from autoac.execute.cross_entropy.chunked import can_be_chunked, chunked_cross_entropy
+from autoac.execute.cross_entropy.chunked import can_be_chunked, chunked_cross_entropy, have_rows
 from autoac.torch_private import (
     TorchDispatchMode,
     being_jit_traced,
@@ -43,6 +43,7 @@ from autoac.torch_private import (
 
 _ATEN = torch.ops.aten
 _TORCHS = torchs_cross_entropy or F.cross_entropy
+_HALF = torch.float16, torch.bfloat16
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 _CLASSES = 1  # the dimension of the classes
 
@@ -101,13 +102,19 @@ def _cross_entropy(
     )
     if not lean:
         return _TORCHS(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    upcast = False
     if torch.is_autocast_enabled(input.device.type):
         if not _is_cast_first(input, target):
             return _TORCHS(input, target, weight, ignore_index=ignore_index, reduction=reduction)
-        # As autocast casts the arguments of torch's function.
-        input, weight = _in_float32(input), None if weight is None else _in_float32(weight)
+        weight = None if weight is None else _in_float32(weight)
+        upcast = input.dtype in _HALF
     if chunked and can_be_chunked(input, weight):
-        return chunked_cross_entropy(input, target, _REDUCTIONS[reduction], ignore_index)
+        dtype = torch.float32 if upcast else input.dtype
+        return chunked_cross_entropy(input, target, _REDUCTIONS[reduction], ignore_index, dtype)
+    if upcast:
+        input = _in_float32(input, marked=have_rows(input, weight))
+        if chunked and can_be_chunked(input, weight):  # the cast has ordered the rows
+            return chunked_cross_entropy(input, target, _REDUCTIONS[reduction], ignore_index)
     return _CrossEntropy.apply(input, target, weight, _REDUCTIONS[reduction], ignore_index)[0]
 
 
@@ -117,7 +124,7 @@ def _is_cast_first(input: torch.Tensor, target: torch.Tensor) -> bool:
     On CPU it does. On CUDA that depends on torch: the softmax may be computed in half precision, or read half precision
     and write float32 in one kernel.
     """
-    if input.dtype not in (torch.float16, torch.bfloat16):
+    if input.dtype not in _HALF:
         return True
     if is_fake_type(type(input)):
         return _tried_cast(input, target)
@@ -154,8 +161,18 @@ class _Softmaxes(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
-def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+def _in_float32(tensor: torch.Tensor, marked: bool = False) -> torch.Tensor:
+    """Cast half precision to float32.
+
+    Args:
+        marked: the cast can be told from the user's own on a tape, by its memory format (`CAST` in
+            `autoac_solver.build.losses.cross_entropy`).
+    """
+    if tensor.dtype not in _HALF:
+        return tensor
+    if marked:
+        return _ATEN._to_copy.default(tensor, dtype=torch.float32, memory_format=torch.contiguous_format)
+    return tensor.float()
 
 
 def _is_lean(logits: Any, target: Any, weight: Any) -> bool:

@@ -26,11 +26,17 @@ from autoac_solver.build.built import Built, RegionTape
 from autoac_solver.build.clocks import with_two_clocks
 from autoac_solver.build.draft import Draft
 from autoac_solver.build.engines import EngineModel, engine_model
-from autoac_solver.build.groups import PINNED, Groups
-from autoac_solver.build.losses.chunked import LOSS, decided_losses, ops_of, with_chunked_losses
+from autoac_solver.build.groups import Groups
+from autoac_solver.build.losses.chunked import (
+    LOSS,
+    decided_losses,
+    loss_group,
+    ops_of,
+    with_chunked_losses,
+)
 from autoac_solver.build.regions import Region, choose_regions, cut_calls
 from autoac_solver.build.step import Step
-from autoac_solver.problem.problem import DecisionGroup, Problem, RegionCost, save_or_recompute
+from autoac_solver.problem.problem import DecisionGroup, Problem, RegionCost
 from autoac_solver.records.profile import NEVER, Profile
 
 
@@ -87,10 +93,7 @@ def _problem(draft: Draft, model: EngineModel, loss: int, pinned: AbstractSet[in
         for region, outer in zip(draft.regions, within, strict=True)
     ]
     if loss >= 0:
-        ops = tuple(loss.log_softmax for loss in draft.losses)
-        time_s = sum(profile.tape[op].again_s for op in ops)
-        must_save = "" if pinned.isdisjoint(ops) else PINNED
-        groups.append(save_or_recompute(len(wraps), time_s, must_save=must_save, ops=ops))
+        groups.append(loss_group(profile, draft.losses, len(wraps), pinned))
         wraps.append(RegionCost(0.0, LOSS))
     wraps += (
         RegionCost(model.overhead(draft, whole), profile.module_name(whole.call)) for whole in draft.cut_calls

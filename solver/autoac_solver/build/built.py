@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoac_solver.build.engine_model import EngineModel
+from autoac_solver.build.losses.cross_entropy import chunkable_losses
 from autoac_solver.build.regions import RegionRefusal
 from autoac_solver.problem.problem import Action, Problem
 from autoac_solver.records.compiled import EAGER
@@ -84,13 +85,18 @@ class Built:
     def runs(self, profile: Profile, decisions: Sequence[int]) -> np.ndarray:
         """Bool per position of the planned step: its op runs.
 
-        Replays of ops that are not recomputed do not run. Under engine replay neither do replays of values that are not
-        needed (any more).
+        Replays of ops that are not recomputed do not run, nor do the casts of a chunked loss as a whole. Under engine
+        replay neither do replays of values that are not needed (any more).
         """
         again = {op for tape in self.regions for op in self._again(profile, tape, decisions)}
+        chunked = self.loss >= 0 and self.is_recomputed(decisions, self.loss)
+        losses = chunkable_losses(profile) if chunked else ()
+        never = {op for loss in losses for op in loss.casts}
         problem = self.problem
         positions = zip(problem.position_op, problem.position_replayed, strict=True)
-        return np.array([not replayed or op in again for op, replayed in positions], dtype=bool)
+        return np.array(
+            [op in again if replayed else op not in never for op, replayed in positions], dtype=bool
+        )
 
     def _again(self, profile: Profile, tape: RegionTape, decisions: Sequence[int]) -> Iterator[int]:
         """The ops of a region that run again, in reverse order."""

@@ -51,8 +51,8 @@ def _pieces(draft: Draft, problem: Problem, loss: int) -> Iterator[Work]:
         for region in first.get(op, ()):
             yield Work(problem.regions[region].wrap_s, 0.0, wrapped=region)
         if op in chunked:
-            made = profile.tape[chunked[op].log_softmax]
-            yield Work(made.host_s, made.again_s, literals=(Literal(loss, RECOMPUTE),))
+            for made in (profile.tape[index] for index in chunked[op].forward):
+                yield Work(made.host_s, made.again_s, literals=(Literal(loss, RECOMPUTE),))
         yield Work(record.host_s + profile.views_of_op_s, record.time_s, record.waits)
     yield Work(0.0, profile.outside_s)
 

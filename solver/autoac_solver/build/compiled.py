@@ -30,7 +30,13 @@ from autoac_solver.build.draft import Draft, Use
 from autoac_solver.build.engine_model import EngineModel
 from autoac_solver.build.engines.replay import Replay, lives_of, lives_of_ops
 from autoac_solver.build.groups import Groups
-from autoac_solver.build.losses.chunked import LOSS, decided_losses, ops_of, with_chunked_losses
+from autoac_solver.build.losses.chunked import (
+    LOSS,
+    decided_losses,
+    loss_group,
+    ops_of,
+    with_chunked_losses,
+)
 from autoac_solver.build.regions import Region, choose_regions
 from autoac_solver.build.step import Step
 from autoac_solver.problem.problem import (
@@ -43,7 +49,6 @@ from autoac_solver.problem.problem import (
     Option,
     Problem,
     RegionCost,
-    save_or_recompute,
 )
 from autoac_solver.records.compiled import EAGER, CompiledPoint, undominated
 from autoac_solver.records.errors import NotCompiledError
@@ -194,8 +199,7 @@ def _decided(
         wrap_s = _REPLAY.overhead(draft, region)
         costs[place[region.call]] = RegionCost(wrap_s, profile.module_name(region.call))
     if draft.losses:
-        ops = tuple(loss.log_softmax for loss in draft.losses)
-        groups.append(save_or_recompute(len(costs), sum(profile.tape[op].again_s for op in ops), ops=ops))
+        groups.append(loss_group(profile, draft.losses, len(costs)))
         costs.append(RegionCost(0.0, LOSS))
     groups += (_group(place[c.region.call], c) for c in compiled)
     return tuple(groups), tuple(costs)

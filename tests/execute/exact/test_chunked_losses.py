@@ -27,6 +27,8 @@ from tests.execute.exact.harness import Case, differences, run
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+COMPUTED = [(dtype, dtype) for dtype in DTYPES] + [(dtype, torch.float32) for dtype in DTYPES[2:]]
+"""Dtypes of the logits and of the log-probabilities."""
 ROWS, CLASSES, WIDTH = 512, 1400, 24
 CHUNKED = "_ChunkedCrossEntropyBackward"
 
@@ -46,9 +48,22 @@ def torchs(logits: torch.Tensor, expected: torch.Tensor, reduction: str = "mean"
     return F.cross_entropy(logits, expected, reduction=reduction)
 
 
-def ours(logits: torch.Tensor, expected: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+def ours(
+    logits: torch.Tensor,
+    expected: torch.Tensor,
+    reduction: str = "mean",
+    computed: torch.dtype | None = None,
+) -> torch.Tensor:
     assert can_be_chunked(logits, None)
-    return chunked_cross_entropy(logits, expected, REDUCTIONS[reduction], -100)
+    return chunked_cross_entropy(logits, expected, REDUCTIONS[reduction], -100, computed)
+
+
+def functions(computed: torch.dtype) -> tuple[Any, Any]:
+    """Our loss and torch's, of logits that are cast first."""
+    return (
+        lambda logits, *args: ours(logits, *args, computed=computed),
+        lambda logits, *args: torchs(logits.to(computed), *args),
+    )
 
 
 def gradient(leaf: torch.Tensor) -> torch.Tensor:
@@ -60,19 +75,21 @@ def gradient(leaf: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "computed"), COMPUTED, ids=str)
 @pytest.mark.parametrize("shape", [(1, 7), (16, 1031), (100, 33), (257, 130), (40, 5003)], ids=str)
-def test_same_bits_as_torchs(shape: tuple[int, int], dtype: torch.dtype, reduction: str):
+def test_same_bits_as_torchs(
+    shape: tuple[int, int], dtype: torch.dtype, computed: torch.dtype, reduction: str
+):
     values, expected = arguments(*shape, dtype)
     for keep in (False, True):  # over the logits, and beside them
         found = []
-        for function in (ours, torchs):
+        for function in functions(computed):
             leaf = values.clone().requires_grad_()
             logits = leaf * 1
             kept = logits if keep else None
             loss = function(logits, expected, reduction)
             del logits
-            loss.backward(torch.linspace(0.5, 1.5, loss.numel()).view(loss.shape).to(dtype))
+            loss.backward(torch.linspace(0.5, 1.5, loss.numel()).view(loss.shape).to(computed))
             assert kept is None or torch.equal(kept, values)
             found.append((loss.detach(), gradient(leaf)))
         for a, b in zip(*found, strict=True):
@@ -178,10 +195,13 @@ def test_two_losses_of_the_same_logits():
     assert torch.equal(*found)
 
 
-def test_retained_graph_and_second_derivatives():
-    values, expected = arguments(40, 33, torch.float64)
+@pytest.mark.parametrize(
+    ("dtype", "computed"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_retained_graph_and_second_derivatives(dtype: torch.dtype, computed: torch.dtype):
+    values, expected = arguments(40, 33, dtype)
     found = []
-    for function in (ours, torchs):
+    for function in functions(computed):
         leaf = values.clone().requires_grad_()
         loss = function(leaf * 1.5, expected)
         (first,) = torch.autograd.grad(loss, leaf, create_graph=True)
@@ -196,20 +216,23 @@ def test_retained_graph_and_second_derivatives():
     assert found[0][2].abs().sum() > 0
 
 
-def test_batched_gradients():
-    values, expected = arguments(40, 33)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batched_gradients(dtype: torch.dtype):
+    values, expected = arguments(40, 33, dtype)
     rows = torch.eye(40)[:5]
     found = []
-    for function in (ours, torchs):
+    for function in functions(torch.float32):
         leaf = values.clone().requires_grad_()
         loss = function(leaf * 1.5, expected, "none")
         found += torch.autograd.grad(loss, leaf, rows, is_grads_batched=True)
     assert torch.equal(*found)
 
 
-def test_backward_again_after_one_that_failed(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_backward_again_after_one_that_failed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """Where the logits are written already, that is said; where somebody has them, they are as they were."""
-    values, expected = arguments()
+    values, expected = arguments(dtype=dtype)
+    ours, torchs = functions(torch.float32)
     reference = values.clone().requires_grad_()
     torchs(reference, expected).backward()
     into = chunked._into
@@ -449,6 +472,8 @@ ALONE = {
     "autoac's on a device": True,
 }
 """Whether nobody else needs the logits in backward."""
+CAST_BY_THE_USER = ("bfloat16",)
+"""The user's own code makes float32 logits of half-precision ones."""
 NUMBERS_BYTES = {"capped": 8, "scaled": 8, "z-loss": 8, "mean too": 8}
 """A number that a node has saved is predicted to live a little longer than it does."""
 SAVE = autoac.Policy("MUST_SAVE", op="aten._log_softmax*")
@@ -470,25 +495,52 @@ def plan_for(model: nn.Module, engine: str, budget: int | None = None, **options
     return autoac.solve(profile, budget, engine=engine, **options)
 
 
+def case(where: str, autocast: bool, regions: tuple[str, ...] = ("blocks.*",)) -> Case:
+    def forward(model: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(*SAMPLE)
+
+    return Case(lambda: Model(where), forward, regions, lambda result: loss_of(result).backward())
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("where", ALONE)
-def test_exact_and_the_peak_as_predicted(where: str, engine: str):
-    model = Model(where)
+def test_exact_and_the_peak_as_predicted(where: str, autocast: bool, engine: str):
+    chosen = case(where, autocast)
+    model = chosen.model()
     # Also where that does not lower the peak.
-    plan = plan_for(model, engine, 10**12, policies=[RECOMPUTE], regions=["blocks.*"])
+    plan = autoac.solve(
+        chosen.profile(), 10**12, engine=engine, policies=[RECOMPUTE], regions=chosen.regions
+    )
     assert plan.record.chunked_losses
-    assert {loss.alone for loss in chunkable_losses(plan.record.profile)} == {ALONE[where]}
-    report = plan.verify(model, SAMPLE, loss=loss_of)
+    losses = chunkable_losses(plan.record.profile)
+    assert {loss.alone for loss in losses} == {ALONE[where]}
+    assert {bool(loss.casts) for loss in losses} == {autocast and where not in CAST_BY_THE_USER}
+    report = plan.verify(model, lambda: chosen.backward(chosen.forward(model)))
     assert report.equal
     assert abs(report.measured_peak_bytes - report.predicted_peak_bytes) <= NUMBERS_BYTES.get(where, 0)
-    chosen = Case(
-        lambda: Model(where),
-        lambda model: model(*SAMPLE),
-        ("blocks.*",),
-        lambda result: loss_of(result).backward(),
-    )
     assert not differences(run(chosen, plan), run(chosen))
-    planned = plan.apply(chosen.model())
-    assert CHUNKED in nodes(loss_of(planned(*SAMPLE)))
+    assert CHUNKED in nodes(loss_of(chosen.forward(plan.apply(chosen.model()))))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("where", ["root", "returned"])
+def test_logits_that_a_region_makes(where: str, autocast: bool, engine: str):
+    """Selective checkpointing holds them if it saves them, and then they are not overwritten."""
+    chosen = case(where, autocast, ("blocks.*", "classes"))
+    model = chosen.model()
+    casts = [autoac.Policy("MUST_RECOMPUTE", module="classes", op="aten._to_copy*")] if autocast else []
+    for kind in ("MUST_SAVE", "MUST_RECOMPUTE"):
+        policies = [RECOMPUTE, *casts, autoac.Policy(kind, module="classes", op="aten.addmm*")]
+        plan = autoac.solve(
+            chosen.profile(), 10**12, engine=engine, policies=policies, regions=chosen.regions
+        )
+        assert plan.record.chunked_losses
+        assert plan.regions[-1].fqn == "classes"
+        assert plan.regions[-1].wrapped == autocast
+        report = plan.verify(model, lambda: chosen.backward(chosen.forward(model)))
+        assert report.equal
+        assert report.measured_peak_bytes == report.predicted_peak_bytes
 
 
 @pytest.mark.parametrize("where", NOT_CHUNKED)

@@ -6,14 +6,26 @@ See `cross_entropy` for the pattern on the tape.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from autoac_solver.build.draft import Draft
 from autoac_solver.build.engine_model import EngineModel
+from autoac_solver.build.groups import PINNED
 from autoac_solver.build.losses.cross_entropy import ChunkableLoss, chunkable_losses
 from autoac_solver.build.regions import Region
 from autoac_solver.build.step import Step
-from autoac_solver.problem.problem import ALWAYS, Extension, Lifetime, when_recomputed, when_saved
+from autoac_solver.problem.problem import (
+    ALWAYS,
+    Condition,
+    DecisionGroup,
+    Extension,
+    Lifetime,
+    save_or_recompute,
+    when_recomputed,
+    when_saved,
+)
+from autoac_solver.records.profile import Profile
 
 LOSS = "(loss)"
 """Name of the pseudo-region of the log-probabilities of cross entropies, which are in no region."""
@@ -21,7 +33,22 @@ LOSS = "(loss)"
 
 def ops_of(losses: Iterable[ChunkableLoss]) -> set[int]:
     """The forward ops of the losses."""
-    return {op for loss in losses for op in (loss.log_softmax, loss.loss)}
+    return {op for loss in losses for op in (*loss.forward, loss.loss)}
+
+
+def loss_group(
+    profile: Profile, losses: Sequence[ChunkableLoss], region: int, pinned: AbstractSet[int] = frozenset()
+) -> DecisionGroup:
+    """The group of the losses' log-probabilities.
+
+    Args:
+        region: index of the pseudo-region.
+        pinned: ops whose values must be saved.
+    """
+    ops = tuple(loss.log_softmax for loss in losses)
+    time_s = sum(profile.tape[op].again_s for loss in losses for op in loss.forward)
+    must_save = "" if pinned.isdisjoint(ops) else PINNED
+    return save_or_recompute(region, time_s, must_save=must_save, ops=ops)
 
 
 def decided_losses(step: Step, regions: Sequence[Region], engine: EngineModel) -> tuple[ChunkableLoss, ...]:
@@ -37,9 +64,7 @@ def decided_losses(step: Step, regions: Sequence[Region], engine: EngineModel) -
     ops = {op for region in others for op in region.ops}
     held = {storage for region in others for storage in step.profile.spans[region.call].inputs}
     held |= {storage for op in ops for storage in set(tape[op].reads) - set(tape[op].writes)}
-    # Selective checkpointing keeps every output of a region that is not recomputed, needed or not.
-    held |= {storage for op in ops for storage in tape[op].creates} if engine.runs_code_twice else set()
-    fine = all(loss.log_softmax not in ops and not (loss.alone and loss.logits in held) for loss in losses)
+    fine = all(ops.isdisjoint(loss.forward) and not (loss.alone and loss.logits in held) for loss in losses)
     return losses if fine else ()
 
 
@@ -65,16 +90,32 @@ def with_chunked_losses(draft: Draft, group: int, lifetimes: Iterable[Lifetime])
 def _with_chunked(
     draft: Draft, group: int, loss: ChunkableLoss, lifetimes: Iterable[Lifetime]
 ) -> Iterator[Lifetime]:
-    gone = (loss.log_probabilities, loss.gradient) if loss.alone else (loss.log_probabilities,)
+    gone, chunked = {loss.log_probabilities, *loss.passing}, when_recomputed(group)
     # If the gradient overwrites the logits, they hold it from then on.
     last = loss.gradient if loss.alone else loss.log_probabilities
     saves = [index for index, saved in enumerate(draft.step.profile.saved) if saved.storage == last]
     _, end, _ = draft.life(last, saves)
-    held = Extension(end, when_recomputed(group))
+    begin, lifetimes = draft.axis.forward[loss.backward], list(lifetimes)
+    beside = list(_held_by_an_engine(lifetimes, loss.logits, begin)) if loss.alone else [ALWAYS]
     for lifetime in lifetimes:
-        if lifetime.storage in gone:
+        if lifetime.storage == loss.gradient and (loss.alone or loss.passing):
+            # A cast gradient is written by the chunk, before the op at which it would be cast as a whole.
+            start = begin if loss.passing else lifetime.start
+            yield replace(lifetime, exists=when_saved(group))
+            yield from (replace(lifetime, exists=chunked & when, start=start) for when in beside)
+        elif lifetime.storage in gone:
             yield replace(lifetime, exists=when_saved(group))
         elif lifetime.storage == loss.logits and lifetime.exists == ALWAYS and end > lifetime.end:
-            yield replace(lifetime, extensions=(*lifetime.extensions, held))
+            yield replace(lifetime, extensions=(*lifetime.extensions, Extension(end, chunked)))
         else:
             yield lifetime
+
+
+def _held_by_an_engine(lifetimes: Iterable[Lifetime], logits: int, begin: int) -> Iterator[Condition]:
+    """When the engine itself holds the logits of a loss as its backward begins, so that they are not overwritten.
+
+    Selective checkpointing keeps every output of a region that is not recomputed, needed or not.
+    """
+    for lifetime in lifetimes:
+        if lifetime.storage == logits and lifetime.exists == ALWAYS:
+            yield from dict.fromkeys(e.when for e in lifetime.extensions if e.end > begin)

@@ -8,7 +8,11 @@ NOTE [ Losses on the tape ]
   3. If it is *chunked*, the log-probabilities never exist as a whole: the logits are kept in their place, and backward
      recomputes the log-probabilities for some rows at a time. So they are recomputed like any other value, except for
      their lifetimes. (Liger Kernel, Hsu et al. 2024, computes the loss by rows, too, and its gradient in forward.)
-  4. The kernels' results do not depend on the rows beside them, see `execute.cross_entropy.chunked` for the tests of
+  4. Under autocast, a cast of the logits to float32 precedes those ops, and one of their gradient follows. If the loss
+     is chunked, both casts are part of it: the half-precision logits are kept, and none of the float32 tensors exists.
+     The cast that the lean loss makes is `CAST`. A cast of the user's own, whose result the user may hold, is not: the
+     loss then keeps the float32 logits.
+  5. The kernels' results do not depend on the rows beside them, see `execute.cross_entropy.chunked` for the tests of
      that. So both give the same bits as torch's loss.
 """
 
@@ -22,6 +26,11 @@ from autoac_solver.records.devices import is_cuda
 from autoac_solver.records.profile import NEVER, ModuleCall, Op, Profile, Saved
 
 LOG_SOFTMAX = "aten._log_softmax.default"
+CAST = re.compile(
+    r"aten\._to_copy\.default\((b?float16)\[\d+,\d+\], dtype=float32, memory_format=contiguous_format\)"
+)
+"""The signature of the lean loss's own cast of half-precision logits; `execute.cross_entropy.lean` makes it."""
+_CAST_BACK = "aten._to_copy.default"
 _TORCHS_BACKWARD = "aten._log_softmax_backward_data.default"
 _LEAN_BACKWARD = "aten._log_softmax_backward_data.out"
 _NLL_LOSS_BACKWARD = ("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
@@ -53,26 +62,41 @@ class ChunkableLoss:
     """A cross entropy that can be computed over chunks of rows.
 
     Args:
-        log_softmax, loss, backward: indices of its ops; `backward` computes the gradient of the logits.
-        logits, log_probabilities, gradient: indices of its storages. `gradient` holds the gradient of the
-            log-probabilities, then that of the logits, which overwrites it.
+        forward: indices of the ops that backward repeats by the chunk: the cast of the logits if there is one, then the
+            log-softmax.
+        loss, backward: indices of two more of its ops; `backward` computes the gradient of the logits.
+        logits, log_probabilities, gradient: indices of its storages: what is kept if it is chunked, what is kept if it
+            is not, and the gradient of the logits.
+        passing: storages that it has for a time if it is not chunked: the float32 logits and their gradient if there is
+            a cast.
         dtype: dtype of the logits.
         alone: no one else holds the logits when backward runs, so the gradient overwrites them.
         forward_bytes, loss_bytes, backward_bytes: workspace of the chunked loss while it computes the log-probabilities
             of some rows, while it computes the loss of them, and in backward.
     """
 
-    log_softmax: int
+    forward: tuple[int, ...]
     loss: int
     backward: int
     logits: int
     log_probabilities: int
     gradient: int
+    passing: tuple[int, ...]
     dtype: str
     alone: bool
     forward_bytes: int
     loss_bytes: int
     backward_bytes: int
+
+    @property
+    def log_softmax(self) -> int:
+        """Index of the op that makes the log-probabilities."""
+        return self.forward[-1]
+
+    @property
+    def casts(self) -> tuple[int, ...]:
+        """Indices of the ops that cast the logits and their gradient, which a chunked loss does by the chunk."""
+        return (self.forward[0], self.backward + 1) if self.passing else ()
 
 
 def chunkable_losses(profile: Profile) -> tuple[ChunkableLoss, ...]:
@@ -88,22 +112,58 @@ def chunkable_losses(profile: Profile) -> tuple[ChunkableLoss, ...]:
         for storage in op.creates
     }
     lean = [
-        (made[storage], index, storage)
+        _Lean(profile, made[storage], index, storage)
         for index, op in enumerate(tape)
         if op.name == _LEAN_BACKWARD
         for storage in set(op.reads) & made.keys()
     ]
     if not lean:
         return ()
-    storages = {
-        storage
-        for forward, backward, log_probabilities in lean
-        for storage in (*tape[forward].reads, log_probabilities, *tape[backward].writes)
-    }
-    uses = _Uses(profile, storages)
-    found = [_chunkable(profile, uses, *loss) for loss in lean]
+    uses = _Uses(profile, {storage for loss in lean for storage in loss.storages()})
+    found = [_chunkable(profile, uses, loss) for loss in lean]
     losses = tuple(loss for loss in found if loss is not None)
     return losses if len(losses) == len(lean) == len({loss.logits for loss in losses}) else ()
+
+
+class _Lean:
+    """A lean loss on the tape: its ops from the logits to the log-probabilities, and back.
+
+    Args:
+        log_softmax, backward: indices of ops.
+        log_probabilities: index of a storage.
+
+    Attributes:
+        half: dtype of the logits before the lean loss's own cast, "" if there is none.
+        forward, backward: its ops between the logits and the log-probabilities, and back.
+        reads, results: storages of the logits and of their gradient.
+        gradients: those of the log-probabilities' gradient.
+        passing: as for `ChunkableLoss`.
+        is_chain: the casts come right before and after, and nobody else has what they read and make.
+    """
+
+    def __init__(self, profile: Profile, log_softmax: int, backward: int, log_probabilities: int):
+        tape = profile.tape
+        cast = CAST.fullmatch(_signature(profile, tape[log_softmax - 1])) if log_softmax > 0 else None
+        is_cast = cast is not None
+        self.half = cast[1] if cast else ""
+        self.forward = tuple(range(log_softmax - is_cast, log_softmax + 1))
+        self.backward = tuple(range(backward, min(backward + 1 + is_cast, len(tape))))
+        self.log_probabilities = log_probabilities
+        self.reads = tape[self.forward[0]].reads
+        self.gradients = tape[backward].writes
+        last = tape[self.backward[-1]]
+        self.results = last.creates if is_cast else last.writes
+        self.passing = (*tape[log_softmax].reads, *self.gradients) if is_cast else ()
+        self.is_chain = not is_cast or (
+            len(self.backward) == 2
+            and last.name == _CAST_BACK
+            and last.reads == self.gradients
+            and tape[log_softmax - 1].creates == tape[log_softmax].reads
+        )
+
+    def storages(self) -> set[int]:
+        """The storages whose uses matter."""
+        return {*self.reads, self.log_probabilities, *self.gradients, *self.results, *self.passing}
 
 
 class _Uses:
@@ -123,36 +183,36 @@ class _Uses:
                 self.saves[saved.storage].append(saved)
 
 
-def _chunkable(
-    profile: Profile, uses: _Uses, forward: int, backward: int, log_probabilities: int
-) -> ChunkableLoss | None:
+def _chunkable(profile: Profile, uses: _Uses, lean: _Lean) -> ChunkableLoss | None:
     tape, table = profile.tape, profile.storage_table
-    op = tape[forward]
+    op, last = tape[lean.forward[-1]], lean.backward[-1]
     shape = _LOGITS.fullmatch(_signature(profile, op))
-    readers = [i for i in uses.reads[log_probabilities] if i != backward]
-    saves = uses.saves[log_probabilities]
+    readers = [i for i in uses.reads[lean.log_probabilities] if i != lean.backward[0]]
+    saves = uses.saves[lean.log_probabilities]
     if (
         shape is None
         or shape[1] not in _ITEM_BYTES
-        or len(op.reads) != 1
+        or len(lean.reads) != 1
         or len(readers) != 2
         or len(saves) != 1
     ):
         return None
-    (logits,), (loss, makes) = op.reads, (tape[i] for i in readers)
+    (logits,), (loss, makes) = lean.reads, (tape[i] for i in readers)
     if (
-        not _UNWEIGHTED.fullmatch(_signature(profile, loss))
+        not lean.is_chain
+        or not _UNWEIGHTED.fullmatch(_signature(profile, loss))
         or makes.name != _NLL_LOSS_BACKWARD[0]
         or len(makes.creates) != 1
-        or tape[backward].writes != makes.creates
-        or table[logits].bytes != table[log_probabilities].bytes
+        or lean.gradients != makes.creates
+        or len(lean.results) != 1
+        or table[logits].bytes != table[lean.results[0]].bytes
         or any(op.tick < tape[i].tick < saves[0].released for i in uses.writes[logits])
-        or sum(tape[i].name == LOG_SOFTMAX for i in uses.reads[logits]) != 1
+        or sum(_begins_a_loss(profile, tape[i]) for i in uses.reads[logits]) != 1
         # If autograd adds another gradient to it in place, it must not overwrite the logits.
-        or uses.writes[makes.creates[0]] != [backward]
+        or any(uses.writes[storage] not in ([], [lean.backward[0]]) for storage in lean.results)
     ):
         return None
-    kept_on = backward + 1 < len(tape) and tape[backward + 1].tick < saves[0].released  # With its graph.
+    kept_on = last + 1 < len(tape) and tape[last + 1].tick < saves[0].released  # With its graph.
     held = any(saved.released > makes.tick for saved in uses.saves[logits])
     there = table[logits].alloc == NEVER or table[logits].free > makes.tick
     rows, classes, item_bytes = int(shape[2]), int(shape[3]), _ITEM_BYTES[shape[1]]
@@ -165,13 +225,14 @@ def _chunkable(
 
     column, chunk_bytes = size(rows * item_bytes), size(chunk * classes * item_bytes)
     return ChunkableLoss(
-        log_softmax=forward,
+        forward=lean.forward,
         loss=readers[0],
-        backward=backward,
+        backward=lean.backward[0],
         logits=logits,
-        log_probabilities=log_probabilities,
-        gradient=makes.creates[0],
-        dtype=shape[1],
+        log_probabilities=lean.log_probabilities,
+        gradient=lean.results[0],
+        passing=lean.passing,
+        dtype=lean.half or shape[1],
         alone=not (kept_on or held or there),
         # Log-probabilities, class indices and their mask of one chunk; then class indices and mask of all rows.
         forward_bytes=column
@@ -179,6 +240,10 @@ def _chunkable(
         loss_bytes=column + size(rows * _INDEX_BYTES),
         backward_bytes=2 * chunk_bytes,
     )
+
+
+def _begins_a_loss(profile: Profile, op: Op) -> bool:
+    return op.name == LOG_SOFTMAX or CAST.fullmatch(_signature(profile, op)) is not None
 
 
 def _signature(profile: Profile, op: Op) -> str:

@@ -278,9 +278,10 @@ class Placement:
         device = device_of(model).type
         if not self.record.losses or not device_for(device_of(model)).known:
             return
-        for dtype in _types({op.dtype for op in self.record.profile.tape if op.name == _LOG_SOFTMAX}):
-            same_in_place(device, dtype)
         dtypes = self.record.chunk_dtypes
+        computed = {op.dtype for op in self.record.profile.tape if op.name == _LOG_SOFTMAX}
+        for dtype in _types(computed.union(dtypes)):
+            same_in_place(device, dtype)
         if not all(same_by_chunks(device, dtype) for dtype in _types(dtypes)):
             warn(
                 f"a cross entropy over chunks of rows does not give the same bits on {device} for {', '.join(dtypes)}, "

@@ -14,6 +14,7 @@ NOTE [ The lean loss ]
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoac.device import device_for
 from autoac.execute.cross_entropy.chunked import can_be_chunked, chunked_cross_entropy, have_rows
+from autoac.execute.cross_entropy.delayed import Delayed, may_delay
 from autoac.torch_private import (
     TorchDispatchMode,
     being_jit_traced,
@@ -89,8 +91,9 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
     *,
     chunked: bool,
+    upcast: bool = False,
 ) -> torch.Tensor:
-    """As `cross_entropy`; over chunks of rows if `chunked` and possible."""
+    """As `cross_entropy`; over chunks of rows if `chunked` and possible; of the logits cast to float32 if `upcast`."""
     lean = (
         size_average is None
         and reduce is None
@@ -101,10 +104,10 @@ def _cross_entropy(
         and _is_lean(input, target, weight)
     )
     if not lean:
+        input = input.float() if upcast else input
         return _TORCHS(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-    upcast = False
     if torch.is_autocast_enabled(input.device.type):
-        if not _is_cast_first(input, target):
+        if not upcast and not _is_cast_first(input, target):
             return _TORCHS(input, target, weight, ignore_index=ignore_index, reduction=reduction)
         weight = None if weight is None else _in_float32(weight)
         upcast = input.dtype in _HALF
@@ -284,7 +287,7 @@ class LeanLosses(LeavesLosses):
         super().__init__()
         self.hooks = top_saved_tensors_hooks()
         self.chunked = chunked
-        self.ours = functools.partial(_cross_entropy, chunked=chunked)
+        self.delayed = Delayed()
 
     def is_like(self, mode: Any) -> bool:
         """Whether a mode does the same as this one."""
@@ -295,10 +298,32 @@ class LeanLosses(LeavesLosses):
         return self.chunked and top_saved_tensors_hooks() == self.hooks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch.compiler.is_compiling() and func is F.cross_entropy:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        is_delayed = bool(args) and args[0] in self.delayed
+        if func is F.cross_entropy:
             # If other code has replaced `F.cross_entropy`, then `func` is the replacement, which has run already.
-            func = self.ours if top_saved_tensors_hooks() == self.hooks else _TORCHS
-        return func(*args, **(kwargs or {}))
+            if top_saved_tensors_hooks() == self.hooks:
+                return _cross_entropy(*args, **kwargs, chunked=self.chunked, upcast=is_delayed)
+            args = (args[0].float(), *args[1:]) if is_delayed else args
+            return _TORCHS(*args, **kwargs)
+        if func is torch.Tensor.float and self._delays(*args) and may_delay(sys._getframe(1)):
+            return self.delayed.add(args[0].view_as(args[0]))
+        result = func(*args, **kwargs)
+        return self.delayed.add(result) if is_delayed and func is torch.Tensor.view else result
+
+    def _delays(self, logits: torch.Tensor) -> bool:
+        """Whether a cast of logits to float32 may be left to their lean loss."""
+        return (
+            logits.dtype in _HALF
+            and logits.requires_grad
+            and torch.is_grad_enabled()
+            and logits.is_contiguous()
+            and _is_plain(logits)
+            and top_saved_tensors_hooks() == self.hooks
+            and not (being_traced() or being_jit_traced() or in_function_transform())
+        )
 
 
 @dataclass(frozen=True)
@@ -377,6 +402,7 @@ class _Window:
         _running.window = self.outer
         if self.is_open:
             take_function_mode_off(self.mode)
+            self.mode.delayed.clear()
 
     def open(self) -> None:
         """Activate the mode, unless another mode must see torch's loss, or code in between will pop the topmost one."""

@@ -509,9 +509,7 @@ def test_exact_and_the_peak_as_predicted(where: str, autocast: bool, engine: str
     chosen = case(where, autocast)
     model = chosen.model()
     # Also where that does not lower the peak.
-    plan = autoac.solve(
-        chosen.profile(), 10**12, engine=engine, policies=[RECOMPUTE], regions=chosen.regions
-    )
+    plan = autoac.solve(chosen.profile(), 10**12, engine=engine, policies=[RECOMPUTE], regions=chosen.regions)
     assert plan.record.chunked_losses
     losses = chunkable_losses(plan.record.profile)
     assert {loss.alone for loss in losses} == {ALONE[where]}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from autoac.torch_private import current_raw_stream, sleep_cycles
-from autoac_solver.allocator.caching import rounded_size
+from autoac_solver.allocator.caching import BLOCK_BYTES, rounded_size
 from autoac_solver.allocator.options import AllocatorOptions, options_in_environment, parse_options
 from autoac_solver.records.devices import cuda_block_bytes
 from autoac_solver.records.errors import AllocatorOptionsError
@@ -255,7 +255,7 @@ class CudaDevice:
     memory_events = False
     counts_memory = True
     on_hosts_processors = False
-    block_bytes = 512  # `kMinBlockSize` in torch's c10/core/AllocatorConfig.h
+    block_bytes = BLOCK_BYTES
     training_dtype = torch.bfloat16
     ruler = "max_memory_allocated"
 

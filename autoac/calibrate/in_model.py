@@ -33,6 +33,7 @@ from autoac.step.restore import untouched
 from autoac.step.step import TrainingStep
 from autoac.step.trial import trial
 from autoac.step.uncompiled import uncompiled
+from autoac.torch_private import has_process_group
 from autoac_solver.build.engine_model import costs_of
 from autoac_solver.build.engines import DEFAULT, engine_model, planned_for
 from autoac_solver.build.stacking import Stacked, stacked
@@ -184,7 +185,7 @@ def _changes_only_buffers(profile: Profile, model: torch.nn.Module) -> bool:
     """Whether the step writes no earlier tensor except buffers."""
     if any(call.once == FOREIGN for call in profile.calls):
         return False  # code that torch does not see writes others, perhaps parameters
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if has_process_group():
         return False  # all processes would have to run equally many steps
     before = {index: s.kind for index, s in enumerate(profile.storage_table) if s.alloc == NEVER}
     if "Gradient" in before.values():

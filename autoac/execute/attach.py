@@ -18,7 +18,7 @@ from autoac.step.carried import LOSS_KEY, REGION_KEY, ROOT_KEY
 from autoac.step.inputs import elements_of
 from autoac.step.model import has_gradients
 from autoac.step.units import some_units, units_inside
-from autoac.torch_private import disable_dynamo, in_stage_setup
+from autoac.torch_private import disable_dynamo, has_process_group, in_stage_setup
 from autoac.torch_private.called import called_module
 from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.names import region_in_words
@@ -73,7 +73,7 @@ def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     program = region.next_program()
     if not program.wrapped or in_first_run():
         return original(*args, **kwargs)
-    if not torch.compiler.is_compiling() and _is_distributed():
+    if not torch.compiler.is_compiling() and has_process_group():
         check_no_units(module, program.region)
     return ENGINES[region.engine].run(program, original, args, kwargs, module)
 
@@ -87,10 +87,6 @@ apart_forward = planned_forward(
 )
 """The forward of a planned module that code compiled around it leaves out, see `Program.apart`."""
 apart_forward.__name__ = apart_forward.__qualname__ = "apart_forward"  # by which it is pickled
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def check_no_units(module: torch.nn.Module, region: str) -> None:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autoac.plans import Plan
 from autoac.ranks.all_or_none import Ranks, together
 from autoac.step.model import model_fingerprint
-from autoac.torch_private import ranks_of
+from autoac.torch_private import has_process_group, ranks_of
 from autoac_solver.plan.recorded.transfer import outcome_of
 from autoac_solver.records.errors import BudgetFormatError, ParallelError
 from autoac_solver.records.format import format_bytes
@@ -36,7 +35,7 @@ def agree(plan: Plan | None, model: torch.nn.Module) -> Plan:
         ParallelError: no rank has a plan, the plan is not for a rank's model, or a rank has failed; raised on all
             ranks. Or there are no ranks: torch.distributed has no process group.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_process_group():
         raise ParallelError(
             "there are no ranks to agree with: call torch.distributed.init_process_group first, in a process of each "
             "rank. In a single process a plan needs no agreement.",

@@ -13,6 +13,7 @@ from autoac.torch_private import (
     ddp_around,
     is_compiled_wrapper,
     is_ddp,
+    is_one_of_several_ranks,
     is_unit,
     wrapped_module,
 )
@@ -25,7 +26,7 @@ def found_on(model: torch.nn.Module) -> Parallel:
         model: as the training loop calls it. For `ddp.module` the buckets of `ddp` count, but the ranks do not plan
             together.
     """
-    together = _is_distributed() and torch.distributed.get_world_size() > 1
+    together = is_one_of_several_ranks()
     while is_compiled_wrapper(model):
         model = wrapped_module(model)
     if not isinstance(model, torch.nn.Module):
@@ -42,9 +43,4 @@ def found_on(model: torch.nn.Module) -> Parallel:
 
 def is_spread(model: torch.nn.Module) -> bool:
     """Whether several processes train this model together, each calling it in step with the others."""
-    several = _is_distributed() and torch.distributed.get_world_size() > 1
-    return several and type(found_on(model)) is not Plain
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return is_one_of_several_ranks() and type(found_on(model)) is not Plain

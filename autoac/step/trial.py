@@ -48,7 +48,8 @@ def trial(
     Returns:
         The restorer, to register further actions.
 
-    The recording copies no values beforehand and has contexts of its own: see `autoac/record/recorder.py`.
+    The recording copies no values beforehand and has contexts of its own: see `autoac/record/recorder.py`, and for
+    optimizers `autoac/api/profiling.py`.
     """
     states = OptimizerStates(copies=True) if optimizers is None else optimizers
     kept = values_kept(written, places), attributes_kept(model)

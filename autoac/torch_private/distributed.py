@@ -195,7 +195,7 @@ def ddp_around(model: torch.nn.Module) -> Any:
     Source: `Reducer::Reducer` (torch/csrc/distributed/c10d/reducer.cpp).
     """
     ddp = torch.nn.parallel.DistributedDataParallel
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if not has_process_group():
         return None
     for found in gc.get_objects():
         is_whole = issubclass(type(found), ddp) and found.__dict__.get("_modules")
@@ -239,13 +239,20 @@ def ranks_of(model: torch.nn.Module) -> tuple[int, ...] | None:
 # -- processes -----------------------------------------------------------------------------------------------------
 
 
-def is_one_of_several_ranks() -> bool:
-    """Whether this process is one of several that train together.
+def has_process_group() -> bool:
+    """Whether this process has joined a process group.
 
     Source: public; here because importing torch's distributed packages is left to other code.
     """
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def is_one_of_several_ranks() -> bool:
+    """Whether this process is one of several that train together.
+
+    Source: as for `has_process_group`.
+    """
+    return has_process_group() and torch.distributed.get_world_size() > 1
 
 
 def has_other_ranks() -> bool:

@@ -127,6 +127,7 @@ def test_fake_ranks_are_not_there(alone: None):
     dist.destroy_process_group()
     with torch_private.fake_ranks(2):
         assert torch_private.is_one_of_several_ranks()
+        assert torch_private.has_process_group()
         assert not torch_private.has_other_ranks()
     dist.init_process_group("gloo", store=cast("Any", dist).HashStore(), rank=0, world_size=1)
 

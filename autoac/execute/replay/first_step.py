@@ -1,6 +1,6 @@
 """The first step of a plan that was made on fake tensors: recomputed values are compared with forward's.
 
-NOTE [ The first step ]
+NOTE [ The first replayed step ]
   1. A real profile recomputes everything once and compares (`autoac.record.guard`). On fake tensors there is nothing to
      compare, so the plan's first step does it: a value to be recomputed gets a checksum where a recorded op reads it
      and, if autograd saves it, when the region's forward can no longer write it. The recomputed value is compared with

@@ -211,11 +211,12 @@ class Recording(UnwrappedDispatchMode):
                     None if t is None else self._store(t, (name, j), refs, kept) for j, t in enumerate(value)
                 ]
         if host and not same_random_states(host, host_random_states()):
-            for target in written_tensors(info, args, kwargs):  # see NOTE [ Never wrong ]
+            # See NOTE [ Never wrong, whatever the decisions ].
+            for target in written_tensors(info, args, kwargs):
                 self.slots.pop(key_of(target), None)
             return result
         if any(storage.nbytes() != n_bytes for storage, n_bytes in sizes):
-            for storage, _ in sizes:  # see NOTE [ Never wrong ]
+            for storage, _ in sizes:
                 self.slots.pop(key_of_storage(storage), None)
             return result
         again = tuple(stored)
@@ -268,7 +269,7 @@ class Recording(UnwrappedDispatchMode):
         key = key_of(tensor)
         slot = self.slot_of(tensor, key)
         if slot is not None and self.raw and key in self.raw and not slot.written:
-            del self.slots[key]  # an opaque kernel wrote it, see NOTE [ Never wrong ]
+            del self.slots[key]  # An opaque kernel wrote it.
             self.raw.discard(key)
             slot = None
         if slot is not None:

@@ -1,6 +1,6 @@
 """First step of a region under engine sac: the second run's tensors are compared with those saved in forward.
 
-NOTE [ The first step ]
+NOTE [ The first second run ]
   1. Gradients depend on saved tensors. So each tensor that a region saves gets a checksum once the region's forward can
      no longer write it, and is compared where backward unpacks it, after the second run has recomputed it. A difference
      is an error: forward's value is no longer available.

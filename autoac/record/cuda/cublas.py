@@ -25,6 +25,7 @@ from dataclasses import replace
 import torch
 
 from autoac.record.cuda.ops import capability_of
+from autoac_solver.allocator.caching import BLOCK_BYTES
 from autoac_solver.records.devices import DeviceTable
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import NEVER, Profile, Storage
@@ -85,7 +86,7 @@ def workspace_bytes(major: int) -> int:
     default = _LARGE if _LARGE_FROM <= major <= _LARGE_TO else _SMALL
     asked = re.findall(r":([0-9]+):([0-9]+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     size = sum(int(kib) * 1024 * int(count) for kib, count in asked) if asked else default
-    return -(-size // 512) * 512
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def keeps_workspaces() -> bool:

@@ -40,7 +40,7 @@ from collections.abc import Callable
 from autoac_solver.allocator.blocks import Block, Pool
 from autoac_solver.allocator.options import MIB, AllocatorOptions
 
-BLOCK_BYTES = 512
+BLOCK_BYTES = 512  # `kMinBlockSize` in torch's c10/core/AllocatorConfig.h
 SMALL_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
 LEAST_LARGE_BYTES = 10 * MIB

@@ -14,6 +14,10 @@ from autoac_solver.records.collectives import may_repeat
 from autoac_solver.records.profile import NEVER
 
 PINNED = "a policy says so"
+_NOT_TWICE = (
+    "it cannot be run a second time: it has effects or random numbers that torch does not show, changes a size, or "
+    "gave another value when it was tried (the profile's notes say so then)"
+)
 """Reason for a group that could be recomputed but is pinned by a policy."""
 
 COLLECTIVE = "a collective runs once, unless a policy (REPEAT_COLLECTIVES) lets it run again"
@@ -116,7 +120,7 @@ class Groups:
         record = self._step.profile.tape[op]
         own = set(self._own(region, op))
         if not record.replayable and op not in self._repeated:
-            yield COLLECTIVE if may_repeat(record.name) else "it cannot be run a second time"
+            yield COLLECTIVE if may_repeat(record.name) else _NOT_TWICE
         if own & kept:
             yield "it is written where no op is seen, or needed while its region still runs"
         if set(record.writes) - own:

@@ -146,7 +146,7 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
         return f"{name}: lies in {region}, whose values are decided on one by one"
     within = [region for region in regions if index in _ancestors(profile, region)]
     if within:
-        return f"{name}: is not recomputed as one, but in parts: {_some(profile, within)}"
+        return f"{name}: lies around the regions {_some(profile, within)}, and is none itself"
     reason = next(_refusals(Step(profile), index, engine_model(record.engine)), "")
     inside = {saved.module for saved in profile.saved if saved.module != NEVER}
     if not reason and any(index in (call, *_ancestors(profile, call)) for call in inside):

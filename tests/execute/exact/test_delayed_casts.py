@@ -21,7 +21,7 @@ from tests.execute.exact.harness import Case, differences, least_budget, run
 CLASSES, ROWS = 4096, (4, 64)
 LOGITS_BYTES = CLASSES * ROWS[0] * ROWS[1] * 2
 TOKENS = torch.arange(ROWS[0] * ROWS[1]).view(ROWS) * 7 % CLASSES
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": CLASSES,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -35,8 +35,8 @@ def llama() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    config = transformers.ModernBertConfig(**SIZES, pad_token_id=0, attn_implementation="sdpa")
-    return transformers.ModernBertForMaskedLM(config)
+    options: dict[str, Any] = {**SIZES, "pad_token_id": 0, "attn_implementation": "sdpa"}
+    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**options))
 
 
 def in_half(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -115,16 +115,15 @@ def test_other_code_casts_as_ever(monkeypatch: pytest.MonkeyPatch):
         loss = nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
         return loss + logits.logsumexp(-1).square().mean()
 
-    in_library = FunctionType(changed.__code__, vars(loss_utils), original.__name__)
+    namespace: Any = vars(loss_utils)
+    in_library = FunctionType(changed.__code__, namespace, original.__name__)
     for function in (changed, in_library):
-        model = llama()
-        model.loss_function = function
         with monkeypatch.context() as patch:
             if function is in_library:
                 patch.setattr(loss_utils, "ForCausalLMLoss", function)
 
             def build(function: Any = function) -> nn.Module:
-                model = llama()
+                model: Any = llama()
                 model.loss_function = function
                 return model
 

@@ -36,7 +36,7 @@ def engine_model(name: str) -> EngineModel:
 
 
 def check_supported(engine: str, *asked: str) -> None:
-    """Check that plans for this engine can have what is asked for; "auto" is answered when it is resolved.
+    """Check that plans for this engine can have what is asked for; "auto" passes, what it resolves to is checked.
 
     Args:
         asked: among the names in `EngineModel.unsupported`.

@@ -22,6 +22,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autoac_solver.allocator.caching import BLOCK_BYTES
 from autoac_solver.records.devices import is_cuda
 from autoac_solver.records.profile import NEVER, ModuleCall, Op, Profile, Saved
 
@@ -44,7 +45,6 @@ _UNWEIGHTED = re.compile(
 )
 _ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _INDEX_BYTES = 8
-_CUDA_BLOCK_BYTES = 512
 
 
 def rows_of_a_chunk(rows: int, classes: int) -> int:
@@ -220,7 +220,7 @@ def _chunkable(profile: Profile, uses: _Uses, lean: _Lean) -> ChunkableLoss | No
 
     def size(count: int) -> int:
         """Allocated bytes for `count` requested bytes."""
-        block = _CUDA_BLOCK_BYTES if is_cuda(profile.device) else 1
+        block = BLOCK_BYTES if is_cuda(profile.device) else 1
         return -(-count // block) * block
 
     column, chunk_bytes = size(rows * item_bytes), size(chunk * classes * item_bytes)

@@ -41,7 +41,7 @@ FOREIGN = "writes of code that torch does not see"
 STREAMS = "a second stream"
 UNRULED = "a higher-order op without a rule"
 UNPACKED_TWICE = "a saved tensor read twice"
-"""Kinds of code that must not run a second time, see `ModuleCall.once`."""
+"""Kinds of code that must not run a second time, or that no engine may recompute: see `ModuleCall.once`."""
 
 GATHERED = "(gathered)"
 """Name of parameters that are gathered from shards and freed during the step, see `Storage.is_gathered`."""
@@ -180,13 +180,14 @@ class ModuleCall:
         inputs: storages of the tensors among its arguments.
         views: number of ops in it, nested calls included, that only make views or metadata.
         changes_arguments: it changes an object among its arguments, such as a KV cache, so its code cannot run twice.
-        once: another reason why its code cannot run twice, "" if none is known. `INFERENCE`: it makes or receives
-            tensors of `torch.inference_mode`. `CACHED`: a `parametrize.cached` context around it has ended when its
-            code would run again. `FOREIGN`: code invisible to torch writes one of its tensors. `SHARDED`: it contains
-            FSDP2 units, whose parameters are gathered only around their own forward and backward. `STREAMS`: it
-            runs on several streams of a GPU, so its storages must live as long as without a plan. `UNRULED`: it
-            runs a higher-order op that torch's selective checkpointing has no rule for. `UNPACKED_TWICE`: a backward
-            node reads a tensor saved in it twice, which torch's checkpoint refuses.
+        once: another reason against it as a region, "" if none is known. Under every engine, *replay* included:
+            `SHARDED`: it contains FSDP2 units, whose parameters are gathered only around their own forward and
+            backward. `STREAMS`: it runs on several streams of a GPU, so its storages must live as long as without a
+            plan. Under engines that run its code a second time: `INFERENCE`: it makes or receives tensors of
+            `torch.inference_mode`. `CACHED`: a `parametrize.cached` context around it has ended when its code would
+            run again. `FOREIGN`: code invisible to torch writes one of its tensors. `UNRULED`: it runs a higher-order
+            op that torch's selective checkpointing has no rule for. `UNPACKED_TWICE`: a backward node reads a tensor
+            saved in it twice, which torch's checkpoint refuses.
     """
 
     fqn: str

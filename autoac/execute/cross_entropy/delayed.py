@@ -6,16 +6,20 @@ NOTE [ Delayed casts ]
   2. In these functions, and where the cross entropy is lean, `.float()` makes no copy: it returns another tensor on the
      same logits. `LeanLosses` knows that tensor and its views, and their cross entropy makes the cast.
   3. The result would differ from torch's if the function did anything else with the float32 logits. So the functions
-     are known by the names that their code uses; another version of them makes its cast itself.
+     are known by the names that their code uses, and the cross entropy must be torch's: another version of them, or
+     another loss put in its place (Liger Kernel does that), gets float32 logits.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+
+from autoac.torch_private import torchs_cross_entropy
 
 _MODULE = "transformers.loss.loss_utils"
 _USED = {
@@ -30,19 +34,17 @@ class Delayed:
     """Half-precision logits that stand for float32 ones."""
 
     def __init__(self) -> None:
-        self._logits: list[torch.Tensor] = []
+        # Weak, so that a forward with several losses frees the logits of each before the next one.
+        self._logits: list[weakref.ref[torch.Tensor]] = []
 
     def __contains__(self, tensor: Any) -> bool:
-        return any(logits is tensor for logits in self._logits)
+        return any(logits() is tensor for logits in self._logits)
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor, and return it."""
-        self._logits.append(tensor)
+        self._logits = [logits for logits in self._logits if logits() is not None]
+        self._logits.append(weakref.ref(tensor))
         return tensor
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._logits.clear()
 
 
 def may_delay(caller: FrameType) -> bool:
@@ -55,4 +57,6 @@ def may_delay(caller: FrameType) -> bool:
         isinstance(code, CodeType) and code.co_names == tuple(_USED[name].split())
         for name, code in codes.items()
     )
-    return is_known and caller.f_code in codes.values()
+    if not is_known or caller.f_code not in codes.values():
+        return False
+    return module.nn.functional.cross_entropy is torchs_cross_entropy

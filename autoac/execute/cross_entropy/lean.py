@@ -402,7 +402,6 @@ class _Window:
         _running.window = self.outer
         if self.is_open:
             take_function_mode_off(self.mode)
-            self.mode.delayed.clear()
 
     def open(self) -> None:
         """Activate the mode, unless another mode must see torch's loss, or code in between will pop the topmost one."""

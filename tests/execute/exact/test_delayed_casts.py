@@ -134,6 +134,52 @@ def test_other_code_casts_as_ever(monkeypatch: pytest.MonkeyPatch):
             assert not differences(run(chosen, plan), run(chosen))
 
 
+def test_another_cross_entropy_in_place_of_torchs(monkeypatch: pytest.MonkeyPatch):
+    """It is given the float32 logits, as by the library without a plan, also when it came after the plan."""
+    original = nn.functional.cross_entropy
+    given: list[torch.dtype] = []
+
+    def other(logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        given.append(logits.dtype)
+        return original(logits, *args, **options) + logits.logsumexp(-1).square().mean()
+
+    chosen = case(llama, True)
+    early = autoac.solve(chosen.profile(), 10**12)
+    monkeypatch.setattr(nn.functional, "cross_entropy", other)
+    late = autoac.solve(chosen.profile(), 10**12)
+    for plan in (early, late):
+        assert not differences(run(chosen, plan), run(chosen))
+    assert set(given) == {torch.float32}
+
+
+def test_logits_of_several_losses_are_freed_one_by_one():
+    class Heads(nn.Module):
+        """Multi-token prediction."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Embedding(CLASSES, 32)
+            self.heads = nn.ModuleList(nn.Linear(32, CLASSES, bias=False) for _ in range(6))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x, loss = self.body(tokens), torch.zeros(())
+            for shift, head in enumerate(self.heads):
+                loss = loss + loss_utils.ForCausalLMLoss(head(x), tokens.roll(-shift, 1), CLASSES)
+            return loss
+
+    def forward(model: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(TOKENS)
+
+    chosen = Case(Heads, forward, ("heads.*",))
+    plan = autoac.solve(chosen.profile(), 10**12)
+    assert not plan.record.chunked_losses
+    report = plan.verify(model := chosen.model(), lambda: chosen.backward(forward(model)))
+    assert report.equal
+    assert report.measured_peak_bytes == report.predicted_peak_bytes
+    assert report.measured_peak_bytes < report.unplanned_peak_bytes
+
+
 def test_logits_that_are_used_after_the_loss():
     """They are still those of half precision, and whole."""
 

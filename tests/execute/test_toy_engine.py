@@ -71,7 +71,7 @@ class ToyModel:
     def lifetimes(self, draft: Draft) -> Iterator[Lifetime]:
         return Rerun(draft, watches=True).lifetimes()
 
-    def overhead(self, draft: Draft, region: Region) -> float:
+    def wrap_s(self, draft: Draft, region: Region) -> float:
         return draft.step.costs_of(self.name, ToyCosts).call
 
 

@@ -89,14 +89,14 @@ def _problem(draft: Draft, model: EngineModel, loss: int, pinned: AbstractSet[in
     first = len(draft.regions) + (loss >= 0)  # of the calls that are cut
     within = [call if call < 0 else first + call for call in map(draft.cut_call_of, draft.regions)]
     wraps = [
-        RegionCost(model.overhead(draft, region), profile.module_name(region.call), outer)
+        RegionCost(model.wrap_s(draft, region), profile.module_name(region.call), outer)
         for region, outer in zip(draft.regions, within, strict=True)
     ]
     if loss >= 0:
         groups.append(loss_group(profile, draft.losses, len(wraps), pinned))
         wraps.append(RegionCost(0.0, LOSS))
     wraps += (
-        RegionCost(model.overhead(draft, whole), profile.module_name(whole.call)) for whole in draft.cut_calls
+        RegionCost(model.wrap_s(draft, whole), profile.module_name(whole.call)) for whole in draft.cut_calls
     )
     problem = Problem(
         n_positions=len(draft.axis),

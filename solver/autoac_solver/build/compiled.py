@@ -196,7 +196,7 @@ def _decided(
     groups = [replace(g, region=place[draft.regions[g.region].call]) for g in draft.groups.all]
     costs = [RegionCost(0.0, profile.module_name(region.call)) for region in regions]
     for region in draft.regions:
-        wrap_s = _REPLAY.overhead(draft, region)
+        wrap_s = _REPLAY.wrap_s(draft, region)
         costs[place[region.call]] = RegionCost(wrap_s, profile.module_name(region.call))
     if draft.losses:
         groups.append(loss_group(profile, draft.losses, len(costs)))

@@ -79,7 +79,7 @@ class EngineModel(Protocol):
         """All lifetimes."""
         ...
 
-    def overhead(self, draft: Draft, region: Region) -> float:
+    def wrap_s(self, draft: Draft, region: Region) -> float:
         """Seconds that wrapping a region adds to the step."""
         ...
 

@@ -26,7 +26,7 @@ class Checkpoint(Sac):
     def refuses(self, step: Step, region: Region) -> Iterator[str]:
         return refuses_second_run(step, region)
 
-    def overhead(self, draft: Draft, region: Region) -> float:
+    def wrap_s(self, draft: Draft, region: Region) -> float:
         costs = draft.step.costs_of(SAC, SacCosts)  # The same hooks, but no cost per op.
         return costs.saved * len(region.saved) + costs.call
 

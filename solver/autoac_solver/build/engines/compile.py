@@ -94,5 +94,5 @@ class Compile:
             size = draft.step.profile.storage_table[use.storage].bytes
             yield Lifetime(size, start, max(end, own_end), storage=use.storage)
 
-    def overhead(self, draft: Draft, region: Region) -> float:
+    def wrap_s(self, draft: Draft, region: Region) -> float:
         return 0.0

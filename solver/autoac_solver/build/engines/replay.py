@@ -78,7 +78,7 @@ class Replay:
         saved = {s.storage for s in profile.saved if call.start <= s.tick < call.end}
         return {group for group in own if not saved.isdisjoint(built.group_storages[group])}
 
-    def overhead(self, draft: Draft, region: Region) -> float:
+    def wrap_s(self, draft: Draft, region: Region) -> float:
         costs = draft.step.costs_of(self.name, ReplayCosts)
         if draft.cut_call_of(region) >= 0 and region not in draft.cut_calls:
             return costs.call  # the call's recording goes on to another record of ops

@@ -85,7 +85,7 @@ class Sac:
         pairs = zip(tape.group_of, tape.free_of_choice, strict=True)
         return {group for group, free in pairs if group >= 0 and not free}
 
-    def overhead(self, draft: Draft, region: Region) -> float:
+    def wrap_s(self, draft: Draft, region: Region) -> float:
         costs = draft.step.costs_of(self.name, SacCosts)
         n_ops = len(region.ops) + draft.step.profile.calls[region.call].views
         return costs.op * n_ops + costs.saved * len(region.saved) + costs.call

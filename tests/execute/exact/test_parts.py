@@ -255,7 +255,7 @@ def test_the_first_step_of_a_plan_from_fake_tensors_is_checked():
 def test_what_a_module_is_to_the_plan():
     model, x = made("perceptron")
     plan = autoac.plan(model, x, budget=autoac.profile(model, x).least_peak_bytes)
-    assert "in parts" in plan.why("")
+    assert "lies around the regions" in plan.why("")
     inside = plan.why("3")
     part = next(region.name for region in plan.regions if region.wrapped)
     assert plan.why(part).startswith(f"part {part!r} of the model itself, from aten.addmm.default of '")

@@ -209,7 +209,7 @@ def _chunkable(profile: Profile, uses: _Uses, lean: _Lean) -> ChunkableLoss | No
         or any(op.tick < tape[i].tick < saves[0].released for i in uses.writes[logits])
         or sum(_begins_a_loss(profile, tape[i]) for i in uses.reads[logits]) != 1
         # If autograd adds another gradient to it in place, it must not overwrite the logits.
-        or any(uses.writes[storage] not in ([], [lean.backward[0]]) for storage in lean.results)
+        or uses.writes[lean.results[0]] not in ([], [lean.backward[0]])
     ):
         return None
     kept_on = last + 1 < len(tape) and tape[last + 1].tick < saves[0].released  # With its graph.

@@ -35,8 +35,6 @@ from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.plan import PlanRecord, names_in
 from autoac_solver.records.profile import IN_EVAL, NO_AUTOCAST_IN_BACKWARD, OWN_CHECKPOINTING
 
-_LOG_SOFTMAX = "aten._log_softmax.default"
-
 
 class Placement:
     """Puts a plan on models and takes it off again.
@@ -89,15 +87,15 @@ class Placement:
         self._compare_allocator()
         self._try_losses(unwrapped(model))
         self._programs.following.start_anew(waits=True)
-        profile = self.record.profile
+        step = self.record.step
         self._unplanned = UnplannedCalls(
-            *(profile.sample, self.record.predicted_peak_bytes, self.record.budget_bytes),
+            *(step.sample, self.record.predicted_peak_bytes, self.record.budget_bytes),
             others=self.record.others,
             following=self._programs.following,
-            one_call=profile.is_one_call,
-            in_eval=IN_EVAL in profile.facts,
+            one_call=step.one_call,
+            in_eval=IN_EVAL in step.facts,
             trained=trained_parameters(unwrapped(model)),
-            checkpointed=OWN_CHECKPOINTING in profile.facts,
+            checkpointed=OWN_CHECKPOINTING in step.facts,
         )
         for program in self._programs.all:
             program.warned = False
@@ -126,7 +124,7 @@ class Placement:
 
     def watch_autocast(self, inner: torch.nn.Module) -> None:
         """Warn from now on if backward runs under autocast, and the profiled one did not; `take_off` ends it."""
-        if NO_AUTOCAST_IN_BACKWARD in self.record.profile.facts:
+        if NO_AUTOCAST_IN_BACKWARD in self.record.step.facts:
             watch_backward(inner)
 
     def trains(self, model: torch.nn.Module) -> bool:
@@ -279,8 +277,7 @@ class Placement:
         if not self.record.losses or not device_for(device_of(model)).known:
             return
         dtypes = self.record.chunk_dtypes
-        computed = {op.dtype for op in self.record.profile.tape if op.name == _LOG_SOFTMAX}
-        for dtype in _types(computed.union(dtypes)):
+        for dtype in _types({*self.record.step.log_softmax_dtypes, *dtypes}):
             same_in_place(device, dtype)
         if not all(same_by_chunks(device, dtype) for dtype in _types(dtypes)):
             warn(

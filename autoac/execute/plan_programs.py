@@ -6,17 +6,14 @@ import contextlib
 import functools
 import itertools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from autoac.execute.engines import ENGINES
 from autoac.execute.program import Program
 from autoac.execute.watch.following import Following
 from autoac.step.model import model_fingerprint
-from autoac_solver.plan.recorded.programs import CallProgram, call_programs
-from autoac_solver.plan.recorded.step import step_of
-from autoac_solver.records.errors import ProfileError
+from autoac_solver.plan.recorded.peak import peaks_if_saved
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import IN_EVAL, VARYING
 
@@ -41,17 +38,14 @@ class PlanPrograms:
         Each application of the plan uses the same objects: for new ones, torch.compile would compile again.
         """
         programs: dict[str, list[Program]] = {}
-        profile = self._record.profile
-        compiled = () if profile.compiled is None else profile.compiled.regions
-        inputs = {profile.module_name(call): region.inputs for region in compiled for call in region.calls}
-        apart = {child for found in self._calls if found.wrapped for child in found.children}
-        for found in self._calls:
+        apart = {child for found in self._record.calls if found.wrapped for child in found.children}
+        for found in self._record.calls:
             untouched = Program(found.fqn, (), wrapped=False)
             calls = programs.setdefault(found.fqn, [untouched] * found.calls)
             calls[found.call] = Program(
                 *(found.name, found.steps, found.wrapped, self.following, found.point),
-                unchecked=self._unchecked,
-                inputs=inputs.get(found.name, ""),
+                unchecked=not self._record.step.compared,
+                inputs=found.inputs,
                 cuts=found.cuts,
                 children=found.children,
                 apart=found.fqn in apart,
@@ -61,17 +55,13 @@ class PlanPrograms:
             fqn: [Program(fqn, (), wrapped=False, apart=True)] for fqn in apart - wrapped.keys()
         }
 
-    @functools.cached_property
-    def _calls(self) -> tuple[CallProgram, ...]:
-        return call_programs(self._record)
-
     def alike(self, model: torch.nn.Module) -> dict[str, list[Program]]:
         """Programs for modules that the profiled step did not call (a skipped layer), taken from similar modules.
 
         Two modules are similar if their names differ in numbers only and their fingerprints are equal. Among the
         programs of similar modules, the one that recomputes the most ops is taken.
         """
-        called = {call.fqn for call in self._record.profile.calls}
+        called = set(self._record.step.called)
         known: dict[str, list[str]] = {}
         for fqn in self.of_modules:
             known.setdefault(_NUMBER.sub("*", fqn), []).append(fqn)
@@ -91,7 +81,7 @@ class PlanPrograms:
         if fqn not in self._copies:
             self._copies[fqn] = Program(
                 *(fqn, program.names, program.wrapped, self.following, program.point),
-                unchecked=self._unchecked,
+                unchecked=not self._record.step.compared,
                 inputs=program.inputs,
                 cuts=program.cuts,
                 children=(f"{fqn}{child.removeprefix(other)}" for child in program.children),
@@ -112,26 +102,14 @@ class PlanPrograms:
             for program, unchecked in zip(programs, before, strict=True):
                 program.unchecked = unchecked
 
-    @property
-    def _unchecked(self) -> bool:
-        """Whether the engine recomputes in a way that profiling has not run and compared."""
-        return self._record.profile.mode == "fake" or ENGINES[self._record.engine].model.runs_code_twice
-
     @functools.cached_property
     def following(self) -> Following:
         """Collects ops that the profiled step did not run, from all programs."""
-        profile = self._record.profile
-        facts = profile.facts
-        return Following(profile.sample, VARYING in facts, self._peaks_if, in_eval=IN_EVAL in facts)
-
-    def _peaks_if(self, regions: Collection[str]) -> tuple[int, int]:
-        """The peak if these regions recompute nothing, and the planned peak; zeros if it cannot be predicted."""
-        try:
-            step = step_of(self._record)
-        except ProfileError:  # its programs were changed since, as in-model calibration does
-            return 0, 0
-        within = {name for found in self._calls if found.name in regions for name in found.regions}
-        return step.peak_if_saved({*regions, *within}), self._record.predicted_peak_bytes
+        step = self._record.step
+        return Following(
+            *(step.sample, VARYING in step.facts, functools.partial(peaks_if_saved, self._record)),
+            in_eval=IN_EVAL in step.facts,
+        )
 
     @property
     def all(self) -> tuple[Program, ...]:

@@ -12,12 +12,13 @@ from autoac.progress import progress_shown
 from autoac_solver.plan.recorded.peak import peak_parts
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.outcome import Outcome
-from autoac_solver.records.plan import PlanRecord, RegionPlan
+from autoac_solver.records.plan import PlanRecord
 from autoac_solver.show import refusals
 from autoac_solver.show.explanation import Explanation, explain, explanation
 from autoac_solver.show.memory import plot_memory
 from autoac_solver.show.notebook import Page, plan_html
 from autoac_solver.show.page import render_report, write_report
+from autoac_solver.show.regions import Regions
 from autoac_solver.show.summary import notes, summary
 
 
@@ -30,6 +31,7 @@ class PlanView:
 
     def __init__(self, record: PlanRecord):
         self.record = record
+        self._regions = Regions(record)
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -77,9 +79,13 @@ class PlanView:
         return self.record.engine
 
     @property
-    def regions(self) -> tuple[RegionPlan, ...]:
-        """The regions: module name, call, whether it is wrapped, and the decision for each of its ops."""
-        return self.record.regions
+    def regions(self) -> Regions:
+        """The regions: module name, call, whether it is wrapped, and the decision for each of its ops.
+
+        `plan.regions.others` says for every other module that the step calls why it is none; as text and in Jupyter
+        they are a table, with the modules that can be none.
+        """
+        return self._regions
 
     @property
     def refused(self) -> dict[str, str]:
@@ -89,7 +95,7 @@ class PlanView:
         needs nothing that is saved in it. Modules that could be regions are not listed, nor are layers such as
         `Identity` that have nothing to recompute; `why` answers for every module.
         """
-        return dict(refusals.modules_that_are_refused(self.record))
+        return dict(self._regions.refused)
 
     @property
     def decisions(self) -> pd.DataFrame:

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from autoac_solver.plan.recorded.programs import with_regions
-from autoac_solver.records.plan import PlanRecord, RegionPlan
+from autoac_solver.records.errors import ProfileError
+from autoac_solver.records.plan import CallProgram, PlanRecord, RegionPlan
 
 Steps = tuple[tuple[str, bool], ...]
 
@@ -94,7 +95,16 @@ def mutated(record: PlanRecord, modules: list[str], dice: random.Random) -> tupl
         regions[index], regions[other] = _exchanged(region, regions[other])
     elif what == "gone":
         del regions[index]
-    return what, with_regions(record, regions)
+    try:
+        return what, with_regions(record, regions)
+    except ProfileError:  # the profile has no such call: a program for it, as a file may hold
+        return what, replace(record, regions=tuple(regions), calls=tuple(map(_program, regions)))
+
+
+def _program(region: RegionPlan) -> CallProgram:
+    return CallProgram(
+        *(region.fqn, region.call, region.calls, region.name, (region.name,), region.wrapped, region.steps)
+    )
 
 
 def _exchanged(a: RegionPlan, b: RegionPlan) -> tuple[RegionPlan, RegionPlan]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -37,6 +39,22 @@ def test_frozen_modules_are_listed_and_layers_without_effect_are_not():
     assert f"no region       'encoder': {OFF}" in plan.explain()
     for name, reason in (*plan.refused.items(), ("flatten", "it runs no op")):
         assert plan.why(name) == f"{name}: is no region: {reason}"
+
+
+def test_the_regions_say_why_every_other_module_is_none():
+    model = Frozen()
+    plan = autoac.plan(model, batch(), "100GB", regions=["block"])
+    others = plan.regions.others
+    assert others.keys() == {name for name, _ in model.named_modules()} - {"block"}
+    assert all(plan.why(name) == f"{name or 'the model itself'}: {why}" for name, why in others.items())
+    assert plan.regions == plan.record.regions
+    assert plan.regions.refused == plan.refused
+    assert pickle.loads(pickle.dumps(plan.regions)).others == others
+    lines = str(plan.regions).splitlines()
+    assert lines[0] == "regions: 1, wrapped: 0"
+    assert lines[2].split() == ["block", "3", "0", "left", "untouched"]
+    assert lines[3:] == ["No region at any budget:", f"'encoder': {OFF}", f"'stem': {NOT_NEEDED}"]
+    assert OFF in plan.regions._repr_html_()
 
 
 class Twice(nn.Module):

@@ -1,7 +1,8 @@
 """A plan on disk: the programs that `apply` runs, their predictions and bounds, and the profile.
 
-The programs are the single source of truth. Every table and picture of a plan is made from them and the profile, see
-`plan.recorded.step`, which also checks the predictions against them.
+The programs are complete: `apply` reads no profile. They are the single source of truth: every table and picture of a
+plan is made from them and the profile, see `plan.recorded.step`, which also checks that programs, profile and
+predictions agree.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from autoac_solver.records.policies import APPLIED_POLICY, AppliedPolicy
 from autoac_solver.records.profile import PROFILE, Profile
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 14  # 13: parts of calls; 14: tails, the profile's eleventh version
+SCHEMA_VERSION = 15  # 14: tails, the profile's eleventh version; 15: programs by call, facts of the step
 
 Steps = tuple[tuple[str, bool], ...]
 
@@ -55,6 +56,53 @@ class RegionPlan:
     def name(self) -> str:
         """The region's name: the module's, with the call's number if it is not the first."""
         return self.fqn if self.call == 0 else f"{self.fqn}#{self.call}"
+
+
+@dataclass(frozen=True, slots=True)
+class CallProgram:
+    """The engine's program for one call of a module: that of its region, or of all its parts and the ops between them.
+
+    Args:
+        fqn, call, calls: as for `RegionPlan`, of the module.
+        name: the call's name, or that of its only region.
+        regions: names of the regions in it: its own, or those of its parts.
+        wrapped, steps, point: as for `RegionPlan`.
+        inputs: the inputs that a compiled region was measured for, as in `Profile.sample`; "" if it has no points.
+        cuts: places among `steps` where another part begins or ends.
+        children: for a tail, the modules called before it, see `before_tail`.
+    """
+
+    fqn: str
+    call: Size
+    calls: Size
+    name: str
+    regions: tuple[str, ...]
+    wrapped: bool
+    steps: Steps = field(repr=False)
+    point: PointName = EAGER
+    inputs: str = ""
+    cuts: tuple[Size, ...] = ()
+    children: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """Properties of the profiled step that `apply` needs besides the programs: to check, to compare, to warn.
+
+    Args:
+        sample, facts: as in the profile.
+        one_call: the step calls the root module once and begins without gradients.
+        called: names of the modules that it calls, the root module included.
+        compared: the engine recomputes as profiling did, which compared every recomputed value with the first one.
+        log_softmax_dtypes: dtypes of the log-softmaxes computed in it.
+    """
+
+    sample: str
+    facts: tuple[str, ...]
+    one_call: bool
+    called: tuple[str, ...] = field(repr=False)
+    compared: bool
+    log_softmax_dtypes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +137,9 @@ class PlanRecord(Shown):
             penalty of hints (hint_s).
         status, solver, solve_s: "optimal" or "feasible", the solver, and its seconds. These and the bounds are the
             solver's proof: no load can check them, as the search is not repeated.
-        regions: the programs, see `RegionPlan`.
+        regions: the decisions, by region.
+        calls: the programs that carry them out, by call of a module; `apply` runs these.
+        step: what else `apply` needs to know of the profiled step.
         several: calls of planned modules that are called several times per step; None if counting calls modulo their
             number suffices.
         losses: modules that compute cross entropies to be made lean, and the submodules that run last before each, see
@@ -127,6 +177,8 @@ class PlanRecord(Shown):
     solver: str
     solve_s: Number
     regions: tuple[RegionPlan, ...] = field(repr=False)
+    calls: tuple[CallProgram, ...] = field(repr=False)
+    step: StepFacts = field(repr=False)
     several: RootCalls | None = field(repr=False)
     losses: Mapping[str, tuple[str | None, ...]] = field(repr=False)
     chunked_losses: bool
@@ -155,14 +207,16 @@ class PlanRecord(Shown):
         """
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         programs: dict[Steps, int] = {}
-        data["regions"] = [
-            {
-                **{f.name: getattr(region, f.name) for f in dataclasses.fields(region)},
-                "steps": programs.setdefault(region.steps, len(programs)),
-            }
-            for region in self.regions
-        ]
+        for name in ("regions", "calls"):
+            data[name] = [
+                {
+                    **{f.name: getattr(found, f.name) for f in dataclasses.fields(found)},
+                    "steps": programs.setdefault(found.steps, len(programs)),
+                }
+                for found in getattr(self, name)
+            ]
         data["programs"] = list(programs)
+        data["step"] = dataclasses.asdict(self.step)
         data["several"] = None if self.several is None else dataclasses.asdict(self.several)
         data["policies"] = [applied.as_data() for applied in self.policies]
         data["profile"] = self.profile.as_data()
@@ -180,7 +234,9 @@ class PlanRecord(Shown):
         try:
             values = fields_of(checked(data, _PLAN))
             programs = values.pop("programs")
-            values["regions"] = tuple(_region(found, programs) for found in values["regions"])
+            for name, kind in (("regions", RegionPlan), ("calls", CallProgram)):
+                values[name] = tuple(_with_steps(kind, found, programs) for found in values[name])
+            values["step"] = StepFacts(**fields_of(values["step"]))
             values["several"] = values["several"] and RootCalls(**fields_of(values["several"]))
             values["profile"] = Profile.of(values["profile"])
             values["policies"] = tuple(map(AppliedPolicy.of, values["policies"]))
@@ -195,7 +251,9 @@ class PlanRecord(Shown):
 _PLAN = document(
     PlanRecord,
     regions=list[document(RegionPlan, steps=Size)],
-    programs=list[tuple[tuple[Text, bool], ...]],  # Regions can share one.
+    calls=list[document(CallProgram, steps=Size)],
+    programs=list[tuple[tuple[Text, bool], ...]],  # Regions and calls can share one.
+    step=document(StepFacts),
     several=document(RootCalls, before=dict[str, tuple[Size, ...]]) | None,
     losses=dict[Text, tuple[Text | None, ...]],
     profile=PROFILE,
@@ -204,11 +262,13 @@ _PLAN = document(
 )
 
 
-def _region(found: Any, programs: Sequence[Steps]) -> RegionPlan:
+def _with_steps(kind: type[Any], found: Any, programs: Sequence[Steps]) -> Any:
     values = fields_of(found)
     if values["steps"] >= len(programs):
-        raise ValueError(f"region {values['fqn']!r} has program {values['steps']} of {len(programs)}")
-    return RegionPlan(**{**values, "steps": programs[values["steps"]]})
+        raise ValueError(
+            f"{kind.__name__} {values['fqn']!r} has program {values['steps']} of {len(programs)}"
+        )
+    return kind(**{**values, "steps": programs[values["steps"]]})
 
 
 _OF_THE_PROFILE = (
@@ -243,8 +303,7 @@ def _check(record: PlanRecord) -> None:
 
 def names_in(record: PlanRecord) -> set[str]:
     """Names of the modules that a plan is applied to."""
-    parts = {span.fqn: record.profile.calls[span.parent].fqn for span in record.profile.spans_of_parts}
-    names = {parts.get(region.fqn, region.fqn) for region in record.regions}
+    names = {program.fqn for program in record.calls}
     names |= {name for fqn, last in record.losses.items() for name in (fqn, *last) if name is not None}
     return names | set(record.several.before if record.several else ())
 

@@ -47,7 +47,18 @@ def why(record: PlanRecord, module: str) -> str:
         )
         known = f" Names that are near: {', '.join(map(repr, near))}." if near else ""
         raise ProfilingError(f"the profiled step calls no module {module!r}.{known}")
-    return "\n".join(dict.fromkeys(_call(record, step, call) for call in calls))
+    return "\n".join(dict.fromkeys(": ".join(_call(record, step, call)) for call in calls))
+
+
+def why_no_region(record: PlanRecord) -> dict[str, str]:
+    """Why modules are no regions, by name: all that the profiled step calls, but for those with a call that is one."""
+    profile, step = record.profile, step_of(record)
+    regions = {profile.calls[call].fqn for call in _calls_of_regions(record)}
+    found: dict[str, dict[str, None]] = {}
+    for index, call in enumerate(profile.calls):
+        if call.fqn not in regions:
+            found.setdefault(call.fqn, {})[_call(record, step, index)[1]] = None
+    return {name: "; ".join(texts) for name, texts in found.items()}
 
 
 def values_that_must_be_saved(step: PlannedStep, profile: Profile) -> pd.DataFrame:
@@ -130,12 +141,13 @@ def lines(record: PlanRecord, step: PlannedStep) -> Iterator[str]:
         yield f"  no region       and {len(refused) - _SHOWN} more modules (plan.refused)"
 
 
-def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
+def _call(record: PlanRecord, step: PlannedStep, index: int) -> tuple[str, str]:
+    """A call's name in words, and the plan's treatment of it."""
     profile = record.profile
     name = profile.module_name(index) or "the model itself"
     regions = [tape.call for tape in step.built.regions]
     if index in regions:
-        return f"{name}: {_region(profile, step, regions.index(index))}"
+        return name, _region(profile, step, regions.index(index))
     outer = [
         *_ancestors(profile, index),
         *(region for region in regions if _is_part_around(profile, region, index)),
@@ -143,10 +155,10 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
     around = next((region for region in outer if region in regions), None)
     if around is not None:
         region = region_in_words(profile.module_name(around))
-        return f"{name}: lies in {region}, whose values are decided on one by one"
+        return name, f"lies in {region}, whose values are decided on one by one"
     within = [region for region in regions if index in _ancestors(profile, region)]
     if within:
-        return f"{name}: lies around the regions {_some(profile, within)}, and is none itself"
+        return name, f"lies around the regions {_some(profile, within)}, and is none itself"
     reason = next(_refusals(Step(profile), index, engine_model(record.engine)), "")
     inside = {saved.module for saved in profile.saved if saved.module != NEVER}
     if not reason and any(index in (call, *_ancestors(profile, call)) for call in inside):
@@ -155,7 +167,7 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
             f"this plan's regions, named by regions= or chosen by the planner, are {_some(profile, regions)}"
         )
         reason = f"{others}; name it in regions= to make it one" if regions else "this plan has no regions"
-    return f"{name}: is no region: {reason or 'autograd saves nothing in it that a plan could recompute'}"
+    return name, f"is no region: {reason or 'autograd saves nothing in it that a plan could recompute'}"
 
 
 def _part(profile: Profile, step: PlannedStep, name: str) -> str | None:

@@ -337,9 +337,8 @@ def test_kernels_are_tried_before_the_first_step():
 @pytest.mark.parametrize("name", ["", "nosuch", "manual_seed"])
 def test_files_with_types_that_are_none_can_be_applied(name: str):
     plan = plan_for(Model(), "replay")
-    tape = tuple(dataclasses.replace(op, dtype=name) for op in plan.record.profile.tape)
-    record = dataclasses.replace(plan.record, profile=dataclasses.replace(plan.record.profile, tape=tape))
-    autoac.Plan(dataclasses.replace(record, chunk_dtypes=(name,))).apply(Model())
+    step = dataclasses.replace(plan.record.step, log_softmax_dtypes=(name,))
+    autoac.Plan(dataclasses.replace(plan.record, step=step, chunk_dtypes=(name,))).apply(Model())
 
 
 @pytest.mark.parametrize("classes", [2, 1400, 100_000])

@@ -50,7 +50,7 @@ def test_one_op_decided_otherwise_is_seen(plan: PlanRecord):
     refused = 0
     for position in range(len(region.steps)):
         regions = (*plan.regions[:index], changed(region, position), *plan.regions[index + 1 :])
-        edited = dataclasses.replace(plan, regions=regions)
+        edited = with_regions(plan, regions)
         try:
             step = step_of(edited)
         except ProfileError:
@@ -75,12 +75,25 @@ def flip_all(plan: PlanRecord) -> PlanRecord:
             lambda plan: dataclasses.replace(plan, predicted_peak_bytes=plan.predicted_peak_bytes - 1),
             "predicted peak",
         ),
-        (lambda plan: dataclasses.replace(plan, losses={"": (None,)}), "the plan's losses do not belong"),
+        (lambda plan: dataclasses.replace(plan, losses={"": (None,)}), "the plan's 'losses' does not belong"),
         (
             lambda plan: dataclasses.replace(plan, chunked_losses=not plan.chunked_losses),
             "do(es)? not (belong|give)",
         ),
         (lambda plan: dataclasses.replace(plan, regions=plan.regions[1:]), "Make it again"),
+        (lambda plan: dataclasses.replace(plan, calls=plan.calls[1:]), "the plan's 'calls' does not belong"),
+        (
+            lambda plan: dataclasses.replace(
+                plan, calls=(*plan.calls[:-1], dataclasses.replace(plan.calls[-1], cuts=(1,)))
+            ),
+            "the plan's 'calls' does not belong",
+        ),
+        (
+            lambda plan: dataclasses.replace(
+                plan, step=dataclasses.replace(plan.step, compared=not plan.step.compared)
+            ),
+            "the plan's 'step' does not belong",
+        ),
         (
             lambda plan: dataclasses.replace(plan, regions=(dataclasses.replace(plan.regions[0], fqn="x"),)),
             "its profile does not know",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autoac_solver.build.stacking import Stacked, stacked
 from autoac_solver.plan.parts import with_parts_of
-from autoac_solver.plan.recorded.programs import decisions_in, programs, region_calls, settled
+from autoac_solver.plan.recorded.programs import decisions_in, programs, region_calls, settled, with_profile
 from autoac_solver.plan.reserved import allocator_of, reserved_bytes
 from autoac_solver.problem.problem import SAVE
 from autoac_solver.problem.simulator import Simulator
@@ -67,7 +67,7 @@ def predicted_anew(record: PlanRecord, profile: Profile) -> PlanRecord:
     Budget and bounds stay, so the predicted peak can be above the budget.
     """
     profile = with_parts_of(profile, record.profile)
-    moved = replace(record, profile=profile)
+    moved = with_profile(record, profile)
     policies = [applied.policy for applied in record.policies]
     built = stacked(profile, region_calls(moved), record.engine, policies, must_match=False).built
     decisions = decisions_in(moved, built)

@@ -1,8 +1,11 @@
-"""A plan's peak by kind of memory."""
+"""A plan's peak by kind of memory, and without some of its regions."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from autoac_solver.plan.recorded.step import step_of
+from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import NEVER
 
@@ -26,3 +29,17 @@ def peak_parts(record: PlanRecord) -> dict[str, int]:
     for kind, part in _PARTS.items():
         parts[part] = parts.get(part, 0) + int(peak[kind])
     return parts
+
+
+def peaks_if_saved(record: PlanRecord, names: Collection[str]) -> tuple[int, int]:
+    """The peak if regions recompute nothing, and the planned peak; zeros if it cannot be predicted.
+
+    Args:
+        names: of the regions, or of calls with parts (`CallProgram.name`).
+    """
+    try:
+        step = step_of(record)
+    except ProfileError:  # Its programs were changed since, as in-model calibration does.
+        return 0, 0
+    within = {name for call in record.calls if call.name in names for name in call.regions}
+    return step.peak_if_saved({*names, *within}), record.predicted_peak_bytes

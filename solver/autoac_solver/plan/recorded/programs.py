@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from autoac_solver.build.built import Built
+from autoac_solver.build.engines import engine_model
 from autoac_solver.build.losses.cross_entropy import chunkable_losses, lean_losses
 from autoac_solver.build.regions import Region, cut_calls
 from autoac_solver.build.step import Step
@@ -16,12 +17,14 @@ from autoac_solver.plan.partitions import before_tail
 from autoac_solver.problem.problem import RECOMPUTE, SAVE
 from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.errors import ProfileError
-from autoac_solver.records.plan import PlanRecord, RegionPlan, RootCalls, Steps
+from autoac_solver.records.plan import CallProgram, PlanRecord, RegionPlan, RootCalls, StepFacts
 from autoac_solver.records.profile import NEVER, Profile
+
+_LOG_SOFTMAX = "aten._log_softmax.default"
 
 
 def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[str, Any]:
-    """The fields of a `PlanRecord` that `apply` runs: regions, several, losses, chunked_losses, chunk_dtypes."""
+    """The fields of a `PlanRecord` that `apply` reads, and `regions`."""
     wrapped = {g.region for g, option in zip(built.problem.groups, decisions, strict=True) if option != SAVE}
     calls_of = Counter(call.fqn for call in profile.spans if call.grad)
     regions = []
@@ -37,6 +40,8 @@ def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[s
     chunked = built.loss >= 0 and built.is_recomputed(decisions, built.loss)
     return {
         "regions": tuple(regions),
+        "calls": call_programs(profile, regions),
+        "step": step_facts(profile, built.engine),
         "several": _several(profile, regions),
         "losses": _losses(profile, regions, [built.is_compiled(index) for index in range(len(regions))]),
         "chunked_losses": chunked,
@@ -67,43 +72,31 @@ def tails_compiled(profile: Profile, regions: Sequence[RegionPlan]) -> tuple[str
     return tuple(dict.fromkeys(found))
 
 
-@dataclass(frozen=True)
-class CallProgram:
-    """The steps of the engine in one call of one module.
-
-    Args:
-        fqn, call, calls: as for `RegionPlan`, of the module.
-        name: the call's name.
-        regions: names of the regions in it: its own, or those of its parts.
-        wrapped, steps, point: as for `RegionPlan`.
-        cuts: places among `steps` where another part begins or ends.
-        children: for a tail, the modules called before it, see `before_tail`.
-    """
-
-    fqn: str
-    call: int
-    calls: int
-    name: str
-    regions: tuple[str, ...]
-    wrapped: bool
-    steps: Steps
-    point: str = EAGER
-    cuts: tuple[int, ...] = ()
-    children: tuple[str, ...] = ()
+def step_facts(profile: Profile, engine: str) -> StepFacts:
+    """The facts of the profiled step that `apply` needs under an engine."""
+    return StepFacts(
+        sample=profile.sample,
+        facts=profile.facts,
+        one_call=profile.is_one_call,
+        called=tuple(dict.fromkeys(call.fqn for call in profile.calls)),
+        compared=profile.mode != "fake" and not engine_model(engine).runs_code_twice,
+        log_softmax_dtypes=tuple(sorted({op.dtype for op in profile.tape if op.name == _LOG_SOFTMAX})),
+    )
 
 
-def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
+def call_programs(profile: Profile, regions: Sequence[RegionPlan]) -> tuple[CallProgram, ...]:
     """The programs of the calls that a plan wraps or leaves untouched.
 
     A call with parts among the regions is recorded as a whole, with all its parts.
     """
-    profile, step = record.profile, Step(record.profile)
-    indices = region_calls(record)
+    step, indices = Step(profile), _spans(profile, regions)
+    compiled = () if profile.compiled is None else profile.compiled.regions
+    inputs = {call: region.inputs for region in compiled for call in region.calls}
     outer = cut_calls(step, [Region(step, index) for index in indices])
     calls_of = Counter(call.fqn for call in profile.calls if call.grad)
     inside: dict[int, list[tuple[Region, RegionPlan]]] = {whole.call: [] for whole in outer}
     found = []
-    for index, plan in zip(indices, record.regions, strict=True):
+    for index, plan in zip(indices, regions, strict=True):
         region = Region(step, index)
         cut_call = next((whole.call for whole in outer if whole.owns(region.start)), NEVER)
         if cut_call != NEVER:
@@ -118,6 +111,7 @@ def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
             CallProgram(
                 *(call.fqn, call.call, calls_of[call.fqn], plan.name, (plan.name,)),
                 *(plan.wrapped, plan.steps, plan.point),
+                inputs=inputs.get(index, ""),
                 children=children,
             )
         )
@@ -145,7 +139,15 @@ def call_programs(record: PlanRecord) -> tuple[CallProgram, ...]:
 
 def with_regions(record: PlanRecord, regions: Sequence[RegionPlan]) -> PlanRecord:
     """A copy of a plan with other wrapped regions or other steps. Its predictions are not updated."""
-    return replace(record, regions=tuple(regions), several=_several(record.profile, regions))
+    profile = record.profile
+    calls, several = call_programs(profile, regions), _several(profile, regions)
+    return replace(record, regions=tuple(regions), calls=calls, several=several)
+
+
+def with_profile(record: PlanRecord, profile: Profile) -> PlanRecord:
+    """A copy of a plan with another profile of the same step. Its predictions are not updated."""
+    calls, step = call_programs(profile, record.regions), step_facts(profile, record.engine)
+    return replace(record, profile=profile, calls=calls, step=step)
 
 
 def _several(profile: Profile, regions: Sequence[RegionPlan]) -> RootCalls | None:
@@ -173,9 +175,13 @@ def region_calls(record: PlanRecord) -> tuple[int, ...]:
     Raises:
         ProfileError: its profile has no such call.
     """
-    calls = {(call.fqn, call.call): index for index, call in enumerate(record.profile.spans) if call.grad}
+    return _spans(record.profile, record.regions)
+
+
+def _spans(profile: Profile, regions: Sequence[RegionPlan]) -> tuple[int, ...]:
+    calls = {(call.fqn, call.call): index for index, call in enumerate(profile.spans) if call.grad}
     try:
-        return tuple(calls[region.fqn, region.call] for region in record.regions)
+        return tuple(calls[region.fqn, region.call] for region in regions)
     except KeyError as error:
         raise ProfileError(
             f"the plan has a region {error} that its profile does not know. Make it again."
@@ -211,7 +217,7 @@ def decisions_in(record: PlanRecord, built: Built) -> tuple[int, ...]:
     )
     for name, value in programs(record.profile, built, decisions).items():
         if getattr(record, name) != value:
-            raise ProfileError(f"the plan's {name} do not belong to its profile. Make it again.")
+            raise ProfileError(f"the plan's {name!r} does not belong to its profile. Make it again.")
     if not all(group.permits(option) for group, option in zip(groups, decisions, strict=True)):
         raise ProfileError(
             "the plan recomputes what cannot be recomputed, or saves what must not be. Make it again."

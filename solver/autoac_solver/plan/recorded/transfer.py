@@ -7,7 +7,6 @@ from autoac_solver.build.stacking import stacked
 from autoac_solver.build.step import Step
 from autoac_solver.plan.following import planned_places
 from autoac_solver.plan.parts import with_parts_of
-from autoac_solver.plan.recorded.programs import call_programs
 from autoac_solver.problem.problem import RECOMPUTE, SAVE
 from autoac_solver.problem.simulator import Simulator
 from autoac_solver.records.outcome import Outcome
@@ -58,7 +57,7 @@ def _rerun(record: PlanRecord, profile: Profile) -> set[int]:
     step = Step(profile)
     calls = {(call.fqn, call.call): call for call in profile.calls if call.grad}
     found = set[int]()
-    for program in call_programs(record):
+    for program in record.calls:
         if call := calls.get((program.fqn, program.call)):
             ops = step.ops(call.start, call.end)
             planned, names = [name for name, _ in program.steps], [profile.tape[op].name for op in ops]

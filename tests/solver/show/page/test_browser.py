@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from autoac_solver.plan.planning import plan_budgets, plan_profile
+from autoac_solver.plan.recorded.programs import with_profile
 from autoac_solver.plan.recorded.report import KINDS
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.format import format_bytes
@@ -370,7 +371,7 @@ def test_what_the_device_has_is_a_line_where_it_is_near(
     ):
         profile = dataclasses.replace(plans[1].profile, device_bytes=device_bytes)
         path = tmp_path / f"{name}.html"
-        curve = [dataclasses.replace(plan, profile=profile) for plan in plans]
+        curve = [with_profile(plan, profile) for plan in plans]
         write_report(curve[1], path, curve=tradeoff(curve))
         page = open_page(path)
         assert page.locator("#capacity").count() == page.locator("#capacity-line").count() == lines

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import autoac
 from autoac_solver.plan.planning import plan_budgets, plan_profile
-from autoac_solver.plan.recorded.programs import with_regions
+from autoac_solver.plan.recorded.programs import with_profile, with_regions
 from autoac_solver.plan.recorded.report import KINDS
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.errors import ProfileError
@@ -158,7 +158,7 @@ def test_a_step_that_was_not_run_says_so(hostile_plans: list[PlanRecord]) -> Non
         tape=tape,
         sample="x float32[2,3]",
     )
-    page = render_report(dataclasses.replace(plan, profile=profile), points=0)
+    page = render_report(with_profile(plan, profile), points=0)
     for words in (
         "without running it",
         "Some GPU (cpu)",
@@ -171,7 +171,7 @@ def test_a_step_that_was_not_run_says_so(hostile_plans: list[PlanRecord]) -> Non
     guessed = dataclasses.replace(
         profile, tape=tuple(dataclasses.replace(op, time_from="estimated") for op in tape)
     )
-    page = render_report(dataclasses.replace(plan, profile=guessed), points=0)
+    page = render_report(with_profile(plan, guessed), points=0)
     assert '<span class="badge">times estimated</span>' in page
 
 

@@ -15,7 +15,7 @@ from autoac.compare.strategies import Strategy
 from autoac.execute.compiled.code import compiled
 from autoac.plans import Plan
 from autoac.step.inputs import described
-from autoac_solver.plan.recorded.programs import region_calls
+from autoac_solver.plan.recorded.programs import region_calls, with_regions
 from autoac_solver.records.compiled import TORCHS
 from autoac_solver.records.engines import COMPILE
 from autoac_solver.records.profile import Profile
@@ -65,7 +65,7 @@ def at_fraction(plan: Plan, fraction: float, slower: bool = True) -> Plan:
         dataclasses.replace(region, wrapped=True, point=point) if call in compiled_calls else region
         for region, call in calls
     )
-    return Plan(dataclasses.replace(plan.record, regions=tuple(regions)))
+    return Plan(with_regions(plan.record, tuple(regions)))
 
 
 def checkpoint_compiled(names: Sequence[str], model: nn.Module) -> None:

@@ -24,6 +24,7 @@ import torch
 from autoac.device import device_for
 from autoac.ops.info import OpInfo
 from autoac.ops.signatures import Signature
+from autoac.price.chunked_loss import with_price_of_chunks
 from autoac.price.engine_costs import engine_costs
 from autoac.price.meters import Disturbance, OpTimer, WorkspaceMeter
 from autoac.record import recorder
@@ -300,6 +301,7 @@ class LiveStep:
             facts=(OWN_LOOP, *recorder.facts_of(self.tape, checkpointed)),
             **tables,
         )
+        profile = with_price_of_chunks(profile, self.device)
         # Where it draws single random numbers, others may skip layers, which shifts the cuts between parts.
         return profile if self.tape.single.count else with_parts(profile)
 

@@ -11,6 +11,7 @@ import torch
 
 from autoac.device import device_for
 from autoac.ops.private_results import PrivateResults
+from autoac.price.chunked_loss import with_price_of_chunks
 from autoac.price.engine_costs import device_rates, engine_costs
 from autoac.price.isolated_ops import OnScratch, measure_on_scratch
 from autoac.price.meters import Disturbance, OpTime, SignatureMeter
@@ -130,7 +131,7 @@ def record_fake(
         tape.ops, tables["storage_table"], found.result_bytes, device
     )
     checkpointed = notes_if_checkpointed(model)
-    return with_parts(
+    profile = with_parts(
         Profile(
             model=own_name(model),
             model_fingerprint=model_fingerprint(model),
@@ -154,6 +155,7 @@ def record_fake(
             **tables,
         )
     )
+    return with_price_of_chunks(profile, device) if measure else profile
 
 
 def _run(

@@ -12,6 +12,7 @@ import torch
 
 from autoac.device import device_for
 from autoac.ops.info import is_collective
+from autoac.price.chunked_loss import with_price_of_chunks
 from autoac.price.engine_costs import engine_costs
 from autoac.price.meters import Disturbance, OpTimer, WorkspaceMeter
 from autoac.progress import Tell, part
@@ -209,7 +210,7 @@ def recorded_step(
             **tables,
         )
     )
-    return profile, its_own
+    return with_price_of_chunks(profile, device), its_own
 
 
 def facts_of(tape: Tape, checkpointed: Sequence[str], runs: Runs | None = None) -> tuple[str, ...]:

@@ -74,13 +74,13 @@ def cross_entropy(
     """
     # The mode intercepts only torch's function, not this one. Of several modes, the last would be the first to see it.
     lean = [mode for mode in function_modes() if isinstance(mode, LeanLosses)]
-    return _cross_entropy(
+    return lean_cross_entropy(
         *(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing),
         chunked=bool(lean) and lean[-1].chunks(),
     )
 
 
-def _cross_entropy(
+def lean_cross_entropy(
     input: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -305,7 +305,7 @@ class LeanLosses(LeavesLosses):
         if func is F.cross_entropy:
             # If other code has replaced `F.cross_entropy`, then `func` is the replacement, which has run already.
             if top_saved_tensors_hooks() == self.hooks:
-                return _cross_entropy(*args, **kwargs, chunked=self.chunked, upcast=is_delayed)
+                return lean_cross_entropy(*args, **kwargs, chunked=self.chunked, upcast=is_delayed)
             args = (args[0].float(), *args[1:]) if is_delayed else args
             return _TORCHS(*args, **kwargs)
         if func is torch.Tensor.float and self._delays(*args) and may_delay(sys._getframe(1)):

@@ -30,6 +30,9 @@ from autoac_solver.records.profile import Profile
 LOSS = "(loss)"
 """Name of the pseudo-region of the log-probabilities of cross entropies, which are in no region."""
 
+CHUNKED, ELEMENT = "chunked loss", "element"
+"""Names in `Profile.costs` of the seconds that chunks add for each of the logits, if measured."""
+
 
 def ops_of(losses: Iterable[ChunkableLoss]) -> set[int]:
     """The forward ops of the losses."""
@@ -46,9 +49,19 @@ def loss_group(
         pinned: ops whose values must be saved.
     """
     ops = tuple(loss.log_softmax for loss in losses)
-    time_s = sum(profile.tape[op].again_s for loss in losses for op in loss.forward)
     must_save = "" if pinned.isdisjoint(ops) else PINNED
-    return save_or_recompute(region, time_s, must_save=must_save, ops=ops)
+    return save_or_recompute(region, _price_s(profile, losses), must_save=must_save, ops=ops)
+
+
+def _price_s(profile: Profile, losses: Sequence[ChunkableLoss]) -> float:
+    """Seconds that chunks add to the losses: as measured, or those of the ops that run again.
+
+    The ops take less time on chunks that stay in the cache, and no memory of the logits' size has to be mapped.
+    """
+    measured = profile.costs.get(CHUNKED)
+    if measured is None:
+        return sum(profile.tape[op].again_s for loss in losses for op in loss.forward)
+    return measured[ELEMENT] * sum(loss.rows * loss.classes for loss in losses)
 
 
 def decided_losses(step: Step, regions: Sequence[Region], engine: EngineModel) -> tuple[ChunkableLoss, ...]:

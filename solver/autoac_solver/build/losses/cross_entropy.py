@@ -70,6 +70,7 @@ class ChunkableLoss:
         passing: storages that it has for a time if it is not chunked: the float32 logits and their gradient if there is
             a cast.
         dtype: dtype of the logits.
+        rows, classes: their numbers.
         alone: no one else holds the logits when backward runs, so the gradient overwrites them.
         forward_bytes, loss_bytes, backward_bytes: workspace of the chunked loss while it computes the log-probabilities
             of some rows, while it computes the loss of them, and in backward.
@@ -83,6 +84,8 @@ class ChunkableLoss:
     gradient: int
     passing: tuple[int, ...]
     dtype: str
+    rows: int
+    classes: int
     alone: bool
     forward_bytes: int
     loss_bytes: int
@@ -233,6 +236,8 @@ def _chunkable(profile: Profile, uses: _Uses, lean: _Lean) -> ChunkableLoss | No
         gradient=lean.results[0],
         passing=lean.passing,
         dtype=lean.half or shape[1],
+        rows=rows,
+        classes=classes,
         alone=not (kept_on or held or there),
         # Log-probabilities, class indices and their mask of one chunk; then class indices and mask of all rows.
         forward_bytes=column

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from autoac_solver.plan.recorded.programs import with_regions
+from autoac_solver.plan.recorded.programs import step_facts, with_regions
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import CallProgram, PlanRecord, RegionPlan
 
@@ -85,7 +85,8 @@ def mutated(record: PlanRecord, modules: list[str], dice: random.Random) -> tupl
     elif what == "wrapped":
         regions[index] = replace(region, wrapped=not region.wrapped)
     elif what == "engine":
-        return what, replace(record, engine="sac" if record.engine == "replay" else "replay")
+        engine = "sac" if record.engine == "replay" else "replay"
+        return what, replace(record, engine=engine, step=step_facts(record.profile, engine))
     elif what == "all":
         regions = [
             replace(r, wrapped=True, steps=_flipped(dice, r.steps) if r.steps else ()) for r in regions

@@ -199,7 +199,10 @@ def _constrained(
                 continue
             elif policy.saves or group in needed:
                 share = policy.weight if policy.saves else -policy.weight
-                hints[group] = hints.get(group, 0.0) + share * groups[group].options[RECOMPUTE].time_s
+                again_s = groups[group].options[RECOMPUTE].time_s
+                if group == built.loss:  # Its measured price can be 0, and would leave a hint without weight.
+                    again_s = max(again_s, sum(profile.tape[op].again_s for op in groups[group].ops))
+                hints[group] = hints.get(group, 0.0) + share * again_s
     for group, hint_s in hints.items():
         if group not in recompute and not groups[group].must_save:
             groups[group] = groups[group].hinted(hint_s)

@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autoac_solver.build.stacking import stacked
 from autoac_solver.optimise.ilp import RuledOut, solve
@@ -19,6 +20,8 @@ from autoac_solver.plan.recorded.report import (
     holders_at,
     suggestions,
 )
+from autoac_solver.problem.problem import SAVE
+from autoac_solver.problem.simulator import simulate
 from autoac_solver.problem.solution import Solution
 from autoac_solver.records.arguments import Tell
 from autoac_solver.records.errors import InfeasibleBudgetError, NoPlanInTimeError, PolicyError, ProfilingError
@@ -85,7 +88,22 @@ class Choice:
             self._ruled_out = limit
             raise
         self._start = solution.decisions
-        return solution
+        return self._without_needless_chunks(solution, limit)
+
+    def _without_needless_chunks(self, solution: Solution, limit: int) -> Solution:
+        """The solution with the loss computed as a whole, if chunks are free and the limit does not ask for them."""
+        loss, decisions = self.built.loss, list(solution.decisions)
+        if loss < 0 or decisions[loss] == SAVE:
+            return solution
+        group = self.built.problem.groups[loss]
+        saved, chunked = group.options[SAVE], group.options[decisions[loss]]
+        if chunked.time_s > 0.0 or saved.hint_s != chunked.hint_s or not group.permits(SAVE):
+            return solution
+        decisions[loss] = SAVE
+        found = simulate(self.built.problem, decisions)
+        if found.peak_bytes > limit or found.extra_s > solution.extra_s:
+            return solution
+        return replace(solution, decisions=tuple(decisions), peak_bytes=found.peak_bytes)
 
 
 class Choices:

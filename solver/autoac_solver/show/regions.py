@@ -41,7 +41,11 @@ class Regions(tuple[RegionPlan, ...]):
 
     @functools.cached_property
     def others(self) -> dict[str, str]:
-        """For every module that the step calls and that is no region: its name, and why, as in `Plan.why`."""
+        """For every module that the step calls and that is no region: its name, and why, as in `Plan.why`.
+
+        Raises:
+            ProfileError: the plan's programs do not belong to its profile.
+        """
         return why_no_region(self._record)
 
     @property

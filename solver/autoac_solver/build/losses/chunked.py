@@ -30,8 +30,8 @@ from autoac_solver.records.profile import Profile
 LOSS = "(loss)"
 """Name of the pseudo-region of the log-probabilities of cross entropies, which are in no region."""
 
-CHUNKED, ELEMENT = "chunked loss", "element"
-"""Names in `Profile.costs` of the seconds that chunks add for each of the logits, if measured."""
+CHUNKED = "chunked loss"
+"""Name in `Profile.costs` of the measured seconds that chunks add to a loss, by `ChunkableLoss.kind`."""
 
 
 def ops_of(losses: Iterable[ChunkableLoss]) -> set[int]:
@@ -58,10 +58,8 @@ def _price_s(profile: Profile, losses: Sequence[ChunkableLoss]) -> float:
 
     The ops take less time on chunks that stay in the cache, and no memory of the logits' size has to be mapped.
     """
-    measured = profile.costs.get(CHUNKED)
-    if measured is None:
-        return sum(profile.tape[op].again_s for loss in losses for op in loss.forward)
-    return measured[ELEMENT] * sum(loss.rows * loss.classes for loss in losses)
+    measured, tape = profile.costs.get(CHUNKED, {}), profile.tape
+    return sum(measured.get(loss.kind, sum(tape[op].again_s for op in loss.forward)) for loss in losses)
 
 
 def decided_losses(step: Step, regions: Sequence[Region], engine: EngineModel) -> tuple[ChunkableLoss, ...]:

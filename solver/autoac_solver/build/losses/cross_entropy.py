@@ -92,6 +92,16 @@ class ChunkableLoss:
     backward_bytes: int
 
     @property
+    def kind(self) -> str:
+        """Dtype and shape of the logits, and whether the loss casts them, as text."""
+        return f"{self.dtype}[{self.rows},{self.classes}]{' cast' if self.passing else ''}"
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one of the logits."""
+        return _ITEM_BYTES[self.dtype]
+
+    @property
     def log_softmax(self) -> int:
         """Index of the op that makes the log-probabilities."""
         return self.forward[-1]

@@ -15,7 +15,12 @@ from autoac.execute.cross_entropy.chunked import can_be_chunked
 from autoac.execute.cross_entropy.lean import lean_cross_entropy
 from autoac.measure import in_turn
 from autoac.step.autocast import autocast_off
-from autoac.torch_private import disable_dispatch_modes, saved_tensors_hooks_allowed, top_saved_tensors_hooks
+from autoac.torch_private import (
+    disable_dispatch_modes,
+    disable_torch_functions,
+    saved_tensors_hooks_allowed,
+    top_saved_tensors_hooks,
+)
 from autoac_solver.build.losses.chunked import CHUNKED
 from autoac_solver.build.losses.cross_entropy import ChunkableLoss, chunkable_losses
 from autoac_solver.records.profile import Profile
@@ -71,7 +76,7 @@ def _measured_s(device: torch.device, rows: int, classes: int, dtype: str, is_ca
         return time.perf_counter() - start
 
     # The user's modes must neither see this nor slow it down.
-    with autocast_off(), torch.enable_grad(), disable_dispatch_modes(), torch._C.DisableTorchFunction():
+    with autocast_off(), torch.enable_grad(), disable_dispatch_modes(), disable_torch_functions():
         values = torch.arange(rows * classes, dtype=torch.float32, device=device).remainder_(11)
         values = values.to(getattr(torch, dtype)).view(rows, classes)
         target = torch.arange(rows, device=device).remainder_(classes)

@@ -126,6 +126,7 @@ from autoac.torch_private.fake import (
     unset_fake_temporarily,
 )
 from autoac.torch_private.function_modes import (
+    disable_torch_functions,
     function_modes,
     is_device_mode,
     put_function_mode_on,
@@ -289,6 +290,7 @@ __all__ = [
     "disable_dispatch_modes",
     "compiled_code_forgotten",
     "disable_dynamo",
+    "disable_torch_functions",
     "fakes_as_parameters",
     "function_modes",
     "has_its_storage_alone",

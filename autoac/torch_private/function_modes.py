@@ -20,6 +20,13 @@ def function_modes() -> list[Any]:
     return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
 
 
+disable_torch_functions = torch._C.DisableTorchFunction
+"""Context in which torch's functions are called without function modes, and without those of tensor subclasses.
+
+Source: `torch._C.DisableTorchFunction` (torch/csrc/autograd/init.cpp).
+"""
+
+
 def is_device_mode(mode: Any) -> bool:
     """Whether a torch function mode is that of a default device, which affects only functions that make tensors.
 

@@ -11,6 +11,7 @@ from autoac_solver.plan.curve import Tradeoff
 from autoac_solver.plan.partitions import blocks, partitions, whole
 from autoac_solver.plan.planning import plan_budgets, plan_profile
 from autoac_solver.plan.recorded.made import predicted_anew
+from autoac_solver.plan.recorded.programs import with_regions
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.problem.problem import Action, Problem
 from autoac_solver.problem.simulator import simulate
@@ -310,7 +311,7 @@ def test_what_cannot_be():
 
 
 def changed(record: PlanRecord, **fields: object) -> PlanRecord:
-    return replace(record, regions=(replace(record.regions[0], **fields), *record.regions[1:]))
+    return with_regions(record, (replace(record.regions[0], **fields), *record.regions[1:]))
 
 
 def test_damaged_plans_are_refused(tmp_path: Path):

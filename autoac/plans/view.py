@@ -82,8 +82,8 @@ class PlanView:
     def regions(self) -> Regions:
         """The regions: module name, call, whether it is wrapped, and the decision for each of its ops.
 
-        `plan.regions.others` says for every other module that the step calls why it is none; as text and in Jupyter
-        they are a table, with the modules that can be none.
+        `plan.regions.others` says for every other module that the step calls why it is none, `plan.regions.must_save`
+        for every value that must be saved why; as text and in Jupyter all of this is tables.
         """
         return self._regions
 

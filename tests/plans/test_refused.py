@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 import autoac
+from autoac.plans import Plan
+from autoac_solver.plan.recorded.programs import with_regions
 from tests.small_models import WIDTH, Block, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,6 +58,21 @@ def test_the_regions_say_why_every_other_module_is_none():
     assert lines[2].split() == ["block", "3", "0", "left", "untouched"]
     assert lines[3:] == ["No region at any budget:", f"'encoder': {OFF}", f"'stem': {NOT_NEEDED}"]
     assert OFF in plan.regions._repr_html_()
+
+
+def test_the_regions_say_why_values_must_be_saved():
+    policy = autoac.Policy("MUST_SAVE", op="aten.gelu*")
+    plan = autoac.plan(Frozen(), batch(), "100GB", regions=["block"], policies=[policy])
+    [value] = plan.regions.must_save.itertuples(index=False)
+    assert (value.region, value.op, value.reason) == ("block", "aten.gelu.default", "a policy says so")
+    assert str(plan.regions).splitlines()[-2:] == ["Must be saved:", "1 values: a policy says so"]
+    assert "a policy says so" in plan.regions._repr_html_()
+    changed = dataclasses.replace(plan.record.regions[0], wrapped=True)
+    other = Plan(with_regions(plan.record, [changed]))
+    assert "Must be saved" not in str(other.regions)
+    assert "a policy says so" not in other.regions._repr_html_()
+    with pytest.raises(autoac.ProfileError):
+        _ = other.regions.must_save
 
 
 class Twice(nn.Module):

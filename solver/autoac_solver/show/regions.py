@@ -8,7 +8,9 @@ from typing import Any
 import pandas as pd
 
 from autoac_solver.draw.html import shown, table
+from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.compiled import EAGER
+from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.names import module_in_words
 from autoac_solver.records.plan import PlanRecord, RegionPlan
 from autoac_solver.show.refusals import modules_that_are_refused, why_no_region
@@ -18,7 +20,8 @@ _MOST_ROWS = 40
 
 
 class Regions(tuple[RegionPlan, ...]):
-    """A plan's regions, in the order of the step; as text, a table of them and one of the modules that can be none.
+    """A plan's regions, in the order of the step; as text, a table of them, with the modules that can be none
+    and the reasons why values must be saved.
 
     Args:
         record: the plan.
@@ -48,6 +51,17 @@ class Regions(tuple[RegionPlan, ...]):
         """
         return why_no_region(self._record)
 
+    @functools.cached_property
+    def must_save(self) -> pd.DataFrame:
+        """One row per value of a region that must be saved: region, module, op, bytes, reason.
+
+        Raises:
+            ProfileError: the plan's programs do not belong to its profile.
+        """
+        values = step_of(self._record).decisions
+        columns = ["region", "module", "op", "bytes", "reason"]
+        return values.loc[values["must_save"], columns].reset_index(drop=True)
+
     @property
     def table(self) -> pd.DataFrame:
         """One row per region: region, ops, recomputed (number of ops that run again), decision."""
@@ -63,11 +77,20 @@ class Regions(tuple[RegionPlan, ...]):
         if self.refused:
             lines.append("No region at any budget:")
             lines += [f"{module_in_words(name)}: {reason}" for name, reason in self.refused.items()]
+        if reasons := dict(self._shown_values()["reason"].value_counts()):
+            lines += ["Must be saved:", *(f"{values} values: {reason}" for reason, values in reasons.items())]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         refused = pd.DataFrame(self.refused.items(), columns=["module", "why it is no region"])
-        return shown("Regions", [], table(self.table), table(refused))
+        return shown("Regions", table(self.table), table(refused), table(self._shown_values()))
+
+    def _shown_values(self) -> pd.DataFrame:
+        """The values that must be saved, as far as known: not if the programs were changed."""
+        try:
+            return self.must_save
+        except ProfileError:
+            return pd.DataFrame(columns=["region", "module", "op", "bytes", "reason"])
 
 
 def _decision(region: RegionPlan) -> tuple[int, str]:

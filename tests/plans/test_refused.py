@@ -12,7 +12,7 @@ from torch import nn
 import autoac
 from autoac.plans import Plan
 from autoac_solver.plan.recorded.programs import with_regions
-from tests.small_models import WIDTH, Block, batch
+from tests.small_models import WIDTH, Block, batch, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,6 +58,17 @@ def test_the_regions_say_why_every_other_module_is_none():
     assert lines[2].split() == ["block", "3", "0", "left", "untouched"]
     assert lines[3:] == ["No region at any budget:", f"'encoder': {OFF}", f"'stem': {NOT_NEEDED}"]
     assert OFF in plan.regions._repr_html_()
+
+
+def test_calls_that_are_treated_alike_share_a_line():
+    plan = autoac.plan(make(rounds=6), batch(), "100GB", regions=["blocks.*"])
+    alike = (
+        "blocks.0, blocks.0#1, blocks.0#2, blocks.0#3 and 2 more: is a region in which nothing is recomputed"
+    )
+    assert plan.why("blocks.0").startswith(alike)
+    assert "\n" not in plan.why("blocks.0")
+    inside = "lies in region 'blocks.0', whose values are decided on one by one"
+    assert plan.regions.others["blocks.0.up"] == inside
 
 
 def test_the_regions_say_why_values_must_be_saved():

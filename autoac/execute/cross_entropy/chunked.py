@@ -6,8 +6,7 @@ NOTE [ The chunked loss ]
      in backward for the gradient. Only the logits are saved.
   2. The gradient overwrites the logits if nothing else holds their storage; else it gets a buffer of its own. So
      forward and backward each take one buffer of the logits' size less than the lean loss, at the price of one more
-     log-softmax. Chunks stay in a processor's cache, so there it is measured what that costs: for large logits nothing
-     (`autoac.price.chunked_loss`).
+     log-softmax. Chunks stay in a processor's cache, so there the price is measured (`autoac.price.chunked_loss`).
   3. Where half-precision logits would be cast to float32 first (autocast does that), the logits are kept as they are
      and cast by the chunk, as is the gradient. So neither the float32 copy nor its gradient exists as a whole.
   4. Torch's kernels (aten/src/ATen/native/SoftMax.cpp) compute each row's log-softmax and gradient independently, so

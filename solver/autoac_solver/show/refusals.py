@@ -23,7 +23,7 @@ _SHOWN = 4
 
 
 def why(record: PlanRecord, module: str) -> str:
-    """A plan's treatment of a module and the reasons for it; calls that differ have separate lines.
+    """A plan's treatment of a module and the reasons for it; calls that are treated alike share a line.
 
     Args:
         module: its name in the model, "" for the root module; or the name of a region that is a part of a call.
@@ -47,7 +47,11 @@ def why(record: PlanRecord, module: str) -> str:
         )
         known = f" Names that are near: {', '.join(map(repr, near))}." if near else ""
         raise ProfilingError(f"the profiled step calls no module {module!r}.{known}")
-    return "\n".join(dict.fromkeys(": ".join(_call(record, step, call)) for call in calls))
+    alike: dict[str, list[str]] = {}
+    for call in calls:
+        name = profile.module_name(call) or "the model itself"
+        alike.setdefault(_call(record, step, call), []).append(name)
+    return "\n".join(f"{_listed(names)}: {text}" for text, names in alike.items())
 
 
 def why_no_region(record: PlanRecord) -> dict[str, str]:
@@ -57,7 +61,7 @@ def why_no_region(record: PlanRecord) -> dict[str, str]:
     found: dict[str, dict[str, None]] = {}
     for index, call in enumerate(profile.calls):
         if call.fqn not in regions:
-            found.setdefault(call.fqn, {})[_call(record, step, index)[1]] = None
+            found.setdefault(call.fqn, {})[_call(record, step, index)] = None
     return {name: "; ".join(texts) for name, texts in found.items()}
 
 
@@ -141,24 +145,23 @@ def lines(record: PlanRecord, step: PlannedStep) -> Iterator[str]:
         yield f"  no region       and {len(refused) - _SHOWN} more modules (plan.refused)"
 
 
-def _call(record: PlanRecord, step: PlannedStep, index: int) -> tuple[str, str]:
-    """A call's name in words, and the plan's treatment of it."""
+def _call(record: PlanRecord, step: PlannedStep, index: int) -> str:
+    """The plan's treatment of a call, as text."""
     profile = record.profile
-    name = profile.module_name(index) or "the model itself"
     regions = [tape.call for tape in step.built.regions]
     if index in regions:
-        return name, _region(profile, step, regions.index(index))
+        return _region(profile, step, regions.index(index))
     outer = [
         *_ancestors(profile, index),
         *(region for region in regions if _is_part_around(profile, region, index)),
     ]
     around = next((region for region in outer if region in regions), None)
     if around is not None:
-        region = region_in_words(profile.module_name(around))
-        return name, f"lies in {region}, whose values are decided on one by one"
+        region = region_in_words(profile.spans[around].fqn)
+        return f"lies in {region}, whose values are decided on one by one"
     within = [region for region in regions if index in _ancestors(profile, region)]
     if within:
-        return name, f"lies around the regions {_some(profile, within)}, and is none itself"
+        return f"lies around the regions {_some(profile, within)}, and is none itself"
     reason = next(_refusals(Step(profile), index, engine_model(record.engine)), "")
     inside = {saved.module for saved in profile.saved if saved.module != NEVER}
     if not reason and any(index in (call, *_ancestors(profile, call)) for call in inside):
@@ -167,7 +170,7 @@ def _call(record: PlanRecord, step: PlannedStep, index: int) -> tuple[str, str]:
             f"this plan's regions, named by regions= or chosen by the planner, are {_some(profile, regions)}"
         )
         reason = f"{others}; name it in regions= to make it one" if regions else "this plan has no regions"
-    return name, f"is no region: {reason or 'autograd saves nothing in it that a plan could recompute'}"
+    return f"is no region: {reason or 'autograd saves nothing in it that a plan could recompute'}"
 
 
 def _part(profile: Profile, step: PlannedStep, name: str) -> str | None:
@@ -235,6 +238,9 @@ def _is_inside(name: str, outer: str) -> bool:
 
 
 def _some(profile: Profile, calls: Sequence[int]) -> str:
-    names = [repr(profile.module_name(call)) for call in calls]
+    return _listed([repr(profile.module_name(call)) for call in calls])
+
+
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

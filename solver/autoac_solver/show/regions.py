@@ -20,8 +20,9 @@ _MOST_ROWS = 40
 
 
 class Regions(tuple[RegionPlan, ...]):
-    """A plan's regions, in the order of the step; as text, a table of them, with the modules that can be none
-    and the reasons why values must be saved.
+    """A plan's regions, in the order of the step.
+
+    As text and in Jupyter they are a table, with the modules that can be none and the reasons why values must be saved.
 
     Args:
         record: the plan.
@@ -97,4 +98,6 @@ def _decision(region: RegionPlan) -> tuple[int, str]:
     again = sum(recomputed for _, recomputed in region.steps)
     if not region.wrapped:
         return again, "left untouched"
-    return again, "recomputed in part" if region.point == EAGER else f"compiled: {region.point}"
+    if region.point != EAGER:
+        return again, f"compiled: {region.point}"
+    return again, "recomputed" if again == len(region.steps) else "recomputed in part"

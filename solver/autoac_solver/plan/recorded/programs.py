@@ -10,7 +10,7 @@ from typing import Any
 
 from autoac_solver.build.built import Built
 from autoac_solver.build.engines import engine_model
-from autoac_solver.build.losses.cross_entropy import chunkable_losses, lean_losses
+from autoac_solver.build.losses.cross_entropy import LOG_SOFTMAX, chunkable_losses, lean_losses
 from autoac_solver.build.regions import Region, cut_calls
 from autoac_solver.build.step import Step
 from autoac_solver.plan.partitions import before_tail
@@ -19,8 +19,6 @@ from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import CallProgram, PlanRecord, RegionPlan, RootCalls, StepFacts
 from autoac_solver.records.profile import NEVER, Profile
-
-_LOG_SOFTMAX = "aten._log_softmax.default"
 
 
 def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[str, Any]:
@@ -80,7 +78,7 @@ def step_facts(profile: Profile, engine: str) -> StepFacts:
         one_call=profile.is_one_call,
         called=tuple(dict.fromkeys(call.fqn for call in profile.calls)),
         compared=profile.mode != "fake" and not engine_model(engine).runs_code_twice,
-        log_softmax_dtypes=tuple(sorted({op.dtype for op in profile.tape if op.name == _LOG_SOFTMAX})),
+        log_softmax_dtypes=tuple(sorted({op.dtype for op in profile.tape if op.name == LOG_SOFTMAX})),
     )
 
 

@@ -41,8 +41,8 @@ SCHEMA_VERSION = 11  # 10: parts of calls; 11: tails
 EngineCosts = dict[str, dict[str, Seconds]]
 """Seconds of the engines' bookkeeping on the profile's machine: engine name -> part -> seconds.
 
-Each engine defines its parts (`build.engines`), with defaults for those that were not measured. So is the price of
-chunked losses, under a name of its own (`build.losses.chunked`).
+Each engine defines its parts (`build.engines`), with defaults for those that were not measured. The measured
+price of chunked losses has a name of its own (`build.losses.chunked`).
 """
 
 

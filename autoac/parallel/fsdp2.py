@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autoac.parallel.protocol import Sharded
+from autoac.record.tape.storages import host_memory
 from autoac.step.modules import RegionChoice, is_called
 from autoac.step.units import holds_units
-from autoac.torch_private import fake_ranks, is_unit, own_tensors
+from autoac.torch_private import fake_ranks, is_unit, offloads_copied, own_tensors
 from autoac_solver.records.arguments import as_patterns, matched, outermost_matched
 from autoac_solver.records.errors import ProfilingError
 
@@ -34,8 +35,10 @@ class FSDP2(Sharded):
         world_size: number of ranks, to plan for one of them; None for the running ranks.
         units: the modules to call `fully_shard` with, besides the model itself: names, globs or a predicate; [] for
             none. None for the members of the model's outermost lists of modules (its blocks, mostly).
-        reshard_after_forward, mp_policy: arguments of `fully_shard`, for all units. None lets the model itself keep its
-            own parameters after forward.
+        reshard_after_forward, mp_policy, offload_policy: arguments of `fully_shard`, for all units. None lets the model
+            itself keep its own parameters after forward. With torch's `CPUOffloadPolicy` the shards of parameters and
+            gradients, and the optimizer, are in the host's memory, and take none of the device's: what is predicted
+            for absent ranks has not been measured on a GPU yet.
         replicas: number of groups of ranks that each hold all shards (HSDP); it divides `world_size`.
         prefetch: number of units that each unit gathers ahead, the next ones in forward and the previous ones in
             backward (`set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`), in the order of the
@@ -48,6 +51,7 @@ class FSDP2(Sharded):
     mp_policy: Any = field(default=None, compare=False)
     replicas: int = 1
     prefetch: int | None = None
+    offload_policy: Any = field(default=None, compare=False)
     is_here: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __post_init__(self) -> None:
@@ -65,6 +69,21 @@ class FSDP2(Sharded):
             raise ValueError(
                 f"prefetch is {ahead!r}: how many units are gathered ahead, at least 1, or None."
             )
+        if self.offload_policy is not None:
+            from torch.distributed.fsdp import OffloadPolicy
+
+            if not isinstance(self.offload_policy, OffloadPolicy):
+                raise ValueError(
+                    f"offload_policy is {self.offload_policy!r:.80}: pass torch.distributed.fsdp.CPUOffloadPolicy(), "
+                    "or None."
+                )
+
+    @property
+    def is_in_host_memory(self) -> bool:
+        """See `Sharded`."""
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        return isinstance(self.offload_policy, CPUOffloadPolicy)
 
     @contextlib.contextmanager
     def sharded(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Callable[[], None]]]:
@@ -77,9 +96,15 @@ class FSDP2(Sharded):
             )
         units = chosen_units(model, self.units)
         skeleton = without_values(model)
-        with fake_ranks(self.world_size):
+        with fake_ranks(self.world_size), self.copies_recorded():
             mesh = self._mesh()  # here, because it reads values, which fake tensors lack
             yield skeleton, lambda: self.shard(skeleton, units, mesh)
+
+    def copies_recorded(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which copies between device and host are made on fake CPU tensors, where both are the CPU."""
+        if not self.is_in_host_memory:
+            return contextlib.nullcontext()
+        return offloads_copied(host_memory.as_target)
 
     def _mesh(self) -> DeviceMesh:
         from torch.distributed.device_mesh import init_device_mesh
@@ -96,17 +121,27 @@ class FSDP2(Sharded):
         Args:
             mesh: mesh of the ranks that shard together.
         """
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
+        # Whether the host's memory is pinned makes no difference to the device's, and fake tensors cannot be.
+        offload = CPUOffloadPolicy(pin_memory=False) if self.is_in_host_memory else OffloadPolicy()
         options: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": self.mp_policy or MixedPrecisionPolicy(),
             "reshard_after_forward": self.reshard_after_forward,
+            "offload_policy": offload,
         }
         # Innermost first, as `fully_shard` requires.
         for name in sorted(units, key=lambda name: -name.count(".")):
             fully_shard(model.get_submodule(name), **options)
         fully_shard(model, **options)
+        if self.is_in_host_memory:
+            host_memory.add(model.parameters())
         if self.prefetch is None:
             return
         chosen = set(units)

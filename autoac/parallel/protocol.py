@@ -65,6 +65,11 @@ class Sharded(Parallel):
         return self.world_size
 
     @property
+    def is_in_host_memory(self) -> bool:
+        """Whether shards of parameters and gradients, and the optimizer, are in the host's memory, not the device's."""
+        return False
+
+    @property
     def in_words(self) -> str:
         """Its name in notes."""
         return type(self).__name__

@@ -59,6 +59,11 @@ class TensorParallel(Sharded):
         return self.world_size * self.fsdp.world_size
 
     @property
+    def is_in_host_memory(self) -> bool:
+        """See `Sharded`."""
+        return self.fsdp is not None and self.fsdp.is_in_host_memory
+
+    @property
     def in_words(self) -> str:
         """See `Sharded`."""
         return "tensor parallelism" + ("" if self.fsdp is None else " and FSDP2")
@@ -88,7 +93,8 @@ class TensorParallel(Sharded):
             )
         units = [] if self.fsdp is None else chosen_units(model, self.fsdp.units)
         skeleton = without_values(model)
-        with fake_ranks(self.ranks):
+        copies = contextlib.nullcontext() if self.fsdp is None else self.fsdp.copies_recorded()
+        with fake_ranks(self.ranks), copies:
             mesh = init_device_mesh(
                 "cpu", (self.ranks // self.world_size, self.world_size), mesh_dim_names=("shard", "split")
             )

@@ -19,8 +19,10 @@ from autoac.torch_private import (
     is_compiled_wrapper,
     is_ddp,
     is_fsdp1,
-    is_offloaded,
+    is_sharded_type,
+    is_unit,
     local_part,
+    used_on,
     wrapped_module,
 )
 from autoac_solver.records.errors import ProfilingError
@@ -52,12 +54,7 @@ def check_model(model: torch.nn.Module) -> None:
         raise ProfilingError(
             "no parameter of this model requires grad, so a training step has nothing to do."
         )
-    if any(map(is_offloaded, model.parameters())):
-        raise ProfilingError(
-            "this model's parameters are offloaded to host memory by FSDP2's CPUOffloadPolicy, which is not planned "
-            "for on a GPU: shard without it."
-        )
-    devices = {p.device for p in model.parameters() if p.requires_grad}
+    devices = {used_on(p) for p in model.parameters() if p.requires_grad}
     if len(devices) > 1:
         raise ProfilingError(
             f"the model's parameters are on {sorted(map(str, devices))}; one device is supported."
@@ -88,10 +85,12 @@ class Trained:
     """The parameters that require grad.
 
     Args:
-        elements, bytes: of all of them; of a sharded one, of its whole.
+        elements, bytes: of all of them; of a sharded one, of its whole. In a model that FSDP2 shards, the bytes of
+            sharded ones only: gathered ones, in a forward, may have another dtype.
         which: their places among all parameters.
         of_all: number of all parameters.
-        gradient_bytes: of their gradients on this rank. A sparse gradient counts as if it were dense.
+        gradient_bytes: of their gradients on this rank, on the device that they are used on. A sparse gradient counts
+            as if it were dense.
     """
 
     elements: int = 0
@@ -105,16 +104,19 @@ def trained_parameters(model: torch.nn.Module) -> Trained:
     """The parameters that require grad, from one walk over the model, which every call of a planned model makes."""
     elements = n_bytes = gradient_bytes = of_all = 0
     which = []
+    gathers = is_unit(model)
     for place, parameter in enumerate(model.parameters()):
         of_all += 1
         if parameter.requires_grad:
             size = parameter.numel()
             elements += size
-            n_bytes += size * parameter.element_size()
+            if not gathers or is_sharded_type(type(parameter)):
+                n_bytes += size * parameter.element_size()
             which.append(place)
             if (gradient := gradient_of(parameter)) is not None:
                 part = local_part(gradient)
-                gradient_bytes += part.numel() * part.element_size()
+                is_there = part.device.type == used_on(parameter).type
+                gradient_bytes += part.numel() * part.element_size() * is_there
     return Trained(elements, n_bytes, frozenset(which), of_all, gradient_bytes)
 
 
@@ -187,8 +189,8 @@ def check_backwards_may_run(model: torch.nn.Module) -> None:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """The device of the model's trained parameters."""
-    return next(p.device for p in model.parameters() if p.requires_grad)
+    """The device that the model's trained parameters are used on."""
+    return next(used_on(p) for p in model.parameters() if p.requires_grad)
 
 
 def device_bytes(device: torch.device) -> int:

@@ -14,12 +14,13 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from autoac.torch_private.fake import unset_fake_temporarily
 from autoac_solver.records.errors import ProfilingError
@@ -102,14 +103,17 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def is_offloaded(tensor: torch.Tensor) -> bool:
-    """Whether a sharded tensor is in host memory between its uses on another device (FSDP2's `CPUOffloadPolicy`).
+def used_on(parameter: torch.Tensor) -> torch.device:
+    """The device that a parameter is used on: FSDP2's `CPUOffloadPolicy` keeps its shard in the host's memory.
 
-    Source: `DTensor.device_mesh`; public, here for `is_sharded_type`.
+    Source: `DTensor.device_mesh`; public, here for `is_sharded_type`. `_get_device_from_mesh`
+    (torch/distributed/fsdp/_fully_shard/_fsdp_init.py).
     """
-    if not is_sharded_type(type(tensor)) or _is_awaited_type(type(tensor)):
-        return False
-    return cast("Any", tensor).device_mesh.device_type != tensor.device.type == "cpu"
+    device = parameter.device
+    if device.type != "cpu" or not is_sharded_type(type(parameter)):
+        return device
+    kind = cast("Any", parameter).device_mesh.device_type
+    return device if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def sharded_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -174,6 +178,53 @@ def reset_units(root: torch.nn.Module) -> None:
     # Without its setup at the first call there is nothing to reset, and torch's function fails.
     if reset is not None and cast("Any", root)._get_fsdp_state()._is_root:
         reset()
+
+
+@contextmanager
+def offloads_copied(to_host: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Context in which FSDP2 copies offloaded shards and gradients, although the host is the device here.
+
+    There `Tensor.to(device)` returns the tensor itself.
+
+    Args:
+        to_host: context in which gradients are copied to the host's memory.
+
+    Source: `FSDPParam.all_gather_inputs` and `foreach_reduce` (_fsdp_param.py and _fsdp_collectives.py in
+    torch/distributed/fsdp/_fully_shard), as `_fsdp_param_group.py` beside them calls them.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as calls
+
+    def copying(function: Callable[..., Any], target: Any) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with _CopiedToDevices(target):
+                return function(*args, **kwargs)
+
+        return called
+
+    targets = {"foreach_all_gather": nullcontext, "foreach_reduce": to_host}
+    originals = {name: getattr(calls, name) for name in targets}
+    try:
+        for name, target in targets.items():
+            setattr(calls, name, copying(originals[name], target))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(calls, name, original)
+
+
+class _CopiedToDevices(TorchFunctionMode):
+    """Mode in which `Tensor.to(device)` always makes a copy, inside of the context `target`."""
+
+    def __init__(self, target: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self.target = target
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to and isinstance(args[1], torch.device):
+            with self.target():
+                return args[0].clone()
+        return func(*args, **(kwargs or {}))
 
 
 # -- DDP -----------------------------------------------------------------------------------------------------------

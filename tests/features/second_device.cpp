@@ -12,16 +12,40 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <unordered_map>
+
 namespace {
 
 constexpr auto DEVICE = c10::DeviceType::PrivateUse1;
 
+// Counts its bytes, as CUDA's does: those that are allocated now, and the most since the last reset.
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     void* data = n ? c10::alloc_cpu(n) : nullptr;
-    return {data, data, &c10::free_cpu, c10::Device(DEVICE, 0)};
+    if (data) {
+      std::lock_guard<std::mutex> held(mutex);
+      sizes[data] = n;
+      live += n;
+      peak = std::max(peak, live);
+    }
+    return {data, data, &release, c10::Device(DEVICE, 0)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &c10::free_cpu; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  static void release(void* data) {
+    if (!data) return;
+    {
+      std::lock_guard<std::mutex> held(mutex);
+      live -= sizes.at(data);
+      sizes.erase(data);
+    }
+    c10::free_cpu(data);
+  }
+  static inline std::mutex mutex;
+  static inline std::unordered_map<void*, int64_t> sizes;
+  static inline int64_t live = 0, peak = 0;
   void copy_data(void* to, const void* from, std::size_t n) const override { default_copy_data(to, from, n); }
 };
 Allocator allocator;
@@ -59,6 +83,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::make_generator<Generator>(); }
   at::Device getDeviceFromPtr(void*) const override { return {DEVICE, 0}; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t n) const override {
+    c10::DataPtr data = allocator.allocate(n);
+    if (size_t kept = std::min(n, storage.nbytes())) std::memcpy(data.get(), storage.data(), kept);
+    storage.set_data_ptr_noswap(std::move(data));
+    storage.set_nbytes(n);
+  }
 };
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -137,7 +167,16 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("normal_", &normal_);
 }
 
-TORCH_LIBRARY(toy, m) { m.def("default_generator", &the_generator); }
+int64_t allocated_bytes() { return Allocator::live; }
+int64_t peak_bytes() { return Allocator::peak; }
+void reset_peak() { Allocator::peak = Allocator::live; }
+
+TORCH_LIBRARY(toy, m) {
+  m.def("default_generator", &the_generator);
+  m.def("allocated_bytes", &allocated_bytes);
+  m.def("peak_bytes", &peak_bytes);
+  m.def("reset_peak", &reset_peak);
+}
 
 const bool registered = (at::RegisterPrivateUse1HooksInterface(new Hooks()), true);
 

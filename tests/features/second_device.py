@@ -2,7 +2,7 @@
 
 `python -m tests.features.second_device LIBRARY ENGINE`: plans are made on CPU, carried over to the device, and
 held against a step there without a plan. Last, what a profile of that device notes. The device computes in host memory;
-`second_device.cpp` is its library.
+`second_device.cpp` is its library, which counts the bytes that are allocated there.
 """
 
 import dataclasses
@@ -55,6 +55,9 @@ def load(library: str) -> torch.Generator:
     module.get_rng_state = lambda device=NAME: generator.get_state()
     module.set_rng_state = lambda state, device=NAME: generator.set_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]
+    # Everything runs at once, as on CPU.
+    for name in ("Stream", "Event", "stream", "current_stream"):
+        setattr(module, name, getattr(torch.cpu, name))
     torch._register_device_module(NAME, module)
     generate_methods_for_privateuse1_backend()
     return generator

@@ -26,8 +26,8 @@ def of(told: list[dict[str, Any]], case: str, ranks: int = 2) -> list[Any]:
     return found
 
 
-OF_GLOO = 2 * split.BATCH * split.LENGTH * split.WIDTH * 4
-"""Bytes of gloo's own buffer for keys and values of all ranks, which its thread has for a moment, seen or not."""
+OF_A_COLLECTIVE = split.BATCH * split.LENGTH * split.WIDTH * 4
+"""Bytes of what gloo's thread has of a collective for a moment more, seen or not."""
 
 CASES = {
     "layers_in_parts": ["replay 0.9", "replay 0.8", "replay 0.72", "sac 0.72"],
@@ -46,7 +46,8 @@ def test_plans_hold_and_change_nothing(told: Any, case: str):
             predicted, measured, budget = rank[name]["peaks"]
             assert rank[name]["equal"], name
             assert rank[name]["wrapped"], name
-            assert abs(measured / predicted - 1) < 0.01, (name, predicted, measured)
+            assert measured / predicted < 1.01, (name, predicted, measured)
+            assert predicted - measured < 0.01 * predicted + OF_A_COLLECTIVE, (name, predicted, measured)
             assert measured <= budget
         assert case == "split_and_sharded" or rank["notes"] == []  # FSDP2 sets itself up in its first step
 
@@ -65,7 +66,7 @@ def test_context_parallelism(told: Any):
             assert rank[name]["equal"], name
             assert rank[name]["wrapped"], name
             assert measured / predicted < 1.01, (name, predicted, measured)
-            assert predicted - measured < 0.01 * predicted + OF_GLOO, (name, predicted, measured)
+            assert predicted - measured < 0.01 * predicted + 2 * OF_A_COLLECTIVE, (name, predicted, measured)
             assert measured <= budget
 
 

@@ -26,6 +26,36 @@ from autoac.torch_private import (
 from autoac_solver.records.profile import NEVER
 
 
+class _HostMemory:
+    """The storages on CPU that stand for such in the host's memory, while others on CPU stand for a device's."""
+
+    def __init__(self) -> None:
+        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._is_target = False
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take the storages of these to be there."""
+        self._storages.update(local_part(tensor).untyped_storage() for tensor in tensors)
+
+    @contextlib.contextmanager
+    def as_target(self) -> Iterator[None]:
+        """Context in which new storages are made there."""
+        self._is_target = True
+        try:
+            yield
+        finally:
+            self._is_target = False
+
+    def holds(self, storage: torch.UntypedStorage, is_new: bool) -> bool:
+        """Whether a storage is there."""
+        if is_new and self._is_target:
+            self._storages.add(storage)
+        return storage in self._storages
+
+
+host_memory = _HostMemory()
+
+
 class Storages:
     """The table of storages, identified by address while they are alive.
 
@@ -33,7 +63,8 @@ class Storages:
     have no other tensors left.
 
     Args:
-        device: only storages on this device have a size; others are recorded with zero bytes.
+        device: only storages on this device have a size; others, and those in `host_memory`, are recorded with zero
+            bytes.
         before: state from before the step.
         not_counted: called with each tensor that is not strided.
         on_fakes: whether the step runs on fake tensors. Elsewhere these have no memory: torch traces the branches of
@@ -186,7 +217,8 @@ class Storages:
     def _register(self, tensor: torch.Tensor, alloc: int) -> int:
         index = len(self.rows)
         storage = tensor.untyped_storage()
-        on_device = tensor.device.type == self.device.type  # a fake tensor's storage says meta
+        # Of a fake tensor, the storage says meta.
+        on_device = tensor.device.type == self.device.type and not host_memory.holds(storage, alloc != NEVER)
         self.rows.append(
             {
                 "bytes": allocated_bytes(storage.nbytes(), self.device) if on_device else 0,

@@ -591,26 +591,21 @@ def test_a_row_of_the_decisions(engine: str):
 
 
 def test_policies_about_the_loss(engine: str):
-    model = Model()
-    least = plan_for(model, engine)
+    model, regions = Model(), ["blocks.*"]
+    least = plan_for(model, engine, regions=regions)
     with pytest.raises(autoac.InfeasibleBudgetError) as error:
-        plan_for(model, engine, least.predicted_peak_bytes, policies=[SAVE])
+        plan_for(model, engine, least.predicted_peak_bytes, policies=[SAVE], regions=regions)
     assert error.value.minimum_without_policies_bytes == least.predicted_peak_bytes
-    plan = plan_for(model, engine, 10**12, policies=[RECOMPUTE])
+    plan = plan_for(model, engine, 10**12, policies=[RECOMPUTE], regions=regions)
     assert plan.record.chunked_losses
     report = plan.verify(model, SAMPLE)
     assert report.equal
     assert report.measured_peak_bytes == report.predicted_peak_bytes
     with pytest.raises(PolicyConflictError):
-        plan_for(
-            model,
-            engine,
-            10**12,
-            policies=[RECOMPUTE, SAVE],
-        )
+        plan_for(model, engine, 10**12, policies=[RECOMPUTE, SAVE])
     nll_loss = autoac.Policy("MUST_RECOMPUTE", op="aten.nll_loss_forward*")
     with pytest.raises(PolicyError, match="is in no region"):
-        plan_for(model, engine, 10**12, policies=[nll_loss], regions=["blocks.*"])
+        plan_for(model, engine, 10**12, policies=[nll_loss], regions=regions)
 
 
 def test_a_loss_inside_of_a_region_is_not_chunked(engine: str):
@@ -713,7 +708,7 @@ def test_under_autocast(engine: str):
 
     chosen = Case(Model, forward, ("blocks.*",))
     profile = chosen.profile()
-    plan = autoac.solve(profile, 10**12, engine=engine, policies=[RECOMPUTE])
+    plan = autoac.solve(profile, 10**12, engine=engine, policies=[RECOMPUTE], regions=["blocks.*"])
     assert plan.record.chunked_losses
     assert not differences(run(chosen, plan), run(chosen))
     model = chosen.model()
@@ -730,7 +725,7 @@ def test_a_graph_that_is_kept(engine: str):
 
     model = Model()
     profile = autoac.profile(model, lambda: step(model))
-    plan = autoac.solve(profile, 10**12, engine=engine, policies=[RECOMPUTE])
+    plan = autoac.solve(profile, 10**12, engine=engine, policies=[RECOMPUTE], regions=["blocks.*"])
     assert [loss.alone for loss in chunkable_losses(profile)] == [False]
     report = plan.verify(model, lambda: step(model))
     assert report.equal

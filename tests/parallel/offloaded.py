@@ -1,0 +1,131 @@
+"""FSDP2 on a device that is not the CPU, where torch's `CPUOffloadPolicy` moves shards: `offloaded LIBRARY`.
+
+The device counts its bytes. Collectives do nothing, so that values are right for one rank only; their memory is that
+of so many ranks. Prints what was predicted and counted, as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autoac
+from autoac.parallel import FSDP2
+from autoac_solver.records.profile import Profile
+from tests.features.second_device import NAME, load
+from tests.parallel.models import Net, batch, make, sharded
+
+UNITS = ["layers.*", "pair.*"]
+OFFLOADED = CPUOffloadPolicy(pin_memory=False)
+WIDER = MixedPrecisionPolicy(param_dtype=torch.float64)
+CASES: dict[str, dict[str, Any]] = {
+    "on the device": {},
+    "offloaded": {"offload_policy": OFFLOADED},
+    "offloaded, cast": {"offload_policy": OFFLOADED, "mp_policy": WIDER},
+    "offloaded, not resharded": {"offload_policy": OFFLOADED, "reshard_after_forward": False},
+    "offloaded, two ahead": {"offload_policy": OFFLOADED, "prefetch": 2},
+    "offloaded, two replicas": {"offload_policy": OFFLOADED, "replicas": 2},
+}
+
+
+@contextmanager
+def ranks(number: int) -> Iterator[None]:
+    """This process is rank 0 of so many, whose collectives do nothing."""
+    dist.init_process_group(f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=0, world_size=number)
+    yield
+    dist.destroy_process_group()
+
+
+def mesh_of(number: int, replicas: int = 1) -> DeviceMesh:
+    if replicas == 1:
+        return init_device_mesh(NAME, (number,))
+    return init_device_mesh(NAME, (replicas, number // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def step_of(model: Net, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x)
+    loss.backward()
+    return loss.detach().cpu()
+
+
+def counted(model: Net, x: torch.Tensor) -> int:
+    """The most bytes that the device holds in a step after the first."""
+    for _ in range(2):
+        model.zero_grad()
+        torch.ops.toy.reset_peak()
+        step_of(model, x)
+    return torch.ops.toy.peak_bytes()
+
+
+def plans_of(profile: Profile, engine: str) -> list[autoac.Plan]:
+    """For the least budget, and for one half way to that of a step without a plan."""
+    loose = autoac.solve(profile, 10**12, engine=engine)
+    try:
+        autoac.solve(profile, 1, engine=engine)
+    except autoac.InfeasibleBudgetError as error:
+        least = error.minimum_bytes
+        budgets = (least, (least + loose.predicted_peak_bytes) // 2)
+        return [loose, *(autoac.solve(profile, budget, engine=engine) for budget in budgets)]
+    raise AssertionError("a byte is enough")
+
+
+def absent(options: dict[str, Any]) -> list[tuple[int, int]]:
+    """Peaks of one of four absent ranks as predicted, and as the device counts them in a step of such a rank."""
+    spec = FSDP2(4, UNITS, **options)
+    profile = autoac.profile(make(), batch(), mode="fake", parallel=spec)
+    found = []
+    with ranks(4):
+        replicas = options.pop("replicas", 1)
+        model = sharded(make().to(NAME), mesh=mesh_of(4, replicas), **options)
+        x = batch().to(NAME)
+        for engine in ("replay", "sac"):
+            for plan in plans_of(profile, engine):
+                plan = autoac.Plan(dataclasses.replace(plan.record, device=f"{NAME}:0"))
+                plan.apply(model)
+                found.append((plan.predicted_peak_bytes, counted(model, x)))
+                plan.remove(model)
+    return found
+
+
+def here(engine: str) -> dict[str, Any]:
+    """Plans for an offloaded model that is there, as the only rank."""
+    with ranks(1):
+        model = sharded(make().to(NAME), mesh=mesh_of(1), offload_policy=OFFLOADED)
+        assert next(model.parameters()).device.type == "cpu"
+        x = batch().to(NAME)
+
+        def values() -> list[torch.Tensor]:
+            model.zero_grad()
+            loss = step_of(model, x)
+            return [loss, *(p.grad.full_tensor() for p in model.parameters() if p.grad is not None)]
+
+        profile = autoac.profile(model, x, optimizer=torch.optim.AdamW(model.parameters()))
+        expected = values()
+        found: dict[str, Any] = {"device": profile.device, "peaks": [], "equal": [], "wrapped": []}
+        for plan in plans_of(profile, engine):
+            plan.apply(model)
+            found["peaks"].append((plan.predicted_peak_bytes, counted(model, x)))
+            found["equal"].append(all(map(torch.equal, values(), expected)) and len(expected) > 1)
+            found["wrapped"].append(sum(region.wrapped for region in plan.regions))
+            plan.remove(model)
+    return found
+
+
+def main(library: str) -> None:
+    load(library)
+    found = {name: absent(dict(options)) for name, options in CASES.items()}
+    print(json.dumps({"absent": found, "here": {engine: here(engine) for engine in ("replay", "sac")}}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
 os.environ.setdefault(
@@ -51,6 +52,13 @@ def fewest_rounds() -> Iterator[None]:
             patch.setattr(in_model, name, (fewest, fewest))
         patch.setattr(verify, "_TIMED_ROUNDS", 1)
         yield
+
+
+@pytest.fixture(scope="session")
+def device_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library of the second device."""
+    found = importlib.import_module("tests.second_device").compiled(tmp_path_factory.mktemp("device"))
+    return found or pytest.skip("needs a C++ compiler")
 
 
 @pytest.fixture(autouse=True)

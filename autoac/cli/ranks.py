@@ -75,6 +75,13 @@ ReduceDtype = Annotated[
     _Dtype | None,
     typer.Option(show_default="the gradients'", help="With --fsdp: what gradients are reduced in."),
 ]
+CpuOffload = Annotated[
+    bool,
+    typer.Option(
+        "--cpu-offload",
+        help="With --fsdp: parameters, gradients and optimizer are in the host's memory (CPUOffloadPolicy).",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,7 @@ class Sharding:
     prefetch: int | None
     param_dtype: str | None
     reduce_dtype: str | None
+    cpu_offload: bool
 
     def spec(self, target: Target) -> FSDP2 | TensorParallel:
         """The spec for a model, which is not changed.
@@ -110,7 +118,7 @@ class Sharding:
 
     def _fsdp(self, target: Target) -> FSDP2:
         import torch
-        from torch.distributed.fsdp import MixedPrecisionPolicy
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         from autoac.parallel import FSDP2
         from autoac.step.modules import select_modules
@@ -131,6 +139,7 @@ class Sharding:
             MixedPrecisionPolicy(param_dtype=dtype(self.param_dtype), reduce_dtype=dtype(self.reduce_dtype)),
             self.replicas,
             self.prefetch,
+            CPUOffloadPolicy() if self.cpu_offload else None,
         )
 
 
@@ -142,6 +151,7 @@ def sharding(
     prefetch: int | None,
     param_dtype: str | None,
     reduce_dtype: str | None,
+    cpu_offload: bool,
     *,
     split: int | None = None,
     source: str | None,
@@ -159,6 +169,7 @@ def sharding(
         "--prefetch": prefetch,
         "--param-dtype": param_dtype,
         "--reduce-dtype": reduce_dtype,
+        "--cpu-offload": cpu_offload or None,
     }
     if ranks is None:
         for name, value in others.items():
@@ -197,7 +208,17 @@ def sharding(
             f"{ranks} ranks cannot be {replicas} groups of the same size: take a divisor of {ranks}.",
             param_hint="'--replicas'",
         )
-    return Sharding(ranks, split, units, reshard_after_forward, replicas, prefetch, param_dtype, reduce_dtype)
+    return Sharding(
+        ranks,
+        split,
+        units,
+        reshard_after_forward,
+        replicas,
+        prefetch,
+        param_dtype,
+        reduce_dtype,
+        cpu_offload,
+    )
 
 
 def _asked(ranks: int | None, split: int | None) -> str:
@@ -239,6 +260,7 @@ def document(spec: FSDP2 | TensorParallel, found: Sequence[Held]) -> dict[str, A
             "replicas": spec.replicas,
             "prefetch": spec.prefetch,
             "reshard_after_forward": spec.reshard_after_forward,
+            "cpu_offload": spec.is_in_host_memory,
             "sizes": [one.as_json() for one in found],
         }
     }
@@ -254,11 +276,12 @@ def parts_table(ranks: int, parts: Mapping[str, int]) -> Any:
     return made
 
 
-def sizes_table(found: Sequence[Held]) -> Any:
+def sizes_table(spec: FSDP2 | TensorParallel, found: Sequence[Held]) -> Any:
     """Table of the bytes that a rank holds permanently, for several numbers of ranks."""
+    where = ", shards in the host's memory" if spec.is_in_host_memory else ""
     with_peaks = all(one.peak_bytes is not None for one in found)
     made = table(
-        "Other numbers of ranks, with the same plan" if with_peaks else "Other numbers of ranks",
+        f"Other numbers of ranks{', with the same plan' if with_peaks else ''}{where}",
         "ranks",
         "parameters",
         "gradients",

@@ -32,7 +32,8 @@ class Held:
 
     Args:
         ranks: number of ranks.
-        parameters_bytes, gradients_bytes, optimizer_bytes: of its shards; gradients as they are after backward.
+        parameters_bytes, gradients_bytes, optimizer_bytes: of its shards, on the device or in the host's memory;
+            gradients as they are after backward.
         peak_bytes: peak of the step with the same decisions; None without a plan.
     """
 
@@ -59,7 +60,7 @@ def held(
 
     Nothing is recorded again: shards are counted, and in the plan's step they are replaced by those of the other
     number. Gathered parameters and activations are the same, except for the padding of parameters that the ranks do not
-    divide.
+    divide, and the copies of shards in the host's memory while a unit is gathered or reduced.
 
     Args:
         spec: what the profile was recorded with, `world_size` included. The number of replicas, and of ranks that split
@@ -72,16 +73,18 @@ def held(
     """
     assert spec.ranks is not None
     optimizer_bytes = sum(s.bytes for s in profile.storage_table if s.kind == "Optstate")
-    own = _held(spec, model, profile, lambda _: optimizer_bytes)
     if sizes is None:
         sizes = [spec.ranks, *_half_and_twice(spec.ranks, _multiple(spec))]
-    state_bytes = functools.partial(_state_bytes, model, optimizer, profile)
+    state_bytes = functools.partial(_state_bytes, model, optimizer, profile, spec.is_in_host_memory)
+    own = _held(spec, model, profile, state_bytes if spec.is_in_host_memory else lambda _: optimizer_bytes)
     found = [
         own if size == spec.ranks else _held(_with_ranks(spec, size), model, profile, state_bytes)
         for size in sorted(set(sizes))
     ]
     if record is None:
         return found
+    if spec.is_in_host_memory:
+        return [replace(one, peak_bytes=record.predicted_peak_bytes) for one in found]
     return [replace(one, peak_bytes=_peak_bytes(record, own, one)) for one in found]
 
 
@@ -95,7 +98,8 @@ def by_world_size(
     """One rank's memory by kind, and the peak of this plan's decisions, with other numbers of ranks.
 
     Nothing is recorded again: in the planned step the shards are replaced by those of the other number. Gathered
-    parameters and activations stay as they are, except for the padding of parameters that the ranks do not divide.
+    parameters and activations stay as they are, except for the padding of parameters that the ranks do not divide. So
+    does the peak of a plan with torch's `CPUOffloadPolicy`: of the shards the device holds copies of one unit's.
 
     Args:
         plan: made with `parallel=spec`.
@@ -105,7 +109,8 @@ def by_world_size(
 
     Returns:
         One row per number of ranks, the index: parameters_bytes, gradients_bytes (as they are after backward) and
-        optimizer_bytes of a rank's shards, and peak_bytes, the predicted peak.
+        optimizer_bytes of a rank's shards, on the device or (with `CPUOffloadPolicy`) in the host's memory, and
+        peak_bytes, the predicted peak.
 
     Raises:
         ProfilingError: this process is a rank itself; torch shards the model here as one of that many.
@@ -176,7 +181,8 @@ def _held(
             name: torch.nn.Parameter(local_part(p.detach()), requires_grad=p.requires_grad)
             for name, p in skeleton.named_parameters()
         }
-    allocated = device_for(torch.device(profile.device)).allocated_bytes
+    on_device = device_for(torch.device(profile.device)).allocated_bytes
+    allocated = int if spec.is_in_host_memory else on_device
     parameters_bytes = sum(allocated(_bytes_of(part)) for part in parts.values())
     # The gradients of a unit are views of one storage.
     gradients_bytes = sum(_bytes_of(part) for part in parts.values() if part.requires_grad)
@@ -191,6 +197,7 @@ def _state_bytes(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
     profile: Profile,
+    is_in_host_memory: bool,
     shards: dict[str, torch.nn.Parameter],
 ) -> int:
     """State bytes of an optimizer of these shards, counted on the model's device: other tensors are fake there."""
@@ -201,7 +208,7 @@ def _state_bytes(
         replace(profile, device="cpu" if kind == "meta" else kind),
         optimizer_of(real_optimizer(optimizer, model), model, shards),
         measure=False,
-        elsewhere=profile.device.split(":")[0],
+        elsewhere="" if is_in_host_memory else profile.device.split(":")[0],
     )
     return recorded.storage_table[-1].bytes
 

@@ -128,7 +128,7 @@ def record_fake(
     }
     tables["tape"] = tape_tables.timed(tape.ops, times, found.workspace_bytes, with_others=False)
     tables["storage_table"] = tape_tables.resized(
-        tape.ops, tables["storage_table"], found.result_bytes, device
+        tape.ops, tables["storage_table"], found.result_bytes, device, tape.storages.in_host_memory
     )
     checkpointed = notes_if_checkpointed(model)
     profile = with_parts(

@@ -100,6 +100,11 @@ def test_fsdp2s_options(llama: tuple[Any, ...]) -> None:
     ahead = parts("--prefetch", 2)
     assert ahead["fsdp"]["prefetch"] == 2
     assert ahead["predicted_peak_bytes"] >= plain["predicted_peak_bytes"]
+    offloaded = parts("--cpu-offload")
+    assert offloaded["fsdp"]["cpu_offload"]
+    assert {offloaded["peak_parts_bytes"][kind] for kind in ("parameters", "gradients", "optimizer")} == {0}
+    assert offloaded["predicted_peak_bytes"] < plain["predicted_peak_bytes"]
+    assert "optimizer are in the host's memory" in " ".join(offloaded["notes"])
     groups = parts("--replicas", 2, "--optimizer", "none")
     assert groups["peak_parts_bytes"]["optimizer"] == 0
     assert sizes_of(groups)[16]["parameters_bytes"] == sizes_of(plain)[8]["parameters_bytes"]
@@ -144,6 +149,7 @@ def test_a_factorys_model_for_a_rank(tmp_path: Path) -> None:
         (["--no-reshard-after-forward"], "say of how many ranks with --fsdp RANKS"),
         (["--units", "blocks.*"], "'--units': it goes with --fsdp only"),
         (["--param-dtype", "bfloat16"], "'--param-dtype': it goes with --fsdp only"),
+        (["--cpu-offload"], "'--cpu-offload': it goes with --fsdp only"),
     ],
 )
 def test_wrong_uses_are_told_before_anything_is_loaded(options: list[Any], text: str, tmp_path: Path) -> None:

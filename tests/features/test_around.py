@@ -1,11 +1,6 @@
 """What surrounds a region: saved-tensor hooks, autocast, devices, random numbers, kinds of tensors, compilers."""
 
 import gc
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +11,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from tests.blocks import REGIONS, X, blocks, mean_square
 from tests.execute.exact.harness import Case, assert_exact, backward_from, differences, planned, plans, run
+from tests.features.draws_elsewhere import step_on
 from tests.features.feature import feature
-from tests.features.second_device import step_on
-
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+from tests.second_device import ran
 
 # -- saved-tensor hooks ------------------------------------------------------------------------------------------------
 
@@ -137,32 +130,9 @@ def test_random_numbers_of_cuda(engine):
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
-@pytest.fixture(scope="session")
-def device_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library of the second device, compiled."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    root, library = Path(torch.__file__).parent, tmp_path_factory.mktemp("device") / "device.so"
-    include = [f"-I{root / 'include' / part}" for part in ("", "torch/csrc/api/include")]
-    link = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"]
-    source = str(HERE / "second_device.cpp")
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O0", "-std=c++20", *include, source, "-o", str(library), *link],
-        check=True,
-    )
-    return library
-
-
 @feature("random state (another device: one in host memory) put back for recomputation, and left as it was")
 def test_random_numbers_of_another_device(engine, device_library):
-    command = [sys.executable, "-W", "error", "-m", "tests.features.second_device"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "solver")))}
-    done = subprocess.run(
-        [*command, str(device_library), engine], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
-    assert not done.returncode, done.stderr
-    plans_made, note = done.stdout.splitlines()
+    plans_made, note = ran("tests.features.draws_elsewhere", device_library, engine).splitlines()
     assert plans_made == "3 plans that recompute"
     assert note.startswith(
         "recorded on toy:0: autoac reads the clocks and the memory of CPU and CUDA devices only."

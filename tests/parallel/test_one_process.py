@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import autoac
@@ -132,6 +133,13 @@ SPLIT = {
 }
 
 
+def without_offloading(spec: FSDP2 | TensorParallel) -> dict[str, Any]:
+    if isinstance(spec, FSDP2):
+        return {"offload_policy": None}
+    assert spec.fsdp is not None
+    return {"fsdp": replace(spec.fsdp, offload_policy=None)}
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.parametrize(
     "spec",
@@ -140,8 +148,12 @@ SPLIT = {
         lambda size: FSDP2(size, UNITS, reshard_after_forward=False),
         lambda size: FSDP2(size, UNITS, replicas=2),
         lambda size: TensorParallel(2, SPLIT, fsdp=FSDP2(size // 2, UNITS)),
+        lambda size: FSDP2(size, UNITS, offload_policy=CPUOffloadPolicy()),
+        lambda size: TensorParallel(
+            2, SPLIT, fsdp=FSDP2(size // 2, UNITS, offload_policy=CPUOffloadPolicy())
+        ),
     ],
-    ids=["", "not resharded", "two replicas", "layers in two parts"],
+    ids=["", "not resharded", "two replicas", "layers in two parts", "offloaded", "parts offloaded"],
 )
 def test_what_other_numbers_of_ranks_hold_is_what_they_record(
     spec: Callable[[int], FSDP2 | TensorParallel],
@@ -156,15 +168,28 @@ def test_what_other_numbers_of_ranks_hold_is_what_they_record(
     loose = autoac.solve(profiles[8], "1GB")
     plan = autoac.solve(profiles[8], int(0.8 * loose.predicted_peak_bytes))
     assert any(region.wrapped for region in plan.regions)
+    in_host_memory = spec(8).is_in_host_memory
     found = held(spec(8), model, optimizer, profiles[8], plan.record)
     assert [one.ranks for one in found] == [4, 8, 16]
+    if in_host_memory:  # as on the device, of which nothing is rounded here
+        on_device = replace(spec(8), **without_offloading(spec(8)))
+        assert [replace(one, peak_bytes=0) for one in found] == [
+            replace(one, peak_bytes=0)
+            for one in held(
+                on_device,
+                model,
+                optimizer,
+                autoac.profile(model, batch(), optimizer=optimizer, mode="fake", parallel=on_device),
+                plan.record,
+            )
+        ]
     for one in found:
         for kind, size in (
             ("Parameter", one.parameters_bytes),
             ("Gradient", one.gradients_bytes),
             ("Optstate", one.optimizer_bytes),
         ):
-            assert size == sum(
+            assert (0 if in_host_memory else size) == sum(
                 storage.bytes
                 for storage in profiles[one.ranks].storage_table
                 if storage.kind == kind and not storage.is_gathered
@@ -283,6 +308,8 @@ def test_refusals():
         FSDP2(world_size=0)
     with pytest.raises(ValueError, match="must divide"):
         FSDP2(world_size=8, replicas=3)
+    with pytest.raises(ValueError, match=r"offload_policy is True: pass torch.distributed.fsdp.CPUOffloadPo"):
+        FSDP2(world_size=8, offload_policy=True)
     assert not torch.distributed.is_initialized()
 
 

@@ -1,6 +1,7 @@
 """Private interfaces of torch.distributed, in one process that is rank 0 of a job of its own or of torch's fake one."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac import torch_private
-from autoac.step.model import check_model
 from autoac_solver.records.errors import ProfilingError
 
 
@@ -39,12 +40,41 @@ def test_a_sharded_tensor_has_a_part_here():
 def test_parameters_that_wait_in_host_memory():
     with torch_private.fake_ranks(2):
         model: Any = fully_shard(nn.Linear(8, 8))
-        assert not torch_private.is_offloaded(model.weight)
-        assert not torch_private.is_offloaded(torch.ones(2))
-        model.weight.device_mesh._device_type = "cuda"  # as on a GPU, with the shard on the CPU
-        assert torch_private.is_offloaded(model.weight)
-        with pytest.raises(ProfilingError, match="CPUOffloadPolicy, which is not planned for on a GPU"):
-            check_model(model)
+        for tensor in (model.weight, torch.ones(2), torch.ones(2, device="meta")):
+            assert torch_private.used_on(tensor) == tensor.device
+        model.weight.device_mesh._device_type = "meta"  # as on a GPU, with the shard on the CPU
+        with pytest.raises(RuntimeError, match="meta"):  # which has no module that knows the current device
+            torch_private.used_on(model.weight)
+
+
+@pytest.mark.parametrize("in_host_memory", [False, True])
+def test_copies_between_a_device_and_the_host_that_are_one(in_host_memory: bool):
+    targets: list[str] = []
+    policy = CPUOffloadPolicy(pin_memory=False) if in_host_memory else OffloadPolicy()
+
+    @contextmanager
+    def to_host() -> Iterator[None]:
+        targets.append("host")
+        yield
+
+    with torch_private.fake_ranks(2), Copies() as copies:
+        model: Any = fully_shard(nn.Linear(8, 8), offload_policy=policy)
+        with torch_private.offloads_copied(to_host):
+            model(torch.ones(1, 8)).sum().backward()
+        # Of weight and bias: a copy to the device, and one of the gradient to the host.
+        assert (copies.count, targets) == ((4, ["host", "host"]) if in_host_memory else (0, []))
+        model(torch.ones(1, 8)).sum().backward()
+        assert copies.count == (4 if in_host_memory else 0)
+
+
+class Copies(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.clone.default
+        return func(*args, **(kwargs or {}))
 
 
 def test_units_have_a_class_of_their_own():

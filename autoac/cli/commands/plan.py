@@ -29,6 +29,7 @@ from autoac.cli.options import (
 from autoac.cli.output import Output
 from autoac.cli.pretrained import load_pretrained
 from autoac.cli.ranks import (
+    CpuOffload,
     ParamDtype,
     Prefetch,
     Ranks,
@@ -114,6 +115,7 @@ def main(
     prefetch: Prefetch = None,
     param_dtype: ParamDtype = None,
     reduce_dtype: ReduceDtype = None,
+    cpu_offload: CpuOffload = False,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -146,6 +148,7 @@ def main(
         prefetch,
         param_dtype,
         reduce_dtype,
+        cpu_offload,
         split=tp,
         source=source,
         engine=engine,
@@ -181,7 +184,7 @@ def main(
         tables = [
             "",
             parts_table(spec.ranks or 1, data["peak_parts_bytes"]),
-            *([sizes_table(held)] if held else []),
+            *([sizes_table(spec, held)] if held else []),
         ]
     written = [f"Written: {output}"] if output is not None else []
     out.results(data, shown, *tables, *written)

@@ -10,6 +10,7 @@ import typer
 from autoac.cli.options import Arguments, Granularity, Json, Model, Verbose, compiling, json_file
 from autoac.cli.output import Output, facts, in_one_unit
 from autoac.cli.ranks import (
+    CpuOffload,
     ParamDtype,
     Prefetch,
     Ranks,
@@ -62,6 +63,7 @@ def main(
     prefetch: Prefetch = None,
     param_dtype: ParamDtype = None,
     reduce_dtype: ReduceDtype = None,
+    cpu_offload: CpuOffload = False,
     arguments: Arguments = None,
     as_json: Json = False,
     verbose: Verbose = False,
@@ -82,6 +84,7 @@ def main(
         prefetch,
         param_dtype,
         reduce_dtype,
+        cpu_offload,
         split=tp,
         source=model,
         engine=engine,
@@ -137,5 +140,5 @@ def main(
             ("written", str(output)),
             *(("note", note) for note in profile.notes),
         ),
-        *(["", sizes_table(held)] if held else []),
+        *(["", sizes_table(spec, held)] if spec is not None and held else []),
     )

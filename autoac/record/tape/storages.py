@@ -93,6 +93,7 @@ class Storages:
         self._aliases: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # storage -> aliases of holders
         self._again: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.released: Callable[[int], None] = lambda index: None  # called when only aliases hold a storage
+        self.in_host_memory: set[int] = set()  # rows of storages in `host_memory`
         self.gathered: set[int] = set()  # rows of storages between two manual resizes
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
 
@@ -217,8 +218,10 @@ class Storages:
     def _register(self, tensor: torch.Tensor, alloc: int) -> int:
         index = len(self.rows)
         storage = tensor.untyped_storage()
-        # Of a fake tensor, the storage says meta.
-        on_device = tensor.device.type == self.device.type and not host_memory.holds(storage, alloc != NEVER)
+        on_device = tensor.device.type == self.device.type  # a fake tensor's storage says meta
+        if on_device and host_memory.holds(storage, alloc != NEVER):
+            self.in_host_memory.add(index)
+            on_device = False
         self.rows.append(
             {
                 "bytes": allocated_bytes(storage.nbytes(), self.device) if on_device else 0,

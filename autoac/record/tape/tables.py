@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -103,12 +104,17 @@ def _repeats_timed(ops: Sequence[Op], with_others: bool) -> tuple[Op, ...]:
 
 
 def resized(
-    ops: Rows, table: tuple[Storage, ...], sizes: Mapping[Signature, list[int]], device: torch.device
+    ops: Rows,
+    table: tuple[Storage, ...],
+    sizes: Mapping[Signature, list[int]],
+    device: torch.device,
+    in_host_memory: AbstractSet[int],
 ) -> tuple[Storage, ...]:
     """The storage table with the sizes of the kernels' actual results.
 
     Args:
         sizes: bytes of the storages that an op makes, in order.
+        in_host_memory: indices of storages that are not on the device, whose size stays zero.
     """
     found = list(table)
     for row in ops:
@@ -117,6 +123,8 @@ def resized(
             continue
         if len(made) == len(row["creates"]):
             for storage, n_bytes in zip(row["creates"], made, strict=True):
+                if storage in in_host_memory:
+                    continue
                 found[storage] = dataclasses.replace(found[storage], bytes=allocated_bytes(n_bytes, device))
     return tuple(found)
 

@@ -1,29 +1,20 @@
-"""A device that is not the CPU, with random numbers of its own, where there is no GPU; run in a process of its own.
+"""Random numbers of a device that is not the CPU: `python -m tests.features.draws_elsewhere LIBRARY ENGINE`.
 
-`python -m tests.features.second_device LIBRARY ENGINE`: plans are made on CPU, carried over to the device, and
-held against a step there without a plan. Last, what a profile of that device notes. The device computes in host memory;
-`second_device.cpp` is its library, which counts the bytes that are allocated there.
+Plans are made on CPU, carried over to the device, and held against a step there without a plan. Last, what a profile of
+that device notes.
 """
 
 import dataclasses
-import os
 import sys
-import types
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.backend_registration import (
-    generate_methods_for_privateuse1_backend,
-    rename_privateuse1_backend,
-)
 
 from autoac.plans import Plan
 from tests.blocks import X
 from tests.execute.exact.harness import Case, differences, plans, recomputes, run
-
-NAME = "toy"
+from tests.second_device import NAME, end, load
 
 
 class Draws(nn.Module):
@@ -37,30 +28,6 @@ class Draws(nn.Module):
         from_cpu = torch.empty(64, device=x.device).copy_(torch.randn(64))
         noise = torch.rand_like(x) + from_cpu * torch.bernoulli(torch.full_like(x, 0.5))
         return torch.sin(torch.tanh(self.linear(x) * noise))
-
-
-def load(library: str) -> torch.Generator:
-    """Make the device known to torch, and return its generator."""
-    rename_privateuse1_backend(NAME)
-    torch.ops.load_library(library)
-    generator = torch.ops.toy.default_generator()
-    module: Any = types.ModuleType(f"torch.{NAME}")
-    module._initialized = True
-    module._is_in_bad_fork = lambda: False
-    module.is_initialized = module.is_available = lambda: True
-    module.current_device, module.device_count = lambda: 0, lambda: 1
-    module.device = lambda index: nullcontext()
-    module.default_generators = (generator,)
-    module.manual_seed_all = generator.manual_seed
-    module.get_rng_state = lambda device=NAME: generator.get_state()
-    module.set_rng_state = lambda state, device=NAME: generator.set_state(state)
-    module.get_amp_supported_dtype = lambda: [torch.bfloat16]
-    # Everything runs at once, as on CPU.
-    for name in ("Stream", "Event", "stream", "current_stream"):
-        setattr(module, name, getattr(torch.cpu, name))
-    torch._register_device_module(NAME, module)
-    generate_methods_for_privateuse1_backend()
-    return generator
 
 
 def step_on(device: str) -> Case:
@@ -96,7 +63,4 @@ def main(library: str, engine: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    sys.stdout.flush()
-    # Without the interpreter's and torch's teardown: the process was once aborted there, after all was done and said
-    # ("terminate called without an active exception"). Why is not known; 24 further runs did not show it.
-    os._exit(0)
+    end()

@@ -58,6 +58,8 @@ def ran(module: str, library: Path, *args: str) -> str:
 class Stream(torch.cpu.Stream):
     """Everything runs at once, as on CPU; but there are events, which have always happened."""
 
+    stream_id = device_index = device_type = 0
+
     def record_event(self) -> torch.cpu.Event:  # pyright: ignore[reportIncompatibleMethodOverride]
         return torch.cpu.Event()
 
@@ -79,7 +81,7 @@ def load(library: str) -> torch.Generator:
     module.set_rng_state = lambda state, device=NAME: generator.set_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]
     module.Stream, module.Event, module.stream = Stream, torch.cpu.Event, torch.cpu.stream
-    module.current_stream = torch.cpu.current_stream
+    module.current_stream = Stream
     torch._register_device_module(NAME, module)
     generate_methods_for_privateuse1_backend()
     return generator

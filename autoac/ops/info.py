@@ -90,6 +90,7 @@ class OpInfo:
         statistics: positions of (running mean, running variance, training flag) of a batch norm, else None.
         dropout_p: position of an attention's dropout probability, -1 if there is none.
         dynamic_shape: its result's shape may depend on values.
+        gives_values: the host reads values of its arguments, as in `item()`.
     """
 
     name: str
@@ -112,6 +113,7 @@ class OpInfo:
     statistics: tuple[int, int, int] | None = None
     dropout_p: int = -1
     dynamic_shape: bool = False
+    gives_values: bool = False
 
     def draws_random(self, args: tuple[Any, ...]) -> bool:
         """Whether this call draws random numbers: attention does so only with a dropout probability.
@@ -211,6 +213,7 @@ def _read(func: Any) -> OpInfo:
         statistics=_BATCH_NORM_STATISTICS.get(schema.name),
         dropout_p=dropout_p,
         dynamic_shape=torch.Tag.dynamic_output_shape in func.tags,
+        gives_values=torch.Tag.data_dependent_output in func.tags,
     )
 
 

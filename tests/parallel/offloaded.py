@@ -120,7 +120,8 @@ def here(engine: str) -> dict[str, Any]:
 
         profile = autoac.profile(model, x, optimizer=torch.optim.AdamW(model.parameters()))
         expected = values()
-        found: dict[str, Any] = {"device": profile.device, "peaks": [], "equal": []}
+        waiting = [op.name for op in profile.tape if op.waits]
+        found: dict[str, Any] = {"device": profile.device, "peaks": [], "equal": [], "waiting": waiting}
         for plan in plans_of(profile, engine):
             plan.apply(model)
             found["peaks"].append((plan.predicted_peak_bytes, counted(model, x), wrapped(plan)))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.parallel.models import make
 from tests.parallel.offloaded import CASES
 from tests.second_device import ran
 
@@ -39,3 +40,5 @@ def test_a_model_that_is_here(told: Any, engine: str):
     assert all(found["equal"])
     assert all(predicted == counted for predicted, counted, _ in found["peaks"])
     assert found["peaks"][1][2] > 0
+    # The host waits for the copies of gradients, to memory that is not pinned, and not for those of parameters.
+    assert found["waiting"] == ["aten._to_copy.default"] * len(list(make().parameters()))

@@ -36,6 +36,7 @@ from autoac.execute.replay import ReplayCall
 from autoac.ops.generators import state_of
 from autoac.ops.info import OpInfo, is_collective, op_info, read_tensors, tensors_in, written_tensors
 from autoac.ops.signatures import Signature, flops_of
+from autoac.ops.waits import waits
 from autoac.price.meters import OpTimer, SignatureMeter, WorkspaceMeter
 from autoac.record.guard import Draws
 from autoac.record.single_draws import SingleDraws
@@ -157,8 +158,13 @@ class Tape(TorchDispatchMode):
             else:
                 result = func(*args, **kwargs)
             self.view_times.append(time.perf_counter() - start)
+        if info.gives_values and self.ops and self._is_here(tensors_in(args)):
+            self.ops[-1]["read_on_host"] = True
         self.storages.made(tensors_in(result))  # a higher-order op makes storages, too
         return result
+
+    def _is_here(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return any(tensor.device.type == self.device.type for tensor in tensors)
 
     def _higher_order(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         """Run a higher-order op, and record what it takes inside.
@@ -208,6 +214,8 @@ class Tape(TorchDispatchMode):
             "flops": 0,
             "moved_bytes": 0,
             "cached_cast": False,
+            "waits": False,
+            "read_on_host": False,
         }
         return row | known
 
@@ -282,6 +290,7 @@ class Tape(TorchDispatchMode):
             flops=flops_of(func, args, kwargs, result),
             moved_bytes=signature.moved_bytes(made),
             cached_cast=self._is_cached_cast(func, args) or (func is _CAST and casts_shards),
+            waits=waits(info, args, kwargs, result),
         )
         self.ops.append(row)
         if unseen is not None:

@@ -110,7 +110,7 @@ def _problem(draft: Draft, model: EngineModel, loss: int, pinned: AbstractSet[in
     )
     # Host and device times of further options are unknown, so groups that have them keep one clock.
     plain = all(len(group.options) <= 2 for group in groups)
-    return with_two_clocks(draft, problem, loss) if profile.has_two_clocks and plain else problem
+    return with_two_clocks(draft, model, problem, loss) if profile.has_two_clocks and plain else problem
 
 
 def _region_tape(draft: Draft, region: Region) -> RegionTape:

@@ -2,7 +2,8 @@
 
 NOTE [ Two clocks ]
   1. Each op is a piece: the host launches it, the device computes it. Its replay is another piece, with the engine's
-     bookkeeping for a recorded op added to the host. (This includes the part of the bookkeeping done in forward.)
+     bookkeeping for a recorded op added to the host. (This includes the part of the bookkeeping done in forward.) A
+     replay reads no value on the host again; code that runs a second time does.
   2. The cost of wrapping a region is host time at the region's first op.
   3. Views launch no kernels: their time is host time, an equal part before each op. Time that belongs to no op is
      device time at the end of the step.
@@ -17,21 +18,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from autoac_solver.build.draft import Draft
+from autoac_solver.build.engine_model import EngineModel
 from autoac_solver.problem.prices import priced
 from autoac_solver.problem.problem import RECOMPUTE, Literal, Problem, Work
 
 
-def with_two_clocks(draft: Draft, problem: Problem, loss: int) -> Problem:
+def with_two_clocks(draft: Draft, model: EngineModel, problem: Problem, loss: int) -> Problem:
     """Add `work` to the problem and replace its seconds by prices.
 
     Args:
         problem: its options and regions carry their seconds, of host or device.
         loss: the group of the losses, -1 for none.
     """
-    return priced(replace(problem, work=tuple(_pieces(draft, problem, loss))))[0]
+    return priced(replace(problem, work=tuple(_pieces(draft, model, problem, loss))))[0]
 
 
-def _pieces(draft: Draft, problem: Problem, loss: int) -> Iterator[Work]:
+def _pieces(draft: Draft, model: EngineModel, problem: Problem, loss: int) -> Iterator[Work]:
     """All pieces in order."""
     profile, axis = draft.step.profile, draft.axis
     first: dict[int, list[int]] = {}
@@ -46,14 +48,15 @@ def _pieces(draft: Draft, problem: Problem, loss: int) -> Iterator[Work]:
         if again:
             group = draft.groups.of_op[op]
             host_s = record.host_s + record_s[group]
-            yield Work(host_s, record.again_s, record.waits, (Literal(group, RECOMPUTE),))
+            waits = record.waits or (record.read_on_host and model.runs_code_twice)
+            yield Work(host_s, record.again_s, waits, (Literal(group, RECOMPUTE),))
             continue
         for region in first.get(op, ()):
             yield Work(problem.regions[region].wrap_s, 0.0, wrapped=region)
         if op in chunked:
             for made in (profile.tape[index] for index in chunked[op].forward):
                 yield Work(made.host_s, made.again_s, literals=(Literal(loss, RECOMPUTE),))
-        yield Work(record.host_s + profile.views_of_op_s, record.time_s, record.waits)
+        yield Work(record.host_s + profile.views_of_op_s, record.time_s, record.host_waits)
     yield Work(0.0, profile.outside_s)
 
 

@@ -15,22 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-WAITING_OPS = frozenset(
-    {
-        "aten.nonzero.default",
-        "aten.masked_select.default",
-        "aten._unique2.default",
-        "aten.unique_dim.default",
-        "aten.unique_consecutive.default",
-        "aten.unique_dim_consecutive.default",
-        "aten.repeat_interleave.Tensor",
-        "aten.bincount.default",
-    }
-)
-"""Ops with data-dependent output sizes: the host waits until the device has computed the size.
-
-Indexing waits as well if an index is a boolean mask, which the op's name does not tell."""
-
 
 class Lanes(NamedTuple):
     """Totals of a sequence of pieces, in seconds.

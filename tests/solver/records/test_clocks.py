@@ -128,6 +128,6 @@ def test_a_profile_with_two_clocks():
     assert profile.has_two_clocks
     assert profile.step_s == 9 * 3.0 + 2.0  # the last op still has to run
     assert profile.lanes.idle_share == pytest.approx(1 - 15 / 29)
-    waiting = dataclasses.replace(tape[2], name="aten.nonzero.default")
+    waiting = dataclasses.replace(tape[2], waits=True)
     waits = dataclasses.replace(profile, tape=(*tape[:2], waiting, *tape[3:]))
     assert waits.step_s == 9 * 3.0 + 2.0 + 2.0  # the host stands still for an op of 2 s

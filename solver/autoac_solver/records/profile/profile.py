@@ -36,7 +36,7 @@ from autoac_solver.records.profile.rows import (
 )
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 11  # 10: parts of calls; 11: tails
+SCHEMA_VERSION = 12  # 11: tails; 12: where the host waits
 
 EngineCosts = dict[str, dict[str, Seconds]]
 """Seconds of the engines' bookkeeping on the profile's machine: engine name -> part -> seconds.
@@ -188,7 +188,7 @@ class Profile(Shown):
         """Host and device timelines of the step with nothing recomputed, if it `has_two_clocks`."""
         host_s = np.array([*(op.host_s + self.views_of_op_s for op in self.tape), 0.0])
         device_s = np.array([*(op.time_s for op in self.tape), self.outside_s])
-        return run(host_s, device_s, np.array([*(op.waits for op in self.tape), False]))
+        return run(host_s, device_s, np.array([*(op.host_waits for op in self.tape), False]))
 
     @property
     def views_of_op_s(self) -> float:

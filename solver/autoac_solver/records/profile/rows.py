@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from autoac_solver.records.clocks import WAITING_OPS
 from autoac_solver.records.disk.limits import Seconds, Size, one_of
 
 NEVER = -1
@@ -77,6 +76,8 @@ class Op:
         cached_cast: its result is a cast of a parameter in autocast's cache, shared by all readers of the parameter;
             code that runs a second time (`sac`) makes it again.
         host_s: seconds in which the host launches it; 0 if ops run synchronously, or if unknown.
+        waits: the host waits until it is done: for the size of its result, or for a copy between host and device.
+        read_on_host: once it is done, the host reads a value (`item()`), which engine replay does not repeat.
     """
 
     name: str
@@ -101,11 +102,13 @@ class Op:
     moved_bytes: Size = 0
     cached_cast: bool = False
     host_s: Seconds = 0.0
+    waits: bool = False
+    read_on_host: bool = False
 
     @property
-    def waits(self) -> bool:
-        """Whether the host waits until it is done."""
-        return self.name in WAITING_OPS
+    def host_waits(self) -> bool:
+        """Whether the step goes on only when it is done."""
+        return self.waits or self.read_on_host
 
     @property
     def again_s(self) -> float:

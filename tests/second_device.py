@@ -81,7 +81,7 @@ def load(library: str) -> torch.Generator:
     module.set_rng_state = lambda state, device=NAME: generator.set_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]
     module.Stream, module.Event, module.stream = Stream, torch.cpu.Event, torch.cpu.stream
-    module.current_stream = Stream
+    module.current_stream = torch.accelerator.current_stream = Stream
     torch._register_device_module(NAME, module)
     generate_methods_for_privateuse1_backend()
     return generator

@@ -260,7 +260,7 @@ def document(spec: FSDP2 | TensorParallel, found: Sequence[Held]) -> dict[str, A
             "replicas": spec.replicas,
             "prefetch": spec.prefetch,
             "reshard_after_forward": spec.reshard_after_forward,
-            "cpu_offload": spec.is_in_host_memory,
+            "cpu_offload": spec.offloads,
             "sizes": [one.as_json() for one in found],
         }
     }
@@ -278,8 +278,8 @@ def parts_table(ranks: int, parts: Mapping[str, int]) -> Any:
 
 def sizes_table(spec: FSDP2 | TensorParallel, found: Sequence[Held]) -> Any:
     """Table of the bytes that a rank holds permanently, for several numbers of ranks."""
-    where = ", shards in the host's memory" if spec.is_in_host_memory else ""
-    with_peaks = all(one.peak_bytes is not None for one in found)
+    where = ", shards in the host's memory" if spec.offloads else ""
+    with_peaks = any(one.peak_bytes is not None for one in found)
     made = table(
         f"Other numbers of ranks{', with the same plan' if with_peaks else ''}{where}",
         "ranks",
@@ -294,5 +294,6 @@ def sizes_table(spec: FSDP2 | TensorParallel, found: Sequence[Held]) -> Any:
     ]
     size = in_one_unit(*(amount for row in rows for amount in row))
     for one, row in zip(found, rows, strict=True):
-        made.add_row(str(one.ranks), *(size(amount) for amount in row[: 4 if with_peaks else 3]))
+        peak = [] if not with_peaks else ["-" if one.peak_bytes is None else size(one.peak_bytes)]
+        made.add_row(str(one.ranks), *map(size, row[:3]), *peak)
     return made

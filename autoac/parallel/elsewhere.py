@@ -67,17 +67,18 @@ def record_sharded(
             step.of(skeleton), progress, table is None, as_cuda, lean_losses, shard_and_tell
         )
         if step.optimizer is not None:
-            optimizer = optimizer_of(step.optimizer, step.model, shards)
-            # In host memory it runs on the CPU, as fake shards do, and none of its bytes are the device's.
-            elsewhere = table.kind if table and not spec.is_in_host_memory else ""
-            recorded = with_optimizer(recorded, optimizer, measure=table is None, elsewhere=elsewhere)
-            if spec.is_in_host_memory:
-                recorded = _without_optimizers_bytes(recorded)
+            recorded = with_optimizer(
+                recorded,
+                optimizer_of(step.optimizer, step.model, shards),
+                measure=table is None,
+                elsewhere=table.kind if table else "",
+                in_host_memory=spec.offloads,
+            )
     note = (
         f"of one rank of {spec.ranks} under {spec.in_words}, on fake tensors: collectives take the time of a copy, "
         "or that on a link of the device's table; buffers that a backend has of its own (gloo, NCCL) are not counted"
     )
-    if spec.is_in_host_memory:
+    if spec.offloads:
         note += (
             "; parameters, gradients and optimizer are in the host's memory, and copies between it and the device take "
             "the time of one on the device"
@@ -91,15 +92,6 @@ def record_sharded(
     varies = any(said.startswith(VARIES) for said in notes)
     facts = tuple(fact for fact in recorded.facts if varies or fact != VARYING)
     return replace(recorded, model_fingerprint=fingerprint, notes=(*notes, note), facts=facts)
-
-
-def _without_optimizers_bytes(profile: Profile) -> Profile:
-    state = replace(profile.storage_table[-1], bytes=0)
-    return replace(
-        profile,
-        tape=(*profile.tape[:-1], replace(profile.tape[-1], workspace_bytes=0)),
-        storage_table=(*profile.storage_table[:-1], state),
-    )
 
 
 def optimizer_of(

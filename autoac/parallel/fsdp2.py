@@ -36,9 +36,8 @@ class FSDP2(Sharded):
         units: the modules to call `fully_shard` with, besides the model itself: names, globs or a predicate; [] for
             none. None for the members of the model's outermost lists of modules (its blocks, mostly).
         reshard_after_forward, mp_policy, offload_policy: arguments of `fully_shard`, for all units. None lets the model
-            itself keep its own parameters after forward. With torch's `CPUOffloadPolicy` the shards of parameters and
-            gradients, and the optimizer, are in the host's memory, and take none of the device's: what is predicted
-            for absent ranks has not been measured on a GPU yet.
+            itself keep its own parameters after forward. With torch's `CPUOffloadPolicy`, shards of parameters and
+            gradients and the optimizer are in the host's memory; on a GPU this has not been measured yet.
         replicas: number of groups of ranks that each hold all shards (HSDP); it divides `world_size`.
         prefetch: number of units that each unit gathers ahead, the next ones in forward and the previous ones in
             backward (`set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`), in the order of the
@@ -79,7 +78,7 @@ class FSDP2(Sharded):
                 )
 
     @property
-    def is_in_host_memory(self) -> bool:
+    def offloads(self) -> bool:
         """See `Sharded`."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -102,7 +101,7 @@ class FSDP2(Sharded):
 
     def copies_recorded(self) -> contextlib.AbstractContextManager[None]:
         """Context in which copies between device and host are made on fake CPU tensors, where both are the CPU."""
-        if not self.is_in_host_memory:
+        if not self.offloads:
             return contextlib.nullcontext()
         return offloads_copied(host_memory.as_target)
 
@@ -129,18 +128,18 @@ class FSDP2(Sharded):
         )
 
         # Whether the host's memory is pinned makes no difference to the device's, and fake tensors cannot be.
-        offload = CPUOffloadPolicy(pin_memory=False) if self.is_in_host_memory else OffloadPolicy()
+        offload = CPUOffloadPolicy(pin_memory=False) if self.offloads else self.offload_policy
         options: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": self.mp_policy or MixedPrecisionPolicy(),
             "reshard_after_forward": self.reshard_after_forward,
-            "offload_policy": offload,
+            "offload_policy": offload or OffloadPolicy(),
         }
         # Innermost first, as `fully_shard` requires.
         for name in sorted(units, key=lambda name: -name.count(".")):
             fully_shard(model.get_submodule(name), **options)
         fully_shard(model, **options)
-        if self.is_in_host_memory:
+        if self.offloads:
             host_memory.add(model.parameters())
         if self.prefetch is None:
             return

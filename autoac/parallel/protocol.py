@@ -65,7 +65,7 @@ class Sharded(Parallel):
         return self.world_size
 
     @property
-    def is_in_host_memory(self) -> bool:
+    def offloads(self) -> bool:
         """Whether shards of parameters and gradients, and the optimizer, are in the host's memory, not the device's."""
         return False
 

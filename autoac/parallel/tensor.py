@@ -59,9 +59,9 @@ class TensorParallel(Sharded):
         return self.world_size * self.fsdp.world_size
 
     @property
-    def is_in_host_memory(self) -> bool:
+    def offloads(self) -> bool:
         """See `Sharded`."""
-        return self.fsdp is not None and self.fsdp.is_in_host_memory
+        return self.fsdp is not None and self.fsdp.offloads
 
     @property
     def in_words(self) -> str:

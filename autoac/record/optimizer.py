@@ -62,6 +62,7 @@ def with_optimizer(
     optimizer: torch.optim.Optimizer,
     measure: bool = True,
     elsewhere: str = "",
+    in_host_memory: bool = False,
 ) -> Profile:
     """The profile of the step with this optimizer's `step()` at its end.
 
@@ -74,27 +75,33 @@ def with_optimizer(
         measure: run its matrix products and mixed-dtype ops once in isolation, for their workspace.
         elsewhere: the kind of device that the profile stands for, if it is another than the model's: "cuda". There
             optimizers run other ops (`_foreach`, over all parameters at once) with larger temporaries.
+        in_host_memory: the parameters and the optimizer are there, so that nothing of them is on the device.
 
     Raises:
         ProfilingError: the optimizer cannot be run on fake tensors.
     """
     optimizer = inner_optimizer(optimizer)
-    device = torch.device(profile.device)
+    name, device = type(optimizer).__name__, torch.device(profile.device)
+    if in_host_memory:
+        return _with_step(profile, name, 0, 0, f"{name}.step() runs on the CPU, and its time is not counted")
     try:
         steps = _fake_steps(optimizer, device.type, elsewhere or device.type)
     except Exception as error:
         raise ProfilingError(
-            f"{type(optimizer).__name__} cannot be run on fake tensors, so its memory is not known ({error!r:.200}). "
+            f"{name} cannot be run on fake tensors, so its memory is not known ({error!r:.200}). "
             "Set headroom= to its state and the temporaries of its step, in place of optimizer=."
         ) from error
     step_bytes = steps.peak_bytes(_workspaces(steps, device) if measure else {})
-    note = f"includes {type(optimizer).__name__}.step(), whose time is not counted"
+    note = f"includes {name}.step(), whose time is not counted"
     if steps.looked_at_values:
         note += f"; it looks at values, for which 1 and {LATE_STEP} stood"
     if steps.failed_late:
         note += "; its late steps failed on fake tensors and are not counted"
-    state_bytes = steps.state_bytes
-    state = Storage(state_bytes, NEVER, profile.end, "Optstate", type(optimizer).__name__)
+    return _with_step(profile, name, steps.state_bytes, step_bytes, note)
+
+
+def _with_step(profile: Profile, name: str, state_bytes: int, step_bytes: int, note: str) -> Profile:
+    state = Storage(state_bytes, NEVER, profile.end, "Optstate", name)
     step = Op(OPTIMIZER_STEP, profile.end, NEVER, False, 0.0, (), (), (), workspace_bytes=step_bytes)
     at_end = profile.end + 1
     return replace(

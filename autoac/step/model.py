@@ -19,8 +19,6 @@ from autoac.torch_private import (
     is_compiled_wrapper,
     is_ddp,
     is_fsdp1,
-    is_sharded_type,
-    is_unit,
     local_part,
     used_on,
     wrapped_module,
@@ -85,8 +83,8 @@ class Trained:
     """The parameters that require grad.
 
     Args:
-        elements, bytes: of all of them; of a sharded one, of its whole. In a model that FSDP2 shards, the bytes of
-            sharded ones only: gathered ones, in a forward, may have another dtype.
+        elements, bytes: of all of them; of a sharded one, of its whole. One that FSDP2 has gathered, in a forward, may
+            have another dtype.
         which: their places among all parameters.
         of_all: number of all parameters.
         gradient_bytes: of their gradients on this rank, on the device that they are used on. A sparse gradient counts
@@ -104,19 +102,17 @@ def trained_parameters(model: torch.nn.Module) -> Trained:
     """The parameters that require grad, from one walk over the model, which every call of a planned model makes."""
     elements = n_bytes = gradient_bytes = of_all = 0
     which = []
-    gathers = is_unit(model)
     for place, parameter in enumerate(model.parameters()):
         of_all += 1
         if parameter.requires_grad:
             size = parameter.numel()
             elements += size
-            if not gathers or is_sharded_type(type(parameter)):
-                n_bytes += size * parameter.element_size()
+            n_bytes += size * parameter.element_size()
             which.append(place)
             if (gradient := gradient_of(parameter)) is not None:
                 part = local_part(gradient)
-                is_there = part.device.type == used_on(parameter).type
-                gradient_bytes += part.numel() * part.element_size() * is_there
+                if part.device.type == used_on(parameter).type:
+                    gradient_bytes += part.numel() * part.element_size()
     return Trained(elements, n_bytes, frozenset(which), of_all, gradient_bytes)
 
 

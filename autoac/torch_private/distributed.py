@@ -189,10 +189,11 @@ def offloads_copied(to_host: Callable[[], AbstractContextManager[None]]) -> Iter
     Args:
         to_host: context in which gradients are copied to the host's memory.
 
-    Source: `FSDPParam.all_gather_inputs` and `foreach_reduce` (_fsdp_param.py and _fsdp_collectives.py in
-    torch/distributed/fsdp/_fully_shard), as `_fsdp_param_group.py` beside them calls them.
+    Source: `FSDPParam.all_gather_inputs` (torch/distributed/fsdp/_fully_shard/_fsdp_param.py), and `foreach_reduce`
+    (_fsdp_collectives.py beside it) as `_fsdp_param_group.py` calls it.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as calls
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     def copying(function: Callable[..., Any], target: Any) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -202,15 +203,14 @@ def offloads_copied(to_host: Callable[[], AbstractContextManager[None]]) -> Iter
 
         return called
 
-    targets = {"foreach_all_gather": nullcontext, "foreach_reduce": to_host}
-    originals = {name: getattr(calls, name) for name in targets}
+    inputs: Any = FSDPParam.all_gather_inputs
+    reduce = calls.foreach_reduce
     try:
-        for name, target in targets.items():
-            setattr(calls, name, copying(originals[name], target))
+        FSDPParam.all_gather_inputs = property(copying(inputs.fget, nullcontext))
+        calls.foreach_reduce = copying(reduce, to_host)
         yield
     finally:
-        for name, original in originals.items():
-            setattr(calls, name, original)
+        FSDPParam.all_gather_inputs, calls.foreach_reduce = inputs, reduce
 
 
 class _CopiedToDevices(TorchFunctionMode):
@@ -221,7 +221,7 @@ class _CopiedToDevices(TorchFunctionMode):
         self.target = target
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.to and isinstance(args[1], torch.device):
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.device):
             with self.target():
                 return args[0].clone()
         return func(*args, **(kwargs or {}))

@@ -104,6 +104,21 @@ def absent(options: dict[str, Any]) -> dict[str, list[tuple[int, int, int]]]:
     return found
 
 
+def gathering(number: int) -> tuple[int, int]:
+    """The peak of one of so many absent ranks where it lies at a gathering, and as the device counts it."""
+    spec = FSDP2(number, UNITS, offload_policy=OFFLOADED)
+    profile = autoac.profile(frozen(make()), batch(rows=2), mode="fake", parallel=spec)
+    with ranks(number):
+        model = sharded(frozen(make()).to(NAME), mesh=mesh_of(number), offload_policy=OFFLOADED)
+        return profile.peak_bytes, counted(model, batch(rows=2).to(NAME))
+
+
+def frozen(model: Net) -> Net:
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    return model
+
+
 def here(engine: str) -> dict[str, Any]:
     """Plans for an offloaded model that is there, as the only rank."""
     with ranks(1):
@@ -133,7 +148,8 @@ def here(engine: str) -> dict[str, Any]:
 def main(library: str) -> None:
     load(library)
     found = {name: absent(dict(options)) for name, options in CASES.items()}
-    print(json.dumps({"absent": found, "here": {engine: here(engine) for engine in ("replay", "sac")}}))
+    others = {engine: here(engine) for engine in ("replay", "sac")}
+    print(json.dumps({"absent": found, "gathering": [gathering(n) for n in (1, 2, 4)], "here": others}))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ def test_an_absent_rank_takes_what_was_predicted(told: Any, case: str):
         assert least[0] < between[0] < loose[0]
 
 
+def test_copies_to_the_device_are_beside_what_is_gathered(told: Any):
+    for predicted, counted in told["gathering"]:
+        assert predicted == counted
+
+
 @pytest.mark.parametrize("engine", ["replay", "sac"])
 def test_a_model_that_is_here(told: Any, engine: str):
     found = told["here"][engine]

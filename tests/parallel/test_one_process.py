@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import autoac
@@ -168,7 +168,7 @@ def test_what_other_numbers_of_ranks_hold_is_what_they_record(
     loose = autoac.solve(profiles[8], "1GB")
     plan = autoac.solve(profiles[8], int(0.8 * loose.predicted_peak_bytes))
     assert any(region.wrapped for region in plan.regions)
-    in_host_memory = spec(8).is_in_host_memory
+    in_host_memory = spec(8).offloads
     found = held(spec(8), model, optimizer, profiles[8], plan.record)
     assert [one.ranks for one in found] == [4, 8, 16]
     if in_host_memory:  # as on the device, of which nothing is rounded here
@@ -203,6 +203,25 @@ def test_what_other_numbers_of_ranks_hold_is_what_they_record(
     }
 
 
+@pytest.mark.parametrize("offload", [None, CPUOffloadPolicy()], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_grows_with_fewer_ranks_beside_gradients(replicas: int, offload: Any):
+    """Reduced in a wider dtype, and cast, where the shards take most."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def spec(size: int) -> FSDP2:
+        return FSDP2(size, UNITS, None, policy, replicas, offload_policy=offload)
+
+    model, x, sizes = make(), batch(rows=2), [4, 8, 16]
+    profiles = {size: autoac.profile(model, x, mode="fake", parallel=spec(size)) for size in sizes}
+    plan = autoac.solve(profiles[8], "1GB")
+    peaks = by_world_size(plan, spec(8), model, sizes=sizes)["peak_bytes"]
+    assert list(peaks) == [plan.on(profiles[size]).predicted_peak_bytes for size in sizes]
+    assert peaks.is_monotonic_decreasing
+    # One rank in a group gathers and reduces nothing: that is another step.
+    assert list(by_world_size(plan, spec(8), model, sizes=[replicas])["peak_bytes"].isna()) == [True]
+
+
 def test_one_process_has_nobody_to_agree_with():
     plan = autoac.plan(nn.Linear(4, 4), torch.randn(2, 4), "1GB")
     with pytest.raises(ParallelError, match="there are no ranks to agree with: call torch"):
@@ -214,6 +233,10 @@ def test_other_numbers_of_ranks_that_make_no_sense():
     plan = autoac.plan(model, batch(), "1GB", mode="fake", parallel=spec)
     with pytest.raises(ValueError, match=r"3 ranks cannot shard with 2 replicas: pass positive multiples"):
         by_world_size(plan, spec, model, sizes=[3])
+    with pytest.raises(
+        ValueError, match="spec keeps the shards in host memory, and those of the plan's step are"
+    ):
+        by_world_size(plan, replace(spec, offload_policy=CPUOffloadPolicy()), model)
     with pytest.raises(ValueError, match="another model than this Linear"):
         by_world_size(plan, spec, nn.Linear(2, 2))
     for other in (FSDP2(), TensorParallel(2)):

@@ -25,9 +25,11 @@ from autoac.step.inputs import (
     without_autocast,
 )
 from autoac.step.model import Trained, checkpointing_switches, own_checkpointing, trained_parameters
+from autoac.step.units import holds_units
 from autoac.torch_private import (
     constant_while_compiling,
     in_backward,
+    is_unit,
     remove_forward_hooks,
     remove_forward_pre_hooks,
 )
@@ -132,8 +134,11 @@ class UnplannedCalls:
             "around nothing else: with torch.autocast(...): plan = autoac.plan(model, sample, ...)"
         )
 
-    def words_on_trained(self, now: Trained) -> str:
-        """The warning about parameters that were unfrozen or converted since the plan was made; "" if none were."""
+    def words_on_trained(self, module: torch.nn.Module, now: Trained) -> str:
+        """The warning about parameters that were unfrozen or converted since the plan was made; "" if none were.
+
+        What FSDP2 has gathered may have another dtype than its shards, so in a model with units that is not compared.
+        """
         planned = self.trained
         if planned is None:
             return ""
@@ -147,7 +152,11 @@ class UnplannedCalls:
                 "the model trains other parameters than when the plan was made: what the backward of those unfrozen "
                 "since needs is not planned for"
             )
-        elif now.elements == planned.elements and now.bytes > planned.bytes:
+        elif (
+            now.elements == planned.elements
+            and now.bytes > planned.bytes
+            and not (is_unit(module) or holds_units(module))
+        ):
             what = (
                 f"the model's trained parameters take {format_bytes(now.bytes)}, and took "
                 f"{format_bytes(planned.bytes)} when the plan was made: activations of the larger type are not "
@@ -231,7 +240,7 @@ class UnplannedCalls:
             yield (
                 "step",
                 self._words_on_checkpointing(module)
-                or self.words_on_trained(now)
+                or self.words_on_trained(module, now)
                 or self._words_on_several_calls(now),
             )
 

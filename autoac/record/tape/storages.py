@@ -40,16 +40,19 @@ class _HostMemory:
     @contextlib.contextmanager
     def as_target(self) -> Iterator[None]:
         """Context in which new storages are made there."""
-        self._is_target = True
+        before, self._is_target = self._is_target, True
         try:
             yield
         finally:
-            self._is_target = False
+            self._is_target = before
 
-    def holds(self, storage: torch.UntypedStorage, is_new: bool) -> bool:
-        """Whether a storage is there."""
-        if is_new and self._is_target:
+    def made(self, storage: torch.UntypedStorage) -> None:
+        """Called with each new storage."""
+        if self._is_target:
             self._storages.add(storage)
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is there."""
         return storage in self._storages
 
 
@@ -137,7 +140,7 @@ class Storages:
         return {
             index: allocated_bytes(tensor.untyped_storage().nbytes(), self.device)
             for tensor in on_device
-            if (index := self.index_of(tensor)) is not None
+            if (index := self.index_of(tensor)) is not None and index not in self.in_host_memory
         }
 
     # -- allocation --------------------------------------------------------------------------------------------
@@ -219,7 +222,9 @@ class Storages:
         index = len(self.rows)
         storage = tensor.untyped_storage()
         on_device = tensor.device.type == self.device.type  # a fake tensor's storage says meta
-        if on_device and host_memory.holds(storage, alloc != NEVER):
+        if alloc != NEVER:
+            host_memory.made(storage)
+        if on_device and host_memory.holds(storage):
             self.in_host_memory.add(index)
             on_device = False
         self.rows.append(

@@ -256,8 +256,8 @@ def suggestions(
     if fixed > 0.5 * total:
         found.append(
             f"parameters, gradients and optimizer state hold {format_bytes(fixed)}, which no checkpointing touches: "
-            "shard them (FSDP), on many ranks or in host memory, train fewer parameters (LoRA), or use a smaller dtype "
-            "or optimizer state"
+            "shard them over more ranks or into host memory (FSDP), train fewer parameters (LoRA), or use a smaller "
+            "dtype or optimizer state"
         )
     largest = next(((k, m, s) for k, m, s in holders if k in ("Activation", "Temp")), None)
     if largest is not None and largest[2] > 0.25 * total:

@@ -63,6 +63,9 @@ class Stream(torch.cpu.Stream):
     def record_event(self) -> torch.cpu.Event:  # pyright: ignore[reportIncompatibleMethodOverride]
         return torch.cpu.Event()
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 def load(library: str) -> torch.Generator:
     """Make the device known to torch, and return its generator."""

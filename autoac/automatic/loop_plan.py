@@ -28,6 +28,7 @@ from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import LOGGER
 from autoac.step.model import device_of, model_fingerprint, unwrapped
+from autoac_solver.records.devices import kind_of
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError
 from autoac_solver.records.profile import Profile
@@ -344,6 +345,6 @@ def _remove_for(error: BaseException, loop: LoopPlan) -> None:
 
 def _is_of_another(profile: Profile, model: torch.nn.Module) -> bool:
     """Whether a model has other modules or parameters than in the recorded step, or is on another device."""
-    if profile.device.split(":")[0] != device_of(model).type:
+    if kind_of(profile.device) != device_of(model).type:
         return True
     return profile.model_fingerprint != model_fingerprint(model)

@@ -13,6 +13,7 @@ from autoac.measure import unique_storage_bytes
 from autoac.record.optimizer import state_tensors, with_optimizer
 from autoac.step.model import device_of
 from autoac.torch_private import is_profiled, local_part
+from autoac_solver.records.devices import kind_of
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import NEVER, Profile, Storage
 
@@ -107,7 +108,7 @@ def counts_optimizer(profile: Profile, optimizer: Any) -> bool:
     counted = [
         r for r in profile.storage_table if r.kind == "Optstate" and r.name == type(optimizer).__name__
     ]
-    state_bytes = unique_storage_bytes(state_tensors(optimizer, profile.device.split(":")[0]))
+    state_bytes = unique_storage_bytes(state_tensors(optimizer, kind_of(profile.device)))
     return bool(counted) and state_bytes <= _LITTLE_MORE * sum(r.bytes for r in counted)
 
 

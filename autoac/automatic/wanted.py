@@ -15,6 +15,7 @@ from autoac.progress import LOGGER
 from autoac.step.inputs import elements_in
 from autoac.step.model import device_bytes, device_of, model_fingerprint
 from autoac_solver.plan.planning import limits
+from autoac_solver.records.devices import kind_of
 from autoac_solver.records.engines import EngineName
 from autoac_solver.records.errors import StalePlanError
 from autoac_solver.records.profile import Profile
@@ -94,7 +95,7 @@ class Wanted:
         names = None if self.names is None else called_in(record.profile) & set(self.names)
         return (
             record.model_fingerprint == model_fingerprint(model)
-            and record.device.split(":")[0] == device.type
+            and kind_of(record.device) == device.type
             and (record.budget_bytes, record.headroom_bytes)
             == limits(self.budget, self.headroom, device_bytes(device) or None)
             and record.budget_of == self.budget_of

@@ -31,6 +31,7 @@ from autoac.step.units import own_name
 from autoac.torch_private import note_untried
 from autoac.warned import warn
 from autoac_solver.allocator.options import options_in_environment, same_options
+from autoac_solver.records.devices import kind_of
 from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.plan import PlanRecord, names_in
 from autoac_solver.records.profile import IN_EVAL, NO_AUTOCAST_IN_BACKWARD, OWN_CHECKPOINTING
@@ -252,7 +253,7 @@ class Placement:
 
     def _check_device(self, found: str) -> None:
         """Check that the model is on the planned kind of device, or on the meta device, where nothing is computed."""
-        planned_for = self.record.device.split(":")[0]
+        planned_for = kind_of(self.record.device)
         if found not in (planned_for, "meta"):
             raise PlanMismatchError(
                 f"this plan was made for {self.record.model} on {self.record.device}, and the model is on {found}: "

@@ -24,6 +24,7 @@ from autoac.step.units import own_name
 from autoac.torch_private import local_part
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.problem.simulator import Simulator
+from autoac_solver.records.devices import kind_of
 from autoac_solver.records.plan import PlanRecord
 from autoac_solver.records.profile import NEVER, OPTIMIZER_STEP, Profile, Storage
 
@@ -227,7 +228,7 @@ def _state_bytes(
         replace(profile, device="cpu" if kind == "meta" else kind),
         optimizer_of(real_optimizer(optimizer, model), model, shards),
         measure=False,
-        elsewhere="cpu" if offloads else profile.device.split(":")[0],
+        elsewhere="cpu" if offloads else kind_of(profile.device),
     )
     return recorded.storage_table[-1].bytes
 

@@ -26,7 +26,7 @@ import torch
 
 from autoac.record.cuda.ops import capability_of
 from autoac_solver.allocator.caching import BLOCK_BYTES
-from autoac_solver.records.devices import DeviceTable
+from autoac_solver.records.devices import DeviceTable, is_cuda
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import NEVER, Profile, Storage
 
@@ -49,7 +49,7 @@ def with_workspaces(profile: Profile, table: DeviceTable | None) -> Profile:
         table: with which it was made; None if it was recorded on the device itself, where workspaces inside of ops
             have been measured.
     """
-    if profile.device.partition(":")[0] != "cuda":
+    if not is_cuda(profile.device):
         return profile
     size = workspace_bytes(capability_of(profile.device_name)[0])
     products = [op for op in profile.tape if _PRODUCTS.match(op.name)]

@@ -79,9 +79,14 @@ class Link:
 _OWN_SEGMENT_BYTES, _SEGMENT_UNIT_BYTES, _LEAST_REST_BYTES = 10 * 2**20, 2 * 2**20, 2**20
 
 
+def kind_of(device: str) -> str:
+    """The type of a device by torch's name of it: "cuda" of "cuda:0"."""
+    return device.partition(":")[0]
+
+
 def is_cuda(device: str) -> bool:
     """Whether this is torch's name of a device whose memory comes from CUDA's caching allocator."""
-    return device.partition(":")[0] == "cuda"
+    return kind_of(device) == "cuda"
 
 
 def cuda_block_bytes(rounded: int, is_whole: bool = False) -> int:
@@ -266,7 +271,7 @@ def on_device(profile: Profile, table: DeviceTable, allocated: Callable[[int], i
             without options.
     """
     allocated = table.allocated if allocated is None else allocated
-    same_kind = profile.device.split(":")[0] == table.kind
+    same_kind = kind_of(profile.device) == table.kind
     return replace(
         profile,
         device=table.kind,

@@ -23,6 +23,7 @@ from autoac_solver.problem.problem import (
     when_recomputed,
     when_saved,
 )
+from autoac_solver.records.devices import kind_of
 from autoac_solver.records.disk.limits import Seconds
 from autoac_solver.records.engines import REPLAY
 from autoac_solver.records.profile import NEVER, Op, Profile
@@ -136,7 +137,7 @@ def lives_of_ops(draft: Draft, hidden: Container[int] = ()) -> Iterator[Lifetime
         hidden: positions inside compiled regions, at which no op of forward or backward runs.
     """
     axis, groups, profile = draft.axis, draft.groups, draft.step.profile
-    on_cpu = profile.device.split(":")[0] == "cpu"
+    on_cpu = kind_of(profile.device) == "cpu"
     for position, (op, again) in enumerate(zip(axis.op, axis.replayed, strict=True)):
         record = profile.tape[op]
         group = groups.of_op.get(op, -1)

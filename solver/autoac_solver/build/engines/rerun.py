@@ -31,6 +31,7 @@ from autoac_solver.problem.problem import (
     when_saved,
     when_wrapped,
 )
+from autoac_solver.records.devices import kind_of
 from autoac_solver.records.profile import NEVER, SCALAR_BYTES
 
 CPU_RANDOM_STATE_BYTES = 5056
@@ -231,7 +232,7 @@ class Rerun:
 
     def _random_states(self) -> Iterator[Lifetime]:
         """The random state stashed per region, and the current one, saved and restored around the second run."""
-        if self._profile.device.split(":")[0] != "cpu":
+        if kind_of(self._profile.device) != "cpu":
             return
         for region in self._draft.regions:
             exists, position = when_wrapped(region.index), self._axis.position

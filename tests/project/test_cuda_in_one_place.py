@@ -13,7 +13,6 @@ from autoac.device import KINDS
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "autoac/device.py"
 ALLOWED = {
-    "autoac/record/cuda/cublas.py": "whether a profile is of a step on a GPU",
     "autoac/record/cuda/autocast.py": "a model's own autocast, where fake CPU tensors stand for CUDA's",
     "autoac/record/cuda/attention.py": "which kernels the user has switched off",
     "autoac/record/cuda/ops.py": "whether a table's device takes other ops than the one here",

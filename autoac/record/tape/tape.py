@@ -158,13 +158,10 @@ class Tape(TorchDispatchMode):
             else:
                 result = func(*args, **kwargs)
             self.view_times.append(time.perf_counter() - start)
-        if info.gives_values and self.ops and self._is_here(tensors_in(args)):
-            self.ops[-1]["read_on_host"] = True
+        if info.gives_values and self.ops:
+            self.ops[-1]["read_on_host"] |= any(t.device.type == self.device.type for t in tensors_in(args))
         self.storages.made(tensors_in(result))  # a higher-order op makes storages, too
         return result
-
-    def _is_here(self, tensors: Iterable[torch.Tensor]) -> bool:
-        return any(tensor.device.type == self.device.type for tensor in tensors)
 
     def _higher_order(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         """Run a higher-order op, and record what it takes inside.

@@ -17,7 +17,7 @@ from autoac.step.model import device_of, model_fingerprint
 from autoac.step.step import TrainingStep
 from autoac_solver.records.devices import DeviceTable
 from autoac_solver.records.errors import AutoacError, ProfilingError
-from autoac_solver.records.profile import VARIES, VARYING, Profile
+from autoac_solver.records.profile import Profile
 
 
 def record_sharded(
@@ -83,15 +83,7 @@ def record_sharded(
             "; parameters, gradients and optimizer are in the host's memory, and copies between it and the device take "
             "the time of one on the device"
         )
-    # FSDP2's first step has one more op per tensor that parameters are gathered into, to make it: no variation.
-    notes = [
-        said
-        for said in recorded.notes
-        if not said.startswith((f"{VARIES} with its data", f"{VARIES} in the sizes"))
-    ]
-    varies = any(said.startswith(VARIES) for said in notes)
-    facts = tuple(fact for fact in recorded.facts if varies or fact != VARYING)
-    return replace(recorded, model_fingerprint=fingerprint, notes=(*notes, note), facts=facts)
+    return replace(recorded, model_fingerprint=fingerprint, notes=(*recorded.notes, note))
 
 
 def optimizer_of(

@@ -18,8 +18,8 @@ import torch
 from autoac.parallel.protocol import Sharded
 from autoac.record.tape.storages import host_memory
 from autoac.step.modules import RegionChoice, is_called
-from autoac.step.units import holds_units
-from autoac.torch_private import fake_ranks, is_unit, offloads_copied, own_tensors
+from autoac.step.units import has_units
+from autoac.torch_private import fake_ranks, offloads_copied, own_tensors
 from autoac_solver.records.arguments import as_patterns, matched, outermost_matched
 from autoac_solver.records.errors import ProfilingError
 
@@ -88,7 +88,7 @@ class FSDP2(Sharded):
     def sharded(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Callable[[], None]]]:
         """See `Sharded`."""
         assert self.world_size is not None
-        if is_unit(model) or holds_units(model):
+        if has_units(model):
             raise ProfilingError(
                 "this model is sharded already: leave parallel= out to plan for the ranks that are there, or pass the "
                 "model before fully_shard to plan for others."

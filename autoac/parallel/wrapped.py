@@ -8,13 +8,12 @@ from autoac.parallel.ddp import DDP
 from autoac.parallel.fsdp2 import FSDP2
 from autoac.parallel.protocol import Parallel, Plain
 from autoac.parallel.tensor import TensorParallel
-from autoac.step.units import holds_shards, holds_units
+from autoac.step.units import has_units, holds_shards
 from autoac.torch_private import (
     ddp_around,
     is_compiled_wrapper,
     is_ddp,
     is_one_of_several_ranks,
-    is_unit,
     wrapped_module,
 )
 
@@ -33,7 +32,7 @@ def found_on(model: torch.nn.Module) -> Parallel:
         return Plain()  # it is refused elsewhere, with a message of its own
     if is_ddp(model):
         return DDP.of(model, is_here=together)
-    if is_unit(model) or holds_units(model):
+    if has_units(model):
         return FSDP2(is_here=together)
     if holds_shards(model):
         return TensorParallel(is_here=together)

@@ -44,7 +44,7 @@ from autoac.record.varying import Runs
 from autoac.step.model import check_model, device_bytes, device_of, free_bytes, model_fingerprint
 from autoac.step.restore import untouched
 from autoac.step.step import TrainingStep
-from autoac.step.units import own_name
+from autoac.step.units import has_units, own_name
 from autoac_solver.plan.parts import with_parts
 from autoac_solver.records.profile import Profile
 
@@ -87,7 +87,7 @@ def record_fake(
         fake = fake_model(step, device)
         if shard is not None:
             fake = fake.sharded(shard)
-        runs = Runs()
+        runs = Runs(sets_up=has_units(model))
 
         def run(outcome: str, losses: Losses | None) -> tuple[Tape, dict[str, Any] | None]:
             tape = Tape(device, SignatureMeter())

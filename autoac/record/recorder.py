@@ -50,7 +50,7 @@ from autoac.step.optimizer import inner_optimizer
 from autoac.step.restore import other_random_numbers, untouched
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import compiled_modules, is_inside, uncompiled
-from autoac.step.units import here, own_name
+from autoac.step.units import has_units, here, own_name
 from autoac.torch_private import local_part, storage_key
 from autoac_solver.build.losses.cross_entropy import losses_in_modules
 from autoac_solver.plan.parts import with_parts
@@ -110,7 +110,7 @@ def recorded_step(
         buffers = Buffers(model, parameters=device_for(device).known)
         restorer.later(buffers.put_back)
         meter = WorkspaceMeter(device)
-        runs = Runs()
+        runs = Runs(sets_up=has_units(model))
         all_losses = None if lean_losses else {}
         written_by_others: dict[OpOfStep, str] = {}
 

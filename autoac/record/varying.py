@@ -47,12 +47,17 @@ class Run:
 class Runs:
     """The runs of one step, in order.
 
+    Args:
+        sets_up: the first one also makes what the later ones find, as FSDP2 makes the tensors that it gathers into: it
+            is not compared with the others.
+
     Attributes:
         draws: whether single random numbers were drawn in any of them.
         failures: errors of runs that failed with decided draws, by outcome.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sets_up: bool = False) -> None:
+        self._sets_up = sets_up
         self.all: list[Run] = []
         self.draws = False
         self.failures: dict[str, str] = {}
@@ -90,6 +95,10 @@ class Runs:
         self.draws = self.draws or tape.single.count > 0
 
     @property
+    def _compared(self) -> list[Run]:
+        return self.all[self._sets_up :] or self.all
+
+    @property
     def to_record(self) -> str:
         """Outcome of single draws for the planned step: the one that calls the most modules."""
         decided = [run for run in self.all if run.outcome != CHANCE]
@@ -100,7 +109,7 @@ class Runs:
     @property
     def numbers_to_record(self) -> int | None:
         """Random numbers of the planned step, as in `Run`; where only sizes vary, those of the largest peak."""
-        runs = [run for run in self.all if run.outcome == self.to_record]
+        runs = [run for run in self._compared if run.outcome == self.to_record]
         if len({run.op_fingerprint for run in runs}) != 1 or len({run.sizes for run in runs}) < 2:
             return None
         return max(runs, key=lambda run: run.peak_bytes).numbers
@@ -129,13 +138,13 @@ class Runs:
         return (*self._on_variation(), *failed)
 
     def _on_variation(self) -> tuple[str, ...]:
-        if len({run.op_fingerprint for run in self.all}) < 2:
+        if len({run.op_fingerprint for run in self._compared}) < 2:
             return self._on_sizes()
         recorded = self.all[-1]
         missing = frozenset().union(*(run.calls for run in self.all)) - recorded.calls
-        ops, peaks = [run.ops for run in self.all], [run.peak_bytes for run in self.all]
+        ops, peaks = [run.ops for run in self._compared], [run.peak_bytes for run in self._compared]
         spread = (
-            f"{min(ops)} to {max(ops)} ops in {len(self.all)} runs, and with everything recomputed a peak of "
+            f"{min(ops)} to {max(ops)} ops in {len(ops)} runs, and with everything recomputed a peak of "
             f"{format_bytes(min(peaks))} to {format_bytes(max(peaks))}"
         )
         if not self.draws:
@@ -156,8 +165,9 @@ class Runs:
 
     def _and_sizes(self, recorded: Run) -> str:
         """The end of the note, if runs of the same ops as the recorded one made tensors of other sizes; else ""."""
-        peaks = [run.peak_bytes for run in self.all if run.op_fingerprint == recorded.op_fingerprint]
-        if len({run.sizes for run in self.all if run.op_fingerprint == recorded.op_fingerprint}) < 2:
+        alike = [run for run in self._compared if run.op_fingerprint == recorded.op_fingerprint]
+        peaks = [run.peak_bytes for run in alike]
+        if len({run.sizes for run in alike}) < 2:
             return ""
         return (
             f". The sizes of its tensors vary, too (a peak of {format_bytes(min(peaks))} to {format_bytes(max(peaks))} "
@@ -166,13 +176,13 @@ class Runs:
         )
 
     def _on_sizes(self) -> tuple[str, ...]:
-        if len({run.sizes for run in self.all}) < 2:
+        if len({run.sizes for run in self._compared}) < 2:
             return ()
-        peaks = [run.peak_bytes for run in self.all]
+        peaks = [run.peak_bytes for run in self._compared]
         return (
             f"{VARIES} in the sizes of its tensors, as where a length is drawn at random or depends on values (with "
             f"everything recomputed a peak of {format_bytes(min(peaks))} to {format_bytes(max(peaks))} in "
-            f"{len(self.all)} runs): planned for one of {format_bytes(self.all[-1].peak_bytes)}. The largest possible "
+            f"{len(peaks)} runs): planned for one of {format_bytes(self.all[-1].peak_bytes)}. The largest possible "
             "is not known: leave headroom, and measure with plan.verify(model, sample, steps=10)",
         )
 

@@ -38,6 +38,11 @@ def holds_units(module: torch.nn.Module) -> bool:
     return any(is_unit(child) or holds_units(child) for child in module.children())
 
 
+def has_units(model: torch.nn.Module) -> bool:
+    """Whether the model or a module in it is a unit."""
+    return is_unit(model) or holds_units(model)
+
+
 def holds_shards(model: torch.nn.Module) -> bool:
     """Whether parameters or buffers are sharded or split over ranks (`DTensor`)."""
     return any(is_sharded_type(type(tensor)) for tensor in (*model.parameters(), *model.buffers()))

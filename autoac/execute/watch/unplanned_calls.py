@@ -25,11 +25,10 @@ from autoac.step.inputs import (
     without_autocast,
 )
 from autoac.step.model import Trained, checkpointing_switches, own_checkpointing, trained_parameters
-from autoac.step.units import holds_units
+from autoac.step.units import has_units
 from autoac.torch_private import (
     constant_while_compiling,
     in_backward,
-    is_unit,
     remove_forward_hooks,
     remove_forward_pre_hooks,
 )
@@ -152,11 +151,7 @@ class UnplannedCalls:
                 "the model trains other parameters than when the plan was made: what the backward of those unfrozen "
                 "since needs is not planned for"
             )
-        elif (
-            now.elements == planned.elements
-            and now.bytes > planned.bytes
-            and not (is_unit(module) or holds_units(module))
-        ):
+        elif now.elements == planned.elements and now.bytes > planned.bytes and not has_units(module):
             what = (
                 f"the model's trained parameters take {format_bytes(now.bytes)}, and took "
                 f"{format_bytes(planned.bytes)} when the plan was made: activations of the larger type are not "

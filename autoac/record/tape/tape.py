@@ -72,6 +72,24 @@ _CAST = torch.ops.aten._to_copy.default
 _COPY = torch.ops.aten.copy_.default
 _SCATTERS = ("c10d._reduce_scatter_base_", "c10d.reduce_scatter_")
 _TELL_EVERY = 50
+_NOTHING: dict[str, Any] = {
+    "backward": False,
+    "beside_bytes": 0,
+    "inside": (),
+    "reads": (),
+    "writes": (),
+    "creates": (),
+    "random_bytes": 0,
+    "replayable": True,
+    "side_effect": False,
+    "uninitialised": False,
+    "flops": 0,
+    "moved_bytes": 0,
+    "cached_cast": False,
+    "waits": False,
+    "read_on_host": False,
+}
+"""What is not known of an op's row."""
 
 
 class Tape(TorchDispatchMode):
@@ -192,29 +210,8 @@ class Tape(TorchDispatchMode):
 
     def _row(self, info: OpInfo, tick: int, signature: Signature, **known: Any) -> dict[str, Any]:
         """A row of the tape, in which all that is not known is zero or empty."""
-        row = {
-            "name": info.name,
-            "tick": tick,
-            "module": self.calls.of_op(),
-            "backward": False,
-            "signature": signature,
-            "beside_bytes": 0,
-            "inside": (),
-            "reads": (),
-            "writes": (),
-            "creates": (),
-            "random_bytes": 0,
-            "replayable": True,
-            "side_effect": False,
-            "uninitialised": False,
-            "dtype": signature.dtype,
-            "flops": 0,
-            "moved_bytes": 0,
-            "cached_cast": False,
-            "waits": False,
-            "read_on_host": False,
-        }
-        return row | known
+        own = {"name": info.name, "tick": tick, "module": self.calls.of_op()}
+        return {**_NOTHING, **own, "signature": signature, "dtype": signature.dtype, **known}
 
     def _op(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         tick = self.clock.next()

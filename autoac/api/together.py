@@ -17,7 +17,7 @@ from autoac.plans import Plan
 from autoac.policies import listed
 from autoac.progress import part, progress_shown
 from autoac.ranks.all_or_none import together
-from autoac.ranks.joined import within
+from autoac.ranks.joined import same_wish, within
 from autoac.step.model import device_of, unwrapped
 from autoac.step.step import TrainingStep
 from autoac.torch_private import ranks_of
@@ -39,6 +39,7 @@ def plan_together(
     """
     alone = replace(wrapped, is_here=False)  # type: ignore[type-var]
     with within(together("plan", members=ranks_of(model))) as ranks:
+        same_wish(ranks, "plan")
         names = checked(
             model,
             budget,
@@ -53,6 +54,7 @@ def plan_together(
         check_effort(options["time_limit_s"], options["gap"])
         compared = ("engine", "headroom", "max_overhead", "budget_of")
         facts = {name: options[name] for name in compared}
+        facts["optimizer"] = None if step.optimizer is None else type(step.optimizer).__name__
         policies = listed(options["policies"])
         same_everywhere(ranks, facts_of(step.model, budget=budget, regions=names, policies=policies, **facts))
         with progress_shown("planning", options.pop("progress")) as tell:

@@ -49,6 +49,11 @@ def record_sharded(
             f"{kind}(world_size={spec.world_size}) runs its step on fake CPU tensors: say which GPU the ranks have, "
             'with device="h200" or another.'
         )
+    if table is None and spec.offloads:
+        raise ProfilingError(
+            "CPUOffloadPolicy keeps shards in the host's memory, and without device= the host is the device: say which "
+            'GPU the ranks have, with device="h200" or another (--device).'
+        )
     as_cuda = capability_elsewhere(table, torch.device("cpu"))  # the copy is on no device
     fingerprint = model_fingerprint(step.model)
     with spec.sharded(step.model) as (skeleton, shard):

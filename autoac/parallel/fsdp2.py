@@ -37,7 +37,8 @@ class FSDP2(Sharded):
             none. None for the members of the model's outermost lists of modules (its blocks, mostly).
         reshard_after_forward, mp_policy, offload_policy: arguments of `fully_shard`, for all units. None lets the model
             itself keep its own parameters after forward. With torch's `CPUOffloadPolicy`, shards of parameters and
-            gradients and the optimizer are in the host's memory; on a GPU this has not been measured yet.
+            gradients and the optimizer are in the host's memory; on a GPU this has not been measured yet. Absent ranks
+            then need a `device`.
         replicas: number of groups of ranks that each hold all shards (HSDP); it divides `world_size`.
         prefetch: number of units that each unit gathers ahead, the next ones in forward and the previous ones in
             backward (`set_modules_to_forward_prefetch`, `set_modules_to_backward_prefetch`), in the order of the

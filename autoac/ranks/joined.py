@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from autoac.ranks.all_or_none import together
+from autoac.ranks.all_or_none import Ranks, together
 from autoac.ranks.met import meeting
 from autoac.ranks.session import Session
 from autoac.step.model import unwrapped
@@ -79,16 +79,24 @@ def step_of_all_ranks(what: str, model: Any, sample: Any, of_shards: bool = True
             yield _in_step(session, sample)
     elif is_model and of_shards and holds_shards(unwrapped(model)):
         with within(together(what, members=ranks_of(model))) as ranks:
-            # In a collective, nothing would tell which rank has not come, or does something else.
-            wanted = ranks.all(what)
-            if odd := next((i for i, other in enumerate(wanted) if other != wanted[0]), 0):
-                first, other = ranks.members[0], ranks.members[odd]
-                words = f"rank {first} is to {wanted[0]}, and rank {other} to {wanted[odd]}"
-                raise ParallelError(f"the ranks have called different things: {words}.", other)
+            same_wish(ranks, what)
             with ranks.step():
                 yield sample
     else:
         yield sample
+
+
+def same_wish(ranks: Ranks, what: str) -> None:
+    """Check that all ranks are to do the same; in a collective, nothing would tell which rank does something else.
+
+    Raises:
+        ParallelError: they are not.
+    """
+    wanted = ranks.all(what)
+    if odd := next((i for i, other in enumerate(wanted) if other != wanted[0]), 0):
+        first, other = ranks.members[0], ranks.members[odd]
+        words = f"rank {first} is to {wanted[0]}, and rank {other} to {wanted[odd]}"
+        raise ParallelError(f"the ranks have called different things: {words}.", other)
 
 
 @contextlib.contextmanager

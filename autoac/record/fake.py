@@ -140,7 +140,8 @@ class _Converter:
         if not plain or tensor.layout is not torch.strided:
             raise ProfilingError(
                 f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, for which there is no fake tensor. "
-                'Profile with mode="real", before the model is sharded or quantised if it is.'
+                'Profile with mode="real" (a sharded model, on its ranks; for other ranks, with parallel= before it is '
+                "sharded), or before the model is quantised."
             )
         with self.mode, torch.no_grad():
             whole = self._storage(tensor)

@@ -7,11 +7,14 @@ of so many ranks. Prints what was predicted and counted, as JSON.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoac
 from autoac.parallel import FSDP2
+from autoac_solver.records.devices import DeviceTable
 from autoac_solver.records.profile import Profile
 from tests.parallel.models import Net, batch, make, sharded
 from tests.second_device import NAME, end, load
@@ -86,10 +90,20 @@ def wrapped(plan: autoac.Plan) -> int:
     return sum(region.wrapped for region in plan.regions)
 
 
+@functools.cache
+def device_table() -> str:
+    """File of a device that allocates each tensor's bytes and no more, as the one here does."""
+    path = Path(tempfile.mkdtemp()) / "device.json"
+    rates: dict[str, Any] = {"memory_bytes": 10**10, "block_bytes": 1, "matrix_flops": {"": 1e12}}
+    rates |= {"bandwidth": 1e11, "launch_s": 1e-6, "efficiency": (1.0, 1.0)}
+    DeviceTable("here", "cpu", "a device of the tests", source="datasheet", made={}, **rates).save(path)
+    return str(path)
+
+
 def absent(options: dict[str, Any]) -> dict[str, list[tuple[int, int, int]]]:
     """Peaks of one of four absent ranks: as predicted, as the device counts them; and the number of wrapped regions."""
     spec = FSDP2(4, UNITS, **options)
-    profile = autoac.profile(make(), batch(), mode="fake", parallel=spec)
+    profile = autoac.profile(make(), batch(), mode="fake", parallel=spec, device=device_table())
     found: dict[str, list[tuple[int, int, int]]] = {"replay": [], "sac": []}
     with ranks(4):
         replicas = options.pop("replicas", 1)
@@ -107,7 +121,7 @@ def absent(options: dict[str, Any]) -> dict[str, list[tuple[int, int, int]]]:
 def gathering(number: int) -> tuple[int, int]:
     """The peak of one of so many absent ranks where it lies at a gathering, and as the device counts it."""
     spec = FSDP2(number, UNITS, offload_policy=OFFLOADED)
-    profile = autoac.profile(frozen(make()), batch(rows=2), mode="fake", parallel=spec)
+    profile = autoac.profile(frozen(make()), batch(rows=2), mode="fake", parallel=spec, device=device_table())
     with ranks(number):
         model = sharded(frozen(make()).to(NAME), mesh=mesh_of(number), offload_policy=OFFLOADED)
         return profile.peak_bytes, counted(model, batch(rows=2).to(NAME))

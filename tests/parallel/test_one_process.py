@@ -27,6 +27,7 @@ from autoac_solver.build.built import Built
 from autoac_solver.plan.recorded.step import step_of
 from autoac_solver.records.profile import NEVER, VARIES, Profile
 from tests.parallel.models import Block, Net, batch, make
+from tests.parallel.offloaded import device_table
 
 UNITS = ["layers.*", "pair.*"]
 BLOCK_BYTES = 4 * (32 * 128 * 2 + 128 + 32 + 64)
@@ -162,7 +163,9 @@ def test_what_other_numbers_of_ranks_hold_is_what_they_record(
     model = make()
     optimizer = torch.optim.AdamW(model.parameters())
     profiles = {
-        size: autoac.profile(model, batch(), optimizer=optimizer, mode="fake", parallel=spec(size))
+        size: autoac.profile(
+            model, batch(), optimizer=optimizer, mode="fake", parallel=spec(size), device=device_table()
+        )
         for size in (4, 8, 16)
     }
     loose = autoac.solve(profiles[8], "1GB")
@@ -179,7 +182,14 @@ def test_what_other_numbers_of_ranks_hold_is_what_they_record(
                 on_device,
                 model,
                 optimizer,
-                autoac.profile(model, batch(), optimizer=optimizer, mode="fake", parallel=on_device),
+                autoac.profile(
+                    model,
+                    batch(),
+                    optimizer=optimizer,
+                    mode="fake",
+                    parallel=on_device,
+                    device=device_table(),
+                ),
                 plan.record,
             )
         ]
@@ -213,7 +223,10 @@ def test_what_grows_with_fewer_ranks_beside_gradients(replicas: int, offload: An
         return FSDP2(size, UNITS, None, policy, replicas, offload_policy=offload)
 
     model, x, sizes = make(), batch(rows=2), [4, 8, 16]
-    profiles = {size: autoac.profile(model, x, mode="fake", parallel=spec(size)) for size in sizes}
+    profiles = {
+        size: autoac.profile(model, x, mode="fake", parallel=spec(size), device=device_table())
+        for size in sizes
+    }
     plan = autoac.solve(profiles[8], "1GB")
     peaks = by_world_size(plan, spec(8), model, sizes=sizes)["peak_bytes"]
     assert list(peaks) == [plan.on(profiles[size]).predicted_peak_bytes for size in sizes]
@@ -331,6 +344,9 @@ def test_refusals():
         FSDP2(world_size=0)
     with pytest.raises(ValueError, match="must divide"):
         FSDP2(world_size=8, replicas=3)
+    offloaded = FSDP2(world_size=8, offload_policy=CPUOffloadPolicy())
+    with pytest.raises(autoac.ProfilingError, match="without device= the host is the device: say which GPU"):
+        autoac.profile(model, batch(), parallel=offloaded)
     with pytest.raises(ValueError, match=r"offload_policy is True: pass torch.distributed.fsdp.CPUOffloadPo"):
         FSDP2(world_size=8, offload_policy=True)
     assert not torch.distributed.is_initialized()

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from autoac_solver.build.engines.rerun import CPU_RANDOM_STATE_BYTES
 from tests.parallel.models import make
 from tests.parallel.offloaded import CASES
 from tests.second_device import ran
-
-RANDOM_STATE_BYTES = torch.get_rng_state().nbytes
-"""Selective checkpointing keeps the CPU's random state for each region: on the device only if that is the CPU."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +23,8 @@ def told(device_library: Path) -> Any:
 def test_an_absent_rank_takes_what_was_predicted(told: Any, case: str):
     for engine, peaks in told["absent"][case].items():
         for predicted, counted, wrapped in peaks:
-            states = wrapped * RANDOM_STATE_BYTES if engine == "sac" else 0
+            # Selective checkpointing keeps the CPU's random state for each region: on the device only if that is it.
+            states = wrapped * CPU_RANDOM_STATE_BYTES if engine == "sac" else 0
             assert 0 <= predicted - counted <= states, engine
         (loose, least, between) = peaks
         assert loose[2] == 0 < least[2]

@@ -268,9 +268,14 @@ def another_model(rank: int) -> Any:
     model = DistributedDataParallel(make())
     other = sharded(make(blocks=3 + rank))
     plan = autoac.plan(make(blocks=4), batch(), "1GB") if rank == 0 else None
+    optimizer = (torch.optim.SGD, torch.optim.AdamW)[rank](model.parameters())
+    whole = sharded(make())
+    asked = (lambda: autoac.plan(whole, batch(), "1GB"), lambda: autoac.profile(whole, batch()))[rank]
     return [
         failing(rank, lambda: autoac.plan(other, batch(rank), "1GB")),
         failing(rank, lambda: autoac.parallel.agree(plan, model)),
+        failing(rank, lambda: autoac.plan(model, batch(rank), "1GB", optimizer=optimizer)),
+        failing(rank, asked),
     ]
 
 

@@ -24,7 +24,7 @@ from autoac.api.solving import plan_recorded
 from autoac.api.together import plan_together
 from autoac.buckets import Buckets, check_not_compiled
 from autoac.calibrate.compiled.table import BLOCKS, NothingCompiled
-from autoac.calibrate.compiled.tried import tried, with_measured
+from autoac.calibrate.compiled.tried import looked_at, tried, with_measured
 from autoac.device import device_for
 from autoac.outcomes import with_outcomes
 from autoac.parallel.protocol import Parallel, Sharded, check_parallel
@@ -131,11 +131,11 @@ def plan(
         )
     wrapped = parallel or there
     if wrapped.is_here:
-        check_together(engine, granularity, sample)
+        check_together(sample)
         # Options are the same on all ranks; model and sample are each rank's own.
         options = {
             "loss": loss, "optimizer": optimizer, "regions": regions, "policies": policies, "engine": engine,
-            "headroom": headroom, "time_limit_s": time_limit_s, "gap": gap, "mode": mode, "device": device,
+            "granularity": granularity, "headroom": headroom, "time_limit_s": time_limit_s, "gap": gap, "mode": mode, "device": device,
             "max_overhead": max_overhead, "budget_of": budget_of, "progress": progress,
         }  # fmt: skip
         return plan_together(model, sample, budget, wrapped, options)
@@ -192,7 +192,12 @@ def plan(
             budget_bytes, headroom_bytes = limits(budget, headroom, recorded.device_bytes or None)
             step_with = functools.partial(TrainingStep, unwrapped(model), loss=loss, optimizer=optimizer)
             solve = functools.partial(solved, engine=engine, reason=reason)
-            plan = tried(recorded, step_with(batch), budget_bytes, solve, headroom_bytes)
+            step = step_with(batch)
+            around = functools.partial(wrapped.as_wrapped, step.model)
+            look = functools.partial(
+                looked_at, step=step, resident_bytes=recorded.resident_bytes, around=around
+            )
+            plan = tried(recorded, step, budget_bytes, solve, headroom_bytes, look)
             return with_measured(plan, [(step_with(other), profile) for other, profile in others])
 
         try:

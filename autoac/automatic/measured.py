@@ -126,7 +126,8 @@ class Measured:
         self.peak_bytes = self.plan = self.exceeded = None
         # In the first step the compiler may run.
         skipped, again = (1, False) if is_compiled else (0, sized_by_values(plan))
-        gradients = any(s.kind == "Gradient" and s.alloc <= 0 for s in plan.record.profile.storage_table)
+        table = plan.record.profile.storage_table
+        gradients = any(s.is_gradient_before or (s.kind == "Gradient" and s.alloc == 0) for s in table)
         self.step = StepPeak(self._model, self._wanted.measure, skipped, again, gradients)
 
     def no_more(self) -> None:

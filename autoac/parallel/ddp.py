@@ -9,7 +9,8 @@ replaced by that view (`Reducer::mark_variable_ready_dense`); without, gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +18,8 @@ import torch
 from autoac.parallel.protocol import Parallel
 from autoac.record.tape.storages import allocated_bytes
 from autoac.torch_private import bucket_options
-from autoac_solver.records.profile import NEVER, Profile, Storage
+from autoac_solver.records.profile import BUCKETS, NEVER, Profile, Storage
 
-BUCKETS = "DDP's buckets"
 _INT_BYTES = 4
 
 
@@ -52,11 +52,26 @@ class DDP(Parallel):
         buckets = allocated_bytes(sum(sizes), device) + allocated_bytes(used, device)
         table = list(profile.storage_table)
         if self.gradient_as_bucket_view:
-            if any(storage.kind == "Gradient" and storage.alloc == NEVER for storage in table):
+            if profile.has_gradients_before:
                 return profile  # gradients from before the step are in the buckets, and counted
             table = _copied_at_once(profile, table)
         table.append(Storage(buckets, NEVER, profile.end, "Gradient", BUCKETS))
         return replace(profile, storage_table=tuple(table))
+
+    @contextlib.contextmanager
+    def as_wrapped(self, model: torch.nn.Module) -> Iterator[None]:
+        """See `Parallel`: gradients that have a place in the buckets are freed when they are made."""
+        moved = [p for p in model.parameters() if self.gradient_as_bucket_view and p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(_dropped) for p in moved if p.grad is None]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _dropped(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def _copied_at_once(profile: Profile, table: Iterable[Storage]) -> list[Storage]:

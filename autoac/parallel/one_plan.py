@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from autoac.ranks.all_or_none import Ranks, together
 from autoac.step.model import model_fingerprint
 from autoac.torch_private import has_process_group, ranks_of
 from autoac_solver.plan.recorded.transfer import outcome_of
-from autoac_solver.records.errors import BudgetFormatError, ParallelError
+from autoac_solver.records.errors import BudgetFormatError, InfeasibleBudgetError, ParallelError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import NEVER, Profile
 from autoac_solver.records.units import parse_bytes
@@ -136,6 +137,37 @@ def for_all(
         f"{format_bytes(record.budget_bytes)}. Give the ranks batches of the same shape, or more memory.",
         ranks.members[highest],
     )
+
+
+@contextlib.contextmanager
+def solved_by(
+    ranks: Ranks, owner: int, model: torch.nn.Module, solve: Callable[[Profile], Plan]
+) -> Iterator[Callable[[Profile], Plan]]:
+    """Context with a function that all ranks call: one of them solves, and all get its plan, or that no plan fits.
+
+    Args:
+        owner: index of the rank that solves.
+        solve: its function from a profile to a plan.
+    """
+
+    def solved(profile: Profile) -> Plan:
+        plan = error = None
+        if ranks.rank == owner:
+            try:
+                plan = solve(profile)
+            except InfeasibleBudgetError as found:
+                error = found
+        told = ranks.all(None if error is None else (error.budget_bytes, error.minimum_bytes))[owner]
+        if told is not None:
+            raise error or InfeasibleBudgetError(*told)
+        return shared(ranks, owner, plan, model)
+
+    try:
+        yield solved
+    except InfeasibleBudgetError:
+        if ranks.rank != owner:
+            ranks.all(None)  # the owner's error says more, and is to come first
+        raise
 
 
 def kept_bytes(profile: Profile) -> int:

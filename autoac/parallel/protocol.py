@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,16 @@ class Parallel:
             model: the unwrapped model.
         """
         return profile
+
+    def as_wrapped(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Context in which a step of the unwrapped model takes the memory that it takes in the wrapper.
+
+        What the wrapper allocates before the step is not allocated again.
+
+        Args:
+            model: the unwrapped model.
+        """
+        return nullcontext()
 
 
 class Plain(Parallel):

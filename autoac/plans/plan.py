@@ -33,7 +33,7 @@ from autoac_solver.records.collectives import may_repeat
 from autoac_solver.records.compiled import EAGER, TORCHS
 from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.plan import PlanRecord, RegionPlan
-from autoac_solver.records.profile import NEVER, Profile
+from autoac_solver.records.profile import Profile
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -178,9 +178,7 @@ class Plan(PlanView):
 
     def gradient_at_start(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A leaf's gradient at the start of the profiled step: None, or the tensor that the step adds to."""
-        table = self.record.profile.storage_table
-        accumulates = any(storage.kind == "Gradient" and storage.alloc == NEVER for storage in table)
-        if not accumulates or not tensor.requires_grad:
+        if not self.record.profile.has_gradients_before or not tensor.requires_grad:
             return None
         return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.clone()
 

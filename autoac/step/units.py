@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -68,6 +70,35 @@ def settle_units(model: torch.nn.Module) -> None:
     """Run the one-time setup of units, which they do at their first call: restoring a step must not undo it."""
     for root in roots_of_units(model):
         set_units_up(root)
+
+
+@contextlib.contextmanager
+def gathered(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """Context in which the parameters of a module are gathered, as during its call, if it is part of a unit.
+
+    All ranks that shard the model enter it.
+
+    Args:
+        name: the module's, in the model.
+    """
+    unit: Any = _unit_of(model, name)
+    if unit is None:
+        yield
+        return
+    unit.unshard()
+    try:
+        yield
+    finally:
+        unit.reshard()
+
+
+def _unit_of(model: torch.nn.Module, name: str) -> torch.nn.Module | None:
+    """The innermost unit that a module is part of."""
+    found, module = model if is_unit(model) else None, model
+    for part in filter(None, name.split(".")):
+        module = module.get_submodule(part)
+        found = module if is_unit(module) else found
+    return found
 
 
 def here(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

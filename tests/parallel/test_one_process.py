@@ -18,14 +18,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import autoac
 from autoac.measure import measure_peak
 from autoac.parallel import DDP, FSDP2, ParallelError, TensorParallel, agree, one_plan
-from autoac.parallel.ddp import BUCKETS
 from autoac.parallel.fsdp2 import chosen_units
 from autoac.parallel.sizes import by_world_size, held
 from autoac.ranks.all_or_none import together
 from autoac.torch_private import default_store
 from autoac_solver.build.built import Built
 from autoac_solver.plan.recorded.step import step_of
-from autoac_solver.records.profile import NEVER, VARIES, Profile
+from autoac_solver.records.profile import BUCKETS, NEVER, VARIES, Profile
 from tests.parallel.models import Block, Net, batch, make
 from tests.parallel.offloaded import device_table
 

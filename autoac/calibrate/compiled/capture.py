@@ -19,11 +19,13 @@ from autoac.step.restore import own_gradient
 from autoac.step.step import TrainingStep
 from autoac.step.trial import trial
 from autoac.step.uncompiled import uncompiled
+from autoac.step.units import has_units, roots_of_units
 from autoac.torch_private import (
     disable_dispatch_modes,
     disable_dynamo,
     hooked_inside,
     is_dense,
+    reset_units,
     tree_flatten,
     tree_map,
 )
@@ -243,7 +245,7 @@ def _children(kind: Hashable) -> tuple[str, ...]:
 
 
 def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
-    """Catch calls of some modules in the user's own step, which ends after the last of them.
+    """Catch calls of some modules in the user's own step, which ends after the last of them, if FSDP2 has no part in it.
 
     Autograd tracks `requires_grad` but saves no tensors, so that forward takes no more memory than without gradients.
     A callable step may run backward, so there tensors are saved, in the host's memory.
@@ -254,7 +256,9 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
     Raises:
         ProfilingError: the step does not make one of the calls.
     """
-    model, catcher = step.model, _UntilComplete(step.model, kinds)
+    model = step.model
+    # A step that ended in the middle would leave units of FSDP2 in the middle of theirs.
+    catcher = Catcher(model, kinds) if has_units(model) else _UntilComplete(model, kinds)
     on_host = device_for(device_of(model)).on_hosts_processors
     written = [*model.parameters(), *model.buffers()]
     keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _unpacked)
@@ -276,6 +280,8 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
             else:
                 with keeps_nothing:
                     step.forward()
+        for root in roots_of_units(model):  # no backward has followed
+            reset_units(root)
     if catcher.missing:
         raise ProfilingError(
             f"module {min(catcher.missing)[0]!r} was called in the recorded step and not in the next one, so it cannot "

@@ -21,6 +21,7 @@ from autoac.step.model import device_of
 from autoac.step.step import TrainingStep
 from autoac.step.trial import trial
 from autoac.step.uncompiled import uncompiled
+from autoac.step.units import gathered, has_units, holds_shards
 from autoac.torch_private import compiled_code_forgotten, first_line, raised_in_compiler
 from autoac_solver.plan.partitions import blocks, named_calls, tails_after, whole
 from autoac_solver.plan.parts import tail_of
@@ -202,33 +203,47 @@ def _with(profile: Profile, table: CompiledTable, failed: Sequence[CompiledRegio
 def _regions(
     profile: Profile, model: torch.nn.Module, inputs: Any, found: Caught, progress: Tell
 ) -> list[CompiledRegion]:
-    device = device_of(model)
-    call_of = _call_of(profile)
-    tail_of_call = {tail.call: index for tail, index in zip(profile.tails, profile.tail_spans, strict=True)}
-    regions = []
-    for index, (region, keys) in enumerate(found):
+    call_of, tail_of_call = _call_of(profile), {}
+    for tail, index in zip(profile.tails, profile.tail_spans, strict=True):
+        tail_of_call[tail.call] = index
+
+    def compiled(index: int) -> CompiledRegion:
+        region, keys = found[index]
         group = sorted(call_of[key] for key in keys)
         name = profile.module_name(group[0]) or "the model"
         words = f"compiling {name}" + (f" and {len(group) - 1} like it" if len(group) > 1 else "")
         if region.children:
             words = f"compiling what {name} computes after its blocks"
             group = [tail_of_call[call] for call in group]
-            if VARYING in profile.facts and len(region.children) > 1:  # layer drop
-                why = "the step does not run the same modules each time"
-                regions.append(CompiledRegion(tuple(group), (), (), why))
-                continue
-
-        def tell(what: str, index: int = index, words: str = words) -> None:
-            progress(f"{words}: {what}", index / len(found))
-
         with (
             trial(model, inputs, region.module.buffers()),
             uncompiled(model),
             # A tail is compiled as functions of the model's own, which its user may compile, too.
             compiled_code_forgotten() if region.children else contextlib.nullcontext(),
+            gathered(model, keys[0][0]),
         ):
-            regions.append(_region(region, tuple(group), _never(profile, group), device, tell))
-    return regions
+            if region.children and VARYING in profile.facts and len(region.children) > 1:  # layer drop
+                why = "the step does not run the same modules each time"
+                return CompiledRegion(tuple(group), (), (), why)
+            return _region(
+                region,
+                tuple(group),
+                _never(profile, group),
+                device_of(model),
+                lambda what: progress(f"{words}: {what}", index / len(found)),
+            )
+
+    first = {keys[0]: index for index, (_, keys) in enumerate(found)}
+    if not has_units(model):
+        return [compiled(index) for index in first.values()]
+    regions: dict[int, CompiledRegion] = {}
+    for key in sorted(key for _, keys in found for key in keys):
+        if key in first:
+            regions[first[key]] = compiled(first[key])
+        else:  # on other ranks other calls may be the first of alike ones, and all gather parameters in step
+            with gathered(model, key[0]):
+                pass
+    return [regions[index] for index in first.values()]
 
 
 def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:
@@ -271,6 +286,8 @@ def _region(
     """
     if "forward" in region.module.__dict__:
         return CompiledRegion(calls, (), (), "some library has given the module a forward of its own")
+    if holds_shards(region.module):
+        return CompiledRegion(calls, (), (), "its parameters are split over ranks during its call")
     if region.hooked:
         return CompiledRegion(
             calls, (), (), f"module {region.hooked!r} in it has hooks, which compiled code may not run"

@@ -6,8 +6,11 @@ the rest is measured in one planned step, by the allocator.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from autoac.calibrate.compiled.table import without_regions
@@ -27,6 +30,11 @@ from autoac_solver.records.profile import Profile
 CLOSE = 0.01
 """Accepted error of the predicted peak, as a share of the measured one."""
 
+AroundStep = Callable[[], AbstractContextManager[None]]
+
+Look = Callable[[Plan], tuple[int, Mapping[str, str]]]
+"""Runs a step with a plan; returns its measured peak in bytes, and the compiler's errors by region."""
+
 _TRIES = 5
 _NEAR = 0.1
 """A least peak above the budget by no more than this share of it is measured before the budget is refused."""
@@ -38,26 +46,29 @@ def tried(
     budget_bytes: int,
     solve: Callable[[Profile], Plan],
     headroom_bytes: int = 0,
+    look: Look | None = None,
 ) -> Plan:
     """The plan that `solve` finds, after a step with it was measured to be within the limit.
 
     Args:
         profile: with compiled regions.
-        limit: bytes that a step may take.
+        budget_bytes: bytes that a step may take, with the headroom.
         solve: makes a plan within the limit from a profile.
+        look: runs the step; None for one in this process alone.
 
     Raises:
         InfeasibleBudgetError: as `solve`, or no plan that was tried is within the limit.
     """
     plan, limit = _first(profile, step, budget_bytes, solve), budget_bytes - headroom_bytes
+    look = look or functools.partial(looked_at, step=step, resident_bytes=profile.resident_bytes)
     if device_for(device_of(step.model)).not_measurable():
         return plan
     best: Plan | None = None
     least: Plan | None = None
     tries = 0
     while tries < _TRIES:
-        measured = plan.resident_bytes + peak_with(plan, step)
-        if failed := plan.placement.not_compiled:  # each time there are fewer regions
+        measured, failed = look(plan)
+        if failed:  # each time there are fewer regions
             plan = solve(without_regions(plan.record.profile, failed))
             best = least = None
             continue
@@ -101,6 +112,18 @@ def _first(profile: Profile, step: TrainingStep, budget_bytes: int, solve: Calla
             raise error from None
 
 
+def looked_at(
+    plan: Plan, step: TrainingStep, resident_bytes: int, around: AroundStep = contextlib.nullcontext
+) -> tuple[int, Mapping[str, str]]:
+    """See `Look`.
+
+    Args:
+        resident_bytes: before the step.
+        around: as for `peak_with`.
+    """
+    return resident_bytes + peak_with(plan, step, around), plan.placement.not_compiled
+
+
 def with_measured(plan: Plan, others: Sequence[tuple[TrainingStep, Profile]]) -> Plan:
     """The plan of engine compile, with the outcomes of these steps under it.
 
@@ -116,8 +139,12 @@ def _measured(plan: Plan, step: TrainingStep, profile: Profile) -> Outcome:
     return Outcome(profile.sample, peak, unplanned_bytes(profile), None, fits)
 
 
-def peak_with(plan: Plan, step: TrainingStep) -> int:
-    """Measured peak bytes of a step with a plan above its start: of the second such step, as the first compiles."""
+def peak_with(plan: Plan, step: TrainingStep, around: AroundStep = contextlib.nullcontext) -> int:
+    """Measured peak bytes of a step with a plan above its start: of the second such step, as the first compiles.
+
+    Args:
+        around: makes a context of each step.
+    """
     model = step.model
     # Copies of the parameters might not fit beside the step, and only a whole step writes them.
     parameters = {} if step.is_whole else {id(p): p for p in model.parameters()}
@@ -137,6 +164,7 @@ def peak_with(plan: Plan, step: TrainingStep) -> int:
                 optimizers=optimizers,
             ),
             plan.applied(model),
+            around(),
         ):
             warnings.filterwarnings("ignore", NOT_COMPILED)  # `tried` plans again
             if measures:

@@ -162,8 +162,12 @@ class Profile(Shown):
     @property
     def is_one_call(self) -> bool:
         """Whether the step calls the root module once and begins without gradients."""
-        gradients = any(s.kind == "Gradient" and s.alloc == NEVER for s in self.storage_table)
-        return not gradients and self.n_root_calls == 1
+        return not self.has_gradients_before and self.n_root_calls == 1
+
+    @property
+    def has_gradients_before(self) -> bool:
+        """Whether the step adds to gradients from before it."""
+        return any(storage.is_gradient_before for storage in self.storage_table)
 
     def in_any_order(self) -> Profile:
         """The step as if its calls of the model, micro-batches of different sizes, came in any order.

@@ -45,6 +45,9 @@ UNPACKED_TWICE = "a saved tensor read twice"
 GATHERED = "(gathered)"
 """Name of parameters that are gathered from shards and freed during the step, see `Storage.is_gathered`."""
 
+BUCKETS = "DDP's buckets"
+"""Name of the storage that `DistributedDataParallel` reduces gradients in, see `Storage.is_gradient_before`."""
+
 KINDS = ("Parameter", "Buffer", "Gradient", "Optstate", "Input", "Activation", "Temp")
 """Kinds of memory, named as in torch's MemTracker; Input is the sample and any other earlier storage."""
 
@@ -139,6 +142,11 @@ class Storage:
     def is_workspace(self) -> bool:
         """Whether it is temporary memory that a library keeps all the time."""
         return self.kind == "Temp" and self.alloc == NEVER
+
+    @property
+    def is_gradient_before(self) -> bool:
+        """Whether it is a gradient from before the step, which the step adds to; DDP's buckets are none."""
+        return self.kind == "Gradient" and self.alloc == NEVER and self.name != BUCKETS
 
     @property
     def is_gathered(self) -> bool:

@@ -17,7 +17,8 @@ NOTE [ What the profiler does not say ]
    other threads are not counted.
 4. A storage from before the start that is resized inside is taken to keep its size.
 5. Threads of gloo record their collectives in it, too, and may still do so when the step has gone on. Stopping it frees
-   what they write to (pytorch pull request 185741 mends this for other threads), so it stops once they rest.
+   what they write to (pytorch pull request 185741 mends this for other threads), so it stops once they rest. They may
+   also be the last to hold a collective's tensor, whose free it would not see (3): so each wait lets them release it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from autoac.torch_private import (
     cpu_allocations,
     cpu_ops,
     gloo_threads,
+    gloo_unhurried,
     key_of_storage,
     local_part,
     quiet_profiler,
@@ -238,6 +240,7 @@ def _measuring_cpu() -> Iterator[Taken]:
         _deaths_of_present_storages() as deaths,
         quiet_profiler(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as prof,
+        gloo_unhurried(gloo_threads()),
     ):
         try:
             yield taken

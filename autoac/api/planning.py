@@ -135,8 +135,8 @@ def plan(
         # Options are the same on all ranks; model and sample are each rank's own.
         options = {
             "loss": loss, "optimizer": optimizer, "regions": regions, "policies": policies, "engine": engine,
-            "granularity": granularity, "headroom": headroom, "time_limit_s": time_limit_s, "gap": gap, "mode": mode, "device": device,
-            "max_overhead": max_overhead, "budget_of": budget_of, "progress": progress,
+            "granularity": granularity, "headroom": headroom, "time_limit_s": time_limit_s, "gap": gap, "mode": mode,
+            "device": device, "max_overhead": max_overhead, "budget_of": budget_of, "progress": progress,
         }  # fmt: skip
         return plan_together(model, sample, budget, wrapped, options)
     # Argument checks before any work.

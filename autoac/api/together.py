@@ -15,7 +15,15 @@ from autoac.api.profiling import profile
 from autoac.api.solving import plan_recorded
 from autoac.calibrate.compiled.table import NothingCompiled
 from autoac.calibrate.compiled.tried import looked_at, tried
-from autoac.parallel.one_plan import facts_of, for_all, needs_most, same_everywhere, shared, solved_by
+from autoac.parallel.one_plan import (
+    facts_of,
+    for_all,
+    needs_most,
+    owner_first,
+    same_everywhere,
+    shared,
+    solved_by,
+)
 from autoac.parallel.protocol import Parallel
 from autoac.plans import Plan
 from autoac.policies import listed
@@ -139,8 +147,9 @@ def _plan(
         failures = {name: why for _, failed in all_of_them for name, why in failed.items()}
         return max(peak for peak, _ in all_of_them), failures
 
-    with solved_by(ranks, owner, model, solve) as solve_on_all:
-        budget_bytes, headroom_bytes = limits(budget, options["headroom"], found.device_bytes or None)
+    budget_bytes, headroom_bytes = limits(budget, options["headroom"], found.device_bytes or None)
+    solve_on_all = functools.partial(solved_by, ranks, owner, model, solve)
+    with owner_first(ranks, owner):
         plan = tried(found, step, budget_bytes, solve_on_all, headroom_bytes, look)
     return shared(ranks, owner, plan, model)
 

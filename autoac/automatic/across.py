@@ -8,7 +8,9 @@ NOTE [ One loop on several ranks ]
      budget. So a rank that meets a larger batch later records that step alone, and the others join in the next one.
   3. If one rank fails, all raise its error, and take their plans off.
   4. Rank 0 reads and writes the plan's file.
-  5. With `on_larger="error"`, a batch that is refused on one rank when a step begins is an error on all.
+  5. With engine compile, all ranks record a step if one does, as they measure its compiled regions together. A rank
+     whose measured step is off asks for a meeting in its next step, before anything that the others wait for.
+  6. With `on_larger="error"`, a batch that is refused on one rank when a step begins is an error on all.
 """
 
 from __future__ import annotations
@@ -20,13 +22,22 @@ import torch
 
 from autoac.automatic.wanted import Wanted
 from autoac.automatic.watch import Refused
-from autoac.parallel.one_plan import facts_of, for_all, kept_bytes, same_everywhere
+from autoac.parallel.one_plan import (
+    facts_of,
+    for_all,
+    kept_bytes,
+    needs_most,
+    owner_first,
+    same_everywhere,
+    solved_by,
+)
 from autoac.parallel.wrapped import is_spread
 from autoac.plans import Plan
 from autoac.ranks.all_or_none import Ranks, together
 from autoac.ranks.meetings import Meetings
 from autoac.ranks.session import Presence, store_is_there
 from autoac.torch_private import ranks_of
+from autoac_solver.records.errors import InfeasibleBudgetError
 from autoac_solver.records.profile import Profile
 
 
@@ -72,6 +83,53 @@ class Meeting:
             step,
             lambda: at_hand if profile is None else make(profile),
         )
+
+    def compiled_plan(self, step: Profile, make: Callable[[Profile], Plan]) -> Plan:
+        """The plan of engine compile of the rank whose step keeps the most bytes, for all ranks.
+
+        No other rank's step is compared with it beforehand: each measures its next one.
+
+        Args:
+            step: this rank's, with its compiled regions.
+
+        Raises:
+            InfeasibleBudgetError: no plan fits.
+        """
+        owner = needs_most(self.ranks, step)
+        with owner_first(self.ranks, owner):
+            return solved_by(self.ranks, owner, self._given, make, step)
+
+    def corrected_plan(
+        self, step: Profile | None, best: Plan | None, make: Callable[[Profile], Plan]
+    ) -> Plan:
+        """The plan for a step that a rank has corrected after it was measured.
+
+        Args:
+            step: this rank's corrected one, if it has one.
+            best: a plan that this rank has measured to be within the budget.
+
+        Raises:
+            InfeasibleBudgetError: no plan fits, and none did on all ranks.
+        """
+        # The most regions that failed on a rank are left out first, then the largest correction is made.
+        found = [(-1, 0) if one is None else tuple(one) for one in self.ranks.all(_correction(step))]
+        owner = found.index(max(found))
+        with owner_first(self.ranks, owner):
+            try:
+                return solved_by(self.ranks, owner, self._given, make, step)
+            except InfeasibleBudgetError:
+                known = self.ranks.all("" if best is None else best.program_id)
+                if best is None or set(known) != {best.program_id}:
+                    raise
+                return best
+
+
+def _correction(step: Profile | None) -> tuple[int, int] | None:
+    """The calls that are not compiled in a corrected step, and the bytes that no point shows."""
+    if step is None or step.compiled is None:
+        return None
+    failed = (len(region.calls) for region in step.compiled.regions if region.failure)
+    return sum(failed), step.compiled.unseen_bytes
 
 
 class Across:

@@ -76,29 +76,42 @@ class Compiling:
             self._catcher.take_off()
             self._catcher = None
 
-    def with_regions(self, profile: Profile) -> Profile | None:
-        """The recorded step with its compiled regions; None if another step has to be recorded first.
+    def has_caught(self, profile: Profile) -> bool:
+        """Whether the calls of this recorded step were caught; if not, another step has to be recorded."""
+        elements = elements_in(profile.sample)
+        self._most = max(self._most, elements)
+        catcher = self._catcher
+        is_caught = catcher is not None and not catcher.missing and _calls(profile) >= self._kinds.keys()
+        return is_caught and (elements == self._most or self._caught == _MOST_CAUGHT)
+
+    def with_regions(self, profile: Profile) -> Profile:
+        """The recorded step, whose calls were caught, with its compiled regions.
 
         Raises:
             NothingCompiled: no region can be compiled.
-            ProfilingError: no two steps in a row make the same calls.
         """
         catcher = self._catcher
+        assert catcher is not None
         self.stop()
-        elements = elements_in(profile.sample)
-        self._most = max(self._most, elements)
-        is_caught = catcher is not None and not catcher.missing and _calls(profile) >= self._kinds.keys()
-        if catcher is not None and is_caught and (elements == self._most or self._caught == _MOST_CAUGHT):
-            self._kinds, self._caught, self._corrections, self._most = {}, 0, 0, 0
-            self.best = None
-            # The regions enter the autocast of their own calls.
-            with (
-                forward_autocast() as without,
-                without,
-                self._on_top.aside(),
-                progress_shown("planning", None) as tell,
-            ):
-                return with_caught_regions(profile, self._model, (), catcher.caught, tell)
+        self._kinds, self._caught, self._corrections, self._most = {}, 0, 0, 0
+        self.best = None
+        # The regions enter the autocast of their own calls.
+        with (
+            forward_autocast() as without,
+            without,
+            self._on_top.aside(),
+            progress_shown("planning", None) as tell,
+        ):
+            return with_caught_regions(profile, self._model, (), catcher.caught, tell)
+
+    def catch_next(self, profile: Profile) -> None:
+        """Catch the calls that this step has made in the one that is recorded next.
+
+        Raises:
+            NothingCompiled: there is nothing to compile in it.
+            ProfilingError: no two steps in a row make the same calls.
+        """
+        self.stop()
         self._kinds = kinds_of(profile, self._model, called_among(profile, self._names))
         if not self._kinds:
             raise NothingCompiled("the model has no block that holds a twentieth of it")
@@ -108,7 +121,6 @@ class Compiling:
                 f"the loop's steps call other modules each time, so none was compiled after {self._caught} of them: "
                 "plan beforehand with autoac.plan(model, sample, budget, engine='compile'), or take engine='sac'."
             )
-        return None
 
     def recorded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], begins: bool) -> None:
         """Note a call of the step that is recorded.

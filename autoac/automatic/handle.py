@@ -191,7 +191,10 @@ class Auto(LoopPlan):
                 return  # the plan is put on in a step that trains what it was made for
         if meet:
             self._meet(args, kwargs)
-        elif begins and not self._across.several:
+        elif begins and self._across.several:
+            if self._corrected is not None:
+                self._across.ask()
+        elif begins:
             if self._recording.profile is not None:
                 self._settle(args, kwargs)
             if self._plan is None and self._recording.profile is None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from autoac.api.checks import check_engine_options
 from autoac.automatic.across import Across, Meeting
 from autoac.automatic.beside import with_all_called
 from autoac.automatic.compiling import Compiling
@@ -152,11 +151,12 @@ class LoopPlan:
             profile = profile if beside is None else self._optimizers.counted(beside)
         try:
             if self._compiling is not None:
-                compiled = self._compiling.with_regions(profile)
-                if compiled is None:  # the step that begins is recorded as well, whether steps vary or not
+                if not self._compiling.has_caught(profile):
+                    self._compiling.catch_next(profile)
+                    # The step that begins is recorded as well, whether steps vary or not.
                     self._recording.count -= self._recording.count > 1
                     return
-                profile = compiled
+                profile = self._compiling.with_regions(profile)
             plan = self._wanted.plan(self._given, profile)
         except AutoacError as error:
             if self._measured.exceeded is not None and isinstance(error, InfeasibleBudgetError):
@@ -223,7 +223,6 @@ class LoopPlan:
             raise
 
     def _settle_with(self, meeting: Meeting, args: Any, kwargs: Any) -> None:
-        check_engine_options(self._wanted.engine, asked=["parallel"])
         recording = self._recording
         if meeting.any(recording.is_on):  # for example two calls before a backward
             self._across.ask()
@@ -236,18 +235,48 @@ class LoopPlan:
         self._kept = None
         if recorded:
             profile = self._counted()
-            if at_hand is not None and needs_no_more(profile, at_hand.record.profile):
-                profile = None
         elif at_hand is None and meeting.is_first and not recording.count:
-            saved = at_hand = self._wanted.saved(self._model)
-        plan = meeting.one_plan(profile, at_hand, lambda step: self._wanted.plan(self._given, step))
+            saved = self._wanted.saved(self._model)
+        is_saved = meeting.any(saved is not None)
+        if self._compiling is None or is_saved:
+            if profile is not None and at_hand is not None and needs_no_more(profile, at_hand.record.profile):
+                profile = None
+            self._take_plan_off()
+            plan = meeting.one_plan(
+                profile, saved or at_hand, lambda step: self._wanted.plan(self._given, step)
+            )
+        else:
+            plan = self._compiled_with(meeting, self._compiling, profile)
         if plan is None:
             return
-        self._take_plan_off()
-        if meeting.any(saved is not None):
+        if is_saved:
             self._take_up(plan, args, kwargs)
         else:
             self._take(plan, args, kwargs, save=meeting.is_first)
+
+    def _compiled_with(self, meeting: Meeting, compiling: Compiling, profile: Profile | None) -> Plan | None:
+        """The plan of engine compile for all ranks; None if they record another step first, or all go on as they do.
+
+        Args:
+            profile: a step that this rank has recorded.
+        """
+        corrected = None if self._corrected is None else self._corrected[0]
+        if meeting.any(profile is not None):
+            self._take_plan_off()
+            # They measure regions together, so all of them record a step if one does.
+            if meeting.any(profile is None or not compiling.has_caught(profile)):
+                if profile is not None:
+                    compiling.catch_next(profile)
+                return None
+            assert profile is not None
+            step = compiling.with_regions(profile)
+            return meeting.compiled_plan(step, lambda step: self._wanted.plan(self._given, step))
+        if not meeting.any(corrected is not None):
+            return None
+        self._take_plan_off()
+        return meeting.corrected_plan(
+            corrected, compiling.best, lambda step: self._wanted.plan(self._given, step)
+        )
 
     def _put_new_plan_on(self, plan: Plan, verb: str) -> None:
         if self._compiling is not None:

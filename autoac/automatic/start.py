@@ -13,7 +13,6 @@ from autoac.api.choosing import engine_for
 from autoac.automatic.handle import Auto
 from autoac.automatic.wanted import Wanted
 from autoac.execute.on_top import owner_of
-from autoac.parallel.wrapped import found_on
 from autoac.policies import Policies, listed
 from autoac.step.model import check_model, device_of, unwrapped
 from autoac.step.modules import RegionChoice
@@ -90,8 +89,7 @@ def auto(
     """
     check_options(budget, engine, headroom, on_larger, path)
     policies = listed(policies)
-    ranks = ["parallel"] if found_on(model).is_here else []
-    check_engine_options(engine, asked=[*asked_for(policies, budget_of=budget_of), *ranks])
+    check_engine_options(engine, asked=asked_for(policies, budget_of=budget_of))
     check_model(unwrapped(model))
     check_budget_of(budget_of, str(device_of(unwrapped(model))))
     if owner_of(model) is not None:

@@ -139,34 +139,44 @@ def for_all(
     )
 
 
-@contextlib.contextmanager
 def solved_by(
-    ranks: Ranks, owner: int, model: torch.nn.Module, solve: Callable[[Profile], Plan]
-) -> Iterator[Callable[[Profile], Plan]]:
-    """Context with a function that all ranks call: one of them solves, and all get its plan, or that no plan fits.
+    ranks: Ranks,
+    owner: int,
+    model: torch.nn.Module,
+    solve: Callable[[Profile], Plan],
+    profile: Profile | None,
+) -> Plan:
+    """The plan of one rank, for all; nothing is compared with the other ranks' steps.
 
     Args:
         owner: index of the rank that solves.
         solve: its function from a profile to a plan.
+        profile: the owner's.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits; on all ranks, with words only on the owner, see `owner_first`.
     """
+    plan = error = None
+    if ranks.rank == owner:
+        assert profile is not None
+        try:
+            plan = solve(profile)
+        except InfeasibleBudgetError as found:
+            error = found
+    told = ranks.all(None if error is None else (error.budget_bytes, error.minimum_bytes))[owner]
+    if told is not None:
+        raise error or InfeasibleBudgetError(*told)
+    return shared(ranks, owner, plan, model)
 
-    def solved(profile: Profile) -> Plan:
-        plan = error = None
-        if ranks.rank == owner:
-            try:
-                plan = solve(profile)
-            except InfeasibleBudgetError as found:
-                error = found
-        told = ranks.all(None if error is None else (error.budget_bytes, error.minimum_bytes))[owner]
-        if told is not None:
-            raise error or InfeasibleBudgetError(*told)
-        return shared(ranks, owner, plan, model)
 
+@contextlib.contextmanager
+def owner_first(ranks: Ranks, owner: int) -> Iterator[None]:
+    """Context that no plan's fitting ends on all ranks at once: the error of the one that has words for it is told."""
     try:
-        yield solved
+        yield
     except InfeasibleBudgetError:
         if ranks.rank != owner:
-            ranks.all(None)  # the owner's error says more, and is to come first
+            ranks.all(None)  # raises it
         raise
 
 

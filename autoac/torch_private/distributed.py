@@ -487,6 +487,41 @@ def wait_for_gloo(threads: list[Path], looks: int = 1) -> None:
         time.sleep(1e-4)
 
 
+@contextmanager
+def gloo_unhurried(threads: list[Path]) -> Iterator[None]:
+    """Context in which each wait for a collective lets gloo's threads release what they hold.
+
+    A tensor that such a thread frees is alive for ever to `torch.profiler`, which sees one thread. DDP's reducer, which
+    waits in C++, is not slowed: its buckets stay anyway.
+
+    Args:
+        threads: from `gloo_threads`.
+
+    Source: `wait_tensor` (torch/distributed/_functional_collectives.py); `Work.wait` is public.
+    """
+    if not threads:
+        yield
+        return
+    import torch.distributed._functional_collectives as collectives
+
+    work = torch.distributed.Work
+    waits = collectives.wait_tensor, work.wait
+
+    def then_rests(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found = wait(*args, **kwargs)
+            wait_for_gloo(threads)
+            return found
+
+        return run
+
+    collectives.wait_tensor, work.wait = map(then_rests, waits)
+    try:
+        yield
+    finally:
+        collectives.wait_tensor, work.wait = waits
+
+
 def _name_and_state(stat: Path) -> tuple[str, str]:
     try:
         name, _, state = stat.read_text().partition("(")[2].rpartition(")")

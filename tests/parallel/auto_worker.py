@@ -15,10 +15,10 @@ import torch.distributed as dist
 from cases import run_cases
 from models import batch, make, sharded
 from torch.nn.parallel import DistributedDataParallel
-from unhurried import step_peak_bytes
 
 import autoac
 from autoac.execute.placement import Placement
+from autoac.measure import measure_peak
 from autoac.ranks import all_or_none
 
 CASES: dict[str, Callable[[int], Any]] = {}
@@ -51,7 +51,7 @@ def loop(
         if index < 3:
             model(x).backward()
         else:
-            peaks.append(step_peak_bytes(lambda x=x: model(x).backward()))
+            peaks.append(measure_peak(lambda x=x: model(x).backward()).peak_above_start_bytes)
         optimizer.step()
         after(index, handle)
     optimizer.zero_grad()
@@ -173,7 +173,7 @@ def sharded_later(rank: int) -> Any:
         peaks, plans = [], []
         for step in range(4):
             x = batch(rank + 10 * step)
-            peaks.append(step_peak_bytes(lambda model=model, x=x: model(x).backward()))
+            peaks.append(measure_peak(lambda model=model, x=x: model(x).backward()).peak_above_start_bytes)
             optimizer.step()
             optimizer.zero_grad()
             plans.append(handle.plan is not None)

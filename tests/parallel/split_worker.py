@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from unhurried import step_peak_bytes
 
 import autoac
+from autoac.measure import measure_peak
 from autoac_solver.records.collectives import may_repeat
 
 CASES: dict[str, Callable[[], Any]] = {}
@@ -63,7 +63,7 @@ def least_peak(
     for _ in range(MOST_STEPS):
         model.zero_grad(set_to_none=True)
         before()
-        least = min(least, plan.resident_bytes + step_peak_bytes(step))
+        least = min(least, plan.resident_bytes + measure_peak(step).peak_above_start_bytes)
         is_above = torch.tensor(least > plan.predicted_peak_bytes, dtype=torch.int64)
         dist.all_reduce(is_above, group=GROUP)
         if not is_above:

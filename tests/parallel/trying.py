@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from measured_models import Subject
-from unhurried import step_peak_bytes
 from ways import Way
 
 import autoac
+from autoac.measure import measure_peak
 
 STEPS, MEASURED = 5, 3
 
@@ -92,7 +92,7 @@ def trained(way: Way, model: Any, batch: Any, steps: int = STEPS) -> tuple[list[
         if step < steps - MEASURED:
             way.run(model, batch)
         else:
-            peaks.append(step_peak_bytes(lambda: way.run(model, batch)))
+            peaks.append(measure_peak(lambda: way.run(model, batch)).peak_above_start_bytes)
         optimizer.step()
     optimizer.zero_grad()
     parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]

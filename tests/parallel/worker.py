@@ -15,9 +15,9 @@ from cases import error_of, run_cases
 from models import batch, make, same, sharded, trained
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
-from unhurried import step_peak_bytes
 
 import autoac
+from autoac.measure import measure_peak
 from autoac.ranks import all_or_none as ranks
 
 AGAIN = autoac.Policy("MUST_RECOMPUTE", op="aten.gelu*")
@@ -35,7 +35,7 @@ def peak_bytes(model: Any, x: torch.Tensor, plan: autoac.Plan) -> int:
 
     def step() -> int:
         model.zero_grad(set_to_none=True)
-        return step_peak_bytes(lambda: model(x).backward())
+        return measure_peak(lambda: model(x).backward()).peak_above_start_bytes
 
     found = min(step() for _ in range(5))
     model.zero_grad(set_to_none=True)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -279,6 +280,15 @@ def test_threads_of_gloo_rest_once_they_have_released_what_they_held(tmp_path: P
             dist.all_reduce(given := torch.ones(1))
             torch_private.wait_for_gloo(threads)
             assert cast("Any", given)._use_count() == 1
+        waits = collectives.wait_tensor, dist.Work.wait
+        for _ in range(20):
+            with torch_private.gloo_unhurried(threads):
+                work = dist.all_reduce(given := torch.ones(1), async_op=True)
+                assert work is not None
+                work.wait()
+                del work
+                assert cast("Any", given)._use_count() == 1
+        assert (collectives.wait_tensor, dist.Work.wait) == waits
     finally:
         dist.destroy_process_group()
     torch_private.wait_for_gloo(threads)  # they have ended

@@ -245,7 +245,7 @@ def _children(kind: Hashable) -> tuple[str, ...]:
 
 
 def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
-    """Catch calls of some modules in the user's own step, which ends after the last of them, if FSDP2 has no part in it.
+    """Catch calls of some modules in the user's own step, which ends after the last of them unless FSDP2 is in it.
 
     Autograd tracks `requires_grad` but saves no tensors, so that forward takes no more memory than without gradients.
     A callable step may run backward, so there tensors are saved, in the host's memory.

@@ -10,10 +10,10 @@ On disk a profile is JSON in columns, with a schema version. Loading a file runs
 from autoac_solver.records.profile.any_order import IN_ITS_ORDER
 from autoac_solver.records.profile.profile import PROFILE, EngineCosts, Profile
 from autoac_solver.records.profile.rows import (
+    BUCKETS,
     CACHED,
     FACTS,
     FOREIGN,
-    BUCKETS,
     GATHERED,
     IN_EVAL,
     INFERENCE,

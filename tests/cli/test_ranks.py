@@ -135,7 +135,7 @@ def test_a_factorys_model_for_a_rank(tmp_path: Path) -> None:
     ("options", "text"),
     [
         (["--fsdp", 0], "'--fsdp': 0 ranks shard nothing: say how many"),
-        (["--fsdp", 8, "--engine", "compile"], "does not plan for ranks"),
+        (["--fsdp", 8, "--engine", "compile"], "does not plan for absent ranks"),
         (["--tp", 0], "'--tp': 0 ranks split nothing"),
         (
             ["--tp", 2, "--fsdp", 4, "--replicas", 2],

@@ -20,6 +20,7 @@ import autoac
 from autoac.execute.placement import Placement
 from autoac.measure import measure_peak
 from autoac.ranks import all_or_none
+from autoac_solver.records.errors import ParallelError
 
 CASES: dict[str, Callable[[int], Any]] = {}
 
@@ -109,17 +110,26 @@ def sizes_differ(rank: int) -> Any:
 
 @case
 def one_rank_meets_a_larger_batch(rank: int) -> Any:
-    """It records by itself, and the others join it in the next step."""
+    """It records by itself, and the others join it in the next step, with the plan that they have on the model."""
+    try:
+        loop(sharded(make()), [batch(rank, rows=256)] * 3, 10_000)
+    except ParallelError as error:
+        budget = error.minimum_bytes
     batches = [batch(rank + 10 * step, rows=256 if (rank, step) == (1, 3) else 128) for step in range(6)]
     samples: list[str | None] = []
+    recomputing = 0
 
     def after(step: int, handle: Any) -> None:
+        nonlocal recomputing
         if handle is not None:
+            if step == 2:
+                recomputing = sum(region.wrapped for region in handle.plan.regions)
             samples.append(handle.known_plan and handle.known_plan.record.profile.sample)
 
     plain = loop(sharded(make()), batches)
-    planned = loop(sharded(make()), batches, 10**9, after, on_larger="replan")
+    planned = loop(sharded(make()), batches, budget, after, on_larger="replan")
     return {
+        "recomputing": recomputing,
         "equal": all(map(torch.equal, plain["weights"], planned["weights"])),
         "samples": samples,
         "id": planned["plan"].program_id,
@@ -262,27 +272,6 @@ def cannot_be_put_on_one(rank: int) -> Any:
         return failing(sharded(make()), rank, 10**9)
     finally:
         Placement.attach = original
-
-
-@case
-def compiled(rank: int) -> Any:
-    return failing(DistributedDataParallel(make()), rank, 10**9, engine="compile")
-
-
-@case
-def compiled_and_sharded_later(rank: int) -> Any:
-    """The model is wrapped after `autoac.auto`: the ranks meet in the loop."""
-    model = make()
-    handle = autoac.auto(model, 10**9, engine="compile")
-    sharded(model)
-    try:
-        for _ in range(3):
-            model(batch(rank)).square().mean().backward()
-            model.zero_grad()
-        words = "no error"
-    except Exception as error:
-        words = f"{type(error).__name__}: {error}"
-    return {"error": words, "plan": repr(handle.plan)}
 
 
 def main() -> None:

@@ -331,7 +331,7 @@ def test_refusals():
         FSDP2(world_size=8, reshard_after_forward=2)
     with pytest.raises(autoac.ProfilingError, match=r"plan=\{'layer.\*.up': ...\} matches no module of Net"):
         autoac.profile(model, batch(), parallel=TensorParallel(2, {"layer.*.up": ColwiseParallel()}))
-    with pytest.raises(ValueError, match="'compile' does not plan for ranks"):
+    with pytest.raises(ValueError, match="'compile' does not plan for absent ranks"):
         autoac.plan(model, batch(), "1GB", engine="compile", parallel=FSDP2(world_size=4))
     scaled = make()
     scaled.scale = nn.Parameter(torch.tensor(1.0))

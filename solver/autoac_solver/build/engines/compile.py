@@ -32,8 +32,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "compiled code are not. Leave it out and leave headroom, or take engine='replay'.",
     "mode": f"{_MEASURES}, and mode='fake' runs nothing on it: leave one of them out.",
     "device": f"{_MEASURES}, and device= is for another one: leave one of them out.",
-    "parallel": "does not plan for ranks (DDP, FSDP2, parallel=, --fsdp, --tp): leave them out, or take engine='sac' "
-    "for a compiled model.",
+    "parallel": "does not plan for absent ranks (parallel=, --fsdp, --tp): plan on the ranks themselves, or take "
+    "engine='sac' for a compiled model.",
     "sizes": "cannot have plans that take turns on a model (buckets): plan for the largest batch, or with "
     "engine='replay'.",
 }

@@ -1,0 +1,254 @@
+"""One rank: engine compile, in plans and in loops, and what came of each. A case that raises tells its error."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from cases import error_of, run_cases
+from models import batch, make, sharded
+from torch.nn.parallel import DistributedDataParallel
+
+import autoac
+from autoac.calibrate.compiled import table
+from autoac.measure import measure_peak
+
+CASES: dict[str, Callable[[int], Any]] = {}
+FRACTIONS = 0.95, 0.85
+"""Budgets, as shares of the peak with nothing recomputed."""
+
+
+def case(function: Callable[[int], Any]) -> Callable[[int], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    found: Any = tensor
+    return found.full_tensor() if hasattr(found, "full_tensor") else tensor
+
+
+def gradients(model: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(x).backward()
+    found = [whole(p.grad).clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def off(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
+    """The largest difference, relative to the largest element of a tensor."""
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(first, second, strict=True))
+
+
+def planned(spread: Callable[[Any], Any], rank: int, rows: int = 128, **options: Any) -> list[dict[str, Any]]:
+    """Plans at some budgets, and steps under them."""
+    x = batch(rank, rows)
+    plain = gradients(spread(make()), x)
+    loose = autoac.plan(spread(make()), (x,), 10**9, engine="compile", **options)
+    found = []
+    for fraction in FRACTIONS:
+        model = spread(make())
+        budget = int(fraction * loose.predicted_peak_bytes)
+        plan = autoac.plan(model, (x,), budget, engine="compile", **options)
+        plan.apply(model)
+        for _ in range(3):  # DDP makes its buckets anew in its second step
+            step_off = off(gradients(model, x), plain)
+        peak_bytes = measure_peak(lambda model=model: model(x).backward()).peak_above_start_bytes
+        model.zero_grad()
+        found.append(
+            {
+                "id": plan.program_id,
+                "budget": budget,
+                "predicted": plan.predicted_peak_bytes,
+                "measured": plan.resident_bytes + peak_bytes,
+                "off": step_off,
+                "compiled": [region.fqn for region in plan.regions if region.wrapped],
+                "sample": plan.record.profile.sample,
+            }
+        )
+        plan.remove(model)
+    return found
+
+
+@case
+def ddp(rank: int) -> Any:
+    return planned(DistributedDataParallel, rank)
+
+
+@case
+def ddp_with_gradients_in_buckets(rank: int) -> Any:
+    return planned(functools.partial(DistributedDataParallel, gradient_as_bucket_view=True), rank)
+
+
+@case
+def fsdp(rank: int) -> Any:
+    return planned(sharded, rank)
+
+
+@case
+def sizes_differ(rank: int) -> Any:
+    return planned(sharded, rank, rows=64 * (rank + 1))
+
+
+@case
+def errors(rank: int) -> Any:
+    x, model = batch(rank), sharded(make())
+    return {
+        "infeasible": error_of(lambda: autoac.plan(model, (x,), "100KB", engine="compile")),
+        "engines": error_of(lambda: autoac.plan(model, (x,), "10MB", engine="compile" if rank else "replay")),
+        "absent": error_of(
+            lambda: autoac.plan(make(), (x,), "10MB", engine="compile", parallel=autoac.parallel.FSDP2(4))
+        ),
+        "samples": error_of(
+            lambda: autoac.plan(model, autoac.Samples([(x,), (x[:8],)]), "10MB", engine="compile")
+        ),
+        "then": autoac.plan(model, (x,), "10MB", engine="compile").engine,  # the model is as it was
+    }
+
+
+@case
+def chosen(rank: int) -> Any:
+    """The engine that is taken for compiled models, with the reason."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    x = batch(rank)
+    blocks = make()
+    for block in (*blocks.layers, *blocks.pair):
+        block.compile()
+    split: Any = make()
+    mesh = init_device_mesh("cpu", (2,))
+    for block in (*split.layers, *split.pair):
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    models = {
+        "around": torch.compile(DistributedDataParallel(make())),
+        "inside": DistributedDataParallel(torch.compile(make())),
+        "blocks": sharded(blocks),
+        "split": torch.compile(split),
+    }
+    found = {}
+    for name, model in models.items():
+        plan = autoac.plan(model, (batch(0) if name == "split" else x,), "10MB")
+        found[name] = plan.engine, plan.record.engine_reason
+    return found
+
+
+def loop(
+    model: Any,
+    batches: Sequence[torch.Tensor],
+    budget: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """A user's loop with engine compile; "measured" is the peak of the last step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    handle = None
+    if budget is not None:
+        handle = autoac.auto(model, budget, optimizer=optimizer, engine="compile", **options)
+    ids, peak_bytes = [], 0
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+
+    for index, x in enumerate(batches):
+        if index < len(batches) - 1:
+            step(x)
+        else:
+            optimizer.zero_grad()
+            peak_bytes = measure_peak(lambda x=x: step(x)).peak_above_start_bytes
+        ids.append(None if handle is None or handle.plan is None else handle.plan.program_id)
+    optimizer.zero_grad()
+    found: dict[str, Any] = {"weights": [whole(p).detach().clone() for p in model.parameters()], "ids": ids}
+    if handle is not None and (plan := handle.plan) is not None:
+        found |= {"predicted": plan.predicted_peak_bytes, "measured": plan.resident_bytes + peak_bytes}
+        found |= {"sample": plan.record.profile.sample, "judged": handle.measured_peak_bytes}
+        handle.remove()
+    return found
+
+
+def compared(spread: Callable[[Any], Any], batches: Sequence[torch.Tensor], **options: Any) -> dict[str, Any]:
+    plain = loop(spread(make()), batches)
+    loose = loop(spread(make()), batches[:4], 10**9)
+    budget = int(FRACTIONS[1] * loose["predicted"])
+    model = spread(make())
+    found = loop(model, batches, budget, **options)
+    found["off"] = off(found.pop("weights"), plain["weights"])
+    found["clean"] = not any("forward" in vars(module) for module in model.modules())
+    return {"budget": budget, **found}
+
+
+@case
+def loop_of_ddp(rank: int) -> Any:
+    return compared(DistributedDataParallel, [batch(rank + 10 * step) for step in range(7)])
+
+
+@case
+def loop_of_fsdp(rank: int) -> Any:
+    return compared(sharded, [batch(rank + 10 * step) for step in range(7)])
+
+
+@case
+def loop_that_is_sharded_later(rank: int) -> Any:
+    """The model is sharded after `autoac.auto` was called: the ranks meet in the loop."""
+    model = make()
+    handle = autoac.auto(model, 10**9, engine="compile")
+    sharded(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        model(batch(rank + 10 * step)).backward()
+        optimizer.step()
+    plan = handle.plan
+    handle.remove()
+    assert plan is not None
+    return plan.program_id, plan.engine, plan.predicted_peak_bytes, handle.measured_peak_bytes
+
+
+@case
+def loop_whose_points_take_more_than_measured(rank: int) -> Any:
+    """On one rank, so its first planned step is off, and all ranks plan anew."""
+    real = table.measured_points
+
+    def wrong(*args: Any) -> Any:
+        return tuple(
+            replace(point, backward_bytes=point.backward_bytes // 2, forward_bytes=0) for point in real(*args)
+        )
+
+    batches = [batch(rank + 10 * step) for step in range(12)]
+    with (
+        patch.object(table, "measured_points", wrong),
+        patch.object(table.PointsOnDisk, "read", lambda self: None),
+        patch.object(table.PointsOnDisk, "write", lambda self, points: None),
+    ):
+        return compared(sharded, batches)
+
+
+@case
+def loop_with_a_larger_batch(rank: int) -> Any:
+    """Rank 1 meets it in the fifth step; all record again."""
+    batches = [batch(rank + 10 * step, rows=192 if (rank, step) == (1, 4) else 128) for step in range(14)]
+    found = loop(sharded(make()), batches, 10**9, on_larger="replan")
+    del found["weights"]
+    return found
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    table.MOST_COMPILED = 3
+    only = sys.argv[2:]
+    run_cases({name: functools.partial(run, rank) for name, run in CASES.items() if not only or name in only})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

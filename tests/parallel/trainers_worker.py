@@ -24,10 +24,12 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 import autoac
+from autoac.calibrate.compiled import table
 from autoac.integrations.lightning import AutoACCallback as ForLightning
 from autoac.integrations.transformers import AutoACCallback as ForTransformers
 from autoac.plans import Plan
 from autoac.torch_private import is_unit
+from autoac_solver.records.engines import EngineName
 from tests.integrations.test_transformers import texts, tiny
 
 CASES: dict[str, Callable[[int | None], Any]] = {}
@@ -38,6 +40,7 @@ BUDGETS = {  # about 0.85 of the peak without a plan
     "accelerate_fsdp2": 1_610_000,
     "lightning_ddp": 2_030_000,
     "lightning_fsdp2": 1_610_000,
+    "trainer_fsdp2_compiled": 1_400_000,
 }
 
 
@@ -60,9 +63,9 @@ def told(model: Any, plan: Plan | None, measured: int | None) -> Any:
     return weights_of(model), plan, measured
 
 
-def trainer(budget: int | None, **settings: Any) -> Any:
+def trainer(budget: int | None, engine: EngineName = "auto", **settings: Any) -> Any:
     transformers.set_seed(0)
-    callback = None if budget is None else ForTransformers(budget)
+    callback = None if budget is None else ForTransformers(budget, engine=engine)
     arguments = transformers.TrainingArguments(
         output_dir=str(Path(sys.argv[1]).parent / "out"),
         per_device_train_batch_size=4,
@@ -108,6 +111,13 @@ def trainer_ddp(budget: int | None) -> Any:
 def trainer_fsdp2(budget: int | None) -> Any:
     config = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     return trainer(budget, fsdp=True, fsdp_config=config)
+
+
+@case
+def trainer_fsdp2_compiled(budget: int | None) -> Any:
+    table.MOST_COMPILED = 3
+    config = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    return trainer(budget, "compile", fsdp=True, fsdp_config=config)
 
 
 @case
@@ -194,6 +204,8 @@ def compared(name: str) -> dict[str, Any]:
     weights, plan, measured = CASES[name](BUDGETS[name])
     return {
         "equal": len(plain) == len(weights) and all(map(torch.equal, plain, weights)),
+        "apart": max(float((a - b).abs().max()) for a, b in zip(plain, weights, strict=True)),
+        "engine": plan.engine,
         "id": plan.program_id,
         "predicted": plan.predicted_peak_bytes,
         "measured": measured,

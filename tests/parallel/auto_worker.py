@@ -111,6 +111,7 @@ def sizes_differ(rank: int) -> Any:
 @case
 def one_rank_meets_a_larger_batch(rank: int) -> Any:
     """It records by itself, and the others join it in the next step, with the plan that they have on the model."""
+    budget = 0
     try:
         loop(sharded(make()), [batch(rank, rows=256)] * 3, 10_000)
     except ParallelError as error:

@@ -58,8 +58,8 @@ def planned(spread: Callable[[Any], Any], rank: int, rows: int = 128, **options:
         budget = int(fraction * loose.predicted_peak_bytes)
         plan = autoac.plan(model, (x,), budget, engine="compile", **options)
         plan.apply(model)
-        for _ in range(3):  # DDP makes its buckets anew in its second step
-            step_off = off(gradients(model, x), plain)
+        # DDP makes its buckets anew in its second step.
+        step_off = max(off(gradients(model, x), plain) for _ in range(3))
         peak_bytes = measure_peak(lambda model=model: model(x).backward()).peak_above_start_bytes
         model.zero_grad()
         found.append(

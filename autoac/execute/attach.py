@@ -74,7 +74,7 @@ def forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not program.wrapped or in_first_run():
         return original(*args, **kwargs)
     if not torch.compiler.is_compiling() and has_process_group():
-        check_no_units(module, program.region)
+        check_no_units(module, program.region, program.children)
     return ENGINES[region.engine].run(program, original, args, kwargs, module)
 
 
@@ -89,13 +89,16 @@ apart_forward = planned_forward(
 apart_forward.__name__ = apart_forward.__qualname__ = "apart_forward"  # by which it is pickled
 
 
-def check_no_units(module: torch.nn.Module, region: str) -> None:
+def check_no_units(module: torch.nn.Module, region: str, children: Collection[str]) -> None:
     """Refuse a region that contains FSDP2 units. Also checked when a region runs: a planned model may be sharded later.
+
+    Args:
+        children: of a tail, which they are no part of.
 
     Raises:
         PlanMismatchError: the region contains some.
     """
-    if not (units := units_inside(module)):
+    if not (units := units_inside(module, children)):
         return
     names = some_units(units, region.partition("#")[0])
     raise PlanMismatchError(

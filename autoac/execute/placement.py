@@ -225,8 +225,9 @@ class Placement:
         missing = sorted(names_in(self.record) - dict(model.named_modules(remove_duplicate=False)).keys())
         if found == self.record.model_fingerprint and not missing:
             self._check_device(device_of(model).type)
-            for fqn in self._programs.of_modules:
-                check_no_units(model.get_submodule(fqn), fqn)
+            for fqn, programs in self._programs.of_modules.items():
+                children = {child for program in programs for child in program.children}
+                check_no_units(model.get_submodule(fqn), fqn, children)
             return
         if inner := self._place_in(model):
             raise PlanMismatchError(

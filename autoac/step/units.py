@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,16 +18,21 @@ def own_name(module: torch.nn.Module) -> str:
     return own_class(module).__name__
 
 
-def units_inside(module: torch.nn.Module) -> list[str]:
+def units_inside(module: torch.nn.Module, besides: Collection[str] = ()) -> list[str]:
     """Names, relative to a module, of the outermost units in it, without the module itself.
 
     A region must not be larger than a unit: its values are recomputed in the backward of its last unit, where the
     parameters of its other units are not gathered.
+
+    Args:
+        besides: names of modules that are left out, with what is in them.
     """
     found: list[str] = []
     stack = [(name, child) for name, child in module.named_children()]
     while stack:
         name, child = stack.pop()
+        if name in besides:
+            continue
         if is_unit(child):
             found.append(name)
         else:
@@ -90,6 +95,14 @@ def gathered(model: torch.nn.Module, name: str) -> Iterator[None]:
         yield
     finally:
         unit.reshard()
+
+
+def is_split(module: torch.nn.Module) -> bool:
+    """Whether a module's own parameters or buffers, without those of units inside of it, are split over ranks now."""
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(is_sharded_type(type(tensor)) for tensor in own) or any(
+        is_split(child) for child in module.children() if not is_unit(child)
+    )
 
 
 def _unit_of(model: torch.nn.Module, name: str) -> torch.nn.Module | None:

@@ -36,6 +36,7 @@ from autoac.torch_private.called import (
     hooked_inside,
     remove_forward_hooks,
     remove_forward_pre_hooks,
+    without_hooks,
 )
 from autoac.torch_private.checkpoint import (
     POLICIES_SEE_RESULTS,
@@ -338,6 +339,7 @@ __all__ = [
     "reads_cached_parametrizations",
     "remove_forward_hooks",
     "remove_forward_pre_hooks",
+    "without_hooks",
     "top_dispatch_mode",
     "sac_tools",
     "saved_tensors_hooks_allowed",

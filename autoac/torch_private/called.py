@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -88,6 +90,20 @@ def hooked_inside(module: torch.nn.Module, besides: Collection[str] = ()) -> str
         if name and (hooks or inside._backward_hooks or inside._backward_pre_hooks):
             return name
     return ""
+
+
+@contextlib.contextmanager
+def without_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Context in which calls of a module run no hooks.
+
+    Source: as for `copied_hooks`.
+    """
+    hooks = {name: module.__dict__[name] for name in HOOKS if name in module.__dict__}
+    module.__dict__.update({name: OrderedDict() for name in hooks})
+    try:
+        yield
+    finally:
+        module.__dict__.update(hooks)
 
 
 def copied_hooks(module: torch.nn.Module) -> dict[str, Any]:

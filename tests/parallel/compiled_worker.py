@@ -12,7 +12,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from cases import error_of, run_cases
-from models import batch, make, sharded
+from models import WIDTH, Block, batch, make, sharded
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autoac
@@ -95,6 +97,49 @@ def fsdp(rank: int) -> Any:
 @case
 def sizes_differ(rank: int) -> Any:
     return planned(sharded, rank, rows=64 * (rank + 1))
+
+
+class Classifier(nn.Module):
+    """Blocks, then a tail: a head and a loss."""
+
+    CLASSES = 1024
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, self.CLASSES)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x), target)
+
+
+@case
+def tails(rank: int) -> Any:
+    """Of a model whose blocks are units of FSDP2; then its head is one, too."""
+    x = batch(rank)
+    target = torch.arange(len(x)) % Classifier.CLASSES
+    found = {}
+    for name in ("blocks", "head"):
+        torch.manual_seed(0)
+        model: Any = Classifier()
+        for unit in (*model.layers, *([model.head] if name == "head" else [])):
+            fully_shard(unit)
+        fully_shard(model)
+        plan = autoac.plan(model, (x, target), "10MB", engine="compile")
+        plan.apply(model)
+        model(x, target).backward()
+        model.zero_grad()
+        peak_bytes = measure_peak(lambda model=model: model(x, target).backward()).peak_above_start_bytes
+        found[name] = {
+            "compiled": [region.name for region in plan.regions if region.wrapped],
+            "predicted": plan.predicted_peak_bytes,
+            "measured": plan.resident_bytes + peak_bytes,
+            "budget": plan.budget_bytes,
+            "notes": "\n".join(plan.record.profile.notes),
+        }
+    return found
 
 
 @case

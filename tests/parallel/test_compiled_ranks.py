@@ -51,6 +51,17 @@ def test_the_plan_is_for_the_rank_with_the_larger_batch(told: Any):
         assert max(first["off"], second["off"]) < 2e-6
 
 
+def test_what_comes_after_units_is_compiled(told: Any):
+    layers = [f"layers.{i}" for i in range(3)]
+    for rank in of(told, "tails"):
+        assert rank["blocks"]["compiled"] == [*layers, ":1"]
+        assert rank["head"]["compiled"] == layers
+        assert is_predicted(rank["blocks"])
+        assert is_predicted(rank["head"])
+        assert "is not compiled: it calls units of FSDP2" in rank["head"]["notes"]
+        assert "is not compiled" not in rank["blocks"]["notes"]
+
+
 def test_errors_are_the_same_on_all_ranks(told: Any):
     first, second = of(told, "errors")
     assert first == second

@@ -25,9 +25,11 @@ from autoac.torch_private import (
     disable_dynamo,
     hooked_inside,
     is_dense,
+    is_unit,
     reset_units,
     tree_flatten,
     tree_map,
+    without_hooks,
 )
 from autoac_solver.records.errors import ProfilingError
 
@@ -104,7 +106,8 @@ class Captured:
         self._now[name] = result
         module.__dict__["forward"] = self._stand_ins[name]
         try:
-            yield
+            with without_hooks(module) if is_unit(module) else contextlib.nullcontext():
+                yield
         finally:
             del self._now[name]
             if before is None:

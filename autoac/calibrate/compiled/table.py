@@ -21,7 +21,7 @@ from autoac.step.model import device_of
 from autoac.step.step import TrainingStep
 from autoac.step.trial import trial
 from autoac.step.uncompiled import uncompiled
-from autoac.step.units import gathered, has_units, holds_shards, holds_units
+from autoac.step.units import gathered, has_units, is_split, units_inside
 from autoac.torch_private import compiled_code_forgotten, first_line, raised_in_compiler
 from autoac_solver.plan.partitions import blocks, named_calls, tails_after, whole
 from autoac_solver.plan.parts import tail_of
@@ -286,11 +286,10 @@ def _region(
     """
     if "forward" in region.module.__dict__:
         return CompiledRegion(calls, (), (), "some library has given the module a forward of its own")
-    if region.children and holds_units(
-        region.module
-    ):  # whose hooks would gather parameters in each measured run
+    # Their hooks would gather parameters in every run, on each rank in as many as it measures.
+    if units_inside(region.module, region.children):
         return CompiledRegion(calls, (), (), "it calls units of FSDP2")
-    if holds_shards(region.module):
+    if is_split(region.module):
         return CompiledRegion(calls, (), (), "its parameters are split over ranks during its call")
     if region.hooked:
         return CompiledRegion(

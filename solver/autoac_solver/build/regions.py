@@ -134,7 +134,7 @@ def refused_by_all(profile: Profile, call: int) -> Iterator[str]:
             "it runs on more than one stream of the GPU: what is computed again is freed early, while another stream "
             "may still read it. Modules inside of it that keep to one stream can be regions"
         )
-    if profile.spans[call].once == SHARDED:
+    if profile.spans[call].once == SHARDED and call not in profile.tail_spans:
         yield _contains_units(profile, call)
 
 

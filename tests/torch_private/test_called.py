@@ -64,6 +64,20 @@ def test_hooks_after_forward_are_taken_off_and_no_others():
     assert calls == ["ours", "another's", "another's"]
 
 
+def test_calls_without_hooks():
+    calls: list[str] = []
+    module = torch.nn.Identity()
+    module.register_forward_pre_hook(lambda *_: calls.append("before"))
+    module.register_forward_hook(lambda *_: calls.append("after"))
+    before = dict(vars(module))
+    with torch_private.without_hooks(module):
+        module(torch.zeros(1))
+    assert not calls
+    assert vars(module) == before
+    module(torch.zeros(1))
+    assert calls == ["before", "after"]
+
+
 def test_hooks_are_in_attributes_of_these_names():
     assert set(torch_private.HOOKS) == {name for name in vars(nn.Module()) if "_hooks" in name}
 

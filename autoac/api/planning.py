@@ -198,7 +198,7 @@ def plan(
                 looked_at, step=step, resident_bytes=recorded.resident_bytes, around=around
             )
             plan = tried(recorded, step, budget_bytes, solve, headroom_bytes, look)
-            return with_measured(plan, [(step_with(other), profile) for other, profile in others])
+            return with_measured(plan, [(step_with(other), profile) for other, profile in others], around)
 
         try:
             return found(engine, reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -15,6 +15,7 @@ from autoac.api.profiling import profile
 from autoac.api.solving import plan_recorded
 from autoac.calibrate.compiled.table import NothingCompiled
 from autoac.calibrate.compiled.tried import looked_at, tried
+from autoac.device import device_for
 from autoac.parallel.one_plan import (
     facts_of,
     for_all,
@@ -24,7 +25,7 @@ from autoac.parallel.one_plan import (
     shared,
     solved_by,
 )
-from autoac.parallel.protocol import Parallel
+from autoac.parallel.protocol import Parallel, Sharded
 from autoac.plans import Plan
 from autoac.policies import listed
 from autoac.progress import Tell, part, progress_shown
@@ -38,6 +39,8 @@ from autoac_solver.plan.reserved import check_budget_of
 from autoac_solver.records.arguments import check_effort
 from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.profile import Profile
+
+Result = TypeVar("Result")
 
 
 def plan_together(
@@ -83,10 +86,16 @@ def plan_together(
             try:
                 return plan_with(engine, reason)
             except NothingCompiled as error:
+                why = f"nothing of the model can be compiled: {error.why}"
                 if options["engine"] != "auto":
                     raise
-                why = f"auto: nothing of the model can be compiled: {error.why}"
-            return plan_with(engine_for(model, "auto")[0], why)
+            except torch.OutOfMemoryError:
+                why = "the step does not fit here while its blocks are compiled and measured"
+                # Ranks of a sharded model would still wait for this one.
+                if options["engine"] != "auto" or not compiles(engine) or isinstance(wrapped, Sharded):
+                    raise
+            device_for(device_of(step.model)).release_cache()
+            return plan_with(engine_for(model, "auto")[0], f"auto: {why}")
 
 
 def _plan(
@@ -135,15 +144,18 @@ def _plan(
         found = recorded()
         return for_all(ranks, needs_most(ranks, found), model, found, lambda: solve(found))
     assert budget is not None
-    found = _compiled_on_all(ranks, recorded)
+    found = _on_all(ranks, wrapped, recorded)
     owner = needs_most(ranks, found)
 
     def look(plan: Plan) -> tuple[int, Mapping[str, str]]:
         """See `Look`: the highest peak of all ranks, and the failures on any."""
         around = functools.partial(wrapped.as_wrapped, step.model)
-        with ranks.step():
-            own = looked_at(plan, step, found.resident_bytes, around)
-        all_of_them = ranks.all(own)
+
+        def run() -> tuple[int, Mapping[str, str]]:
+            with ranks.step():
+                return looked_at(plan, step, found.resident_bytes, around)
+
+        all_of_them = ranks.all(_on_all(ranks, wrapped, run))
         failures = {name: why for _, failed in all_of_them for name, why in failed.items()}
         return max(peak for peak, _ in all_of_them), failures
 
@@ -158,18 +170,26 @@ _OF_PROFILE = "loss", "optimizer", "regions", "mode", "device", "granularity"
 _OF_SOLVER = "max_overhead", "policies", "headroom", "budget_of", "time_limit_s", "gap"
 
 
-def _compiled_on_all(ranks: Ranks, recorded: Callable[[], Profile]) -> Profile:
-    """This rank's recorded step, if its regions are compiled on all ranks.
+def _on_all(ranks: Ranks, wrapped: Parallel, act: Callable[[], Result]) -> Result:
+    """What a function returns, if it does on all ranks.
 
     Raises:
-        NothingCompiled: they are not on one.
+        NothingCompiled, torch.OutOfMemoryError: as it has on one.
     """
-    found, why = None, ""
+    found = error = None
+    # Where a step has collectives of its own, the others still wait for a rank that has left it in the middle.
+    told_to_all = (
+        NothingCompiled if isinstance(wrapped, Sharded) else (NothingCompiled, torch.OutOfMemoryError)
+    )
     try:
-        found = recorded()
-    except NothingCompiled as error:
-        why = error.why
-    first = next(filter(None, ranks.all(why)), "")
-    if found is None or first:
-        raise NothingCompiled(first)
-    return found
+        found = act()
+    except told_to_all as raised:
+        error = raised
+    told = None if error is None else [isinstance(error, NothingCompiled), getattr(error, "why", str(error))]
+    first = next(filter(None, ranks.all(told)), None)
+    if first is None:
+        return cast("Result", found)
+    if error is not None:
+        raise error
+    is_nothing, words = first
+    raise NothingCompiled(words) if is_nothing else torch.OutOfMemoryError(words)

@@ -8,8 +8,9 @@ NOTE [ One loop on several ranks ]
      budget. So a rank that meets a larger batch later records that step alone, and the others join in the next one.
   3. If one rank fails, all raise its error, and take their plans off.
   4. Rank 0 reads and writes the plan's file.
-  5. With engine compile, all ranks record a step if one does, as they measure its compiled regions together. A rank
-     whose measured step is off asks for a meeting in its next step, before anything that the others wait for.
+  5. Not so with engine compile, whose regions all ranks measure together: all record a step if one does. A rank whose
+     measured step is off asks for a meeting in its next step, before anything that the others wait for. There the
+     highest of the ranks' corrections counts.
   6. With `on_larger="error"`, a batch that is refused on one rank when a step begins is an error on all.
 """
 
@@ -29,6 +30,7 @@ from autoac.parallel.one_plan import (
     needs_most,
     owner_first,
     same_everywhere,
+    shared,
     solved_by,
 )
 from autoac.parallel.wrapped import is_spread
@@ -99,37 +101,52 @@ class Meeting:
         with owner_first(self.ranks, owner):
             return solved_by(self.ranks, owner, self._given, make, step)
 
-    def corrected_plan(
-        self, step: Profile | None, best: Plan | None, make: Callable[[Profile], Plan]
-    ) -> Plan:
-        """The plan for a step that a rank has corrected after it was measured.
+    def all_ready(self, mine: tuple[bool, bool] | None) -> bool:
+        """Whether all ranks have recorded a step whose calls were caught, and that is enough.
 
         Args:
-            step: this rank's corrected one, if it has one.
+            mine: whether the calls of this rank's recorded step were caught, and whether it is large enough; None if it
+                has recorded none.
+        """
+        found = self.ranks.all(mine)
+        return all(one is not None and one[0] for one in found) and all(one[1] for one in found)
+
+    def is_off(self, planned: Profile, known: Profile) -> bool:
+        """Whether what the ranks have measured under a plan differs from what it predicts for all of them.
+
+        Args:
+            planned: what the plan was made from.
+            known: the same with what this rank's measured step has shown, if one was measured.
+        """
+        return max(map(tuple, self.ranks.all(_corrections(known)))) != _corrections(planned)
+
+    def corrected_plan(self, known: Profile, best: Plan | None, make: Callable[[Profile], Plan]) -> Plan:
+        """The plan for the step of the rank that took the most, as the ranks have measured.
+
+        Args:
+            known: as for `is_off`.
             best: a plan that this rank has measured to be within the budget.
 
         Raises:
             InfeasibleBudgetError: no plan fits, and none did on all ranks.
         """
-        # The most regions that failed on a rank are left out first, then the largest correction is made.
-        found = [(-1, 0) if one is None else tuple(one) for one in self.ranks.all(_correction(step))]
+        found = [tuple(one) for one in self.ranks.all(_corrections(known))]
         owner = found.index(max(found))
         with owner_first(self.ranks, owner):
             try:
-                return solved_by(self.ranks, owner, self._given, make, step)
+                return solved_by(self.ranks, owner, self._given, make, known)
             except InfeasibleBudgetError:
-                known = self.ranks.all("" if best is None else best.program_id)
-                if best is None or set(known) != {best.program_id}:
+                ids = self.ranks.all("" if best is None else best.program_id)
+                if best is None or set(ids) != {best.program_id}:
                     raise
-                return best
+                return shared(self.ranks, owner, best, self._given)
 
 
-def _correction(step: Profile | None) -> tuple[int, int] | None:
-    """The calls that are not compiled in a corrected step, and the bytes that no point shows."""
-    if step is None or step.compiled is None:
-        return None
-    failed = (len(region.calls) for region in step.compiled.regions if region.failure)
-    return sum(failed), step.compiled.unseen_bytes
+def _corrections(step: Profile) -> tuple[int, int]:
+    """How many calls of a step are not compiled, and how many bytes it takes that no point shows."""
+    table = step.compiled
+    assert table is not None
+    return sum(len(region.calls) for region in table.regions if region.failure), table.unseen_bytes
 
 
 class Across:

@@ -61,6 +61,7 @@ class Compiling:
         self._measured = 0  # steps under the plan
         self.is_judged = True  # whether measuring the plan's peak is over
         self.best: Plan | None = None  # of those that were measured to be within the budget
+        self.known: Profile | None = None  # with what a measured step under the plan has shown
 
     def recording_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Catch the regions' calls in the step that begins with this call of the model, if they are known."""
@@ -77,12 +78,15 @@ class Compiling:
             self._catcher = None
 
     def has_caught(self, profile: Profile) -> bool:
-        """Whether the calls of this recorded step were caught; if not, another step has to be recorded."""
+        """Whether the calls of this recorded step were caught."""
+        catcher = self._catcher
+        return catcher is not None and not catcher.missing and _calls(profile) >= self._kinds.keys()
+
+    def is_enough(self, profile: Profile) -> bool:
+        """Whether this recorded step, whose calls were caught, is the largest; or enough of them were recorded."""
         elements = elements_in(profile.sample)
         self._most = max(self._most, elements)
-        catcher = self._catcher
-        is_caught = catcher is not None and not catcher.missing and _calls(profile) >= self._kinds.keys()
-        return is_caught and (elements == self._most or self._caught == _MOST_CAUGHT)
+        return elements == self._most or self._caught >= _MOST_CAUGHT
 
     def with_regions(self, profile: Profile) -> Profile:
         """The recorded step, whose calls were caught, with its compiled regions.
@@ -111,12 +115,13 @@ class Compiling:
             NothingCompiled: there is nothing to compile in it.
             ProfilingError: no two steps in a row make the same calls.
         """
+        was_caught = self.has_caught(profile)
         self.stop()
         self._kinds = kinds_of(profile, self._model, called_among(profile, self._names))
         if not self._kinds:
             raise NothingCompiled("the model has no block that holds a twentieth of it")
         self._caught += 1
-        if self._caught > _MOST_CAUGHT:
+        if self._caught > _MOST_CAUGHT and not was_caught:
             raise ProfilingError(
                 f"the loop's steps call other modules each time, so none was compiled after {self._caught} of them: "
                 "plan beforehand with autoac.plan(model, sample, budget, engine='compile'), or take engine='sac'."
@@ -132,7 +137,7 @@ class Compiling:
 
     def to_be_judged(self, plan: Plan) -> None:
         """A new plan is put on."""
-        self.is_judged, self._measured = False, 0
+        self.is_judged, self._measured, self.known = False, 0, None
         self._recorded = self._recorded or [plan.record.profile.sample]  # taken up from a file
 
     def step_begins(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -153,7 +158,8 @@ class Compiling:
             self._corrections += 1
             if self._corrections <= _MOST_CORRECTIONS:
                 with contextlib.suppress(NothingCompiled):  # all run uncompiled, which their warning tells
-                    return without_regions(plan.record.profile, failed)
+                    self.known = without_regions(plan.record.profile, failed)
+                    return self.known
             return None
         self._measured += 1
         if self._calls != self._recorded:
@@ -163,6 +169,7 @@ class Compiling:
         if measured_bytes < _LEAST_OF_PREDICTED * plan.predicted_peak_bytes:
             return None
         known = corrected(plan, measured_bytes, with_optimizer=True)
+        self.known = known.record.profile
         error = abs(known.predicted_peak_bytes - plan.predicted_peak_bytes)
         fits = measured_bytes <= plan.budget_bytes - plan.record.headroom_bytes
         if fits and (

@@ -16,7 +16,7 @@ from autoac.automatic.optimizers import counts_optimizer, is_frozen, trained_in
 from autoac.automatic.recording import MOST_RECORDINGS
 from autoac.automatic.wanted import Wanted
 from autoac.execute.attach import restart_calls
-from autoac.execute.on_top import OnTop
+from autoac.execute.on_top import OnTop, owner_of
 from autoac.plans import Plan
 from autoac.progress import LOGGER
 from autoac.step.model import has_gradients
@@ -127,8 +127,8 @@ class Auto(LoopPlan):
         return is_step and not is_frozen(self._model)
 
     def _about_to_be_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Handle a call of the model before FSDP2 has gathered anything for it."""
-        if self._counts:
+        """Handle a call of the model before FSDP2 has gathered anything for it; none of those that `verify` makes."""
+        if self._counts and owner_of(self._model) is self:
             self._begins(args, kwargs, self._cycle.may_begin(has_gradients(self._model)))
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

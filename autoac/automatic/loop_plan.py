@@ -151,7 +151,7 @@ class LoopPlan:
             profile = profile if beside is None else self._optimizers.counted(beside)
         try:
             if self._compiling is not None:
-                if not self._compiling.has_caught(profile):
+                if not (self._compiling.is_enough(profile) and self._compiling.has_caught(profile)):
                     self._compiling.catch_next(profile)
                     # The step that begins is recorded as well, whether steps vary or not.
                     self._recording.count -= self._recording.count > 1
@@ -211,7 +211,7 @@ class LoopPlan:
         if self._wanted.verify:
             self._verify(plan, args, kwargs)
         self._was_saved = True  # its profile counts the optimizers of that run
-        self._put_new_plan_on(plan, f"took up {self._wanted.path}:")
+        self._put_new_plan_on(plan, f"took up {self._wanted.path}:", is_first=True)
 
     def _meet(self, args: Any, kwargs: Any) -> None:
         """Settle with the other ranks on a plan; see NOTE [ One loop on several ranks ]."""
@@ -255,33 +255,50 @@ class LoopPlan:
             self._take(plan, args, kwargs, save=meeting.is_first)
 
     def _compiled_with(self, meeting: Meeting, compiling: Compiling, profile: Profile | None) -> Plan | None:
-        """The plan of engine compile for all ranks; None if they record another step first, or all go on as they do.
+        """The plan of engine compile for all ranks; None if they record a step first, or keep what they have.
 
         Args:
             profile: a step that this rank has recorded.
         """
-        corrected = None if self._corrected is None else self._corrected[0]
+
+        def make(step: Profile) -> Plan:
+            return self._wanted.plan(self._given, step)
+
         if meeting.any(profile is not None):
             self._take_plan_off()
             # They measure regions together, so all of them record a step if one does.
-            if meeting.any(profile is None or not compiling.has_caught(profile)):
+            if not meeting.all_ready(
+                None if profile is None else (compiling.has_caught(profile), compiling.is_enough(profile))
+            ):
                 if profile is not None:
                     compiling.catch_next(profile)
+                self._recording.count -= self._recording.count > 1
                 return None
             assert profile is not None
-            step = compiling.with_regions(profile)
-            return meeting.compiled_plan(step, lambda step: self._wanted.plan(self._given, step))
-        if not meeting.any(corrected is not None):
+            with meeting.ranks.step():
+                step = compiling.with_regions(profile)
+            return meeting.compiled_plan(step, make)
+        self._corrected = None
+        if self._plan is None:
+            return None
+        planned = self._plan.record.profile
+        known = compiling.known or planned
+        if not meeting.is_off(planned, known):
             return None
         self._take_plan_off()
-        return meeting.corrected_plan(
-            corrected, compiling.best, lambda step: self._wanted.plan(self._given, step)
-        )
+        return meeting.corrected_plan(known, compiling.best, make)
 
-    def _put_new_plan_on(self, plan: Plan, verb: str) -> None:
+    def _put_new_plan_on(self, plan: Plan, verb: str, is_first: bool = False) -> None:
+        """Put on a plan that steps may be measured under.
+
+        Args:
+            is_first: whether the loop begins with it: DDP makes its buckets anew in its second step.
+        """
+        skipped = 0
         if self._compiling is not None:
             self._compiling.to_be_judged(plan)
-        self._measured.begin(plan, self._compiling is not None)
+            skipped = 1 + is_first  # in the first step the compiler may run
+        self._measured.begin(plan, skipped)
         self._put_plan_on(plan, verb)
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:

@@ -121,11 +121,14 @@ class Measured:
         self._model = model
         self._wanted = wanted
 
-    def begin(self, plan: Plan, is_compiled: bool) -> None:
-        """Measure steps under a new plan, if that is wanted."""
+    def begin(self, plan: Plan, skipped: int) -> None:
+        """Measure steps under a new plan, if that is wanted.
+
+        Args:
+            skipped: as for `StepPeak`.
+        """
         self.peak_bytes = self.plan = self.exceeded = None
-        # In the first step the compiler may run.
-        skipped, again = (1, False) if is_compiled else (0, sized_by_values(plan))
+        again = not skipped and sized_by_values(plan)
         table = plan.record.profile.storage_table
         gradients = any(s.is_gradient_before or (s.kind == "Gradient" and s.alloc == 0) for s in table)
         self.step = StepPeak(self._model, self._wanted.measure, skipped, again, gradients)

@@ -113,4 +113,5 @@ def verified(
     """
     sample = sample_of(model, args, kwargs, trial)
     # The profile already counts the output for as long as the loop keeps it; this step need not keep it.
-    return verify(plan, TrainingStep(model, sample, keeps_output=trial is not None))
+    step = TrainingStep(model, sample, keeps_output=trial is not None)
+    return verify(plan, step, plan.compiled_as_torch_does())

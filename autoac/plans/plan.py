@@ -227,7 +227,7 @@ class Plan(PlanView):
                 raise ValueError(f"steps is {steps!r}: at least one step is compared.")
             self.placement.check(model)
             step = TrainingStep(unwrapped(model), joint, loss)
-            return verify(self, step, self._compiled_as_torch_does(), steps)
+            return verify(self, step, self.compiled_as_torch_does(), steps)
 
     def measure_memory(
         self, model: torch.nn.Module, sample: Any, loss: Callable[[Any], torch.Tensor] | None = None
@@ -251,14 +251,14 @@ class Plan(PlanView):
             step_of_all_ranks("measure the memory of a plan", model, sample) as joint,
             self.placement.taken_off(model),
         ):
-            if self._compiled_as_torch_does() is not None:
+            if self.compiled_as_torch_does() is not None:
                 raise ValueError(
                     "compiled regions run no ops that memory could be told at: verify() measures the step's peak."
                 )
             self.placement.check(model)
             return measured_memory(self, TrainingStep(unwrapped(model), joint, loss))
 
-    def _compiled_as_torch_does(self) -> Plan | None:
+    def compiled_as_torch_does(self) -> Plan | None:
         """A plan that compiles the same regions without a budget, for comparison; None if no region is compiled."""
         if not any(region.point != EAGER for region in self.regions):
             return None

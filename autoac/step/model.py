@@ -16,9 +16,12 @@ from autoac.torch_private import (
     compiled_attribute,
     counts_backwards,
     ddp_around,
+    has_process_group,
+    holds_unreduced_gradients,
     is_compiled_wrapper,
     is_ddp,
     is_fsdp1,
+    is_unit,
     local_part,
     used_on,
     wrapped_module,
@@ -69,8 +72,11 @@ def is_unicode(name: str) -> bool:
 
 
 def has_gradients(model: torch.nn.Module) -> bool:
-    """Whether any trained parameter has a gradient."""
-    return any(p.requires_grad and gradient_of(p) is not None for p in model.parameters())
+    """Whether any trained parameter has a gradient, or a unit of FSDP2 has one that it has not reduced."""
+    if any(p.requires_grad and gradient_of(p) is not None for p in model.parameters()):
+        return True
+    units = (module for module in model.modules() if is_unit(module)) if has_process_group() else ()
+    return any(map(holds_unreduced_gradients, units))
 
 
 def number_of_gradients(model: torch.nn.Module) -> int:

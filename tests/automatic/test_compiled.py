@@ -110,9 +110,11 @@ def test_a_loop_under_a_budget_with_compiled_regions(trained: nn.Module, tmp_pat
 
     # Another run takes the first plan up, and measures it as well.
     model = make()
-    handle = autoac.auto(model, "100MB", engine="compile", path=tmp_path / "plan.json")
+    handle = autoac.auto(model, "100MB", engine="compile", path=tmp_path / "plan.json", verify=True)
     train(model, lambda step: plans.append(handle.plan), steps=3)
     assert plans[-3] is not None
+    assert handle.report is not None
+    assert handle.report.equal
     assert handle.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -215,6 +217,7 @@ def loop(
     if handle is not None and (plan := handle.plan) is not None:
         found |= {"predicted": plan.predicted_peak_bytes, "measured": plan.resident_bytes + peak_bytes}
         found |= {"sample": plan.record.profile.sample, "judged": handle.measured_peak_bytes}
+        found["equal"] = None if handle.report is None else handle.report.equal
         handle.remove()
     return found
 
@@ -277,11 +280,86 @@ def loop_whose_points_take_more_than_measured(rank: int) -> Any:
 
 
 @case
+def loop_of_uneven_ranks(rank: int) -> Any:
+    """Rank 0's step takes a little less than the plan predicts, which must not loosen it for rank 1."""
+    return compared(sharded, [batch(rank + 10 * step, rows=126 + 2 * rank) for step in range(12)])
+
+
+@case
+def loop_with_gradients_reduced_later(rank: int) -> Any:
+    """Two micro-batches, of which the second reduces: no parameter has a gradient between them."""
+    model: Any = sharded(make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, 10**9, optimizer=optimizer, engine="compile")
+    for step in range(6):
+        optimizer.zero_grad()
+        for reduces in (False, True):
+            model.set_requires_gradient_sync(reduces)
+            (model(batch(rank + 10 * step + reduces)) / 2).backward()
+        optimizer.step()
+    plan, peak_bytes = handle.plan, handle.measured_peak_bytes
+    handle.remove()
+    assert plan is not None
+    return plan.record.profile.n_root_calls, plan.predicted_peak_bytes, peak_bytes
+
+
+@case
+def restart(rank: int) -> Any:
+    """With the plan of the first run, verified; DDP makes its buckets anew in the second step."""
+    found: dict[str, Any] = {}
+    batches = [batch(rank + 10 * step) for step in range(8)]
+    for name, spread in (("ddp", DistributedDataParallel), ("fsdp", sharded)):
+        path = Path(sys.argv[1]).parent / f"{name}.json"
+        first = loop(spread(make()), batches, 10**9, path=path)
+        dist.barrier()
+        again = loop(spread(make()), batches, 10**9, path=path, verify=True)
+        found[name] = first["ids"][-1], again["ids"], again["equal"], again["judged"], again["predicted"]
+    return found
+
+
+class Repeated(nn.Module):
+    """Calls its blocks as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            for layer in self.layers:
+                x = layer(x)
+        return x.square().mean()
+
+
+@case
+def calls_differ(rank: int) -> Any:
+    """One unit, whose blocks are called twice on one rank and three times on the other."""
+    model: Any = fully_shard(Repeated())
+    return autoac.plan(model, (batch(rank), 2 + rank), "10MB", engine="compile").program_id
+
+
+@case
+def one_rank_runs_out_of_memory(rank: int) -> Any:
+    def fails(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("none left")
+
+    model: Any = torch.compile(DistributedDataParallel(make()))
+    with patch("autoac.calibrate.compiled.tried.peak_with", fails) if rank else nullcontext():
+        plan = autoac.plan(model, (batch(rank),), "10MB")
+        error = error_of(
+            lambda: autoac.plan(DistributedDataParallel(make()), (batch(rank),), "10MB", engine="compile")
+        )
+    return plan.engine, plan.record.engine_reason, error
+
+
+@case
 def loop_with_a_larger_batch(rank: int) -> Any:
-    """Rank 1 meets it in the fifth step; all record again."""
-    batches = [batch(rank + 10 * step, rows=192 if (rank, step) == (1, 4) else 128) for step in range(14)]
-    found = loop(sharded(make()), batches, 10**9, on_larger="replan")
-    del found["weights"]
+    """Rank 1 meets it in the fifth step; all record again. Then batches become smaller."""
+    found = []
+    for smaller in (0, 1):
+        rows = [128] * 4 + [192 if rank else 128] + [127 - smaller * step for step in range(10)]
+        batches = [batch(rank + 10 * step, rows=n) for step, n in enumerate(rows)]
+        found.append(loop(sharded(make()), batches, 10**9, on_larger="replan")["ids"])
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.parallel.models import Block
 from tests.parallel.ranks import run_ranks
 
 
@@ -27,9 +28,14 @@ def of(told: list[dict[str, Any]], case: str) -> list[Any]:
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 
 
+OF_A_UNIT = 4 * sum(p.numel() for p in Block().parameters())
+"""The gradients of a block: a thread of gloo may free them sooner than in the step that the plan was corrected by."""
+
+
 def is_predicted(rank: dict[str, Any]) -> bool:
     """Whether the measured peak is the predicted one, within the per cent to which plans are corrected, and fits."""
-    return 0.99 * rank["predicted"] < rank["measured"] <= rank["predicted"] <= rank["budget"]
+    least = 0.99 * rank["predicted"] - OF_A_UNIT
+    return least < rank["measured"] <= rank["predicted"] <= rank["budget"]
 
 
 @pytest.mark.parametrize("case", ["ddp", "ddp_with_gradients_in_buckets", "fsdp"])
@@ -83,7 +89,15 @@ def test_compiled_models_get_it_on_several_ranks(told: Any):
     assert first["split"] == ["sac", why]
 
 
-@pytest.mark.parametrize("case", ["loop_of_ddp", "loop_of_fsdp", "loop_whose_points_take_more_than_measured"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "loop_of_ddp",
+        "loop_of_fsdp",
+        "loop_of_uneven_ranks",
+        "loop_whose_points_take_more_than_measured",
+    ],
+)
 def test_loops_run_under_one_plan(told: Any, case: str):
     first, second = of(told, case)
     assert first["ids"] == second["ids"]
@@ -101,7 +115,34 @@ def test_a_model_may_be_sharded_later(told: Any):
     assert first[0] == second[0]
     for _, engine, predicted, measured in (first, second):
         assert engine == "compile"
-        assert 0.99 * predicted < measured <= predicted
+        assert 0.99 * predicted - OF_A_UNIT < measured <= predicted
+
+
+def test_micro_batches_whose_gradients_are_reduced_later_are_one_step(told: Any):
+    for calls, predicted, measured in of(told, "loop_with_gradients_reduced_later"):
+        assert calls == 2
+        assert 0.99 * predicted - OF_A_UNIT < measured <= predicted
+
+
+def test_a_plan_is_taken_up_and_verified(told: Any):
+    for rank in of(told, "restart"):
+        for first, again, equal, measured, predicted in rank.values():
+            assert set(again) == {first}
+            assert equal
+            assert 0.99 * predicted - OF_A_UNIT < measured <= predicted
+
+
+def test_ranks_whose_calls_differ(told: Any):
+    first, second = of(told, "calls_differ")
+    assert first == second
+
+
+def test_a_rank_that_runs_out_of_memory(told: Any):
+    why = "auto: the step does not fit here while its blocks are compiled and measured"
+    for engine, reason, error in of(told, "one_rank_runs_out_of_memory"):
+        assert (engine, reason) == ("sac", why)
+        assert error.startswith("ParallelError: rank ")
+        assert error.endswith("OutOfMemoryError: none left")
 
 
 def test_a_plan_that_was_off_is_made_anew(told: Any):
@@ -110,7 +151,7 @@ def test_a_plan_that_was_off_is_made_anew(told: Any):
 
 
 def test_all_record_again_for_a_larger_batch_of_one(told: Any):
-    first, second = of(told, "loop_with_a_larger_batch")
-    assert first["ids"][3] == second["ids"][3] != None  # noqa: E711
-    assert first["ids"][6:8] == second["ids"][6:8] == [None, None]
-    assert first["ids"][-1] == second["ids"][-1] != None  # noqa: E711
+    for first, second in zip(*of(told, "loop_with_a_larger_batch"), strict=True):
+        for step in (3, -1):
+            assert first[step] == second[step] is not None
+        assert first[6:8] == second[6:8] == [None, None]

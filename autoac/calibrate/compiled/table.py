@@ -220,7 +220,6 @@ def _regions(
             uncompiled(model),
             # A tail is compiled as functions of the model's own, which its user may compile, too.
             compiled_code_forgotten() if region.children else contextlib.nullcontext(),
-            gathered(model, keys[0][0]),
         ):
             if region.children and VARYING in profile.facts and len(region.children) > 1:  # layer drop
                 why = "the step does not run the same modules each time"
@@ -233,17 +232,16 @@ def _regions(
                 lambda what: progress(f"{words}: {what}", index / len(found)),
             )
 
-    first = {keys[0]: index for index, (_, keys) in enumerate(found)}
     if not has_units(model):
-        return [compiled(index) for index in first.values()]
+        return [compiled(index) for index in range(len(found))]
     regions: dict[int, CompiledRegion] = {}
-    for key in sorted(key for _, keys in found for key in keys):
-        if key in first:
-            regions[first[key]] = compiled(first[key])
-        else:  # on other ranks other calls may be the first of alike ones, and all gather parameters in step
-            with gathered(model, key[0]):
-                pass
-    return [regions[index] for index in first.values()]
+    # Other ranks may have other groups of alike calls, but gather the parameters of all these modules in step. Restored
+    # is the model as it was before.
+    with trial(model, inputs, ()):
+        for name in sorted({name for _, keys in found for name, _ in keys}):
+            with gathered(model, name):
+                regions |= {i: compiled(i) for i, (_, keys) in enumerate(found) if keys[0][0] == name}
+    return [regions[index] for index in range(len(found))]
 
 
 def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:

@@ -124,16 +124,23 @@ def looked_at(
     return resident_bytes + peak_with(plan, step, around), plan.placement.not_compiled
 
 
-def with_measured(plan: Plan, others: Sequence[tuple[TrainingStep, Profile]]) -> Plan:
+def with_measured(
+    plan: Plan,
+    others: Sequence[tuple[TrainingStep, Profile]],
+    around: AroundStep = contextlib.nullcontext,
+) -> Plan:
     """The plan of engine compile, with the outcomes of these steps under it.
 
     Their peaks are measured: no point of a region was measured with their inputs. Their time is not known.
+
+    Args:
+        around: as for `peak_with`.
     """
-    return told_of(plan, [_measured(plan, step, profile) for step, profile in others])
+    return told_of(plan, [_measured(plan, step, profile, around) for step, profile in others])
 
 
-def _measured(plan: Plan, step: TrainingStep, profile: Profile) -> Outcome:
-    peak = profile.resident_bytes + peak_with(plan, step)
+def _measured(plan: Plan, step: TrainingStep, profile: Profile, around: AroundStep) -> Outcome:
+    peak = profile.resident_bytes + peak_with(plan, step, around)
     record = plan.record
     fits = peak <= record.budget_bytes - record.headroom_bytes
     return Outcome(profile.sample, peak, unplanned_bytes(profile), None, fits)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from autoac.automatic.compiling import Compiling
 from autoac.automatic.wanted import Wanted
 from autoac.automatic.watch import Refused
 from autoac.parallel.one_plan import (
@@ -86,32 +87,52 @@ class Meeting:
             lambda: at_hand if profile is None else make(profile),
         )
 
-    def compiled_plan(self, step: Profile, make: Callable[[Profile], Plan]) -> Plan:
-        """The plan of engine compile of the rank whose step keeps the most bytes, for all ranks.
-
-        No other rank's step is compared with it beforehand: each measures its next one.
+    def compiled_plan(
+        self,
+        compiling: Compiling,
+        profile: Profile | None,
+        plan: Plan | None,
+        take_off: Callable[[], None],
+        make: Callable[[Profile], Plan],
+    ) -> Plan | None:
+        """The plan of engine compile for all ranks; None if they record a step first, or go on with the one they have.
 
         Args:
-            step: this rank's, with its compiled regions.
+            profile: a step that this rank has recorded.
+            plan: the one on this rank's model.
+            take_off: takes that off.
+            make: makes the plan for a profile.
 
         Raises:
+            NothingCompiled: no region can be compiled.
             InfeasibleBudgetError: no plan fits.
         """
-        owner = needs_most(self.ranks, step)
+        if not self.any(profile is not None):
+            if self.any(plan is None):
+                return None
+            assert plan is not None
+            planned = plan.record.profile
+            known = compiling.known or planned
+            if not self._is_off(planned, known):
+                return None
+            take_off()
+            return self._corrected_plan(known, compiling.best, make)
+        take_off()
+        is_ready = profile is not None and compiling.has_caught(profile)
+        is_ready &= profile is not None and compiling.is_enough(profile)
+        if self.any(not is_ready):
+            if profile is not None:
+                compiling.catch_next(profile)
+            return None
+        assert profile is not None
+        with self.ranks.step():
+            profile = compiling.with_regions(profile)
+        # Others' steps are not compared with the plan's: each rank measures its next one.
+        owner = needs_most(self.ranks, profile)
         with owner_first(self.ranks, owner):
-            return solved_by(self.ranks, owner, self._given, make, step)
+            return solved_by(self.ranks, owner, self._given, make, profile)
 
-    def all_ready(self, mine: tuple[bool, bool] | None) -> bool:
-        """Whether all ranks have recorded a step whose calls were caught, and that is enough.
-
-        Args:
-            mine: whether the calls of this rank's recorded step were caught, and whether it is large enough; None if it
-                has recorded none.
-        """
-        found = self.ranks.all(mine)
-        return all(one is not None and one[0] for one in found) and all(one[1] for one in found)
-
-    def is_off(self, planned: Profile, known: Profile) -> bool:
+    def _is_off(self, planned: Profile, known: Profile) -> bool:
         """Whether what the ranks have measured under a plan differs from what it predicts for all of them.
 
         Args:
@@ -120,11 +141,11 @@ class Meeting:
         """
         return max(map(tuple, self.ranks.all(_corrections(known)))) != _corrections(planned)
 
-    def corrected_plan(self, known: Profile, best: Plan | None, make: Callable[[Profile], Plan]) -> Plan:
+    def _corrected_plan(self, known: Profile, best: Plan | None, make: Callable[[Profile], Plan]) -> Plan:
         """The plan for the step of the rank that took the most, as the ranks have measured.
 
         Args:
-            known: as for `is_off`.
+            known: as for `_is_off`.
             best: a plan that this rank has measured to be within the budget.
 
         Raises:

@@ -128,7 +128,7 @@ class Auto(LoopPlan):
 
     def _about_to_be_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle a call of the model before FSDP2 has gathered anything for it; none of those that `verify` makes."""
-        if self._counts and owner_of(self._model) is self:
+        if self._counts and owner_of(self._given) is self:
             self._begins(args, kwargs, self._cycle.may_begin(has_gradients(self._model)))
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

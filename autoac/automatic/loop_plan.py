@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,11 @@ from autoac_solver.records.devices import kind_of
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError
 from autoac_solver.records.profile import Profile
+
+_COVERED = (
+    "other code has replaced the forward of a planned module, so the plan stays on, and steps that it was not made for "
+    "may take more than the budget. Take that off, then call remove() and autoac.auto again."
+)
 
 
 class LoopPlan:
@@ -118,13 +124,12 @@ class LoopPlan:
             self._recording.count = 0
         if not self._recording.may_begin_again:
             return False
-        if self._plan is not None and not self._can_take_off(self._plan):
-            self._warn(
-                "covered",
-                "other code has replaced the forward of a planned module, so the plan stays on, and steps that it was "
-                "not made for may take more than the budget. Take that off, then call remove() and autoac.auto again.",
-            )
-            return False
+        if self._plan is not None:
+            with self._on_top.aside():
+                is_covered = not self._plan.placement.can_detach(self._model)
+            if is_covered:
+                self._warn("covered", _COVERED)
+                return False
         self._take_plan_off()
         self._recording.forget()
         self._optimizers.hold(False)
@@ -203,8 +208,7 @@ class LoopPlan:
 
     def _take_up_saved(self, args: Any, kwargs: Any) -> None:
         """Put on the plan that an earlier run saved, if there is one for this model."""
-        plan = None if self._recording.count else self._wanted.saved(self._model)
-        if plan is not None:
+        if not self._recording.count and (plan := self._wanted.saved(self._model)) is not None:
             self._take_up(plan, args, kwargs)
 
     def _take_up(self, plan: Plan, args: Any, kwargs: Any) -> None:
@@ -237,16 +241,17 @@ class LoopPlan:
             profile = self._counted()
         elif at_hand is None and meeting.is_first and not recording.count:
             saved = self._wanted.saved(self._model)
-        is_saved = meeting.any(saved is not None)
+        is_saved, make = meeting.any(saved is not None), functools.partial(self._wanted.plan, self._given)
         if self._compiling is None or is_saved:
             if profile is not None and at_hand is not None and needs_no_more(profile, at_hand.record.profile):
                 profile = None
             self._take_plan_off()
-            plan = meeting.one_plan(
-                profile, saved or at_hand, lambda step: self._wanted.plan(self._given, step)
-            )
+            plan = meeting.one_plan(profile, saved or at_hand, make)
         else:
-            plan = self._compiled_with(meeting, self._compiling, profile)
+            self._corrected = None
+            plan = meeting.compiled_plan(self._compiling, profile, self._plan, self._take_plan_off, make)
+            if self._plan is None:  # as in `_settle`
+                self._recording.count -= self._recording.count > 1
         if plan is None:
             return
         if is_saved:
@@ -254,51 +259,11 @@ class LoopPlan:
         else:
             self._take(plan, args, kwargs, save=meeting.is_first)
 
-    def _compiled_with(self, meeting: Meeting, compiling: Compiling, profile: Profile | None) -> Plan | None:
-        """The plan of engine compile for all ranks; None if they record a step first, or keep what they have.
-
-        Args:
-            profile: a step that this rank has recorded.
-        """
-
-        def make(step: Profile) -> Plan:
-            return self._wanted.plan(self._given, step)
-
-        if meeting.any(profile is not None):
-            self._take_plan_off()
-            # They measure regions together, so all of them record a step if one does.
-            if not meeting.all_ready(
-                None if profile is None else (compiling.has_caught(profile), compiling.is_enough(profile))
-            ):
-                if profile is not None:
-                    compiling.catch_next(profile)
-                self._recording.count -= self._recording.count > 1
-                return None
-            assert profile is not None
-            with meeting.ranks.step():
-                step = compiling.with_regions(profile)
-            return meeting.compiled_plan(step, make)
-        self._corrected = None
-        if self._plan is None:
-            return None
-        planned = self._plan.record.profile
-        known = compiling.known or planned
-        if not meeting.is_off(planned, known):
-            return None
-        self._take_plan_off()
-        return meeting.corrected_plan(known, compiling.best, make)
-
     def _put_new_plan_on(self, plan: Plan, verb: str, is_first: bool = False) -> None:
-        """Put on a plan that steps may be measured under.
-
-        Args:
-            is_first: whether the loop begins with it: DDP makes its buckets anew in its second step.
-        """
-        skipped = 0
         if self._compiling is not None:
             self._compiling.to_be_judged(plan)
-            skipped = 1 + is_first  # in the first step the compiler may run
-        self._measured.begin(plan, skipped)
+        # In the first step the compiler may run; in the second one of a loop DDP makes its buckets anew.
+        self._measured.begin(plan, 0 if self._compiling is None else 1 + is_first)
         self._put_plan_on(plan, verb)
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:
@@ -312,11 +277,6 @@ class LoopPlan:
         LOGGER.info("%s", in_a_line(verb, plan))
         for key, words in doubts(plan):
             self._warn(key, words)
-
-    def _can_take_off(self, plan: Plan) -> bool:
-        """Whether no other code has replaced the plan's forwards."""
-        with self._on_top.aside():
-            return plan.placement.can_detach(self._model)
 
     def _take_plan_off(self) -> None:
         if self._plan is not None:

@@ -97,12 +97,13 @@ def check_samples(sample: Any, budget_of: str) -> None:
         )
 
 
-def check_together(sample: Any) -> None:
-    """Refuse samples that several ranks cannot plan for together.
+def check_together(engine: str, granularity: str, sample: Any) -> None:
+    """Refuse options that several ranks cannot plan with together.
 
     Raises:
-        ValueError: it is refused; raised before any work.
+        ValueError: an option is refused; raised before any work.
     """
+    check_engine_options(engine, granularity)
     if isinstance(sample, Samples):
         raise ValueError(
             "several samples are not compared where several ranks plan together (DDP, FSDP2): pass the largest "

@@ -131,7 +131,7 @@ def plan(
         )
     wrapped = parallel or there
     if wrapped.is_here:
-        check_together(sample)
+        check_together(engine, granularity, sample)
         # Options are the same on all ranks; model and sample are each rank's own.
         options = {
             "loss": loss, "optimizer": optimizer, "regions": regions, "policies": policies, "engine": engine,

@@ -75,6 +75,10 @@ def has_gradients(model: torch.nn.Module) -> bool:
     """Whether any trained parameter has a gradient, or a unit of FSDP2 has one that it has not reduced."""
     if any(p.requires_grad and gradient_of(p) is not None for p in model.parameters()):
         return True
+    return _has_unreduced_gradients(model)
+
+
+def _has_unreduced_gradients(model: torch.nn.Module) -> bool:
     units = (module for module in model.modules() if is_unit(module)) if has_process_group() else ()
     return any(map(holds_unreduced_gradients, units))
 
@@ -175,11 +179,18 @@ def runs_compiled(model: torch.nn.Module) -> bool:
 
 
 def check_backwards_may_run(model: torch.nn.Module) -> None:
-    """Refuse a model whose backwards a wrapper counts, before any step runs.
+    """Refuse a model that steps of ours would disturb in a way that is not put back, before any of them runs.
 
     Raises:
-        ProfilingError: it is in a `DistributedDataParallel` with a static graph that has seen no backward yet.
+        ProfilingError: it is in a `DistributedDataParallel` with a static graph that has seen no backward yet, or units
+            of FSDP2 have gradients that they have not reduced.
     """
+    if _has_unreduced_gradients(model):
+        raise ProfilingError(
+            "units of FSDP2 in this model have gradients that they have not reduced, after a backward without "
+            "gradient synchronisation: a recorded step would add to them and reduce them. Plan before the first "
+            "micro-batch of a step. Nothing was run."
+        )
     ddp = ddp_around(model)
     if ddp is not None and counts_backwards(ddp):
         raise ProfilingError(

@@ -286,6 +286,22 @@ def loop_of_uneven_ranks(rank: int) -> Any:
 
 
 @case
+def planned_within_a_step(rank: int) -> Any:
+    """Between two micro-batches, of which only the second reduces gradients: refused, and the step goes on."""
+    found, refused = [], ""
+    for plans in (False, True):
+        model: Any = sharded(make())
+        model.set_requires_gradient_sync(False)
+        model(batch(rank)).backward()
+        if plans:
+            refused = error_of(lambda model=model: autoac.plan(model, (batch(rank),), "10MB"))
+        model.set_requires_gradient_sync(True)
+        model(batch(rank + 2)).backward()
+        found.append([whole(p.grad) for p in model.parameters()])
+    return refused, all(map(torch.equal, *found))
+
+
+@case
 def loop_with_gradients_reduced_later(rank: int) -> Any:
     """Two micro-batches, of which the second reduces: no parameter has a gradient between them."""
     model: Any = sharded(make())

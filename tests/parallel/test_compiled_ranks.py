@@ -124,6 +124,15 @@ def test_micro_batches_whose_gradients_are_reduced_later_are_one_step(told: Any)
         assert 0.99 * predicted - OF_A_UNIT < measured <= predicted
 
 
+def test_gradients_that_are_not_reduced_yet_are_kept(told: Any):
+    for refused, equal in of(told, "planned_within_a_step"):
+        assert (
+            "ProfilingError: units of FSDP2 in this model have gradients that they have not reduced"
+            in refused
+        )
+        assert equal
+
+
 def test_a_plan_is_taken_up_and_verified(told: Any):
     for rank in of(told, "restart"):
         for first, again, equal, measured, predicted in rank.values():

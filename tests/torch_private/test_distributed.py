@@ -256,6 +256,16 @@ def test_whether_ops_run_on_fake_tensors():
         assert torch_private.on_fake_tensors()
 
 
+def test_gradients_that_a_unit_has_not_reduced():
+    with torch_private.fake_ranks(2):
+        model: Any = fully_shard(nn.Linear(8, 8))
+        assert not torch_private.holds_unreduced_gradients(model)
+        for reduces in (False, True):
+            model.set_requires_gradient_sync(reduces)
+            model(torch.randn(4, 8)).sum().backward()
+            assert torch_private.holds_unreduced_gradients(model) is not reduces
+
+
 def test_meshes_are_joined_in_fake_mode():
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -233,6 +233,7 @@ ONE_AT_A_TIME = threading.RLock()
 @contextmanager
 def _measuring_cpu() -> Iterator[Taken]:
     taken = Taken()
+    wait_for_gloo(gloo_threads(), _LOOKS)  # what they still hold would be freed within
     gc.collect()
     # No accumulation, shapes or stacks: they cost time and say nothing about memory.
     with (

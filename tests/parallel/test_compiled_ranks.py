@@ -29,7 +29,7 @@ LAYERS = ["layers.0", "layers.1", "layers.2"]
 
 
 OF_A_UNIT = 4 * sum(p.numel() for p in Block().parameters())
-"""The gradients of a block: a thread of gloo may free them sooner than in the step that the plan was corrected by."""
+"""The gradients of a block, which a thread of gloo may free sooner than in the step that the plan was corrected by."""
 
 
 def is_predicted(rank: dict[str, Any]) -> bool:

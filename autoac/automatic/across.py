@@ -8,9 +8,9 @@ NOTE [ One loop on several ranks ]
      budget. So a rank that meets a larger batch later records that step alone, and the others join in the next one.
   3. If one rank fails, all raise its error, and take their plans off.
   4. Rank 0 reads and writes the plan's file.
-  5. Not so with engine compile, whose regions all ranks measure together: all record a step if one does. A rank whose
-     measured step is off asks for a meeting in its next step, before anything that the others wait for. There the
-     highest of the ranks' corrections counts.
+  5. Rule 2 is not for engine compile, whose regions all ranks measure together: all record a step if one does. A rank
+     whose measured step is off asks for a meeting in its next step, before anything that the others wait for. There
+     the highest of the ranks' corrections counts.
   6. With `on_larger="error"`, a batch that is refused on one rank when a step begins is an error on all.
 """
 
@@ -113,14 +113,13 @@ class Meeting:
             assert plan is not None
             planned = plan.record.profile
             known = compiling.known or planned
-            if not self._is_off(planned, known):
+            found = [tuple(one) for one in self.ranks.all(_corrections(known))]
+            if max(found) == _corrections(planned):
                 return None
             take_off()
-            return self._corrected_plan(known, compiling.best, make)
+            return self._corrected_plan(found.index(max(found)), known, compiling.best, make)
         take_off()
-        is_ready = profile is not None and compiling.has_caught(profile)
-        is_ready &= profile is not None and compiling.is_enough(profile)
-        if self.any(not is_ready):
+        if self.any(profile is None or not compiling.is_ready(profile)):
             if profile is not None:
                 compiling.catch_next(profile)
             return None
@@ -132,27 +131,19 @@ class Meeting:
         with owner_first(self.ranks, owner):
             return solved_by(self.ranks, owner, self._given, make, profile)
 
-    def _is_off(self, planned: Profile, known: Profile) -> bool:
-        """Whether what the ranks have measured under a plan differs from what it predicts for all of them.
-
-        Args:
-            planned: what the plan was made from.
-            known: the same with what this rank's measured step has shown, if one was measured.
-        """
-        return max(map(tuple, self.ranks.all(_corrections(known)))) != _corrections(planned)
-
-    def _corrected_plan(self, known: Profile, best: Plan | None, make: Callable[[Profile], Plan]) -> Plan:
+    def _corrected_plan(
+        self, owner: int, known: Profile, best: Plan | None, make: Callable[[Profile], Plan]
+    ) -> Plan:
         """The plan for the step of the rank that took the most, as the ranks have measured.
 
         Args:
-            known: as for `_is_off`.
+            owner: index of that rank.
+            known: what the plan before was made from, with what this rank's measured step has shown.
             best: a plan that this rank has measured to be within the budget.
 
         Raises:
             InfeasibleBudgetError: no plan fits, and none did on all ranks.
         """
-        found = [tuple(one) for one in self.ranks.all(_corrections(known))]
-        owner = found.index(max(found))
         with owner_first(self.ranks, owner):
             try:
                 return solved_by(self.ranks, owner, self._given, make, known)

@@ -77,19 +77,17 @@ class Compiling:
             self._catcher.take_off()
             self._catcher = None
 
-    def has_caught(self, profile: Profile) -> bool:
-        """Whether the calls of this recorded step were caught."""
+    def is_ready(self, profile: Profile) -> bool:
+        """Whether the calls of this recorded step were caught, and it is the largest so far or enough were recorded."""
+        is_enough = elements_in(profile.sample) >= self._most or self._caught >= _MOST_CAUGHT
+        return is_enough and self._has_caught(profile)
+
+    def _has_caught(self, profile: Profile) -> bool:
         catcher = self._catcher
         return catcher is not None and not catcher.missing and _calls(profile) >= self._kinds.keys()
 
-    def is_enough(self, profile: Profile) -> bool:
-        """Whether this recorded step, whose calls were caught, is the largest; or enough of them were recorded."""
-        elements = elements_in(profile.sample)
-        self._most = max(self._most, elements)
-        return elements == self._most or self._caught >= _MOST_CAUGHT
-
     def with_regions(self, profile: Profile) -> Profile:
-        """The recorded step, whose calls were caught, with its compiled regions.
+        """The recorded step, which is ready, with its compiled regions.
 
         Raises:
             NothingCompiled: no region can be compiled.
@@ -115,8 +113,9 @@ class Compiling:
             NothingCompiled: there is nothing to compile in it.
             ProfilingError: no two steps in a row make the same calls.
         """
-        was_caught = self.has_caught(profile)
+        was_caught = self._has_caught(profile)
         self.stop()
+        self._most = max(self._most, elements_in(profile.sample))
         self._kinds = kinds_of(profile, self._model, called_among(profile, self._names))
         if not self._kinds:
             raise NothingCompiled("the model has no block that holds a twentieth of it")

@@ -156,7 +156,7 @@ class LoopPlan:
             profile = profile if beside is None else self._optimizers.counted(beside)
         try:
             if self._compiling is not None:
-                if not (self._compiling.is_enough(profile) and self._compiling.has_caught(profile)):
+                if not self._compiling.is_ready(profile):
                     self._compiling.catch_next(profile)
                     # The step that begins is recorded as well, whether steps vary or not.
                     self._recording.count -= self._recording.count > 1
@@ -262,8 +262,7 @@ class LoopPlan:
     def _put_new_plan_on(self, plan: Plan, verb: str, is_first: bool = False) -> None:
         if self._compiling is not None:
             self._compiling.to_be_judged(plan)
-        # In the first step the compiler may run; in the second one of a loop DDP makes its buckets anew.
-        self._measured.begin(plan, 0 if self._compiling is None else 1 + is_first)
+        self._measured.begin(plan, is_first)
         self._put_plan_on(plan, verb)
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:

@@ -17,6 +17,7 @@ from autoac.plans import Plan
 from autoac.progress import LOGGER
 from autoac.step.model import device_of, gradient_of
 from autoac.torch_private import is_profiled
+from autoac_solver.records.engines import compiles
 from autoac_solver.records.profile import Profile
 
 _MOST_BETWEEN = 64
@@ -121,14 +122,16 @@ class Measured:
         self._model = model
         self._wanted = wanted
 
-    def begin(self, plan: Plan, skipped: int) -> None:
+    def begin(self, plan: Plan, is_first: bool) -> None:
         """Measure steps under a new plan, if that is wanted.
 
         Args:
-            skipped: as for `StepPeak`.
+            is_first: whether the loop begins with it.
         """
         self.peak_bytes = self.plan = self.exceeded = None
-        again = not skipped and sized_by_values(plan)
+        # In the first step the compiler may run; in the second one of a loop DDP makes its buckets anew.
+        is_compiled = compiles(plan.engine)
+        skipped, again = (1 + is_first, False) if is_compiled else (0, sized_by_values(plan))
         table = plan.record.profile.storage_table
         gradients = any(s.is_gradient_before or (s.kind == "Gradient" and s.alloc == 0) for s in table)
         self.step = StepPeak(self._model, self._wanted.measure, skipped, again, gradients)

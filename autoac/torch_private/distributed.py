@@ -185,17 +185,13 @@ def holds_unreduced_gradients(unit: torch.nn.Module) -> bool:
 
     The shards have none before they are reduced.
 
-    Source: `FSDPParam.unsharded_accumulated_grad`, `FSDPParam._unsharded_param`, `FSDPState._fsdp_param_groups`, before
-    2.13 `_fsdp_param_group` (_fsdp_param.py and _fsdp_state.py in torch/distributed/fsdp/_fully_shard).
+    Source: `FSDPParam.unsharded_accumulated_grad`, `FSDPParam._unsharded_param`, `FSDPState._fsdp_param_groups`
+    (_fsdp_param.py and _fsdp_state.py in torch/distributed/fsdp/_fully_shard).
     """
-    state = cast("Any", unit)._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = filter(None, [state._fsdp_param_group])
     return any(
         parameter.unsharded_accumulated_grad is not None
         or getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None
-        for group in groups
+        for group in cast("Any", unit)._get_fsdp_state()._fsdp_param_groups
         for parameter in group.fsdp_params
     )
 

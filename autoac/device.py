@@ -411,6 +411,10 @@ class Streams:
         """The current stream of a GPU, for the other methods."""
         return torch.cuda.current_stream(index)
 
+    def is_current(self, index: int, raw: int) -> bool:
+        """Whether this GPU is the current one, and the stream with this address its current stream."""
+        return torch.cuda.current_device() == index and current_raw_stream(index) == raw
+
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Context in which this stream is the current one."""
         return torch.cuda.stream(stream)

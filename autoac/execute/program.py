@@ -18,10 +18,10 @@ from autoac_solver.records.names import region_in_words
 CUT = 2
 """In place of true: the recording must handle the op, with which another part of the call begins."""
 
-PlannedOp = tuple[Any, bool, bool | int, OpInfo | None]
+PlannedOp = tuple[Any, bool, bool | int, OpInfo]
 """Op overload, whether it is recomputed, whether the recording must handle it (or `CUT`), and its `OpInfo`."""
 
-END: PlannedOp = (None, False, False, None)
+END: PlannedOp = (None, False, False, op_info(None))
 
 
 class Program:
@@ -104,20 +104,12 @@ class Program:
         """The ops in the order of the recording, then `END`."""
         if self._steps is None:
             overloads = [find_overload(name) for name, _ in self.names]
-            infos = [None if overload is None else op_info(overload) for overload in overloads]
-            self._steps = (
-                *(
-                    (
-                        *(overload, recompute),
-                        CUT if place in self.cuts else recompute or bool(info and info.writes),
-                        info,
-                    )
-                    for place, (overload, info, (_, recompute)) in enumerate(
-                        zip(overloads, infos, self.names, strict=True)
-                    )
-                ),
-                END,
-            )
+            decisions = [recompute for _, recompute in self.names]
+            found = [
+                _planned(overload, recompute, place in self.cuts)
+                for place, (overload, recompute) in enumerate(zip(overloads, decisions, strict=True))
+            ]
+            self._steps = (*found, END)
         return self._steps
 
     def by_call(self, func: Any, nth: int) -> PlannedOp:
@@ -134,6 +126,11 @@ class Program:
     def counts_before(self, position: int) -> Counter[Any]:
         """Number of calls of each overload before this position."""
         return Counter(step[0] for step in self.steps[:position])
+
+
+def _planned(overload: Any, recompute: bool, cut: bool) -> PlannedOp:
+    info = op_info(overload)
+    return overload, recompute, CUT if cut else recompute or bool(info.writes), info
 
 
 _UNNAMED: WeakValueDictionary[tuple[tuple[str, bool], ...], Program] = WeakValueDictionary()

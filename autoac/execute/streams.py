@@ -30,7 +30,7 @@ NOTE [ Streams ]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,9 @@ class CallStreams:
         """Context in which work is submitted to forward's streams."""
         if self.several:
             self.by.settle(self.known)
+        if all(self.by.is_current(index, raw) for index, (raw, _) in self.known.items()):
+            yield  # mostly so, and a stream's context takes long
+            return
         with contextlib.ExitStack() as stack:
             for _, stream in self.known.values():
                 stack.enter_context(self.by.on(stream))
@@ -138,7 +141,7 @@ def streams_of_call(region: str) -> CallStreams | None:
     return None if by is None else CallStreams(region, by)
 
 
-def as_blocking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def as_blocking(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of a copy, made blocking."""
     names = [argument.name for argument in schema_of(func).arguments]
     if "non_blocking" not in names:

@@ -5,13 +5,13 @@ The recording of a profile and the engines must agree on which ops count, so bot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autoac.torch_private import HigherOrderOperator, OpOverload, schema_of
+from autoac.torch_private import HigherOrderOperator, OpOverload, entry_of, schema_of
 from autoac_solver.records.collectives import may_repeat
 
 aten = torch.ops.aten
@@ -69,6 +69,7 @@ class OpInfo:
 
     Args:
         name: such as "aten.mm.default".
+        run: what runs it in the least time.
         ignored: it makes and changes no storage (views, metadata, reads by the host): not an op of the tape.
         reshapes: it changes its first argument's geometry in place (`unsqueeze_`).
         resizes: it may change the shape of the tensors that it writes, and the size of their storages: `resize_`, ops
@@ -87,6 +88,7 @@ class OpInfo:
         uninitialised: its output holds no values yet.
         replayable: it may be run a second time on the same inputs, in principle.
         repeatable: it is not replayable, but a collective that may run a second time if a plan lets all ranks do so.
+        plain: it is replayable and writes none of its arguments.
         statistics: positions of (running mean, running variance, training flag) of a batch norm, else None.
         dropout_p: position of an attention's dropout probability, -1 if there is none.
         dynamic_shape: its result's shape may depend on values.
@@ -94,6 +96,7 @@ class OpInfo:
     """
 
     name: str
+    run: Callable[..., Any]
     ignored: bool = False
     reshapes: bool = False
     resizes: bool = False
@@ -110,6 +113,7 @@ class OpInfo:
     uninitialised: bool = False
     replayable: bool = True
     repeatable: bool = False
+    plain: bool = False
     statistics: tuple[int, int, int] | None = None
     dropout_p: int = -1
     dynamic_shape: bool = False
@@ -156,7 +160,7 @@ def op_info(func: Any) -> OpInfo:
 def _read(func: Any) -> OpInfo:
     if isinstance(func, HigherOrderOperator) or not isinstance(func, OpOverload):
         # Opaque to us: it runs as it is, and its results are kept by their users.
-        return OpInfo(name=str(func), ignored=True, replayable=False)
+        return OpInfo(name=str(func), run=func, ignored=True, replayable=False)
     schema = schema_of(func)
     tensors, lists, keywords, writes = [], [], [], []
     dropout_p, generator_at = -1, None
@@ -191,8 +195,10 @@ def _read(func: Any) -> OpInfo:
         or (not makes_tensors and not writes)
         or schema.name in _ONLY_TOLD
     )
+    replayable = func.namespace not in _COLLECTIVE_NAMESPACES and schema.name not in _NOT_REPLAYABLE
     return OpInfo(
         name=str(func),
+        run=entry_of(func),
         ignored=ignored,
         reshapes=metadata_only,
         resizes=bool(writes) and (schema.name in _RESIZES or not _is_in_place(func)),
@@ -208,8 +214,9 @@ def _read(func: Any) -> OpInfo:
         has_flags=torch.Tag.pointwise not in func.tags or schema.name == "aten::gelu",
         generator_at=generator_at,
         uninitialised=schema.name in _UNINITIALISED,
-        replayable=func.namespace not in _COLLECTIVE_NAMESPACES and schema.name not in _NOT_REPLAYABLE,
+        replayable=replayable,
         repeatable=may_repeat(str(func)),
+        plain=replayable and not writes,
         statistics=_BATCH_NORM_STATISTICS.get(schema.name),
         dropout_p=dropout_p,
         dynamic_shape=torch.Tag.dynamic_output_shape in func.tags,

@@ -44,6 +44,14 @@ class UnwrappedDispatchMode(TorchDispatchMode):
         return False
 
 
+def entry_of(overload: Any) -> Callable[..., Any]:
+    """What runs an op overload, without the frame of a Python function in between: a quarter of a microsecond less.
+
+    Source: `OpOverload.__call__` in torch/_ops.py; its subclasses have their own.
+    """
+    return overload._op if type(overload) is OpOverload else overload
+
+
 def top_dispatch_mode() -> Any:
     """The dispatch mode that sees an op first, None if there is none.
 

@@ -111,3 +111,12 @@ def test_the_mode_on_top_is_told():
     with Mode(), Mode() as inner:
         assert torch_private.top_dispatch_mode() is inner
     assert torch_private.top_dispatch_mode() is None
+
+
+def test_entry_of():
+    add = torch.ops.aten.add.Tensor
+    run = torch_private.entry_of(add)
+    assert run is not add  # it is a built-in function
+    assert torch.equal(run(torch.ones(2), torch.ones(2), alpha=3), torch.full((2,), 4.0))
+    other = object()
+    assert torch_private.entry_of(other) is other

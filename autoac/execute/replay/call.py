@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,58 +106,64 @@ class ReplayCall:
             self.pending = False
             self.program.following.tell()  # for steps that do not call the root
             self.flags = kernel_flags()
-            run, last_use = self._schedule()
+            last_use = self._schedule()
             with contextlib.nullcontext() if self.streams is None else self.streams.entered():
                 if not self.recording:
-                    call_below_autograd(self._run, run, last_use, keep_graph)
+                    call_below_autograd(self._run, last_use, keep_graph)
                     return
                 # A backward inside the region's own forward replays the records so far, unseen by the recording.
                 with disable_dispatch_modes():
-                    call_below_autograd(self._run, run, last_use, keep_graph)
+                    call_below_autograd(self._run, last_use, keep_graph)
 
-    def _schedule(self) -> tuple[list[bool], list[list[Slot]]]:
-        """Bool per record, whether it must run; and per record the slots that no later one reads."""
+    def _schedule(self) -> list[list[Slot] | None]:
+        """Per record the slots that no later one reads; None if it need not run."""
         wanted = {slot for slot in self.slots for handle in slot.handles if handle() is not None}
         read_later: set[Slot] = set()
-        run = [False] * len(self.records)
-        last_use: list[list[Slot]] = [[] for _ in self.records]
-        for position in range(len(self.records) - 1, -1, -1):
-            record = self.records[position]
+        last_use: list[list[Slot] | None] = []
+        for record in reversed(self.records):
             assert record is not None
-            made = [slot for _, slot in record.outputs]
-            if wanted.isdisjoint(made) and wanted.isdisjoint(record.written):
+            outputs = record.outputs
+            if not (
+                (len(outputs) == 1 and outputs[0][1] in wanted)
+                or any(slot in wanted for _, slot in outputs)
+                or any(slot in wanted for slot in record.written)
+            ):
+                last_use.append(None)
                 continue
-            run[position] = True
-            for slot in made:
-                if slot not in read_later:
-                    last_use[position].append(slot)
+            last = [slot for _, slot in outputs if slot not in read_later]
             for _, slot, _ in record.refs:
-                wanted.add(slot)
                 if slot not in read_later:
+                    wanted.add(slot)
                     read_later.add(slot)
-                    last_use[position].append(slot)
-        return run, last_use
+                    last.append(slot)
+            last_use.append(last)
+        last_use.reverse()
+        return last_use
 
-    def _run(self, run: list[bool], last_use: list[list[Slot]], keep_graph: bool) -> None:
+    def _run(self, last_use: list[list[Slot] | None], keep_graph: bool) -> None:
         table: dict[Slot, torch.Tensor] = {}
         records = self.records
-        for position, must_run in enumerate(run):
+        for position, last in enumerate(last_use):
             record = records[position]
             assert record is not None
             if not keep_graph:
                 records[position] = None
-            if not must_run:
+            if last is None:
                 continue
             result = self._run_one(record, table)
-            if len(record.outputs) == 1 and isinstance(result, torch.Tensor):
-                _deliver(record.outputs[0][1], result, table)
+            if isinstance(result, torch.Tensor) and record.outputs:
+                slot = record.outputs[0][1]
+                table[slot] = result
+                if slot.handles:
+                    _deliver(slot, result)
             elif record.outputs:
                 made = list(tensors_in(result))
                 for index, slot in record.outputs:
-                    _deliver(slot, made[index], table)
+                    table[slot] = made[index]
+                    _deliver(slot, made[index])
                 del made
             del result, record
-            for slot in last_use[position]:
+            for slot in last:
                 table.pop(slot, None)
 
     def _run_one(self, record: Record, table: dict[Slot, torch.Tensor]) -> Any:
@@ -168,25 +175,23 @@ class ReplayCall:
                     "profile and plan the step as you train it."
                 )
         args, kwargs = record.arguments(table)
-        if record.flags is not None and record.flags != self.flags:
-            with with_kernel_flags(record.flags):
-                return self._with_gradients(record, args, kwargs)
-        return self._with_gradients(record, args, kwargs)
+        flags = None if record.flags == self.flags else record.flags
+        if flags is None and record.grad:
+            return self._call(record, args, kwargs)
+        with (
+            contextlib.nullcontext() if flags is None else with_kernel_flags(flags),
+            contextlib.nullcontext() if record.grad else torch.no_grad(),
+        ):
+            return self._call(record, args, kwargs)
 
-    def _with_gradients(self, record: Record, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not record.grad:
-            with torch.no_grad():
-                return self._call(record, args, kwargs)
-        return self._call(record, args, kwargs)
-
-    def _call(self, record: Record, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, record: Record, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if record.rng is None:
-            return record.func(*args, **kwargs) if kwargs else record.func(*args)
+            return record.run(*args, **kwargs) if kwargs else record.run(*args)
         return draw_again(record.func, args, kwargs, record.rng, self.program.region)
 
 
-def _deliver(slot: Slot, tensor: torch.Tensor, table: dict[Slot, torch.Tensor]) -> None:
-    table[slot] = tensor
+def _deliver(slot: Slot, tensor: torch.Tensor) -> None:
+    """Give a recomputed tensor to the handles that wait for it."""
     for ref in slot.handles:
         handle = ref()
         if handle is not None:

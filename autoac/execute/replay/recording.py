@@ -15,7 +15,7 @@ NOTE [ Never wrong, whatever the decisions ]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,14 +77,16 @@ class Recording(UnwrappedDispatchMode):
         if self.meets_shards and on_fake_tensors():
             return func(*args, **kwargs) if kwargs else func(*args)  # only shapes are inferred
         overload, recompute, look, info = self.steps[self.position]
-        if overload is func and info is not None:
+        if overload is func:
             self.position += 1
             try:
                 if look:
                     if look is CUT:
                         self.begin_part()
+                    if recompute and info.plain and not types:
+                        return self._record(func, info, args, kwargs or {}, ())
                     return self._run(func, info, types, args, kwargs or {}, recompute)
-                return func(*args, **kwargs) if kwargs else func(*args)
+                return info.run(*args, **kwargs) if kwargs else info.run(*args)
             except BaseException:
                 self.position -= 1
                 raise
@@ -93,7 +95,7 @@ class Recording(UnwrappedDispatchMode):
             return self._out_of_step(func, info, types, args, kwargs or {})
         if info.reshapes:
             self._reshaped(args[0])
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return info.run(*args, **kwargs) if kwargs else info.run(*args)
 
     def _reshaped(self, tensor: torch.Tensor) -> None:
         """Treat an op that is about to change a tensor's geometry in place as a write."""
@@ -169,8 +171,7 @@ class Recording(UnwrappedDispatchMode):
 
     def _record(self, func, info: OpInfo, args, kwargs, written: tuple[Slot, ...]) -> Any:
         writes = self._write(written_tensors(info, args, kwargs)) if written else None
-        alive = [slot.alive() for slot in written] if info.resizes else []
-        sizes = [(storage, storage.nbytes()) for storage in alive if storage is not None]
+        sizes = _sizes(written) if info.resizes else ()
         refs: list[tuple[Any, Slot, Geometry | None]] = []
         kept: list[Kept] = []
         stored = list(args)
@@ -192,12 +193,12 @@ class Recording(UnwrappedDispatchMode):
             if flags == self.flags:
                 flags = self.flags  # one object for all records
             self.flags = flags
-        rng, host = None, host_random_states() if info.unknown else []
+        rng, host = None, host_random_states() if info.unknown else ()
         try:
             if info.random or info.unknown:
                 result, rng = self._run_random(func, info, args, kwargs)
             else:
-                result = func(*args, **kwargs) if kwargs else func(*args)
+                result = info.run(*args, **kwargs) if kwargs else info.run(*args)
         except BaseException:
             if writes is not None:
                 writes.undo()
@@ -215,26 +216,26 @@ class Recording(UnwrappedDispatchMode):
             for target in written_tensors(info, args, kwargs):
                 self.slots.pop(key_of(target), None)
             return result
-        if any(storage.nbytes() != n_bytes for storage, n_bytes in sizes):
+        if sizes and any(storage.nbytes() != n_bytes for storage, n_bytes in sizes):
             for storage, _ in sizes:
                 self.slots.pop(key_of_storage(storage), None)
             return result
-        again = tuple(stored)
+        again: Sequence[Any] = stored
         if self.call.streams is not None:
             self.call.streams.ran(result)
             if comes_to_host(args, result):
                 again, kwargs = as_blocking(func, again, kwargs)
-        record = Record(
-            waited_for(func) if info.repeatable else func, again, kwargs, refs, kept, rng, written, flags
-        )
-        outputs = []
-        for index, tensor in enumerate((result,) if isinstance(result, torch.Tensor) else tensors_in(result)):
-            slot = self._new_slot(tensor, info)
-            if slot is not None:
-                outputs.append((index, slot))
-        record.outputs = tuple(outputs)
+        if isinstance(result, torch.Tensor):
+            slot = self._new_slot(result, info)
+            outputs = () if slot is None else ((0, slot),)
+        else:
+            slots = [(index, self._new_slot(tensor, info)) for index, tensor in enumerate(tensors_in(result))]
+            outputs = tuple((index, slot) for index, slot in slots if slot is not None)
         if outputs or written:
-            self.call.records.append(record)
+            run = waited_for(func) if info.repeatable else info.run
+            self.call.records.append(
+                Record(func, run, again, kwargs, refs, kept, rng, written, flags, outputs)
+            )
         return result
 
     def _write(self, targets: list[torch.Tensor]) -> _Writes:
@@ -267,14 +268,13 @@ class Recording(UnwrappedDispatchMode):
     def _store(self, tensor: torch.Tensor, where: Any, refs: list, kept: list) -> torch.Tensor | None:
         """The record's entry for an argument: None and a reference if it will be recomputed, else the tensor."""
         key = key_of(tensor)
-        slot = self.slot_of(tensor, key)
-        if slot is not None and self.raw and key in self.raw and not slot.written:
+        slot = self.slots.get(key)
+        if slot is not None and slot.alive() is not None:
+            if key not in self.raw or slot.written:
+                refs.append((where, slot, slot.geometry_of(tensor)))
+                return None
             del self.slots[key]  # An opaque kernel wrote it.
             self.raw.discard(key)
-            slot = None
-        if slot is not None:
-            refs.append((where, slot, slot.geometry_of(tensor)))
-            return None
         if key:
             self.call.held[key] = weakref.ref(tensor.untyped_storage())
         held = self.hold(tensor)
@@ -293,24 +293,23 @@ class Recording(UnwrappedDispatchMode):
             return detach_sharing_version(tensor)
         return without_graph(tensor, detach_sharing_version)
 
-    def slot_of(self, tensor: torch.Tensor, key: int | None = None) -> Slot | None:
-        """The slot of the tensor's storage (with this key, if given), None if it will not be recomputed."""
-        if key is None:
-            key = key_of(tensor)
-        slot = self.slots.get(key)
+    def slot_of(self, tensor: torch.Tensor) -> Slot | None:
+        """The slot of the tensor's storage, None if it will not be recomputed."""
+        slot = self.slots.get(key_of(tensor))
         return None if slot is None or slot.alive() is None else slot
 
     def _new_slot(self, tensor: torch.Tensor, info: OpInfo) -> Slot | None:
-        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
-        if storage is None:
+        if tensor.layout is not torch.strided:
             return None  # sparse and the like: kept by the records and handles that need it
+        storage = tensor.untyped_storage()
         key = key_of_storage(storage)
         known = self.slots.get(key)
         if (known is not None and known.alive() is not None) or self.call.holds(key):
             return None  # an alias of an argument
-        slot = self.slots[key] = Slot(len(self.call.slots), tensor, storage)
+        slot = self.slots[key] = Slot(tensor, storage)
         self.call.slots.append(slot)
-        self.raw.discard(key)  # left by a dead storage at this address
+        if self.raw:
+            self.raw.discard(key)  # left by a dead storage at this address
         if info.uninitialised:
             self.raw.add(key)
         return slot
@@ -319,9 +318,10 @@ class Recording(UnwrappedDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
-        local = local_part(tensor)
-        slot = self.slot_of(local)
-        if slot is None or (self.raw and key_of(local) in self.raw and not slot.written):
+        local = tensor if type(tensor) is torch.Tensor else local_part(tensor)
+        key = key_of(local)
+        slot = self.slots.get(key)
+        if slot is None or slot.alive() is None or (key in self.raw and not slot.written):
             return without_graph(tensor, detach_foreign_too), version_of(tensor), self.call
         like = None if local is tensor else sharded_like(tensor)
         handle = Handle(self.call, slot, slot.geometry_of(local), version_of(local), like)
@@ -333,6 +333,11 @@ class Recording(UnwrappedDispatchMode):
         for call in (*self.earlier, self.call):
             call.recording = False
             call.pending = bool(call.records)
+
+
+def _sizes(written: Iterable[Slot]) -> list[tuple[torch.UntypedStorage, int]]:
+    alive = [slot.alive() for slot in written]
+    return [(storage, storage.nbytes()) for storage in alive if storage is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,10 +40,9 @@ Marks = tuple[bool, int, list["weakref.ref[Handle]"]]
 class Slot:
     """A storage that will be recomputed: its layout and version, and the handles that wait for it."""
 
-    __slots__ = ("alive", "dtype", "handles", "index", "shape", "stride", "version", "written")
+    __slots__ = ("alive", "dtype", "handles", "shape", "stride", "version", "written")
 
-    def __init__(self, index: int, tensor: torch.Tensor, storage: torch.UntypedStorage):
-        self.index = index
+    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage):
         self.alive = weakref.ref(storage)  # if dead, its address may be reused
         self.shape = tensor.shape
         self.stride = tensor.stride()
@@ -54,9 +53,16 @@ class Slot:
 
     def geometry_of(self, tensor: torch.Tensor) -> Geometry | None:
         """The tensor's geometry on the storage; None if it is as the op made it."""
-        shape, stride, offset, dtype, conj, neg = geometry = geometry_of(tensor)
-        as_made = not offset and shape == self.shape and stride == self.stride and dtype is self.dtype
-        return None if as_made and not conj and not neg else geometry
+        if (
+            tensor.shape == self.shape
+            and tensor.stride() == self.stride
+            and not tensor.storage_offset()
+            and (dtype := tensor.dtype) is self.dtype
+            and not tensor.is_neg()
+            and not (dtype.is_complex and tensor.is_conj())
+        ):
+            return None
+        return geometry_of(tensor)
 
     @property
     def as_made(self) -> Geometry:
@@ -96,27 +102,44 @@ Kept = tuple[torch.Tensor, torch.Tensor, int]
 class Record:
     """One op to run again."""
 
-    __slots__ = ("args", "flags", "func", "grad", "kept", "kwargs", "outputs", "refs", "rng", "written")
+    __slots__ = (
+        "args",
+        "flags",
+        "func",
+        "grad",
+        "kept",
+        "kwargs",
+        "outputs",
+        "refs",
+        "rng",
+        "run",
+        "written",
+    )
 
-    def __init__(self, func, args, kwargs, refs, kept, rng, written, flags=None):
+    def __init__(self, func, run, args, kwargs, refs, kept, rng, written, flags, outputs):
         self.func = func
+        self.run: Callable[..., Any] = run  # see `OpInfo.run`; a collective that is waited for
         self.grad = torch.is_grad_enabled()  # see NOTE [ Replay ] 4
-        self.args: tuple[Any, ...] = args
+        self.args: Sequence[Any] = args
         self.kwargs: dict[str, Any] = kwargs
         self.refs: list[tuple[Any, Slot, Geometry | None]] = refs  # place in args, slot, geometry
         self.kept: list[Kept] = kept
         self.rng: Sequence[Stash] | None = rng
         self.flags: KernelFlags | None = flags  # None if the op does not depend on them
         self.written: tuple[Slot, ...] = written
-        self.outputs: tuple[tuple[int, Slot], ...] = ()  # position among the op's output tensors
+        self.outputs: tuple[tuple[int, Slot], ...] = outputs  # position among the op's output tensors
 
-    def arguments(self, table: dict[Slot, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+    def arguments(self, table: Mapping[Slot, torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         """The op's arguments, with recomputed tensors filled in."""
         if not self.refs:
             return self.args, self.kwargs
         args, kwargs = list(self.args), self.kwargs
-        for place, (where, _, _) in enumerate(self.refs):
-            kwargs = _put(args, kwargs, where, self.seen(place, table))
+        for where, slot, geometry in self.refs:
+            tensor = table[slot] if geometry is None else with_geometry(table[slot], geometry)
+            if type(where) is int:
+                args[where] = tensor
+            else:
+                kwargs = _put(args, kwargs, where, tensor)
         return args, kwargs
 
     def seen(self, place: int, table: Mapping[Slot, torch.Tensor]) -> torch.Tensor:
@@ -179,10 +202,8 @@ def _is_intact(handle: Handle | None) -> bool:
 
 
 def _put(args: list[Any], kwargs: dict[str, Any], where: Any, tensor: torch.Tensor) -> dict[str, Any]:
-    """Put the tensor at its reference's place: a position, a (position, index) or a keyword (and index)."""
-    if type(where) is int:
-        args[where] = tensor
-    elif type(where) is str:
+    """Put the tensor at its reference's place: a keyword, or a (position or keyword, index)."""
+    if type(where) is str:
         kwargs = {**kwargs, where: tensor}
     else:
         outer, index = where

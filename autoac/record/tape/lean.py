@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class _TimedCall(ReplayCall):
             self.tape.saved.guard.replaying(record, table)
         return super()._run_one(record, table)
 
-    def _call(self, record: Record, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, record: Record, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         meter = self.tape.meter
         if not isinstance(meter, OpTimer):
             return super()._call(record, args, kwargs)

@@ -755,13 +755,13 @@ def test_a_difference_is_named_where_it_is(monkeypatch: pytest.MonkeyPatch):
     plan = plan_for(
         model, "replay", 10**12, policies=[RECOMPUTE, autoac.Policy("MUST_RECOMPUTE", op="aten.gelu")]
     )
-    original = ReplayCall._call
+    original = ReplayCall._run_one
 
-    def wrong(self: ReplayCall, record: Any, args: Any, kwargs: Any) -> Any:
-        result = original(self, record, args, kwargs)
+    def wrong(self: ReplayCall, record: Any, table: Any) -> Any:
+        result = original(self, record, table)
         return result * 1.5 if "gelu" in str(record.func) else result
 
-    monkeypatch.setattr(ReplayCall, "_call", wrong)
+    monkeypatch.setattr(ReplayCall, "_run_one", wrong)
     report = plan.verify(model, SAMPLE)
     assert not report.equal
     assert report.first_difference == "backward op aten.mm.default in AddmmBackward0"

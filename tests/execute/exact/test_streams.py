@@ -36,6 +36,9 @@ class StandIn(Streams):
     def current(self, index: int) -> Any:
         return self.now
 
+    def is_current(self, index: int, raw: int) -> bool:
+        return raw == self.now
+
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         self.entered.append(stream)

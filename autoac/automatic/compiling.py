@@ -4,7 +4,8 @@ NOTE [ Compiled regions of a loop ]
   1. The first recorded step tells which calls to compile. The next step is recorded as well, and the arguments of these
      calls are copied, one copy for alike calls: so nothing of the model is called for it, however the loop calls it.
   2. Before the step after that, the regions are compiled and measured on the copies, and the plan is put on.
-     If that step is smaller than an earlier one, further steps are recorded, up to `_MOST_CAUGHT`.
+     If that step is smaller than an earlier one, or has calls that no step before it had, further steps are recorded,
+     up to `_MOST_CAUGHT`. What was not caught until then is left to engine replay.
   3. The second step under the plan whose calls are like the recorded ones is measured; in the first one the compiler
      may still run. Where the prediction was off, or the budget was exceeded, the plan is made anew with the measured
      peak, as `autoac.plan` does by steps of its own (`calibrate.compiled.tried`). A peak far below the prediction is
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 
 from autoac.api.solving import called_among
-from autoac.calibrate.compiled.capture import Call, Catcher
+from autoac.automatic.optimizers import trained_in
+from autoac.calibrate.compiled.capture import Call, Catcher, Caught
 from autoac.calibrate.compiled.table import NothingCompiled, kinds_of, with_caught_regions, without_regions
 from autoac.calibrate.compiled.tried import CLOSE, corrected
 from autoac.execute.on_top import OnTop
@@ -52,22 +54,26 @@ class Compiling:
 
     def __init__(self, model: torch.nn.Module, names: list[str] | None, on_top: OnTop):
         self._model, self._names, self._on_top = model, names, on_top
-        self._kinds: dict[Call, Hashable] = {}
-        self._catcher: Catcher | None = None
+        self._catcher: Catcher | None = None  # of the calls that the recorded steps have made
         self._caught = self._corrections = 0
         self._most = 0  # elements that a recorded step was called with
+        self._of_most: dict[Call, Hashable] = {}  # its calls
+        # Of the recorded steps the one with the most calls, and the parameters that it trained.
+        self._fullest: tuple[Profile, str] | None = None
         self._recorded: list[str] = []  # what the last recorded step's calls were given
         self._calls: list[str] = []  # what those of the step that is measured were given
         self._measured = 0  # steps under the plan
         self.is_judged = True  # whether measuring the plan's peak is over
+        self.may_have_compiled = False  # whether the compiler may have run in the step that was measured last
+        self._unlike: list[
+            list[str]
+        ] = []  # what the calls of measured steps were given that are not as recorded
         self.best: Plan | None = None  # of those that were measured to be within the budget
         self.known: Profile | None = None  # with what a measured step under the plan has shown
 
     def recording_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Catch the regions' calls in the step that begins with this call of the model, if they are known."""
-        self.stop()
-        if self._kinds:
-            self._catcher = Catcher(self._model, self._kinds)
+        if self._catcher is not None:
             self._catcher.put_on()
             self._catcher.called(args, kwargs)
 
@@ -75,28 +81,55 @@ class Compiling:
         """Take hooks off the model."""
         if self._catcher is not None:
             self._catcher.take_off()
-            self._catcher = None
 
     def is_ready(self, profile: Profile) -> bool:
-        """Whether the calls of this recorded step were caught, and it is the largest so far or enough were recorded."""
-        is_enough = elements_in(profile.sample) >= self._most or self._caught >= _MOST_CAUGHT
-        return is_enough and self._has_caught(profile)
+        """Whether all calls of this recorded step were caught, and it is the largest so far.
 
-    def _has_caught(self, profile: Profile) -> bool:
-        catcher = self._catcher
-        return catcher is not None and not catcher.missing and _calls(profile) >= self._kinds.keys()
+        If enough steps were recorded, a smaller one, or one of which some calls were caught, is ready, too.
+        """
+        if self._catcher is not None:
+            self._catcher.is_over(self._wanted(profile))
+        wanted = self._wanted(self._to_plan_for(profile))
+        caught = [call for _, calls in self._caught_of(wanted) for call in calls]
+        if self._caught >= _MOST_CAUGHT:
+            return bool(caught)
+        return len(caught) == len(wanted) > 0 and elements_in(profile.sample) >= self._most
+
+    def _to_plan_for(self, profile: Profile) -> Profile:
+        """This recorded step; if enough were recorded, an earlier one of the same kind that made more calls."""
+        if self._fullest is None or self._caught < _MOST_CAUGHT:
+            return profile
+        return self._fullest[0] if self._is_less(profile) else profile
+
+    def _is_less(self, profile: Profile) -> bool:
+        """Whether this step is like the fullest so far, and made fewer calls."""
+        if self._fullest is None:
+            return False
+        fullest, trained = self._fullest
+        is_alike = fullest.sample == profile.sample and trained == trained_in(self._model)
+        return is_alike and len(profile.calls) < len(fullest.calls)
+
+    def _wanted(self, profile: Profile) -> dict[Call, Hashable]:
+        """The calls of a recorded step that are to be compiled."""
+        return kinds_of(profile, self._model, called_among(profile, self._names))
+
+    def _caught_of(self, wanted: Mapping[Call, Hashable]) -> Caught:
+        return [] if self._catcher is None else self._catcher.caught_of(wanted)
 
     def with_regions(self, profile: Profile) -> Profile:
-        """The recorded step, which is ready, with its compiled regions.
+        """The recorded step, which is ready, or one that made more calls, with its compiled regions.
 
         Raises:
             NothingCompiled: no region can be compiled.
         """
-        catcher = self._catcher
-        assert catcher is not None
+        profile = self._to_plan_for(profile)
+        wanted = self._wanted(profile)
+        found = self._caught_of(wanted)
+        caught = {call for _, calls in found for call in calls}
+        uncaught = {call: kind for call, kind in wanted.items() if call not in caught}
         self.stop()
-        self._kinds, self._caught, self._corrections, self._most = {}, 0, 0, 0
-        self.best = None
+        self._catcher, self._caught, self._corrections, self._most = None, 0, 0, 0
+        self._fullest = self.best = None
         # The regions enter the autocast of their own calls.
         with (
             forward_autocast() as without,
@@ -104,23 +137,28 @@ class Compiling:
             self._on_top.aside(),
             progress_shown("planning", None) as tell,
         ):
-            return with_caught_regions(profile, self._model, (), catcher.caught, tell)
+            return with_caught_regions(profile, self._model, (), found, tell, uncaught)
 
     def catch_next(self, profile: Profile) -> None:
-        """Catch the calls that this step has made in the one that is recorded next.
+        """Catch the calls that this step has made in those that are recorded next.
 
         Raises:
             NothingCompiled: there is nothing to compile in it.
             ProfilingError: no two steps in a row make the same calls.
         """
-        was_caught = self._has_caught(profile)
         self.stop()
-        self._most = max(self._most, elements_in(profile.sample))
-        self._kinds = kinds_of(profile, self._model, called_among(profile, self._names))
-        if not self._kinds:
+        wanted, elements = self._wanted(profile), elements_in(profile.sample)
+        if not wanted:
             raise NothingCompiled("the model has no block that holds a twentieth of it")
+        if elements >= self._most:
+            self._most, self._of_most = elements, wanted
+        if self._catcher is None:
+            self._catcher = Catcher(self._model, wanted)
+        self._catcher.want(self._of_most)
+        if not self._is_less(profile):
+            self._fullest = profile, trained_in(self._model)
         self._caught += 1
-        if self._caught > _MOST_CAUGHT and not was_caught:
+        if self._caught > _MOST_CAUGHT:
             raise ProfilingError(
                 f"the loop's steps call other modules each time, so none was compiled after {self._caught} of them: "
                 "plan beforehand with autoac.plan(model, sample, budget, engine='compile'), or take engine='sac'."
@@ -137,6 +175,7 @@ class Compiling:
     def to_be_judged(self, plan: Plan) -> None:
         """A new plan is put on."""
         self.is_judged, self._measured, self.known = False, 0, None
+        self.may_have_compiled, self._unlike = False, []
         self._recorded = self._recorded or [plan.record.profile.sample]  # taken up from a file
 
     def step_begins(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -150,6 +189,11 @@ class Compiling:
         """Note a further call of the step that is measured."""
         self._calls.append(described(args, kwargs))
 
+    @property
+    def is_unlike(self) -> bool:
+        """Whether the calls of the step that is measured are not like the recorded ones."""
+        return self._calls != self._recorded
+
     def better_known(self, plan: Plan, measured_bytes: int) -> Profile | None:
         """A profile to plan from again after a step was measured; None if there is nothing to correct."""
         if failed := plan.placement.not_compiled:
@@ -161,8 +205,10 @@ class Compiling:
                     return self.known
             return None
         self._measured += 1
-        if self._calls != self._recorded:
+        self.may_have_compiled = self.is_unlike and self._calls not in self._unlike
+        if self.is_unlike:
             self.is_judged = self._measured >= _MOST_MEASURED
+            self._unlike.append(self._calls)
             return None
         self.is_judged = True
         if measured_bytes < _LEAST_OF_PREDICTED * plan.predicted_peak_bytes:
@@ -182,7 +228,3 @@ class Compiling:
             return known.record.profile
         is_first = self._corrections == _MOST_CORRECTIONS + 1
         return self.best.record.profile if is_first and self.best is not None else None
-
-
-def _calls(profile: Profile) -> set[Call]:
-    return {(call.fqn, call.call) for call in profile.calls if call.grad}

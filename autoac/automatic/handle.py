@@ -104,6 +104,8 @@ class Auto(LoopPlan):
         try:
             result = self._on_top.run(args, kwargs)
             self._recording.returned = id(result)
+            if self._plan is not None:
+                self._watch.returned(result)
             return result
         except BaseException:
             self._abandon_step()
@@ -183,6 +185,7 @@ class Auto(LoopPlan):
                 self._meet(args, kwargs)
             return
         if begins:
+            self._watch.steps += 1
             self._begin_cycle()
         if begins and self._trained != trained_in(self._model) and (self._recording.profile or self._plan):
             if self._retrained < MOST_RECORDINGS:
@@ -252,6 +255,7 @@ class Auto(LoopPlan):
         if self._recording.ended_early:  # what was recorded is not the whole step
             self._recording.ended_early = False
             if self._plan is None:
+                self._give_up_step()  # one that began with a later call of this step
                 self._record_again(is_new=True)
             else:
                 self._watch.uncounted = True

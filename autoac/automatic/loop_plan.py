@@ -15,13 +15,7 @@ from autoac.automatic.cycle import Cycle
 from autoac.automatic.measured import Measured
 from autoac.automatic.optimizers import Optimizers, trained_in
 from autoac.automatic.recording import StepRecording
-from autoac.automatic.report import (
-    Once,
-    doubts,
-    in_a_line,
-    verified,
-    words_over_budget,
-)
+from autoac.automatic.report import Once, doubts, in_a_line, refusal, verified, words_over_budget
 from autoac.automatic.wanted import Wanted, needs_no_more
 from autoac.automatic.watch import Finding, Watch
 from autoac.execute.on_top import OnTop
@@ -164,12 +158,14 @@ class LoopPlan:
                 profile = self._compiling.with_regions(profile)
             plan = self._wanted.plan(self._given, profile)
         except AutoacError as error:
-            if self._measured.exceeded is not None and isinstance(error, InfeasibleBudgetError):
+            is_infeasible = isinstance(error, InfeasibleBudgetError)
+            if self._measured.exceeded is not None and is_infeasible:
                 self._stay_over_budget(self._measured.exceeded)
-                return
-            _remove_for(error, self)
-            raise
-        self._take(plan, args, kwargs)
+            elif not (self._recording.ended_early and is_infeasible and self._record_again()):  # of a part?
+                _remove_for(error, self)
+                raise
+        else:
+            self._take(plan, args, kwargs)
 
     def _plan_again(self, args: Any, kwargs: Any) -> None:
         """Put on the plan that a measured step has shown to be needed."""
@@ -285,16 +281,14 @@ class LoopPlan:
         self._plan = self._corrected = None
 
     def _verify(self, plan: Plan, args: Any, kwargs: Any) -> None:
-        """Verify on this batch that gradients are equal.
+        """Verify on this batch that gradients are equal; else the model is left without a plan.
 
         Raises:
-            AutoacError: they are not, or two steps without a plan differ; the model is left without a plan.
+            AutoacError: see `refusal`.
         """
         with self._on_top.aside():
             self.report = verified(plan, self._model, args, kwargs, self.trial)
-        if not self.report.equal:
-            why = "does not give the same gradients" if self.report.repeats else "cannot be verified"
-            error = AutoacError(f"the plan {why}, so it is not used:\n{self.report}")
+        if (error := refusal(self.report)) is not None:
             _remove_for(error, self)
             raise error
 
@@ -311,15 +305,16 @@ class LoopPlan:
         plan = self._plan
         if above_start_bytes is None or plan is None:
             return
-        peak = self._measured.note(plan, above_start_bytes)
+        peak, is_corrected = self._measured.note(plan, above_start_bytes), False
         if self._compiling is not None:
             better = self._compiling.better_known(plan, peak)
             self._corrected = None if better is None else (better, self._wanted)
-            if not self._compiling.is_judged or self._corrected is not None:
+            if self._corrected is not None or self._compiling.may_have_compiled:
                 return
+            is_corrected = not self._compiling.is_unlike
         may_again = self._compiling is None and not self._across.several
         if peak > plan.budget_bytes and not (may_again and self._measured.note_excess(plan)):
-            self._warn("over budget", words_over_budget(plan, peak, compiles=self._compiling is not None))
+            self._warn("over budget", words_over_budget(plan, peak, compiles=is_corrected))
 
     def _make_room(self) -> None:
         """React to a step that took more than the budget because of values in it."""

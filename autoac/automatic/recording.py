@@ -14,8 +14,9 @@ import torch
 
 from autoac.automatic.report import Once
 from autoac.execute.on_top import OnTop
+from autoac.progress import LOGGER
 from autoac.record.cuda.cublas import with_workspaces
-from autoac.record.live import LiveStep, with_leftovers
+from autoac.record.live import InUse, LiveStep, with_leftovers
 from autoac.step.model import number_of_gradients, runs_compiled, unwrapped
 from autoac.torch_private import any_autocast, local_part, storage_key
 from autoac_solver.records.errors import ProfilingError
@@ -143,10 +144,12 @@ class StepRecording:
         with self._on_top.aside():
             try:
                 live.begin((args, kwargs), states)
+            except InUse:
+                return False  # the next step is tried
             except ProfilingError as error:
                 self._warn("cannot record", f"autoac: no plan yet. {error}")
                 return False
-        self._live, self._is_paused, self.ended_early, self.is_late = live, False, False, False
+        self._live, self._is_paused, self.is_late = live, False, False
         self._ends_with_optimizer = ends_with_optimizer
         self.count += 1
         self._gradients = number_of_gradients(self._model)
@@ -167,6 +170,10 @@ class StepRecording:
         tape = self._live.tape
         if tape.is_given_up:
             calls = self._given_up + sum(not row["fqn"] for row in tape.calls.rows)
+            if tape.went_backward:
+                calls = 0
+                self.count -= 1  # it says nothing of steps that vary
+                LOGGER.info("the backward of the recorded step has failed: recording another step")
             self.give_up()
             # Before the first optimizer's step it may be no part of the loop, but a trial.
             self._given_up = calls if self._ends_with_optimizer else 0
@@ -180,6 +187,11 @@ class StepRecording:
         """End the recording and make the step's profile."""
         live = self._live
         assert live is not None
+        if (
+            live.tape.is_given_up
+        ):  # the loop has caught an error in backward, and its optimizer steps all the same
+            self.give_up()
+            return
         if not live.can_end:
             self._warn(
                 "cannot end", "autoac: the step cannot be recorded: a mode or hooks were put on in it."

@@ -12,6 +12,7 @@ from autoac.check.verify import Report, verify
 from autoac.plans import Plan
 from autoac.step.step import TrainingStep
 from autoac.warned import warn
+from autoac_solver.records.errors import AutoacError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import OWN_CHECKPOINTING, SIZED_BY_VALUES
 
@@ -65,6 +66,7 @@ def words_over_budget(
     """The warning about a measured step that took more than the budget.
 
     Args:
+        compiles: whether the step was as recorded, and the plan is one of compiled regions.
         is_least: whether no other plan has room for such a step.
     """
     peak = peak_in_a_line(plan, measured_bytes)
@@ -95,6 +97,14 @@ def peak_in_a_line(plan: Plan, measured_bytes: int) -> str:
         f"measured peak {format_bytes(measured_bytes)}, predicted {format_bytes(plan.predicted_peak_bytes)}, budget "
         f"{format_bytes(plan.budget_bytes)}"
     )
+
+
+def refusal(report: Report) -> AutoacError | None:
+    """Why a plan is not used after `verify`: its gradients differ, or two steps without a plan do; None if it is."""
+    if report.equal:
+        return None
+    why = "does not give the same gradients" if report.repeats else "cannot be verified"
+    return AutoacError(f"the plan {why}, so it is not used:\n{report}")
 
 
 def verified(

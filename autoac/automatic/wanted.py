@@ -20,6 +20,9 @@ from autoac_solver.records.engines import EngineName
 from autoac_solver.records.errors import StalePlanError
 from autoac_solver.records.profile import Profile
 
+_ABOUT_EQUAL = 1.02
+"""A step that takes up to so many times another one's peak takes no more than that one."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -112,6 +115,14 @@ def called_in(profile: Profile) -> set[str]:
 
 
 def needs_no_more(profile: Profile, other: Profile) -> bool:
-    """Whether a step calls no more modules, with no more elements, than another one."""
-    fewer = len(called_in(profile)) <= len(called_in(other))
-    return fewer and elements_in(profile.sample) <= elements_in(other.sample)
+    """Whether a step calls no more modules, no more often and with no more elements, than another, and takes no more.
+
+    What the loop still holds when a step begins makes small differences.
+    """
+    fewer = len(called_in(profile)) <= len(called_in(other)) and _calls(profile) <= _calls(other)
+    takes_less = profile.peak_bytes <= _ABOUT_EQUAL * other.peak_bytes
+    return fewer and takes_less and elements_in(profile.sample) <= elements_in(other.sample)
+
+
+def _calls(profile: Profile) -> int:
+    return sum(call.grad for call in profile.calls)

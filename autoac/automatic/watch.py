@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
 from autoac.step.inputs import described, elements_of, without_autocast
 from autoac.step.model import has_gradients
+from autoac.step.restore import tensors_of
+from autoac.torch_private import live_with
 
 _LONGEST_FIRST = "Let all micro-batches of the first step be as long as any later one"
 _GRADIENTS = "a step begins with gradients, and the recorded one began without, so this one may take more"
@@ -48,6 +51,10 @@ class Finding:
     is_free: bool = False
 
 
+class _Graph:
+    """Kept alive by the autograd graph of a call's result."""
+
+
 class Refused(ValueError):
     """A call was larger than planned for, and was not run."""
 
@@ -61,6 +68,11 @@ class Watch:
 
     Attributes:
         uncounted: an optimizer has stepped for the first time under the plan.
+        steps: number of the step that runs.
+
+    Where a step turns out to be none that the plan was made for, a later one is recorded. It is the next one, in the
+    hope that steps differ from now on. Where such a step comes again, it is the one that is as far away from it as it
+    is from the one before: in many loops every n-th step is of another kind.
     """
 
     def __init__(self, model: torch.nn.Module, on_larger: str):
@@ -68,6 +80,12 @@ class Watch:
         self._model = model
         self._on_larger = on_larger
         self._most = 0  # most elements planned for, by this plan or an earlier one
+        self._graphs: list[weakref.ref[_Graph]] = []  # of what the calls of this step returned
+        self.steps = 0  # that have begun, planned or not
+        self._last_deviant: int | None = None  # the last step that the plan was not made for
+        self._due: tuple[int, Finding] | None = (
+            None  # a step to record, in which the like is expected, and why
+        )
         self._larger_later = False  # a later call of a planned step was larger
         self._times_later = 0  # so many times, since a step was planned for that has more elements
 
@@ -84,6 +102,7 @@ class Watch:
         # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, called_in(profile))
         self._by_place = _by_place(plan)
+        self._planned_calls = sum(not call.fqn and call.grad for call in profile.calls)
         self._calls = 0  # of the step that runs
 
     def take_off(self) -> None:
@@ -104,6 +123,8 @@ class Watch:
             Refused: the call is larger than planned for, and `on_larger` is "error".
         """
         self._calls = 1 if begins else self._calls + 1
+        if begins:
+            self._graphs.clear()
         finding = self._found(args, kwargs, begins, is_told, recording)
         finding = finding or self._larger_in_its_place(args, kwargs, recording.skipped)
         if finding is None and (words := self._unplanned.words_on_shape(args, kwargs)):
@@ -122,19 +143,36 @@ class Watch:
                 return Finding("as before", log=words, is_free=True)
             return self._larger_call(self._unplanned.words(args, kwargs), begins)
         if not begins:
-            return self._micro_batch() if self._unplanned.one_call else None
+            more = self._more_calls()
+            return more or (self._micro_batch() if self._unplanned.one_call else None)
         if recording.count and recording.began_otherwise and has_gradients(self._model):
             return Finding("gradients", _GRADIENTS, f"{_GRADIENTS}: recording this step")
-        if recording.may_begin_again and self._plan.is_not_followed:
-            return Finding("followed", log="the plan was not followed: recording the next step anew")
+        if self._due is not None and self.steps >= self._due[0]:
+            (_, finding), self._due = self._due, None
+            return finding
+        if self._due is None and recording.may_begin_again and self._plan.is_not_followed:
+            return self._in_its_turn(
+                Finding("followed", log="the plan was not followed: recording a step anew")
+            )
         if self._newcomers:
-            return self._new_modules(recording.count)
+            finding = self._new_modules(recording.count)
+            return self._in_its_turn(finding) if recording.may_begin_again else finding
         if self.uncounted:
             return self._new_optimizer()
         if self._larger_later:
             self._larger_later = False
             words = "a later micro-batch of a step was larger than planned for: recording this step"
-            return Finding("larger later", log=words, is_new=True, plan_may_stay=True)
+            return self._in_its_turn(Finding("larger later", log=words, is_new=True, plan_may_stay=True))
+        return None
+
+    def _in_its_turn(self, finding: Finding) -> Finding | None:
+        """What was found in the step before, if the step that begins is to be recorded for it; else it is due later."""
+        deviant, before = self.steps - 1, self._last_deviant
+        self._last_deviant = deviant
+        due = self.steps if before is None else 2 * deviant - before
+        if due <= self.steps:
+            return finding
+        self._due = due, finding
         return None
 
     def _larger_in_its_place(self, args: Any, kwargs: Any, skipped: int) -> Finding | None:
@@ -158,6 +196,26 @@ class Watch:
         if self._on_larger == "error":
             raise Refused(f"{words}. The call was not run.")
         return Finding("larger in its place", f"{words}, or leave headroom (headroom=).")
+
+    def returned(self, result: Any) -> None:
+        """A call of the model has returned."""
+        made = next((t for t in tensors_of(result) if t.grad_fn is not None), None)
+        if made is not None and made.grad_fn is not None:
+            graph = _Graph()
+            live_with(made.grad_fn, "autoac", graph)
+            self._graphs.append(weakref.ref(graph))
+
+    def _more_calls(self) -> Finding | None:
+        """More calls than in the recorded step have activations that are alive together."""
+        calls, planned = 1 + sum(graph() is not None for graph in self._graphs), self._planned_calls
+        if calls != planned + 1 or has_gradients(self._model):  # told once in a step
+            return None
+        words = (
+            f"the model is called {calls} times before a backward, and in the recorded step {planned} "
+            f"{'time' if planned == 1 else 'times'}, so this step {self._unplanned.may_take_more}. Let the first step "
+            "make as many calls as any other"
+        )
+        return self._larger_call(words, begins=False)
 
     def _larger_call(self, words: str, begins: bool) -> Finding:
         if self._on_larger == "error":
@@ -183,9 +241,10 @@ class Watch:
         self._newcomers.clear()
         return Finding(
             "newcomers",
-            f"the steps of this loop vary: {words} were called, and in none of {recordings} recorded steps with "
-            "the others. Their memory is not planned for, so a step may take more than the budget: plan beforehand "
-            "with autoac.plan, which plans for a step that calls all modules.",
+            f"the steps of this loop vary: {words} {'was' if len(names) == 1 else 'were'} called, and in none of "
+            f"{recordings} recorded steps with the others. Their memory is not planned for, so a step may take more "
+            "than the budget: plan beforehand with autoac.plan. Where random numbers skip layers, it plans for a step "
+            "that calls them all; else pass it a function that runs a step of each kind as the sample.",
             f"the step before called {words}, which the recorded one had not: recording this step",
             plan_may_stay=True,
         )

@@ -13,6 +13,7 @@ NOTE [ A step of the loop ]
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from autoac.device import device_for
+from autoac.measure import ONE_AT_A_TIME
 from autoac.ops.info import OpInfo
 from autoac.ops.signatures import Signature
 from autoac.price.chunked_loss import with_price_of_chunks
@@ -54,6 +56,7 @@ from autoac.step.restore import Seen, tensors_of
 from autoac.step.uncompiled import uncompiled
 from autoac.step.units import here, own_name
 from autoac.torch_private import (
+    current_backward,
     in_backward,
     is_profiled,
     key_of_storage,
@@ -61,6 +64,7 @@ from autoac.torch_private import (
     storage_key,
     top_dispatch_mode,
     top_saved_tensors_hooks,
+    when_backward_ends,
 )
 from autoac_solver.plan.parts import with_parts
 from autoac_solver.records.errors import ProfilingError
@@ -103,6 +107,10 @@ class LiveMeter(OpTimer):
         return not info.unknown and super().repeats(signature, func, info, args, kwargs)
 
 
+class InUse(RuntimeError):
+    """What a step is recorded with is used by another thread."""
+
+
 class _NothingKept(BeforeStep):
     """Keeps nothing: a live step is not undone, and copies would keep gradients alive that the loop clears.
 
@@ -142,6 +150,16 @@ class LiveTape(Tape):
         super().__init__(device, meter, self.kept)
         self.ending = ending
         self.is_over = False  # a parameter was written after backward: the update has begun
+        self._backwards: set[int] = set()  # numbers of those that have begun
+        self._unended: set[int] = set()  # and of those that have not ended
+
+    def _op(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        backward = current_backward()
+        if backward >= 0 and backward not in self._backwards:
+            self._backwards.add(backward)
+            self._unended.add(backward)
+            when_backward_ends(functools.partial(self._unended.discard, backward))
+        return super()._op(func, info, args, kwargs)
 
     def _before_write(self, tensor: torch.Tensor) -> None:
         super()._before_write(tensor)
@@ -157,7 +175,12 @@ class LiveTape(Tape):
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the step can no longer have a backward: none has begun, and all saved tensors are released."""
+        """Whether the step is none to plan for, outside of backward.
+
+        It can no longer have a backward (none has begun, and all saved tensors are released), or one has failed.
+        """
+        if self._unended:
+            return True
         rows = self.saved.rows
         return not self.went_backward and bool(rows) and all(row["released"] != NEVER for row in rows)
 
@@ -204,6 +227,7 @@ class LiveStep:
 
         Raises:
             ProfilingError: a mode or hooks are on under which the step cannot be recorded.
+            InUse: another thread measures memory, or records a step: a later step can be recorded.
         """
         if top_dispatch_mode() is not None or top_saved_tensors_hooks() is not None:
             raise ProfilingError(
@@ -223,6 +247,9 @@ class LiveStep:
             # What the loop runs before it ends the step may save tensors here for a backward after it.
             stack.callback(setattr, tape.saved, "unseen", None)
             if not self.profiled:
+                if not ONE_AT_A_TIME.acquire(blocking=False):
+                    raise InUse("another thread measures memory")
+                stack.callback(ONE_AT_A_TIME.release)
                 profiling = contextlib.ExitStack()
                 # torch's profiler must not run when the process ends, as after an error in the step
                 stack.callback(weakref.finalize(self, profiling.close))

@@ -24,10 +24,12 @@ from autoac.torch_private.autograd import (
     in_function_transform,
     inside_autocast,
     is_transformed,
+    live_with,
     next_node_number,
     node_number,
     saved_tensors_hooks_allowed,
     top_saved_tensors_hooks,
+    when_backward_ends,
 )
 from autoac.torch_private.called import (
     HOOKS,
@@ -300,6 +302,8 @@ __all__ = [
     "disable_dynamo",
     "disable_torch_functions",
     "entry_of",
+    "live_with",
+    "when_backward_ends",
     "fakes_as_parameters",
     "function_modes",
     "has_its_storage_alone",

@@ -60,6 +60,14 @@ def node_number(node: Any) -> int:
     return node._sequence_nr()
 
 
+def live_with(node: Any, key: str, value: Any) -> None:
+    """Keep a value alive as long as an autograd node.
+
+    Source: `Node.metadata` (torch/csrc/autograd/python_cpp_function.cpp), a dictionary.
+    """
+    node.metadata[key] = value
+
+
 def current_node() -> Any:
     """The autograd node that is being evaluated, None outside of backward.
 
@@ -82,6 +90,15 @@ def current_backward() -> int:
     Source: `torch._C._current_graph_task_id` (torch/csrc/Module.cpp).
     """
     return torch._C._current_graph_task_id()
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Call a function when the backward that runs in this thread has come to its end; not if it fails.
+
+    Source: `Variable._execution_engine.queue_callback` (torch/csrc/autograd/python_engine.cpp), by which DDP and FSDP2
+    are called, too.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def backward_keeps_graph() -> bool:

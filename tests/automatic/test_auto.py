@@ -649,15 +649,16 @@ def test_calls_before_one_backward_are_planned_for_in_their_order():
 
 
 def test_recording_for_larger_later_micro_batches_ends():
-    """Where no step after one with a larger micro-batch has one."""
+    """Where they come at growing distances, so that none is recorded."""
     model = make(blocks=2).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     handle = autoac.auto(model, ENOUGH, on_larger="replan")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for _ in range(12):
-            micro_batches(model, optimizer, 16, 16)
+        for distance in range(2, 9):
+            for _ in range(distance):
+                micro_batches(model, optimizer, 16, 16)
             micro_batches(model, optimizer, 16, 64)
     words = [str(warning.message) for warning in told]
     assert len(words) == 2
@@ -668,6 +669,23 @@ def test_recording_for_larger_later_micro_batches_ends():
         plan = handle.plan
         micro_batches(model, optimizer, 16, 16)
         assert handle.plan is plan
+    handle.remove()
+
+
+@pytest.mark.filterwarnings("ignore:the model is called with float32.64,16., and its plan was made for")
+def test_a_larger_micro_batch_in_every_third_step_is_planned_for():
+    """The step after the first one is recorded, and then the one that is due."""
+    model = make(blocks=2).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, ENOUGH, on_larger="replan")
+    plans = []
+    for step in range(14):
+        micro_batches(model, optimizer, 16, 64 if step % 3 == 2 else 16)
+        plans.append(handle.plan)
+    assert plans[4] is not None
+    assert plans[4].record.profile.call_elements == (16 * 16, 16 * 16)
+    assert plans[-1] is not None
+    assert plans[-1].record.profile.call_elements == (16 * 16, 64 * 16)
     handle.remove()
 
 

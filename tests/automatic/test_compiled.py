@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,7 @@ def test_a_loop_that_calls_other_modules_in_each_step_is_refused() -> None:
     class Alternating(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.blocks = nn.Linear(32, 64), nn.ModuleList(Block() for _ in range(4))
+            self.first, self.blocks = nn.Linear(32, 64), nn.ModuleList(Block() for _ in range(6))
             self.last = nn.Linear(64, 10)
             self.calls = 0
 
@@ -199,7 +199,7 @@ def test_a_loop_that_calls_other_modules_in_each_step_is_refused() -> None:
             self.calls += 1
             x = self.first(x)
             for index, block in enumerate(self.blocks):
-                if index % 2 == (self.calls - 1) // 2 % 2:
+                if index == (self.calls - 1) // 2 % 6:
                     x = block(x)
             return self.last(x)
 
@@ -209,6 +209,94 @@ def test_a_loop_that_calls_other_modules_in_each_step_is_refused() -> None:
         train(model, steps=9)
     assert_bare(model)
     train(model)
+
+
+class Skipping(nn.Module):
+    """Calls the blocks that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(32, 64), nn.ModuleList(Block() for _ in range(5))
+        self.last = nn.Linear(64, 10)
+        self.called: Sequence[int] = range(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index in self.called:
+            x = self.blocks[index](x)
+        return self.last(x)
+
+
+def skips(model: Skipping, step: int) -> None:
+    """Layer drop; one of the first steps calls all blocks, and the one after it a single block."""
+    model.called = ((0, 1, 3), (0, 2, 3), range(5), (4,))[step] if step < 4 else range(5)
+
+
+def calls_twice_later(model: Skipping, step: int) -> None:
+    model.called = (*range(5), *range(5)) if step else range(5)
+
+
+def unfreezes(model: Skipping, step: int) -> None:
+    for block in (model.first, *model.blocks[:3]):
+        block.requires_grad_(step > 1)
+
+
+@pytest.mark.parametrize(("before", "calls"), [(skips, 5), (calls_twice_later, 10), (unfreezes, 5)])
+def test_calls_that_come_later_are_compiled(before: Callable[[Skipping, int], None], calls: int) -> None:
+    model = Skipping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle = autoac.auto(model, "16MB", engine="compile", regions="blocks.*")
+    for step in range(7):
+        before(model, step)
+        model(batch(step)[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = handle.plan
+    assert plan is not None
+    table = plan.record.profile.compiled
+    assert table is not None
+    assert all(len(region.points) > 1 for region in table.regions)
+    assert sum(len(region.calls) for region in table.regions) == calls
+    assert handle.measured_peak_bytes is not None
+    assert handle.measured_peak_bytes <= plan.budget_bytes
+
+
+def test_a_step_of_two_backwards_before_its_optimizer_steps() -> None:
+    """As of SAM: the second one begins where the gradients of the first are cleared."""
+    model, peaks = make(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle = autoac.auto(model, "12MB", engine="compile")
+    for step in range(7):
+        model(batch(step)[0]).square().mean().backward()
+        optimizer.zero_grad()
+        model(batch(step)[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        peaks.append(handle.measured_peak_bytes)
+    assert handle.plan is not None
+    assert sum(not call.fqn for call in handle.plan.record.profile.calls) == 2
+    assert peaks[-1] == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.01)
+
+
+def test_a_step_that_is_not_as_recorded_and_takes_more_is_warned_of() -> None:
+    model = make()
+    handle = autoac.auto(model, "11MB", engine="compile")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(calls: int) -> None:
+        outputs = [model(torch.ones(ROWS, 32)).square().mean() for _ in range(calls)]
+        torch.stack(outputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step(1)
+    assert handle.plan is not None
+    with pytest.warns(UserWarning, match="called 2 times"):
+        step(2)  # the compiler may run in it
+    with pytest.warns(UserWarning, match="a step under the plan took more than the budget"):
+        step(2)
 
 
 def test_only_steps_of_the_planned_sizes_correct_the_plan() -> None:

@@ -1,7 +1,8 @@
 """Autograd and `torch.func`."""
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -163,6 +164,48 @@ def test_inside_of_backward():
         (True, "SinBackward0", False),
     ]
     assert not torch_private.in_backward()
+
+
+def test_live_with():
+    class Value:
+        pass
+
+    x = torch.ones(3, requires_grad=True)
+    y = x.sin()
+    alive = weakref.ref(value := Value())
+    torch_private.live_with(y.grad_fn, "value", value)
+    del value
+    z = y.cos()
+    del y
+    assert alive() is not None
+    del z
+    assert alive() is None
+
+
+def test_when_backward_ends():
+    """Not if it fails."""
+    ended: list[int] = []
+
+    def begin(gradient: torch.Tensor) -> None:
+        torch_private.when_backward_ends(lambda: ended.append(torch_private.current_backward()))
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("in a hook")
+
+    def backward(*hooks: Callable[[torch.Tensor], None]) -> None:
+        x = torch.ones(3, requires_grad=True)
+        y = x.sin()
+        for hook in hooks:
+            y.register_hook(hook)
+        y.sum().backward()
+
+    backward(begin)
+    assert len(ended) == 1
+    with pytest.raises(RuntimeError, match="in a hook"):
+        backward(begin, fail)
+    assert len(ended) == 1
+    backward(begin)
+    assert len(ended) == 2
 
 
 def test_current_backward():

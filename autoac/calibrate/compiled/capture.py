@@ -141,9 +141,11 @@ class Tail:
 
     Args:
         children: names, in the called module, of the modules called before the tail.
+        sample: what the step was called with, as `described` tells it.
     """
 
     children: tuple[str, ...]
+    sample: str
 
 
 Caught = list[tuple[Captured, list[Call]]]
@@ -151,23 +153,47 @@ Caught = list[tuple[Captured, list[Call]]]
 
 
 class Catcher:
-    """Catches the arguments of calls of some modules, each module's counted from `put_on` on.
+    """Catches the arguments of calls of some modules, in one step or in several.
 
     Args:
-        kinds: a key per call. Calls are alike if they share it and the types, shapes and `requires_grad` of their
-            arguments.
+        kinds: as for `want`.
+
+    Attributes:
+        missing: the calls that are still to be caught.
     """
 
     def __init__(self, model: torch.nn.Module, kinds: Mapping[Call, Hashable]):
-        self._model, self._kinds = model, kinds
+        self._model = model
+        self._kinds: dict[Call, Hashable] = {}
         self._groups: dict[Hashable, tuple[Captured, list[Call]]] = {}
         self._counts: dict[str, int] = {}
         self._hooks: list[Any] = []
         self._open: tuple[Captured, Call] | None = None  # a tail, before which modules are still to return
-        self.missing = set(kinds)
+        self.missing: set[Call] = set()
+        self._now: set[Call] = set()  # caught since `put_on`
+        self.want(kinds)
+
+    def want(self, kinds: Mapping[Call, Hashable]) -> None:
+        """Catch these calls, too; those that were caught as another kind anew.
+
+        Args:
+            kinds: a key per call. Calls are alike if they share it and the types, shapes and `requires_grad` of their
+                arguments.
+        """
+        for call, kind in kinds.items():
+            if self._kinds.get(call) != kind:
+                self._kinds[call] = kind
+                self.missing.add(call)
+                self._drop(call)
 
     def put_on(self) -> None:
-        """Catch calls from here on."""
+        """Catch the calls of the step that begins; each module's are counted."""
+        self.take_off()
+        self._counts.clear()
+        self._now.clear()
+        if self._open is not None:  # that step did not come to its end
+            self._drop(self._open[1])
+            self._open = None
         for name in {name for name, _ in self._kinds}:
             hook = functools.partial(self._catch, name)
             module = self._model.get_submodule(name)
@@ -191,6 +217,43 @@ class Catcher:
     def caught(self) -> Caught:
         """The calls caught so far, by equal modules and inputs."""
         return list(self._groups.values())
+
+    def caught_of(self, kinds: Mapping[Call, Hashable]) -> Caught:
+        """Those of these calls that were caught as these kinds."""
+        has = {call for call, kind in kinds.items() if self._kinds.get(call) == kind} - self.missing
+        found = [(region, [call for call in calls if call in has]) for region, calls in self._groups.values()]
+        return [(region, calls) for region, calls in found if calls]
+
+    def is_over(self, kinds: Mapping[Call, Hashable]) -> None:
+        """The step that began with `put_on` was recorded: its calls are of these kinds, and may be of no others.
+
+        With inputs of another size, for example, they are not those that were to be caught.
+        """
+        for key, (region, calls) in list(self._groups.items()):
+            wrong = [call for call in calls if call in self._now and kinds.get(call) != self._kinds[call]]
+            if not wrong:
+                continue
+            kind = (
+                kinds.get(calls[0]) if calls[0] == wrong[0] else None
+            )  # the arguments are those of the first
+            assert isinstance(key, tuple)
+            again = kind, *key[1:]
+            is_known = kind is not None and _children(kind) == region.children and again not in self._groups
+            for call in wrong:
+                self._drop(call)
+                self.missing.add(call)
+                if is_known and kinds.get(call) == kind:
+                    self.missing.remove(call)
+                    self._kinds[call] = kind
+                    self._groups.setdefault(again, (region, []))[1].append(call)
+        self._now.clear()
+
+    def _drop(self, call: Call) -> None:
+        for kind, (_, calls) in list(self._groups.items()):
+            if call in calls:
+                calls.remove(call)
+                if not calls:
+                    del self._groups[kind]
 
     def _catch(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled():
@@ -230,6 +293,7 @@ class Catcher:
 
     def _found(self, call: Call) -> None:
         self.missing.remove(call)
+        self._now.add(call)
         if not self.missing:
             self.when_complete()
 

@@ -28,7 +28,7 @@ from autoac_solver.plan.parts import tail_of
 from autoac_solver.records.compiled import EAGER, CompiledPoint, CompiledRegion, CompiledTable
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.names import module_in_words
-from autoac_solver.records.profile import VARYING, Profile
+from autoac_solver.records.profile import NEVER, VARYING, Profile
 
 BLOCKS, WHOLE = "blocks", "whole"
 GRANULARITIES = (BLOCKS, WHOLE)
@@ -36,6 +36,8 @@ GRANULARITIES = (BLOCKS, WHOLE)
 
 MOST_COMPILED = 9
 """Points compiled per region. Each takes the compiler some seconds, once for all alike regions."""
+
+_UNCAUGHT = "no step that was recorded before had called it"
 
 _SLOWER, _LEAST_S = 1.1, 5e-3
 """A region that draws random numbers is not compiled if its compiled code takes more than `_SLOWER` x the uncompiled
@@ -106,18 +108,24 @@ def kinds_of(
     for call, children in tails_after(profile, calls if names is None else ()).items():
         prefix = f"{profile.calls[call].fqn}." if profile.calls[call].fqn else ""
         inside = (profile.calls[child].fqn.removeprefix(prefix) for child in children)
-        kinds[key(call)] = Tail(tuple(inside))
+        kinds[key(call)] = Tail(tuple(inside), profile.sample)
     return kinds
 
 
 def with_caught_regions(
-    profile: Profile, model: torch.nn.Module, inputs: Any, found: Caught, progress: Tell
+    profile: Profile,
+    model: torch.nn.Module,
+    inputs: Any,
+    found: Caught,
+    progress: Tell,
+    uncaught: Mapping[Call, Hashable] | None = None,
 ) -> Profile:
     """The profile with the points of regions whose arguments were caught, each compiled and measured on the model.
 
     Args:
         profile: of this step.
         inputs: tensors in it are restored.
+        uncaught: calls of this step that would be compiled if their arguments were known, as `kinds_of` has them.
 
     Raises:
         NothingCompiled: no region can be compiled.
@@ -126,7 +134,15 @@ def with_caught_regions(
     profile = _with_tails(profile, found)
     with ONE_AT_A_TIME:
         regions = _regions(profile, model, inputs, found, progress)
+    call_of, uncaught = _call_of(profile), uncaught or {}
+    tails = [call for call, kind in uncaught.items() if isinstance(kind, Tail)]
+    regions += [
+        CompiledRegion((call_of[call],), (), (), _UNCAUGHT) for call in sorted(uncaught.keys() - set(tails))
+    ]
     regions, profile = _without_failed_tails(regions, profile)
+    profile = replace(
+        profile, notes=(*profile.notes, *(_tail_failed(module, _UNCAUGHT) for module, _ in tails))
+    )
     if not any(region.points for region in regions):
         raise NothingCompiled(
             regions[0].failure if regions else "the model has no block that holds a twentieth of it"
@@ -157,12 +173,13 @@ def _without_failed_tails(
     """The regions without tails that are not compiled, and the profile with notes on why."""
     failed = [region for region in regions if region.failure and region.calls[0] in profile.tail_spans]
     modules = [profile.calls[profile.spans[region.calls[0]].parent].fqn for region in failed]
-    notes = (
-        f"what {module_in_words(module)} computes after its blocks, with the loss, is not compiled: {region.failure}"
-        for module, region in zip(modules, failed, strict=True)
-    )
+    notes = (_tail_failed(module, region.failure) for module, region in zip(modules, failed, strict=True))
     left = [region for region in regions if region not in failed]
     return left, replace(profile, notes=(*profile.notes, *notes))
+
+
+def _tail_failed(module: str, why: str) -> str:
+    return f"what {module_in_words(module)} computes after its blocks, with the loss, is not compiled: {why}"
 
 
 def without_regions(profile: Profile, failed: Mapping[str, str]) -> Profile:
@@ -249,7 +266,7 @@ def _kind(profile: Profile, model: torch.nn.Module, call: int) -> Hashable:
     record = profile.calls[call]
     module = model.get_submodule(record.fqn)
     ops = tuple(
-        (op.name, op.signature)
+        (op.name, "" if op.signature == NEVER else profile.signatures[op.signature])
         for op in profile.tape
         if record.start <= op.tick < record.end and not op.backward
     )

@@ -12,11 +12,12 @@ from autoac.api.checks import asked_for, check_engine_options
 from autoac.api.choosing import engine_for
 from autoac.automatic.handle import Auto
 from autoac.automatic.wanted import Wanted
-from autoac.execute.on_top import owner_of
+from autoac.execute.on_top import owned_with, owner_of
 from autoac.policies import Policies, listed
 from autoac.step.model import check_model, device_of, unwrapped
 from autoac.step.modules import RegionChoice
 from autoac.step.optimizer import real_optimizer
+from autoac.step.units import own_name
 from autoac.torch_private import compiled_attribute, is_compiled_wrapper, note_untried
 from autoac_solver.plan.planning import limits, resolve_engine
 from autoac_solver.plan.reserved import check_budget_of
@@ -95,6 +96,12 @@ def auto(
     if owner_of(model) is not None:
         raise ProfilingError(
             "autoac.auto (or a plan for each bucket) is on this model already: call remove() on its handle first."
+        )
+    if (other := owned_with(unwrapped(model))) is not None:
+        raise ProfilingError(
+            f"autoac.auto (or a plan for each bucket) is on {own_name(other)} already, and this {own_name(model)} is "
+            "a part of it or holds it: one handle plans for all parts of a model. Call autoac.auto for the outermost "
+            "one alone, or remove() on the other handle first."
         )
     if not is_compiled_wrapper(model) and compiled_attribute(model) is not None:
         raise ProfilingError(

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -71,6 +72,21 @@ def owner_of(model: torch.nn.Module) -> Owner | None:
     return None if carried is None else carried.owner
 
 
+_MODELS: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models that our forward was put on."""
+
+
+def owned_with(model: torch.nn.Module) -> torch.nn.Module | None:
+    """A model that has an owner, and which this one is, holds or is held by; None if there is none."""
+    inside = {id(module) for module in model.modules()}
+    for other in _MODELS:
+        if owner_of(other) is not None:
+            held = any(module is model for module in other.modules())
+            if held or id(other) in inside:
+                return other
+    return None
+
+
 class OnTop:
     """Our forward on top of a model's.
 
@@ -90,6 +106,7 @@ class OnTop:
         is taken off, the latter is given to the new owner.
         """
         carried: _Carried | None = self.model.__dict__.get(_KEY)
+        _MODELS.add(self.model)
         if carried is not None and self._is_covered():
             carried.owner = self.owner
             return

@@ -15,6 +15,7 @@ from autoac.execute.attach import attach, attach_losses, attach_root, check_no_u
 from autoac.execute.cross_entropy.chunked import same_by_chunks
 from autoac.execute.cross_entropy.lean import same_in_place
 from autoac.execute.engines import ENGINES, check_runnable
+from autoac.execute.on_top import owned_with
 from autoac.execute.plan_programs import PlanPrograms
 from autoac.execute.watch.backward_autocast import unwatch_backward, watch_backward
 from autoac.execute.watch.following import NotFollowed, unwatch_following, watch_following
@@ -199,6 +200,11 @@ class Placement:
     def taken_off(self, model: torch.nn.Module) -> Iterator[None]:
         """Context that takes this plan off the model, if it is on it, and puts it on again afterwards."""
         _check_is_module(model)
+        if owned_with(model) is not None:
+            raise PlanMismatchError(
+                "autoac.auto (or a plan for each bucket) is on this model, and puts its plans on and takes them off: "
+                "call remove() on its handle first."
+            )
         carried = [found.plan_id for module in model.modules() if (found := planned(module)) is not None]
         if self.plan_id not in carried:
             yield

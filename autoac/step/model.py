@@ -40,7 +40,8 @@ def check_model(model: torch.nn.Module) -> None:
             )
     if any(planned(module) for module in model.modules()):
         raise ProfilingError(
-            "this model has a plan applied: call plan.remove(model) before profiling it again."
+            "this model has a plan applied: call plan.remove(model) before profiling it again (or remove() on the "
+            "handle of autoac.auto, if that has put it on)."
         )
     if any(map(is_fsdp1, model.modules())):
         raise ProfilingError(

@@ -6,6 +6,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,130 @@ def test_a_recorded_step_that_fails_begins_anew_with_the_next_batch():
     train(model, optimizer, 5)
     assert handle.plan is not None
     assert block is not None
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_backward_that_fails_is_no_recorded_step(step: int, caplog: pytest.LogCaptureFixture):
+    """The loop catches the error, as out of memory, clears the gradients, and goes on."""
+    model, plain = make(), make()
+    plain_handle = autoac.auto(plain, ENOUGH)
+    handle = autoac.auto(model, ENOUGH)
+
+    def fails(gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    optimizer, other = adam(model), adam(plain)
+    with caplog.at_level("INFO", "autoac"):
+        for seed in range(4):
+            if seed == step:
+                hook = next(model.blocks[1].parameters()).register_hook(fails)
+                with pytest.raises(torch.OutOfMemoryError):
+                    train(model, optimizer, seed)
+                optimizer.zero_grad()
+                hook.remove()
+            train(model, optimizer, seed)
+            train(plain, other, seed)
+    assert ("the backward of the recorded step has failed" in caplog.text) == (step == 0)
+    assert handle.plan is not None
+    assert plain_handle.plan is not None
+    assert handle.plan.record.profile.peak_bytes == plain_handle.plan.record.profile.peak_bytes
+
+
+def test_a_plan_is_not_refused_for_a_part_of_a_step():
+    """A gradient penalty goes backward before the step does. What that part takes says nothing of the step."""
+    model = make()
+    handle = autoac.auto(model, 1000)
+    optimizer = adam(model)
+
+    def step() -> None:
+        x = batch(0)[0].requires_grad_()
+        torch.autograd.grad(model(x).sum(), x)
+        F.cross_entropy(model(x.detach()), batch(0)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    with pytest.raises(autoac.InfeasibleBudgetError) as refused:
+        step()
+    assert handle.plan is None
+    model = make()
+    handle = autoac.auto(model, refused.value.minimum_bytes)
+    optimizer = adam(model)
+    for _ in range(4):
+        step()
+    assert handle.plan is not None
+
+
+def without_dropout(model: Blocks) -> Blocks:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def test_threads_that_record_at_once():
+    """Memory is measured in one at a time; others record a later step."""
+    models = [without_dropout(make()) for _ in range(3)]  # threads share the generator
+    handles = [autoac.auto(model, ENOUGH) for model in models]
+
+    def loop(model: Blocks) -> None:
+        optimizer = adam(model)
+        for seed in range(6):
+            train(model, optimizer, seed)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(loop, models))
+    expected = without_dropout(make())
+    loop(expected)
+    assert all(handle.plan is not None for handle in handles)
+    for model in models:
+        for ours, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(ours, other)
+
+
+def test_more_calls_before_a_backward_than_recorded_are_told():
+    """As of an ODE's solver, or a cell that is unrolled to a batch's length. A call without use does not count."""
+    model = make()
+    handle = autoac.auto(model, ENOUGH)
+    optimizer = adam(model)
+
+    def step(calls: int) -> None:
+        x = batch(0)[0]
+        for _ in range(calls):
+            x = model(x)
+        x.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for calls in (2, 2, 2):
+        step(calls)
+    model(batch(0)[0])
+    step(2)
+    with pytest.warns(
+        UserWarning, match="called 3 times before a backward, and in the recorded step 2 times"
+    ):
+        step(5)
+    assert handle.plan is not None
+
+
+def test_a_handle_on_a_part_of_a_model_that_has_one_is_refused():
+    model = make()
+    handle = autoac.auto(model, ENOUGH)
+    with pytest.raises(autoac.ProfilingError, match="is a part of it or holds it"):
+        autoac.auto(model.blocks[0], ENOUGH)
+    with pytest.raises(autoac.ProfilingError, match="is a part of it or holds it"):
+        autoac.auto(torch.nn.Sequential(model), ENOUGH)
+    optimizer = adam(model)
+    for seed in range(3):
+        train(model, optimizer, seed)
+    assert handle.plan is not None
+    with pytest.raises(autoac.AutoacError, match=r"call remove\(\) on its handle first"):
+        handle.plan.verify(model, batch(0)[0])
+    plan = handle.plan
+    handle.remove()
+    assert plan.verify(model, batch(0)[0], lambda output: output.sum()).equal
+    autoac.auto(model.blocks[0], ENOUGH).remove()
 
 
 def test_a_step_that_was_never_over_does_not_keep_another_model_from_its_plan():

@@ -149,7 +149,12 @@ from autoac.torch_private.kernel_flags import (
     kernel_flags,
     with_kernel_flags,
 )
-from autoac.torch_private.loops import breaks_in_loops, frames_translated
+from autoac.torch_private.loops import (
+    breaks_in_loops,
+    frames_translated,
+    graphs_translated,
+    numbers_as_inputs,
+)
 from autoac.torch_private.optimizers import fakes_as_parameters
 from autoac.torch_private.parametrizations import reads_cached_parametrizations
 from autoac.torch_private.pipelines import in_stage_setup, ranks_of_stages
@@ -302,7 +307,9 @@ __all__ = [
     "disable_dynamo",
     "disable_torch_functions",
     "entry_of",
+    "graphs_translated",
     "live_with",
+    "numbers_as_inputs",
     "when_backward_ends",
     "fakes_as_parameters",
     "function_modes",

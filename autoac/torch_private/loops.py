@@ -47,14 +47,34 @@ def breaks_in_loops(turns: int) -> Iterator[None]:
         _here.breaks = before
 
 
-def frames_translated() -> int:
-    """How many frames this process has translated for compiling so far.
+def numbers_as_inputs() -> contextlib.AbstractContextManager[None]:
+    """Context: integer attributes of modules that differ from call to call become inputs of the code compiled in it.
 
-    Source: `counters` (torch/_dynamo/utils.py).
+    By itself, torch compiles code for each value.
+
+    Source: `allow_unspec_int_on_nn_module` (torch/_dynamo/config.py).
+    """
+    return torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
+
+
+def frames_translated() -> int:
+    """How many frames this process has translated for compiling so far, where graph breaks are allowed.
+
+    Source: `counters` (torch/_dynamo/utils.py), `ConvertFrame.__call__` (torch/_dynamo/convert_frame.py).
     """
     from torch._dynamo.utils import counters
 
     return counters["frames"]["total"]
+
+
+def graphs_translated() -> int:
+    """How many graphs this process has given to compilers so far.
+
+    Source: `counters` (torch/_dynamo/utils.py), `OutputGraph.call_user_compiler` (torch/_dynamo/output_graph.py).
+    """
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from autoac.execute.compiled.survey import Survey
 from autoac.measure import measure_peak
 from autoac.plans import Plan
 from autoac.step.step import TrainingStep
+from autoac.torch_private import graphs_translated
+from autoac_solver.plan.recorded.programs import with_regions
 from autoac_solver.records.compiled import EAGER, TORCHS, CompiledTable
 from autoac_solver.records.profile import Profile
 from tests.small_models import WIDTH, Block, Blocks, assert_same, attributes, batch, step
@@ -592,6 +595,66 @@ def test_where_nothing_can_be_compiled_it_says_so(folder: Path):
             TrainingStep(nn.Linear(4, 4), torch.ones(2, 4)),
             [],
         )
+
+
+class Changing(Block):
+    """Something in it changes from call to call."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(dropout=0.0)
+        self.what, self.calls, self.log = what, 0, list[int]()
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        if self.what == "counter":
+            self.calls += 1
+        elif self.what == "list":
+            self.log.append(0)
+            scale = scale / len(self.log)
+        return super().forward(x, scale)
+
+
+def test_a_number_that_changes_from_call_to_call_becomes_an_input(folder: Path):
+    torch._dynamo.reset()
+    compiled.cache_clear()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Changing("counter") for _ in range(3)))
+    found = autoac.profile(model, batch(), loss=loss, engine="compile", regions=["1", "2", "3"])
+    assert found.compiled is not None
+    [region] = found.compiled.regions
+    assert region.failure == ""
+    run = compiled(Changing, next(p.name for p in region.points if p.name != EAGER), region.inputs)
+    translated = []
+    for _ in range(8):
+        run(model[1], (batch().requires_grad_(),), {})
+        translated.append(graphs_translated())
+    assert translated[-1] == translated[3]
+
+
+def test_a_region_that_is_compiled_anew_at_every_call_is_left_to_replay(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Found where it is measured, or, where it begins to do so later, when it runs."""
+    torch._dynamo.reset()
+    compiled.cache_clear()
+    blocks = [Changing("counter") for _ in range(3)]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
+    wanted: Any = {"loss": loss, "engine": "compile", "regions": ["1", "2", "3"]}
+    plan = autoac.solve(autoac.profile(model, batch(), **wanted), 10**9, engine="compile")
+    compiled_block = replace(plan.regions[0], wrapped=True, point="save:")
+    plan = Plan(with_regions(plan.record, (compiled_block, *plan.regions[1:])))
+
+    def steps() -> None:
+        for _ in range(10):
+            loss(model(batch())).backward()
+
+    for block in blocks:
+        block.what = "list"
+    with plan.applied(model):
+        with pytest.warns(UserWarning, match="runs uncompiled from now on, as torch would compile it anew"):
+            steps()
+        assert plan.placement.not_compiled == {"1": "torch compiles it anew at every step"}
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with pytest.raises(autoac.ProfilingError, match="torch compiles it anew at every call"):
+        autoac.profile(model, batch(), **wanted)
 
 
 def test_more_kinds_of_arguments_than_torch_compiles_code_for(

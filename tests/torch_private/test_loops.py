@@ -118,6 +118,18 @@ class Counter(nn.Module):
 
 
 @pytest.mark.parametrize("within", [False, True])
+def test_integers_of_modules_that_are_compiled_as_one_graph(within: bool):
+    torch._dynamo.reset()
+    model, plain, translated = Counter(), Counter(), list[int]()
+    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+    for _ in range(6):
+        with torch_private.numbers_as_inputs() if within else contextlib.nullcontext():
+            assert torch.equal(compiled(torch.ones(2)), plain(torch.ones(2)))
+        translated.append(torch_private.graphs_translated())
+    assert (translated[-1] == translated[2]) == within
+
+
+@pytest.mark.parametrize("within", [False, True])
 def test_integers_of_modules_become_inputs(within: bool):
     torch._dynamo.reset()
     model, plain, translated = Counter(), Counter(), list[int]()

@@ -20,12 +20,14 @@ from autoac.device import device_for
 from autoac.execute.compiled.code import compiled, run_module
 from autoac.measure import Taken, in_turn, measuring, present_storages, unique_storage_bytes
 from autoac.step.restore import tensors_of
-from autoac.torch_private import key_of_storage, storage_ref
+from autoac.torch_private import graphs_translated, key_of_storage, storage_ref
 from autoac_solver.records.compiled import EAGER, CompiledPoint
 
 _TIME_S = 10.0
 """Seconds for the rounds of all points of a region, without compilation, which takes longer than that."""
 _ROUNDS = 5, 30
+_SETTLES = 4
+"""So many calls may be compiled for; then code is to serve the next ones. The third has changing integers as inputs."""
 
 Run = Callable[..., Any]
 
@@ -45,6 +47,7 @@ def measured_points(
 
     Raises:
         torch.OutOfMemoryError: no compiled one fits.
+        RuntimeError: it is compiled anew at every call.
     """
     runs: dict[str, Run] = {}
     too_large = ""
@@ -59,6 +62,8 @@ def measured_points(
         except torch.OutOfMemoryError as error:
             too_large = str(error)
         else:
+            if not runs:
+                _check_compiled_once(region, run, device)
             runs[name] = run
             continue
         device_for(device).release_cache()
@@ -82,6 +87,16 @@ def measured_points(
         )
         for name in runs
     )
+
+
+def _check_compiled_once(region: Captured, run: Run, device: torch.device) -> None:
+    """Check that compiled code is used again: not so if the module's forward changes what it was compiled for."""
+    for _ in range(_SETTLES):
+        before = graphs_translated()
+        _forward_and_backward(region, run, device)
+        if graphs_translated() == before:
+            return
+    raise RuntimeError("torch compiles it anew at every call, as something in its forward changes each time")
 
 
 @dataclass

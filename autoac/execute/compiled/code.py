@@ -30,6 +30,7 @@ import hashlib
 import inspect
 import threading
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,9 @@ from autoac.torch_private import (
     breaks_in_loops,
     compiled_by_inductor,
     frames_translated,
+    graphs_translated,
     is_of_compiler,
+    numbers_as_inputs,
     recompile_limit,
 )
 
@@ -204,6 +207,30 @@ def _parameters() -> frozenset[str]:
     return frozenset(inspect.signature(torch.compile).parameters)
 
 
+class _Counting:
+    """Compiled code of modules, which gets their integers as inputs if they change.
+
+    A counter of calls would otherwise have the code compiled anew at every call. Modules of one class may well differ
+    in integers (their place in the model), which stay constants: code has to be translated twice for one module.
+    """
+
+    def __init__(self, code: Callable[..., Any]):
+        self._code = code
+        self._have_run: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._changes = False
+
+    def __call__(self, module: torch.nn.Module, *args: Any) -> Any:
+        if self._changes:  # the context takes ten microseconds
+            with numbers_as_inputs():
+                return self._code(module, *args)
+        before = graphs_translated()
+        result = self._code(module, *args)
+        if graphs_translated() != before:
+            self._changes = module in self._have_run
+            self._have_run.add(module)
+        return result
+
+
 def _named(name: str) -> Callable[..., Any]:
     """`run_module` as a function of its own, with its own compiled code."""
     name = f"{run_module.__name__}_{name}"
@@ -214,7 +241,8 @@ def _compiled(partitioner: Any, name: str, dynamic: bool | None, tail: bool) -> 
     # Memory of CUDA graphs' pools is seen by neither the allocator's peak nor the plan.
     options: dict[str, Any] = {COMPILE_OPTION: partitioner, "triton.cudagraphs": False}
     if not tail:
-        return torch.compile(_named(name), fullgraph=True, dynamic=dynamic, options=options, **_limit())
+        code = torch.compile(_named(name), fullgraph=True, dynamic=dynamic, options=options, **_limit())
+        return _Counting(code)
 
     def only_with_loss(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return _by_inductor(graph, inputs, options) if _has_loss(graph) else graph.forward

@@ -14,7 +14,14 @@ from autoac.execute.program import Program
 from autoac.execute.replay.engine import ReplayEngine
 from autoac.step.carried import LOSS_KEY, REGION_KEY
 from autoac.step.inputs import described
-from autoac.torch_private import disable_dynamo, first_line, hooked_inside, is_of_compiler, is_recompile_limit
+from autoac.torch_private import (
+    disable_dynamo,
+    first_line,
+    graphs_translated,
+    hooked_inside,
+    is_of_compiler,
+    is_recompile_limit,
+)
 from autoac.warned import warn
 from autoac_solver.build.engines import engine_model
 from autoac_solver.build.engines.compile import CompileCosts
@@ -27,7 +34,7 @@ NOT_COMPILED = f"region .* {_CANNOT}"
 
 
 _MOST_IN_A_ROW = 8
-"""So many calls of a tail in a row may each need other code. Torch's own limit is as high."""
+"""So many calls of a region in a row may each need other code. Torch's own limit is as high."""
 
 _UNCOMPILED = (
     "runs uncompiled from now on, as torch would compile it anew at every step: the budget may not hold. Keep what "
@@ -80,8 +87,12 @@ def _run(
     given = inputs, module.training
     if not why and program.not_compiled.keys().isdisjoint((given, _kind(program, given))):
         try:
+            before = graphs_translated()
             result, tail = _run_compiled(program, inputs, args, kwargs, module)
-            why = "" if tail is None else _why_not_tail(program, given, tail)
+            if tail is not None:
+                why = _why_not_tail(program, given, tail)
+            elif _compiles_in_a_row(program, given, graphs_translated() != before):
+                why = _UNCOMPILED
         except Exception as error:
             if not is_of_compiler(error):
                 raise
@@ -141,14 +152,26 @@ def _why_not_tail(program: Program, given: tuple[str, bool], tail: TailRun) -> s
     if tail.failure is not None:
         program.not_compiled[given] = first_line(tail.failure)
         return _why_not(tail.failure)
-    kind, in_a_row = _kind(program, given), program.compiled_in_a_row
-    in_a_row[kind] = in_a_row[kind] + 1 if tail.compiles else 0
     # With other inputs it may have no loss to compile.
-    if in_a_row[kind] <= _MOST_IN_A_ROW and (tail.was_compiled or given[0] != program.inputs):
-        return ""
+    ran_uncompiled = not tail.was_compiled and given[0] == program.inputs
+    return _UNCOMPILED if _compiles_in_a_row(program, given, tail.compiles, ran_uncompiled) else ""
+
+
+def _compiles_in_a_row(
+    program: Program, given: tuple[str, bool], compiles: bool, is_given_up: bool = False
+) -> bool:
+    """Note whether a call was compiled for; returns whether so many in a row were that the region is left uncompiled.
+
+    Args:
+        is_given_up: torch has left it uncompiled itself.
+    """
+    kind, in_a_row = _kind(program, given), program.compiled_in_a_row
+    in_a_row[kind] = in_a_row[kind] + 1 if compiles else 0
+    if in_a_row[kind] <= _MOST_IN_A_ROW and not is_given_up:
+        return False
     del in_a_row[kind]  # plans that are put on another model begin anew
     program.not_compiled[kind] = "torch compiles it anew at every step"
-    return _UNCOMPILED
+    return True
 
 
 def _kind(program: Program, given: tuple[str, bool]) -> tuple[str, bool]:

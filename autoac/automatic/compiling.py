@@ -8,8 +8,9 @@ NOTE [ Compiled regions of a loop ]
      up to `_MOST_CAUGHT`. What was not caught until then is left to engine replay.
   3. The second step under the plan whose calls are like the recorded ones is measured; in the first one the compiler
      may still run. Where the prediction was off, or the budget was exceeded, the plan is made anew with the measured
-     peak, as `autoac.plan` does by steps of its own (`calibrate.compiled.tried`). A peak far below the prediction is
-     not believed: loops reset the allocator's counter in the middle of a step, to log it. The budget holds anyway.
+     peak, as `autoac.plan` does by steps of its own (`calibrate.compiled.tried`). On a GPU, a peak far below the
+     prediction is not believed: loops reset the allocator's counter in the middle of a step, to log it. The budget
+     holds anyway.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from autoac.automatic.optimizers import trained_in
 from autoac.calibrate.compiled.capture import Call, Catcher, Caught
 from autoac.calibrate.compiled.table import NothingCompiled, kinds_of, with_caught_regions, without_regions
 from autoac.calibrate.compiled.tried import CLOSE, corrected
+from autoac.device import device_for
 from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import progress_shown
 from autoac.step.autocast import forward_autocast
 from autoac.step.inputs import described, elements_in
+from autoac.step.model import device_of
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import Profile
 
@@ -38,7 +41,7 @@ _MOST_CAUGHT = 3
 _MOST_CORRECTIONS = 4
 """A plan is made anew at most this often, and then the best one is taken."""
 _LEAST_OF_PREDICTED = 0.9
-"""A measured peak below this share of the predicted one is not believed."""
+"""A measured peak below this share of the predicted one is not believed where loops may have reset the counter."""
 _MOST_MEASURED = 8
 """At most this many steps are measured under a plan in search of one whose calls are like the recorded ones."""
 
@@ -211,7 +214,8 @@ class Compiling:
             self._unlike.append(self._calls)
             return None
         self.is_judged = True
-        if measured_bytes < _LEAST_OF_PREDICTED * plan.predicted_peak_bytes:
+        may_be_reset = device_for(device_of(self._model)).counts_memory
+        if may_be_reset and measured_bytes < _LEAST_OF_PREDICTED * plan.predicted_peak_bytes:
             return None
         known = corrected(plan, measured_bytes, with_optimizer=True)
         self.known = known.record.profile

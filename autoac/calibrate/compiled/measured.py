@@ -62,7 +62,7 @@ def measured_points(
         except torch.OutOfMemoryError as error:
             too_large = str(error)
         else:
-            if not runs:
+            if not runs and not tail:
                 _check_compiled_once(region, run, device)
             runs[name] = run
             continue

@@ -187,14 +187,13 @@ def corrected(plan: Plan, measured_bytes: int, with_optimizer: bool = False) -> 
     Args:
         with_optimizer: the measured step went on after backward, with the optimizer's.
     """
-    record = plan.record
-    table = record.profile.compiled
+    table = plan.record.profile.compiled
     assert table is not None
+    # Less than nothing can count as nothing only, so what an earlier correction was worth is not in its number.
+    record = plan.on(replace(plan.record.profile, compiled=replace(table, unseen_bytes=0))).record
     step = step_of(record)
     live = step.timeline["live_bytes"].to_numpy()
     backward = (p for p, op in enumerate(step.built.problem.position_op) if record.profile.tape[op].backward)
     ran = len(live) if with_optimizer else 1 + max(backward)
-    error = measured_bytes - int(live[:ran].max())
-    counted = max(table.unseen_bytes, -record.resident_bytes)  # bytes before the step are not negative
-    profile = replace(record.profile, compiled=replace(table, unseen_bytes=counted + error))
-    return plan.on(profile)
+    unseen = measured_bytes - int(live[:ran].max())
+    return plan.on(replace(record.profile, compiled=replace(table, unseen_bytes=unseen)))

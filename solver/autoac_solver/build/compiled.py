@@ -11,6 +11,9 @@ NOTE [ Memory of a compiled region ]
   3. While its backward runs, from the first unpack to the last release of its saved tensors on the tape,
      `backward_bytes` are alive in addition. Storages that the tape allocates there and that outlive it (gradients)
      start at its end.
+  4. Measured by itself, code holds its outputs and their gradients to its end. In a step, where nothing else may hold
+     them, it frees them on the way. If a step was measured to take less than predicted, what is resident counts as so
+     much less, and if that is not enough, so do the `backward_bytes`.
 
 NOTE [ Regions that are not compiled ]
   Engine replay runs them, with decisions on their individual values. So the axis, the groups and the lifetimes are
@@ -168,6 +171,7 @@ def _problem(draft: Draft, compiled: Sequence[_Compiled], regions: Sequence[Regi
     last = max(i for i, op in enumerate(profile.tape) if op.backward)
     unseen, optimizer = profile.compiled.unseen_bytes, 1 + axis.forward[last]
     less = max(0, min(-unseen, resident))
+    freed = max(0, -unseen - less)
     groups, costs = _decided(draft, compiled, regions)
     return Problem(
         n_positions=len(axis),
@@ -180,7 +184,7 @@ def _problem(draft: Draft, compiled: Sequence[_Compiled], regions: Sequence[Regi
             *lives_of_ops(draft, inside),
             Lifetime(less, optimizer, len(axis)),
             Lifetime(max(0, unseen), 0, optimizer),
-            *(lifetime for c in compiled for lifetime in _code(c)),
+            *(lifetime for c in compiled for lifetime in _code(c, freed)),
         ),
         position_op=tuple(axis.op),
         position_replayed=tuple(axis.replayed),
@@ -225,14 +229,18 @@ def _when(compiled: _Compiled, option: int) -> Condition:
     return Condition((Literal(compiled.group, option),))
 
 
-def _code(compiled: _Compiled) -> Iterator[Lifetime]:
-    """Memory of a region's compiled code at each point; see NOTE [ Memory of a compiled region ]."""
+def _code(compiled: _Compiled, freed: int) -> Iterator[Lifetime]:
+    """Memory of a region's compiled code at each point; see NOTE [ Memory of a compiled region ].
+
+    Args:
+        freed: bytes that its backward takes less than measured by itself.
+    """
     (first, end), (begin, last) = compiled.forward, compiled.backward
     for option, point in enumerate(compiled.points):
         when = _when(compiled, option)
         yield Lifetime(point.forward_bytes, first, end, when)
         yield Lifetime(point.kept_bytes, end, last, when, call=compiled.region.call)
-        yield Lifetime(point.backward_bytes, begin, last, when)
+        yield Lifetime(max(0, point.backward_bytes - freed), begin, last, when)
 
 
 def _storages(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:

@@ -226,7 +226,65 @@ def _measuring_by_allocator(device: Device) -> Iterator[Taken]:
     taken.end_above_start_bytes = count.after_bytes - count.before_bytes
 
 
-ONE_AT_A_TIME = threading.RLock()
+class Turn:
+    """A thread's turn in `OneAtATime`, until `end`, which any thread may call."""
+
+    def __init__(self, turns: OneAtATime):
+        self.thread = threading.current_thread()
+        self.count = 1
+        self._turns = turns
+
+    def end(self) -> None:
+        """Let others have theirs. Ends a turn that was begun several times as often."""
+        self._turns.end(self)
+
+
+class OneAtATime:
+    """A lock that its thread may take again, that another thread may release, and that ends with its thread.
+
+    A loop's step that is recorded or measured holds it from one of the loop's calls to another. If the loop fails in
+    between, none comes.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._turn: Turn | None = None
+
+    def begin(self, waits: bool = True) -> Turn | None:
+        """The thread's turn; None if it is another's, and the caller does not wait for it."""
+        with self._changed:
+            while self._turn is not None and self._turn.thread is not threading.current_thread():
+                if not self._turn.thread.is_alive():
+                    break
+                if not waits:
+                    return None
+                self._changed.wait(_LOOK_S)
+            if self._turn is not None and self._turn.thread is threading.current_thread():
+                self._turn.count += 1
+            else:
+                self._turn = Turn(self)
+            return self._turn
+
+    def end(self, turn: Turn) -> None:
+        """See `Turn.end`."""
+        with self._changed:
+            turn.count -= 1
+            if not turn.count and self._turn is turn:
+                self._turn = None
+                self._changed.notify_all()
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        if self._turn is not None:
+            self._turn.end()
+
+
+_LOOK_S = 1.0
+"""After this time it is looked whether the thread whose turn it is has ended."""
+
+ONE_AT_A_TIME = OneAtATime()
 """Held while torch's profiler runs: there is one per process, and two threads that use it at once break it."""
 
 

@@ -30,11 +30,12 @@ from autoac.device import device_for
 from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import progress_shown
+from autoac.record.live import ONE_DRAW
 from autoac.step.autocast import forward_autocast
 from autoac.step.inputs import described, elements_in
 from autoac.step.model import device_of
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.profile import VARYING, Profile
 
 _MOST_CAUGHT = 3
 """At most this many steps are recorded in search of the calls of the step before."""
@@ -61,6 +62,7 @@ class Compiling:
         self._caught = self._corrections = 0
         self._most = 0  # elements that a recorded step was called with
         self._of_most: dict[Call, Hashable] = {}  # its calls
+        self._varies = False  # whether a step may call fewer modules than the planned one
         # Of the recorded steps the one with the most calls, and the parameters that it trained.
         self._fullest: tuple[Profile, str] | None = None
         self._recorded: list[str] = []  # what the last recorded step's calls were given
@@ -84,6 +86,11 @@ class Compiling:
         """Take hooks off the model."""
         if self._catcher is not None:
             self._catcher.take_off()
+
+    def forget(self) -> None:
+        """Drop the arguments that were caught."""
+        self.stop()
+        self._catcher = None
 
     def is_ready(self, profile: Profile) -> bool:
         """Whether all calls of this recorded step were caught, and it is the largest so far.
@@ -125,6 +132,9 @@ class Compiling:
         Raises:
             NothingCompiled: no region can be compiled.
         """
+        self._varies = self._is_less(profile) or not {VARYING, ONE_DRAW}.isdisjoint(
+            (*profile.facts, *profile.notes)
+        )
         profile = self._to_plan_for(profile)
         wanted = self._wanted(profile)
         found = self._caught_of(wanted)
@@ -155,13 +165,14 @@ class Compiling:
             raise NothingCompiled("the model has no block that holds a twentieth of it")
         if elements >= self._most:
             self._most, self._of_most = elements, wanted
+        was_caught = bool(self._caught_of(wanted))
         if self._catcher is None:
             self._catcher = Catcher(self._model, wanted)
         self._catcher.want(self._of_most)
         if not self._is_less(profile):
             self._fullest = profile, trained_in(self._model)
         self._caught += 1
-        if self._caught > _MOST_CAUGHT:
+        if self._caught > _MOST_CAUGHT and not was_caught:
             raise ProfilingError(
                 f"the loop's steps call other modules each time, so none was compiled after {self._caught} of them: "
                 "plan beforehand with autoac.plan(model, sample, budget, engine='compile'), or take engine='sac'."
@@ -214,6 +225,8 @@ class Compiling:
             self._unlike.append(self._calls)
             return None
         self.is_judged = True
+        if self._varies and measured_bytes < plan.predicted_peak_bytes:
+            return None
         may_be_reset = device_for(device_of(self._model)).counts_memory
         if may_be_reset and measured_bytes < _LEAST_OF_PREDICTED * plan.predicted_peak_bytes:
             return None

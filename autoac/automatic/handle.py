@@ -261,7 +261,7 @@ class Auto(LoopPlan):
                 self._watch.uncounted = True
         if self._recording.went_backward and self._cycle.is_over:
             self._recording.end()
-            self._optimizers.hold(True)
+            self._optimizers.hold(self._recording.profile is not None)
         elif self._recording.is_on:
             self._recording.pause(True)  # the record goes on after the optimizer
 

@@ -87,7 +87,7 @@ class LoopPlan:
         """Stop recording and measuring the step that runs."""
         self._recording.give_up()
         if self._compiling is not None:
-            self._compiling.stop()
+            self._compiling.forget()
         self._measured.step.end()
 
     @property

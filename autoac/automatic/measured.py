@@ -11,7 +11,7 @@ import torch
 from autoac.automatic.report import peak_in_a_line, sized_by_values
 from autoac.automatic.wanted import Wanted
 from autoac.device import device_for
-from autoac.measure import Taken, measuring
+from autoac.measure import ONE_AT_A_TIME, Taken, measuring
 from autoac.parallel.one_plan import kept_bytes
 from autoac.plans import Plan
 from autoac.progress import LOGGER
@@ -73,6 +73,13 @@ class StepPeak:
         if not wanted or is_profiled() or device_for(device).not_measurable():
             return
         stack = contextlib.ExitStack()
+        if device_for(device).memory_events:
+            if (
+                turn := ONE_AT_A_TIME.begin(waits=False)
+            ) is None:  # another thread's: a later step is measured
+                self._is_wanted = True
+                return
+            stack.callback(turn.end)
         close = weakref.finalize(self, stack.close)  # torch's profiler must not run when the process ends
         self._running = close, stack.enter_context(measuring(device))
 

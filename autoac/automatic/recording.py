@@ -81,6 +81,7 @@ class StepRecording:
         self._survivors: dict[int, Any] = {}
         self._workspaces: dict[Any, int] = {}
         self._is_paused = False
+        self._failures = 0  # recorded steps whose backward has failed
         self._unseen_steps = 0  # optimizer steps while nothing is recorded and there is no plan
         self._gradients = 0  # parameters that had one when the step began
         self._has_recorded = False  # a step, to its end
@@ -145,6 +146,7 @@ class StepRecording:
             try:
                 live.begin((args, kwargs), states)
             except InUse:
+                self._unseen_steps = 0
                 return False  # the next step is tried
             except ProfilingError as error:
                 self._warn("cannot record", f"autoac: no plan yet. {error}")
@@ -171,9 +173,8 @@ class StepRecording:
         if tape.is_given_up:
             calls = self._given_up + sum(not row["fqn"] for row in tape.calls.rows)
             if tape.went_backward:
-                calls = 0
-                self.count -= 1  # it says nothing of steps that vary
-                LOGGER.info("the backward of the recorded step has failed: recording another step")
+                self._backward_has_failed()
+                return True
             self.give_up()
             # Before the first optimizer's step it may be no part of the loop, but a trial.
             self._given_up = calls if self._ends_with_optimizer else 0
@@ -187,10 +188,9 @@ class StepRecording:
         """End the recording and make the step's profile."""
         live = self._live
         assert live is not None
-        if (
-            live.tape.is_given_up
-        ):  # the loop has caught an error in backward, and its optimizer steps all the same
-            self.give_up()
+        # The loop has caught an error in backward, and its optimizer steps all the same.
+        if live.tape.is_given_up:
+            self._backward_has_failed()
             return
         if not live.can_end:
             self._warn(
@@ -209,6 +209,17 @@ class StepRecording:
             profile = with_workspaces(profile, None)
         self.profile, self._has_recorded = profile, True
         self._survivors, self._workspaces = live.survivors, live.workspaces
+
+    def _backward_has_failed(self) -> None:
+        self.give_up()
+        self._failures += 1
+        if self._failures <= MOST_RECORDINGS:
+            self.count -= 1  # it says nothing of steps that vary
+            LOGGER.info("the backward of the recorded step has failed: recording another step")
+        else:
+            self._warn(
+                "backward fails", "autoac: no plan yet: the backward of every recorded step has failed."
+            )
 
     def pause(self, paused: bool) -> None:
         """Pause recording (during an optimizer step in the middle of a longer step), or resume it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,6 +98,8 @@ def auto(
         raise ProfilingError(
             "autoac.auto (or a plan for each bucket) is on this model already: call remove() on its handle first."
         )
+    if owned_with(unwrapped(model)) is not None:
+        gc.collect()  # a wrapper of an earlier run may be gone
     if (other := owned_with(unwrapped(model))) is not None:
         raise ProfilingError(
             f"autoac.auto (or a plan for each bucket) is on {own_name(other)} already, and this {own_name(model)} is "

@@ -16,9 +16,10 @@ from autoac.plans import Plan
 from autoac.step.inputs import described, elements_of, without_autocast
 from autoac.step.model import has_gradients
 from autoac.step.restore import tensors_of
-from autoac.torch_private import live_with
 
 _LONGEST_FIRST = "Let all micro-batches of the first step be as long as any later one"
+_MOST_BETWEEN = 64
+"""A step that differs from the planned one is expected again as far away as the last one, up to so many steps."""
 _GRADIENTS = "a step begins with gradients, and the recorded one began without, so this one may take more"
 
 
@@ -52,7 +53,16 @@ class Finding:
 
 
 class _Graph:
-    """Kept alive by the autograd graph of a call's result."""
+    """The graph of a call's result: alive as long as the graph is, and nothing has gone backward through it."""
+
+    __slots__ = ("__weakref__", "went_backward")
+
+    def __init__(self) -> None:
+        self.went_backward = False
+
+    def __call__(self, gradients: Any) -> None:
+        """The hook of a node."""
+        self.went_backward = True
 
 
 class Refused(ValueError):
@@ -99,6 +109,7 @@ class Watch:
         )
         if self._unplanned.elements > self._most:
             self._most, self._times_later = self._unplanned.elements, 0
+        self._due = None
         # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, called_in(profile))
         self._by_place = _by_place(plan)
@@ -169,10 +180,11 @@ class Watch:
         """What was found in the step before, if the step that begins is to be recorded for it; else it is due later."""
         deviant, before = self.steps - 1, self._last_deviant
         self._last_deviant = deviant
-        due = self.steps if before is None else 2 * deviant - before
-        if due <= self.steps:
+        distance = 0 if before is None else deviant - before
+        self._due = None
+        if distance <= 1 or distance > _MOST_BETWEEN:
             return finding
-        self._due = due, finding
+        self._due = deviant + distance, finding
         return None
 
     def _larger_in_its_place(self, args: Any, kwargs: Any, skipped: int) -> Finding | None:
@@ -199,15 +211,16 @@ class Watch:
 
     def returned(self, result: Any) -> None:
         """A call of the model has returned."""
-        made = next((t for t in tensors_of(result) if t.grad_fn is not None), None)
-        if made is not None and made.grad_fn is not None:
-            graph = _Graph()
-            live_with(made.grad_fn, "autoac", graph)
-            self._graphs.append(weakref.ref(graph))
+        graph = _Graph()
+        for node in {tensor.grad_fn for tensor in tensors_of(result)}:
+            if node is not None:
+                node.register_prehook(graph)  # which keeps it alive
+        self._graphs.append(weakref.ref(graph))
 
     def _more_calls(self) -> Finding | None:
         """More calls than in the recorded step have activations that are alive together."""
-        calls, planned = 1 + sum(graph() is not None for graph in self._graphs), self._planned_calls
+        graphs = [graph for ref in self._graphs if (graph := ref()) is not None]
+        calls, planned = 1 + sum(not graph.went_backward for graph in graphs), self._planned_calls
         if calls != planned + 1 or has_gradients(self._model):  # told once in a step
             return None
         words = (

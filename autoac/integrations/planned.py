@@ -12,7 +12,7 @@ import torch
 from autoac.api.checks import asked_for, check_engine_options
 from autoac.automatic import Auto, auto
 from autoac.automatic.start import check_options
-from autoac.execute.on_top import owner_of
+from autoac.execute.on_top import owned_with, owner_of
 from autoac.plans import Plan
 from autoac.policies import listed
 from autoac.progress import LOGGER
@@ -127,10 +127,11 @@ _STARTED: weakref.WeakSet[Auto] = weakref.WeakSet()
 
 def take_off_leftovers(model: torch.nn.Module) -> None:
     """Take off what another callback has left on a model, whose training has failed or was interrupted."""
-    for module in (model, unwrapped(model)):
-        if isinstance(left := owner_of(module), Auto) and left in _STARTED:
-            LOGGER.info("taking off what an earlier training run has left on %s", type(module).__name__)
-            left.remove()
+    while (other := owned_with(unwrapped(model))) is not None:  # it may have been in another wrapper
+        if not isinstance(left := owner_of(other), Auto) or left not in _STARTED:
+            return
+        LOGGER.info("taking off what an earlier training run has left on %s", type(other).__name__)
+        left.remove()
 
 
 def turn_checkpointing_off(model: torch.nn.Module) -> str:

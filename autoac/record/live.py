@@ -247,9 +247,10 @@ class LiveStep:
             # What the loop runs before it ends the step may save tensors here for a backward after it.
             stack.callback(setattr, tape.saved, "unseen", None)
             if not self.profiled:
-                if not ONE_AT_A_TIME.acquire(blocking=False):
+                if (turn := ONE_AT_A_TIME.begin(waits=False)) is None:
                     raise InUse("another thread measures memory")
-                stack.callback(ONE_AT_A_TIME.release)
+                # Also if the step is never over, and its loop is gone.
+                stack.callback(weakref.finalize(self, turn.end))
                 profiling = contextlib.ExitStack()
                 # torch's profiler must not run when the process ends, as after an error in the step
                 stack.callback(weakref.finalize(self, profiling.close))

@@ -60,14 +60,6 @@ def node_number(node: Any) -> int:
     return node._sequence_nr()
 
 
-def live_with(node: Any, key: str, value: Any) -> None:
-    """Keep a value alive as long as an autograd node.
-
-    Source: `Node.metadata` (torch/csrc/autograd/python_cpp_function.cpp), a dictionary.
-    """
-    node.metadata[key] = value
-
-
 def current_node() -> Any:
     """The autograd node that is being evaluated, None outside of backward.
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import autoac
+from autoac.measure import OneAtATime
 from autoac.torch_private import top_dispatch_mode
 from tests.small_models import BATCH, WIDTH, Blocks, make
 
@@ -243,6 +244,38 @@ def test_more_calls_before_a_backward_than_recorded_are_told():
     ):
         step(5)
     assert handle.plan is not None
+
+
+def test_a_step_that_is_skipped_is_no_further_call():
+    """As by gradient scaling or a norm that is too large: backward has run, and gradients are cleared."""
+    model = make()
+    handle = autoac.auto(model, ENOUGH, on_larger="error")
+    optimizer = adam(model)
+    for seed in range(8):
+        x, y = batch(seed)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if seed not in (4, 5):
+            optimizer.step()
+        optimizer.zero_grad()
+    assert handle.plan is not None
+
+
+def test_one_thread_at_a_time():
+    turns = OneAtATime()
+    with turns, turns, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(turns.begin, waits=False).result() is None
+    with ThreadPoolExecutor(1) as pool:
+        turn = pool.submit(turns.begin, waits=False).result()
+        assert turn is not None
+        assert turns.begin(waits=False) is None
+        turn.end()  # in another thread
+        with turns:
+            pass
+        assert pool.submit(turns.begin).result() is not None
+    with turns:  # the thread whose turn it is has ended
+        pass
+    assert turns.begin(waits=False) is not None
 
 
 def test_a_handle_on_a_part_of_a_model_that_has_one_is_refused():

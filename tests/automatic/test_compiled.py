@@ -316,6 +316,32 @@ def test_only_steps_of_the_planned_sizes_correct_the_plan() -> None:
     assert peaks[-1] == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.01)
 
 
+def test_what_was_caught_in_a_step_that_failed_is_not_used() -> None:
+    """It was larger than the recorded one."""
+    model, rows = make(), (32, 64, 32, 32, 32)
+    handle = autoac.auto(model, "100MB", engine="compile")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def fails(gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    for count in rows:
+        output = model(torch.ones(count, 32))
+        if count == 64:
+            output.register_hook(fails)
+            with pytest.raises(torch.OutOfMemoryError):
+                output.square().mean().backward()
+        else:
+            output.square().mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        del output
+    assert handle.plan is not None
+    table = handle.plan.record.profile.compiled
+    assert table is not None
+    assert [region.inputs for region in table.regions] == ["float32[32,64]"]
+
+
 def test_nothing_is_left_on_the_model_where_a_recorded_step_ends() -> None:
     """Copies of the model are made there; and a forward may fail in the step in which calls are caught."""
     model = make()

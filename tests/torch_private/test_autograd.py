@@ -1,7 +1,6 @@
 """Autograd and `torch.func`."""
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -164,22 +163,6 @@ def test_inside_of_backward():
         (True, "SinBackward0", False),
     ]
     assert not torch_private.in_backward()
-
-
-def test_live_with():
-    class Value:
-        pass
-
-    x = torch.ones(3, requires_grad=True)
-    y = x.sin()
-    alive = weakref.ref(value := Value())
-    torch_private.live_with(y.grad_fn, "value", value)
-    del value
-    z = y.cos()
-    del y
-    assert alive() is not None
-    del z
-    assert alive() is None
 
 
 def test_when_backward_ends():

@@ -190,10 +190,12 @@ class Catcher:
         """Catch the calls of the step that begins; each module's are counted."""
         self.take_off()
         self._counts.clear()
+        # Of a step that was not recorded to its end, it is not known what they were.
+        for call in [*self._now, *([self._open[1]] if self._open is not None else [])]:
+            self._drop(call)
+            self.missing.add(call)
         self._now.clear()
-        if self._open is not None:  # that step did not come to its end
-            self._drop(self._open[1])
-            self._open = None
+        self._open = None
         for name in {name for name, _ in self._kinds}:
             hook = functools.partial(self._catch, name)
             module = self._model.get_submodule(name)

@@ -195,5 +195,6 @@ def corrected(plan: Plan, measured_bytes: int, with_optimizer: bool = False) -> 
     live = step.timeline["live_bytes"].to_numpy()
     backward = (p for p, op in enumerate(step.built.problem.position_op) if record.profile.tape[op].backward)
     ran = len(live) if with_optimizer else 1 + max(backward)
-    unseen = measured_bytes - int(live[:ran].max())
+    most = max((p.backward_bytes for region in table.regions for p in region.points), default=0)
+    unseen = max(measured_bytes - int(live[:ran].max()), -(record.resident_bytes + most))
     return plan.on(replace(record.profile, compiled=replace(table, unseen_bytes=unseen)))

@@ -211,12 +211,15 @@ class _Counting:
     """Compiled code of modules, which gets their integers as inputs if they change.
 
     A counter of calls would otherwise have the code compiled anew at every call. Modules of one class may well differ
-    in integers (their place in the model), which stay constants: code has to be translated twice for one module.
+    in integers (their place in the model), which stay constants: code has to be translated anew for one module.
+
+    Args:
+        patience: so many times in a row; of code for other sizes, some may be for these.
     """
 
-    def __init__(self, code: Callable[..., Any]):
-        self._code = code
-        self._have_run: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+    def __init__(self, code: Callable[..., Any], patience: int):
+        self._code, self._patience = code, patience
+        self._translated: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._changes = False
 
     def __call__(self, module: torch.nn.Module, *args: Any) -> Any:
@@ -226,8 +229,10 @@ class _Counting:
         before = graphs_translated()
         result = self._code(module, *args)
         if graphs_translated() != before:
-            self._changes = module in self._have_run
-            self._have_run.add(module)
+            self._translated[module] = self._translated.get(module, 0) + 1
+            self._changes = self._translated[module] > self._patience
+        elif module in self._translated:
+            self._translated[module] = 1
         return result
 
 
@@ -242,7 +247,7 @@ def _compiled(partitioner: Any, name: str, dynamic: bool | None, tail: bool) -> 
     options: dict[str, Any] = {COMPILE_OPTION: partitioner, "triton.cudagraphs": False}
     if not tail:
         code = torch.compile(_named(name), fullgraph=True, dynamic=dynamic, options=options, **_limit())
-        return _Counting(code)
+        return _Counting(code, 3 if dynamic else 1)
 
     def only_with_loss(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return _by_inductor(graph, inputs, options) if _has_loss(graph) else graph.forward

@@ -70,9 +70,8 @@ class Compiling:
         self._measured = 0  # steps under the plan
         self.is_judged = True  # whether measuring the plan's peak is over
         self.may_have_compiled = False  # whether the compiler may have run in the step that was measured last
-        self._unlike: list[
-            list[str]
-        ] = []  # what the calls of measured steps were given that are not as recorded
+        # What the calls of measured steps were given that are not as recorded.
+        self._unlike: list[list[str]] = []
         self.best: Plan | None = None  # of those that were measured to be within the budget
         self.known: Profile | None = None  # with what a measured step under the plan has shown
 

@@ -103,11 +103,9 @@ class Program:
     def steps(self) -> tuple[PlannedOp, ...]:
         """The ops in the order of the recording, then `END`."""
         if self._steps is None:
-            overloads = [find_overload(name) for name, _ in self.names]
-            decisions = [recompute for _, recompute in self.names]
             found = [
-                _planned(overload, recompute, place in self.cuts)
-                for place, (overload, recompute) in enumerate(zip(overloads, decisions, strict=True))
+                _planned(find_overload(name), recompute, place in self.cuts)
+                for place, (name, recompute) in enumerate(self.names)
             ]
             self._steps = (*found, END)
         return self._steps

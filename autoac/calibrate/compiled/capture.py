@@ -235,9 +235,8 @@ class Catcher:
             wrong = [call for call in calls if call in self._now and kinds.get(call) != self._kinds[call]]
             if not wrong:
                 continue
-            kind = (
-                kinds.get(calls[0]) if calls[0] == wrong[0] else None
-            )  # the arguments are those of the first
+            # The arguments are those of the first.
+            kind = kinds.get(calls[0]) if calls[0] == wrong[0] else None
             assert isinstance(key, tuple)
             again = kind, *key[1:]
             is_known = kind is not None and _children(kind) == region.children and again not in self._groups

@@ -66,9 +66,13 @@ class Captured:
         """All that the region is given."""
         return self.args, self.kwargs, self.results
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        """`given`, as the region's code gets it: tensors that need a gradient are results of ops."""
-        return _each_once(_computed, self.given)
+    def arguments(self, own: bool = False) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        """`given`, as the region's code gets it: tensors that need a gradient are results of ops.
+
+        Args:
+            own: nobody else holds any of the tensors.
+        """
+        return _each_once(_computed, _each_once(_copy, self.given) if own else self.given)
 
     @property
     def described(self) -> str:

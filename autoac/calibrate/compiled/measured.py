@@ -80,10 +80,11 @@ def measured_points(
     return tuple(
         CompiledPoint(
             name,
-            *sizes[name][:3],
+            *sizes[name].bytes,
             forward_s=min(forward for forward, _ in times[name]),
             backward_s=min(backward for _, backward in times[name]),
-            holds_output=sizes[name][3],
+            holds_output=sizes[name].holds_output,
+            holds_inputs=sizes[name].holds_inputs,
         )
         for name in runs
     )
@@ -142,8 +143,20 @@ def _timed(call: Callable[[], Any], device: torch.device, launching_s: float) ->
     return result, seconds, host_s
 
 
-def _sizes(region: Captured, run: Run, device: torch.device) -> tuple[int, int, int, bool]:
-    """Kept bytes, the most alive in forward and in backward, and whether an output is held for backward."""
+@dataclass(frozen=True)
+class _Sizes:
+    """See `CompiledPoint`.
+
+    Attributes:
+        bytes: its `kept_bytes`, `forward_bytes`, `backward_bytes` and `sole_backward_bytes`.
+    """
+
+    bytes: tuple[int, int, int, int]
+    holds_output: bool
+    holds_inputs: bool
+
+
+def _sizes(region: Captured, run: Run, device: torch.device) -> _Sizes:
     _forward_and_backward(region, run, device)
     args, kwargs, results = region.arguments()
     with contextlib.ExitStack() as measurement:
@@ -166,25 +179,62 @@ def _sizes(region: Captured, run: Run, device: torch.device) -> tuple[int, int, 
     gradients = [torch.ones_like(output) for output in outputs]
     with measuring(device) as backward:
         _backward(region, outputs, gradients)
-    held = _held_output_bytes(region, run)
+    del result, made, outputs, gradients
+    held, holds_inputs = _held(region, run)
     if region.children:
         kept += held
-    return kept, forward.peak_above_start_bytes, backward.peak_above_start_bytes, held > 0
+    sole = _sole_backward_bytes(region, run, device)
+    sizes = kept, forward.peak_above_start_bytes, backward.peak_above_start_bytes, sole
+    return _Sizes(sizes, held > 0, holds_inputs)
 
 
-def _held_output_bytes(region: Captured, run: Run) -> int:
-    """Bytes of the outputs that live as long as the graph behind them."""
-    args, kwargs, results = region.arguments()
+def _held(region: Captured, run: Run) -> tuple[int, bool]:
+    """Bytes of the outputs that live as long as the graph behind them, and whether any input does."""
+    given = region.arguments(own=True)
+    args, kwargs, results = given
     with region.around(results):
         result = run(region.module, args, kwargs)
     outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
     graph = [output.grad_fn for output in outputs]
-    made = {key_of_storage(o.untyped_storage()): o for o in _made(outputs, (args, kwargs, results))}
+    made = {key_of_storage(o.untyped_storage()): o for o in _made(outputs, given)}
     refs = [(storage_ref(output), output.untyped_storage().nbytes()) for output in made.values()]
-    del result, outputs, made
+    inputs = [t for t in tensors_of(given) if not isinstance(t, torch.nn.Parameter)]
+    of_inputs = [storage_ref(tensor) for tensor in inputs if _is_strided(tensor)]
+    holds_inputs = len(of_inputs) < len(inputs)
+    del given, args, kwargs, results, result, outputs, made, inputs
     held = sum(nbytes for ref, nbytes in refs if ref() is not None)
+    holds_inputs |= any(ref() is not None for ref in of_inputs)
     del graph
-    return held
+    return held, holds_inputs
+
+
+def _sole_backward_bytes(region: Captured, run: Run, device: torch.device) -> int:
+    """See `CompiledPoint`."""
+    args, kwargs, results = region.arguments()
+    with region.around(results):
+        result = run(region.module, args, kwargs)
+    outputs = _outputs(region, result)
+    given = _Given.apply([torch.ones_like(output) for output in outputs], *outputs)
+    start = [torch.ones_like(given)]
+    del result, outputs
+    with measuring(device) as backward:
+        _backward(region, [given], start)
+    return backward.peak_above_start_bytes
+
+
+class _Given(torch.autograd.Function):
+    """A number made of some tensors, of which it holds none, and whose gradients are then nobody's but theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        gradients = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *gradients
 
 
 def _made(values: Any, given: Any) -> list[torch.Tensor]:

@@ -5,15 +5,16 @@ NOTE [ Memory of a compiled region ]
   the tape shows inside it are ignored.
   1. While its forward runs, `forward_bytes` are alive on top of everything alive at its start. Storages that the tape
      frees during it live to its end.
-  2. From there to the end of its backward, `kept_bytes` and its inputs are alive. If they hold outputs, these live as
-     long; those of a tail, which is the last to run in a call, are among `kept_bytes` then: a step that takes the loss
+  2. From there to the end of its backward, `kept_bytes` are alive. Inputs and outputs live as long if it holds them; those of a tail, which is the last to run in a call, are among `kept_bytes` then: a step that takes the loss
      only drops the logits in the tail's own window, as the tape shows it, and code holds them on.
   3. While its backward runs, from the first unpack to the last release of its saved tensors on the tape,
      `backward_bytes` are alive in addition. Storages that the tape allocates there and that outlive it (gradients)
      start at its end.
-  4. Measured by itself, code holds its outputs and their gradients to its end. In a step, where nothing else may hold
-     them, it frees them on the way. If a step was measured to take less than predicted, what is resident counts as so
-     much less, and if that is not enough, so do the `backward_bytes`.
+  4. Code frees its outputs and their gradients on the way if nothing else holds them, and takes `sole_backward_bytes`.
+     So it is if the tape shows that the region reads gradients made before its backward, that all of them are gone
+     when it ends, and so are its outputs.
+  5. If a step was measured to take less than predicted, what is resident counts as so much less, and if that is not
+     enough, so do the bytes of backward.
 
 NOTE [ Regions that are not compiled ]
   Engine replay runs them, with decisions on their individual values. So the axis, the groups and the lifetimes are
@@ -62,13 +63,27 @@ _REPLAY = Replay()
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A compiled region: its points, fastest first, and its forward and backward windows, positions [start, end)."""
+    """A compiled region.
+
+    Attributes:
+        points: fastest first.
+        forward, backward: its windows, positions [start, end).
+        is_given_gradients: the gradients of its outputs are nobody's but its own.
+        is_given_outputs: so are its outputs in backward.
+    """
 
     region: Region
     points: tuple[CompiledPoint, ...]
     forward: tuple[int, int]
     backward: tuple[int, int]
     group: int
+    is_given_gradients: bool
+    is_given_outputs: bool
+
+    def backward_bytes(self, point: CompiledPoint) -> int:
+        """Bytes that it takes in backward, see NOTE [ Memory of a compiled region ]."""
+        is_sole = self.is_given_gradients and (self.is_given_outputs or not point.holds_output)
+        return point.sole_backward_bytes if is_sole else point.backward_bytes
 
 
 def build_compiled(profile: Profile, calls: Sequence[int], model: EngineModel) -> Built:
@@ -135,14 +150,31 @@ def _of(draft: Draft, region: Region, group: int) -> _Compiled:
     axis, table = draft.axis, draft.step.profile.compiled
     measured = None if table is None else table.of_call(region.call)
     assert measured is not None  # Regions that were not measured are refused.
-    first, last = axis.position(region.begin_backward), axis.position(_ends_backward(draft.step, region))
+    end = _ends_backward(draft.step, region)
+    first, last = axis.position(region.begin_backward), axis.position(end)
     return _Compiled(
         region,
         undominated(measured.points),
         (axis.forward[region.ops[0]], axis.forward[region.ops[-1]] + 1),
         (min(first, len(axis) - 1), min(max(last, first + 1), len(axis))),
         group,
+        _is_given_gradients(draft.step, region, end),
+        _is_given_outputs(draft.step, region, end),
     )
+
+
+def _is_given_gradients(step: Step, region: Region, end: int) -> bool:
+    """Whether a region's backward, which ends at tick `end`, is the last to need the gradients that it is given."""
+    reads = {s for op in step.ops(region.begin_backward, end) for s in step.profile.tape[op].reads}
+    table = (step.profile.storage_table[storage] for storage in reads)
+    given = [s for s in table if region.end < s.alloc < region.begin_backward and s.kind != "Gradient"]
+    return bool(given) and all(storage.free <= end for storage in given)
+
+
+def _is_given_outputs(step: Step, region: Region, end: int) -> bool:
+    """Whether nothing but the graph holds what a region has made when its backward ends at tick `end`."""
+    made = {storage for op in region.ops for storage in step.profile.tape[op].creates}
+    return all(step.profile.storage_table[storage].free <= end for storage in made)
 
 
 def _ends_backward(step: Step, region: Region) -> int:
@@ -240,7 +272,7 @@ def _code(compiled: _Compiled, freed: int) -> Iterator[Lifetime]:
         when = _when(compiled, option)
         yield Lifetime(point.forward_bytes, first, end, when)
         yield Lifetime(point.kept_bytes, end, last, when, call=compiled.region.call)
-        yield Lifetime(max(0, point.backward_bytes - freed), begin, last, when)
+        yield Lifetime(max(0, compiled.backward_bytes(point) - freed), begin, last, when)
 
 
 def _storages(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
@@ -269,13 +301,18 @@ def _outside(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
     made_in = {s: c for c in compiled for op in c.region.ops for s in profile.tape[op].creates}
     holder = _holder(compiled)
     held = dict.fromkeys(range(len(profile.storage_table)), 0)
+    by_inputs: dict[int, list[_Compiled]] = {}  # storage -> regions that it is an input of
     for saved in profile.saved:
         c = holder(saved.tick)
-        if c is not None and holder(profile.storage_table[saved.storage].alloc) is not c:
+        if c is None or holder(profile.storage_table[saved.storage].alloc) is c:
+            continue
+        if saved.storage not in profile.spans[c.region.call].inputs:
             held[saved.storage] = max(held[saved.storage], c.backward[1])
     for c in compiled:
         for storage in profile.spans[c.region.call].inputs:
-            held[storage] = max(held[storage], c.backward[1])
+            by_inputs.setdefault(storage, []).append(c)
+            if all(point.holds_inputs for point in c.points):
+                held[storage] = max(held[storage], c.backward[1])
     for use in draft.uses():
         saves = [index for index in use.saves if holder(profile.saved[index].tick) is None]
         maker = made_in.get(use.storage)
@@ -283,6 +320,12 @@ def _outside(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
         first = next(lives)
         end = max(first.end, held[use.storage])
         kept = [e for e in first.extensions if e.end > end]
+        kept += (
+            Extension(c.backward[1], _when(c, option))
+            for c in by_inputs.get(use.storage, ())
+            for option, point in enumerate(c.points)
+            if point.holds_inputs and c.backward[1] > end
+        )
         if maker is not None and maker.region.call in profile.tail_spans:
             yield from _after_tail(maker, replace(first, end=end, extensions=tuple(kept)))
             continue

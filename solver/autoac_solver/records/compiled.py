@@ -41,18 +41,23 @@ class CompiledPoint:
         kept_bytes: bytes kept from the end of forward to backward, except inputs, parameters and outputs; those of a
             tail with the outputs that it holds.
         forward_bytes, backward_bytes: peak live bytes in forward and in backward above those at its start, including
-            results: outputs and kept values, and gradients.
+            results: outputs and kept values, and gradients. Whoever calls it holds its outputs and their gradients.
+        sole_backward_bytes: the same in backward if nobody but the code holds its outputs and their gradients: it frees
+            them on the way.
         forward_s, backward_s: minimum over several rounds; other load on the machine only adds to it.
         holds_output: whether outputs are kept.
+        holds_inputs: whether any tensor that it is called with is.
     """
 
     name: PointName
     kept_bytes: Size
     forward_bytes: Size
     backward_bytes: Size
+    sole_backward_bytes: Size
     forward_s: Seconds
     backward_s: Seconds
     holds_output: bool = False
+    holds_inputs: bool = True
 
     @property
     def time_s(self) -> float:
@@ -70,7 +75,9 @@ class CompiledPoint:
             self.kept_bytes,
             self.forward_bytes,
             self.backward_bytes,
+            self.sole_backward_bytes,
             float(self.holds_output),
+            float(self.holds_inputs),
         )
 
 

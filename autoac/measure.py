@@ -29,7 +29,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from autoac.device import Device, device_for
+from autoac.device import Device, MemoryCount, device_for
 from autoac.torch_private import (
     cpu_allocations,
     cpu_ops,
@@ -185,13 +185,18 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 class Taken:
     """Memory that a context of `measuring` took; set when the context ends.
 
-    Args:
+    Attributes:
         peak_above_start_bytes, end_above_start_bytes, timeline: as in `Measurement`.
+        start_here: called within the context, counts from this moment on. On CPU, frees of what was allocated before it
+            are seen, even of tensors that autograd alone holds and Python does not know.
     """
 
     peak_above_start_bytes: int = 0
     end_above_start_bytes: int = 0
     timeline: MeasuredTimeline | None = None
+
+    def __init__(self, start_here: Callable[[], None]):
+        self.start_here = start_here
 
 
 _LOOKS = 20
@@ -215,10 +220,18 @@ def measuring(device: torch.device | str = "cpu") -> AbstractContextManager[Take
 
 @contextmanager
 def _measuring_by_allocator(device: Device) -> Iterator[Taken]:
-    taken = Taken()
-    gc.collect()
-    device.synchronize()
-    with device.counting() as counts:
+    with ExitStack() as counting:
+        counts: list[MemoryCount] = []
+
+        def start_here() -> None:
+            nonlocal counts
+            counting.close()
+            device.synchronize()
+            counts = counting.enter_context(device.counting())
+
+        taken = Taken(start_here)
+        gc.collect()
+        start_here()
         yield taken
         device.synchronize()
     [count] = counts
@@ -281,6 +294,9 @@ class OneAtATime:
             self._turn.end()
 
 
+_APART_S = 1e-4
+"""Far more than what the profiler's clock and Python's are apart."""
+
 _LOOK_S = 1.0
 """After this time it is looked whether the thread whose turn it is has ended."""
 
@@ -290,7 +306,14 @@ ONE_AT_A_TIME = OneAtATime()
 
 @contextmanager
 def _measuring_cpu() -> Iterator[Taken]:
-    taken = Taken()
+    starts_ns: list[int] = []
+
+    def start_here() -> None:
+        time.sleep(_APART_S)
+        starts_ns.append(time.time_ns())
+        time.sleep(_APART_S)
+
+    taken = Taken(start_here)
     wait_for_gloo(gloo_threads(), _LOOKS)  # what they still hold would be freed within
     gc.collect()
     # No accumulation, shapes or stacks: they cost time and say nothing about memory.
@@ -309,9 +332,13 @@ def _measuring_cpu() -> Iterator[Taken]:
     time_ns = np.array([when for when, _ in events], dtype=np.int64)
     live_bytes = np.cumsum(np.array([delta for _, delta in events], dtype=np.int64))
     ops = cpu_ops(raw_events(prof))
-    start_ns = time_ns[0] if events else 0
+    for start_ns in starts_ns[-1:]:
+        first = int(np.searchsorted(time_ns, start_ns))
+        live_bytes = live_bytes[first:] - (live_bytes[first - 1] if first else 0)
+        time_ns, ops = time_ns[first:], [op for op in ops if op[0] >= start_ns]
+    start_ns = time_ns[0] if len(time_ns) else 0
     taken.peak_above_start_bytes = int(live_bytes.max(initial=0))
-    taken.end_above_start_bytes = int(live_bytes[-1]) if events else 0
+    taken.end_above_start_bytes = int(live_bytes[-1]) if len(live_bytes) else 0
     taken.timeline = MeasuredTimeline(
         time_s=(time_ns - start_ns) * 1e-9,
         live_above_start_bytes=live_bytes,

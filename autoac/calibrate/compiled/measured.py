@@ -175,17 +175,12 @@ def _sizes(region: Captured, run: Run, device: torch.device) -> _Sizes:
     [forward] = taken
     made = _made(result, (args, kwargs, results))
     kept = max(0, forward.end_above_start_bytes - unique_storage_bytes(made))
-    outputs = _outputs(region, result)
-    gradients = [torch.ones_like(output) for output in outputs]
-    with measuring(device) as backward:
-        _backward(region, outputs, gradients)
-    del result, made, outputs, gradients
+    del result, made
     held, holds_inputs = _held(region, run)
     if region.children:
         kept += held
-    sole = _sole_backward_bytes(region, run, device)
-    sizes = kept, forward.peak_above_start_bytes, backward.peak_above_start_bytes, sole
-    return _Sizes(sizes, held > 0, holds_inputs)
+    backward, sole = (_backward_bytes(region, run, device, is_sole) for is_sole in (False, True))
+    return _Sizes((kept, forward.peak_above_start_bytes, backward, sole), held > 0, holds_inputs)
 
 
 def _held(region: Captured, run: Run) -> tuple[int, bool]:
@@ -208,18 +203,24 @@ def _held(region: Captured, run: Run) -> tuple[int, bool]:
     return held, holds_inputs
 
 
-def _sole_backward_bytes(region: Captured, run: Run, device: torch.device) -> int:
-    """See `CompiledPoint`."""
+def _backward_bytes(region: Captured, run: Run, device: torch.device, is_sole: bool) -> int:
+    """See `CompiledPoint`.
+
+    Args:
+        is_sole: nobody but the code holds its outputs and their gradients.
+    """
     args, kwargs, results = region.arguments()
-    with region.around(results):
-        result = run(region.module, args, kwargs)
-    outputs = _outputs(region, result)
-    given = _Given.apply([torch.ones_like(output) for output in outputs], *outputs)
-    start = [torch.ones_like(given)]
-    del result, outputs
-    with measuring(device) as backward:
-        _backward(region, [given], start)
-    return backward.peak_above_start_bytes
+    with measuring(device) as taken:
+        with region.around(results):
+            result = run(region.module, args, kwargs)
+        outputs = _outputs(region, result)
+        gradients = [torch.ones_like(output) for output in outputs]
+        if is_sole:
+            outputs = [_Given.apply(gradients, *outputs)]
+            gradients, result = [torch.ones_like(outputs[0])], None
+        taken.start_here()
+        _backward(region, outputs, gradients)
+    return taken.peak_above_start_bytes
 
 
 class _Given(torch.autograd.Function):

@@ -174,7 +174,7 @@ class _Applied:
             plan.placement.share_earlier(buckets.plans[0].placement)
         self._plan = buckets.plans[-1]  # which holds for all sizes
         self._plan.placement.attach(model)
-        self._plan.placement.watch_autocast(model)
+        self._plan.placement.watch_backward(model)
         self._on_top = OnTop(model, self)
         self._on_top.put_on()
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from autoac.api.profiling import profile
-from autoac.automatic.wanted import called_in
 from autoac.device import device_for
 from autoac.progress import LOGGER
 from autoac.record.live import ONE_DRAW
@@ -83,7 +82,7 @@ def with_all_called(
         model, args, kwargs, trial: as for `sample_of`, of the batch at hand.
         warn: called with a key and words.
     """
-    names = left_out(model, called_in(recorded)) if ONE_DRAW in recorded.notes else []
+    names = left_out(model, recorded.called) if ONE_DRAW in recorded.notes else []
     if not names or not _may_stand_for(recorded, args, kwargs):
         return None
     try:

@@ -15,7 +15,15 @@ from autoac.automatic.cycle import Cycle
 from autoac.automatic.measured import Measured
 from autoac.automatic.optimizers import Optimizers, trained_in
 from autoac.automatic.recording import StepRecording
-from autoac.automatic.report import Once, doubts, in_a_line, refusal, verified, words_over_budget
+from autoac.automatic.report import (
+    Once,
+    doubts,
+    in_a_line,
+    refusal,
+    verified,
+    words_on_no_plan_since,
+    words_over_budget,
+)
 from autoac.automatic.wanted import Wanted, needs_no_more
 from autoac.automatic.watch import Finding, Watch
 from autoac.execute.on_top import OnTop
@@ -31,6 +39,8 @@ _COVERED = (
     "other code has replaced the forward of a planned module, so the plan stays on, and steps that it was not made for "
     "may take more than the budget. Take that off, then call remove() and autoac.auto again."
 )
+
+_STAYS = "no plan fits what was recorded since: kept the plan of"
 
 
 class LoopPlan:
@@ -95,17 +105,17 @@ class LoopPlan:
         """The plan; None before the first step is over.
 
         Between the first step and the second it is provisional: the plan for the first step as it was recorded. With
-        engine compile there is none yet.
+        engine compile there is none yet. While a later step is recorded, it is the plan that stays if it needs no more.
         """
-        has_none = self._compiling is not None or self._recording.is_late
+        has_none = self._compiling is not None or self._recording.is_late or self._kept is not None
         recorded = None if has_none else self._recording.profile
         if self._plan is None and recorded is not None and self._provisional is None:
             self._provisional = self._wanted.plan(self._given, self._optimizers.counted(recorded))
-        return self._plan or self._provisional
+        return self._plan or self._provisional or self._kept
 
     @property
     def known_plan(self) -> Plan | None:
-        """The plan if one has been made; does not make one."""
+        """The plan if one has been made."""
         return self._plan or self._provisional
 
     def _record_again(self, is_new: bool = False) -> bool:
@@ -159,8 +169,11 @@ class LoopPlan:
             plan = self._wanted.plan(self._given, profile)
         except AutoacError as error:
             is_infeasible = isinstance(error, InfeasibleBudgetError)
-            if self._measured.exceeded is not None and is_infeasible:
+            if is_infeasible and self._measured.exceeded is not None:
                 self._stay_over_budget(self._measured.exceeded)
+            elif is_infeasible and kept is not None:
+                self._warn("no plan fits", words_on_no_plan_since(error))
+                self._put_plan_on(kept, _STAYS)
             elif not (self._recording.ended_early and is_infeasible and self._record_again()):  # of a part?
                 _remove_for(error, self)
                 raise
@@ -281,11 +294,7 @@ class LoopPlan:
         self._plan = self._corrected = None
 
     def _verify(self, plan: Plan, args: Any, kwargs: Any) -> None:
-        """Verify on this batch that gradients are equal; else the model is left without a plan.
-
-        Raises:
-            AutoacError: see `refusal`.
-        """
+        """Verify on this batch that gradients are equal; if not, an error (`refusal`), and no plan is on."""
         with self._on_top.aside():
             self.report = verified(plan, self._model, args, kwargs, self.trial)
         if (error := refusal(self.report)) is not None:
@@ -332,7 +341,7 @@ class LoopPlan:
         self._warn("over budget", words_over_budget(plan, self._measured.peak_bytes, is_least=True))
         self._measured.no_more()
         if self._plan is None:
-            self._put_plan_on(plan, "no plan fits what was recorded since: kept the plan of")
+            self._put_plan_on(plan, _STAYS)
 
 
 def _remove_for(error: BaseException, loop: LoopPlan) -> None:

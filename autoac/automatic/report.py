@@ -60,6 +60,12 @@ def sized_by_values(plan: Plan) -> bool:
     return SIZED_BY_VALUES in plan.record.profile.facts
 
 
+def words_on_no_plan_since(error: Exception) -> str:
+    """The warning about a step unlike the planned one for which no plan fits, where the plan stays on."""
+    refused, _, _ = str(error).partition("\n")
+    return f"a step of this loop unlike the first recorded one takes more than the budget under any plan. {refused}"
+
+
 def words_over_budget(
     plan: Plan, measured_bytes: int, *, compiles: bool = False, is_least: bool = False
 ) -> str:

@@ -95,7 +95,7 @@ class Wanted:
             model: without wrappers.
         """
         record, device = plan.record, device_of(model)
-        names = None if self.names is None else called_in(record.profile) & set(self.names)
+        names = None if self.names is None else record.profile.called & set(self.names)
         return (
             record.model_fingerprint == model_fingerprint(model)
             and kind_of(record.device) == device.type
@@ -109,17 +109,12 @@ class Wanted:
         )
 
 
-def called_in(profile: Profile) -> set[str]:
-    """The modules that the recorded step called with gradients on."""
-    return {call.fqn for call in profile.calls if call.grad}
-
-
 def needs_no_more(profile: Profile, other: Profile) -> bool:
     """Whether a step calls no more modules, no more often and with no more elements, than another, and takes no more.
 
     What the loop still holds when a step begins makes small differences.
     """
-    fewer = len(called_in(profile)) <= len(called_in(other)) and _calls(profile) <= _calls(other)
+    fewer = len(profile.called) <= len(other.called) and _calls(profile) <= _calls(other)
     takes_less = profile.peak_bytes <= _ABOUT_EQUAL * other.peak_bytes
     return fewer and takes_less and elements_in(profile.sample) <= elements_in(other.sample)
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autoac.automatic.recording import MOST_RECORDINGS, StepRecording
-from autoac.automatic.wanted import called_in
 from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_newcomers
+from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
 from autoac.step.inputs import described, elements_of, without_autocast
 from autoac.step.model import has_gradients
 from autoac.step.restore import tensors_of
+from autoac_solver.records.profile import GRAPH_OF_BACKWARD
 
 _LONGEST_FIRST = "Let all micro-batches of the first step be as long as any later one"
 _MOST_BETWEEN = 64
@@ -53,16 +55,26 @@ class Finding:
 
 
 class _Graph:
-    """The graph of a call's result: alive as long as the graph is, and nothing has gone backward through it."""
+    """The graph of a call's result: alive as long as the graph is.
 
-    __slots__ = ("__weakref__", "went_backward")
+    Args:
+        again: called when a backward through it makes a graph.
 
-    def __init__(self) -> None:
+    Attributes:
+        went_backward: something has gone backward through it.
+    """
+
+    __slots__ = ("__weakref__", "_again", "went_backward")
+
+    def __init__(self, again: Callable[[], None]) -> None:
         self.went_backward = False
+        self._again = again
 
     def __call__(self, gradients: Any) -> None:
         """The hook of a node."""
         self.went_backward = True
+        if torch.is_grad_enabled():
+            self._again()
 
 
 class Refused(ValueError):
@@ -97,12 +109,14 @@ class Watch:
             None  # a step to record, in which the like is expected, and why
         )
         self._larger_later = False  # a later call of a planned step was larger
+        self._makes_graph = False  # backward, in a step under the plan
         self._times_later = 0  # so many times, since a step was planned for that has more elements
 
     def put_on(self, plan: Plan) -> None:
         """Start checking, after a plan was put on the model."""
         profile = plan.record.profile
-        unwatch_calls(self._model)  # checked here instead
+        unwatch_calls(self._model)  # checked here instead, as are newcomers
+        unwatch_newcomers(self._model)
         self._plan = plan
         self._unplanned = UnplannedCalls(
             profile.sample, plan.predicted_peak_bytes, plan.budget_bytes, one_call=profile.is_one_call
@@ -111,8 +125,9 @@ class Watch:
             self._most, self._times_later = self._unplanned.elements, 0
         self._due = None
         # Modules called since, and not in the recorded step.
-        self._newcomers = watch_newcomers(self._model, called_in(profile))
+        self._newcomers = watch_newcomers(self._model, profile.called)
         self._by_place = _by_place(plan)
+        self._makes_graph = False
         self._planned_calls = sum(not call.fqn and call.grad for call in profile.calls)
         self._calls = 0  # of the step that runs
 
@@ -170,6 +185,10 @@ class Watch:
             return self._in_its_turn(finding) if recording.may_begin_again else finding
         if self.uncounted:
             return self._new_optimizer()
+        if self._makes_graph and GRAPH_OF_BACKWARD not in self._plan.record.profile.facts:
+            self._makes_graph = False
+            words = f"the step before {WITH_A_GRAPH}: recording this step"
+            return self._in_its_turn(Finding("graph", log=words, plan_may_stay=True))
         if self._larger_later:
             self._larger_later = False
             words = "a later micro-batch of a step was larger than planned for: recording this step"
@@ -211,11 +230,14 @@ class Watch:
 
     def returned(self, result: Any) -> None:
         """A call of the model has returned."""
-        graph = _Graph()
+        graph = _Graph(self._sees_graph)
         for node in {tensor.grad_fn for tensor in tensors_of(result)}:
             if node is not None:
                 node.register_prehook(graph)  # which keeps it alive
         self._graphs.append(weakref.ref(graph))
+
+    def _sees_graph(self) -> None:
+        self._makes_graph = True
 
     def _more_calls(self) -> Finding | None:
         """More calls than in the recorded step have activations that are alive together."""

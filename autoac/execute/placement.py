@@ -17,8 +17,9 @@ from autoac.execute.cross_entropy.lean import same_in_place
 from autoac.execute.engines import ENGINES, check_runnable
 from autoac.execute.on_top import owned_with
 from autoac.execute.plan_programs import PlanPrograms
-from autoac.execute.watch.backward_autocast import unwatch_backward, watch_backward
 from autoac.execute.watch.following import NotFollowed, unwatch_following, watch_following
+from autoac.execute.watch.newcomers import unwatch_newcomers, watch_newcomers
+from autoac.execute.watch.unplanned_backward import unwatch_backward, watch_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
 from autoac.step.carried import planned
 from autoac.step.model import (
@@ -35,7 +36,14 @@ from autoac_solver.allocator.options import options_in_environment, same_options
 from autoac_solver.records.devices import kind_of
 from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.plan import PlanRecord, names_in
-from autoac_solver.records.profile import IN_EVAL, NO_AUTOCAST_IN_BACKWARD, OWN_CHECKPOINTING
+from autoac_solver.records.profile import (
+    GRAPH_OF_BACKWARD,
+    IN_EVAL,
+    NO_AUTOCAST_IN_BACKWARD,
+    OWN_CHECKPOINTING,
+    SIZED_BY_VALUES,
+    VARYING,
+)
 
 
 class Placement:
@@ -75,7 +83,8 @@ class Placement:
         if self._programs.of_modules:
             watch_following(inner, self._programs.following)
         watch_calls(inner, self._unplanned)
-        self.watch_autocast(inner)
+        self.watch_backward(inner)
+        self._watch_modules(inner)
 
     def prepare(self, model: torch.nn.Module) -> None:
         """The part of `put_on` that does not touch the model: checks, kernel tests, re-arming the warnings.
@@ -124,10 +133,16 @@ class Placement:
             self._detach(inner, filter(planned, inner.modules()))
             raise
 
-    def watch_autocast(self, inner: torch.nn.Module) -> None:
-        """Warn from now on if backward runs under autocast, and the profiled one did not; `take_off` ends it."""
-        if NO_AUTOCAST_IN_BACKWARD in self.record.step.facts:
-            watch_backward(inner)
+    def watch_backward(self, inner: torch.nn.Module) -> None:
+        """Warn from now on if backward runs otherwise than in the profiled step; `take_off` ends it."""
+        facts = self.record.step.facts
+        watch_backward(inner, autocast=NO_AUTOCAST_IN_BACKWARD in facts, graph=GRAPH_OF_BACKWARD not in facts)
+
+    def _watch_modules(self, inner: torch.nn.Module) -> None:
+        """Warn if modules are called that the profiled step did not call, unless it was known to vary."""
+        profile = self.record.profile
+        if not self.record.others and {VARYING, SIZED_BY_VALUES}.isdisjoint(profile.facts):
+            watch_newcomers(inner, profile.called, warns=self._unplanned.may_take_more)
 
     def trains(self, model: torch.nn.Module) -> bool:
         """Whether a call of the model now belongs to a training step."""
@@ -187,6 +202,7 @@ class Placement:
             unwatch_calls(module)
             unwatch_following(module)
             unwatch_backward(module)
+        unwatch_newcomers(model)
 
     def _carriers(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """The modules that carry this plan, by name."""

@@ -55,7 +55,14 @@ from autoac.torch_private import local_part, storage_key
 from autoac_solver.build.losses.cross_entropy import losses_in_modules
 from autoac_solver.plan.parts import with_parts
 from autoac_solver.records.errors import ProfilingError
-from autoac_solver.records.profile import OWN_CHECKPOINTING, SIZED_BY_VALUES, VARYING, Op, Profile
+from autoac_solver.records.profile import (
+    GRAPH_OF_BACKWARD,
+    OWN_CHECKPOINTING,
+    SIZED_BY_VALUES,
+    VARYING,
+    Op,
+    Profile,
+)
 
 Losses = Mapping[str, Collection[str | None]]
 
@@ -225,6 +232,7 @@ def facts_of(tape: Tape, checkpointed: Sequence[str], runs: Runs | None = None) 
         OWN_CHECKPOINTING: checkpointed,
         VARYING: runs is not None and runs.varies,
         SIZED_BY_VALUES: by_values,
+        GRAPH_OF_BACKWARD: tape.calls.graph_of_backward,
     }
     return tuple(fact for fact, is_so in found.items() if is_so)
 

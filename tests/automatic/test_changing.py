@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import autoac
 from autoac.measure import OneAtATime
 from autoac.torch_private import top_dispatch_mode
+from autoac_solver.records.profile import GRAPH_OF_BACKWARD
 from tests.small_models import BATCH, WIDTH, Blocks, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -244,6 +245,50 @@ def test_more_calls_before_a_backward_than_recorded_are_told():
     ):
         step(5)
     assert handle.plan is not None
+
+
+@pytest.mark.filterwarnings("ignore:this step goes backward with create_graph=True")
+def test_a_second_derivative_in_every_third_step_is_planned_for():
+    """As of a gradient penalty. The step after the first one is recorded, and then the one that is due."""
+    model, expected = without_dropout(make()), without_dropout(make())
+    handle = autoac.auto(model, ENOUGH)
+    peaks = []
+    for trained in (model, expected):
+        optimizer = adam(trained)
+        for step in range(12):
+            x = batch(step)[0].requires_grad_(step % 3 == 2)
+            y = trained(x).square().mean()
+            if x.requires_grad:
+                (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+                y = y + gradient.square().sum()
+            y.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if trained is model and handle.plan is not None:
+                peaks.append((step, GRAPH_OF_BACKWARD in handle.plan.record.profile.facts))
+    assert dict(peaks)[7] is False
+    assert dict(peaks)[9] is True
+    for ours, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, other)
+
+
+def test_a_second_derivative_that_is_not_planned_for_is_told():
+    model = without_dropout(make())
+    plan = autoac.plan(model, batch(0)[0], ENOUGH, loss=torch.Tensor.sum)
+    with plan.applied(model):
+        loss = model(batch(0)[0]).sum()
+        with pytest.warns(UserWarning, match="create_graph=True, which the recorded one did not"):
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+    def step() -> None:
+        gradients = torch.autograd.grad(
+            model(batch(0)[0]).square().sum(), list(model.parameters()), create_graph=True
+        )
+        torch.stack([gradient.square().sum() for gradient in gradients]).sum().backward()
+
+    plan = autoac.plan(model, step, ENOUGH)
+    with plan.applied(model):
+        step()
 
 
 def test_a_step_that_is_skipped_is_no_further_call():

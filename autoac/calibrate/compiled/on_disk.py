@@ -25,7 +25,7 @@ from autoac_solver.records.disk.files import read_json, write_json
 from autoac_solver.records.disk.schema import checked, columns, rows, table
 from autoac_solver.records.errors import ProfileError
 
-SCHEMA, SCHEMA_VERSION = "autoac.compiled_points", 1
+SCHEMA, SCHEMA_VERSION = "autoac.compiled_points", 2  # 2: what the code alone holds
 _FORM = table(CompiledPoint)
 
 

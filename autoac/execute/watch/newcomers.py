@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autoac.torch_private import is_compiled_wrapper, remove_forward_pre_hooks
+from autoac.warned import warn
 
 
 class Newcomer:
@@ -31,13 +32,43 @@ class Newcomer:
         """Note the call of a training step."""
         if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.called.add(self.name)
+            self.told()
+
+    def told(self) -> None:
+        """The call was noted."""
 
 
-def watch_newcomers(model: torch.nn.Module, known: Collection[str]) -> set[str]:
+class UnplannedModule(Newcomer):
+    """Warns of the first call of any of the modules that the planned step did not call.
+
+    Args:
+        may_take_more: the end of a sentence on a step, as of `UnplannedCalls`.
+    """
+
+    def __init__(self, name: str, called: set[str], may_take_more: str):
+        super().__init__(name, called)
+        self.may_take_more = may_take_more
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnplannedModule:
+        return self  # a copy of the model has the plan, too
+
+    def told(self) -> None:
+        """Warn of the first one; modules inside of it are called later."""
+        if len(self.called) == 1:
+            self.called.add("")
+            warn(
+                f"module {self.name!r} is called, and the planned step did not call it, so this step "
+                f"{self.may_take_more}. Plan a step that calls it: autoac.plan(model, step, ...) with a function that "
+                "runs it, or autoac.Samples with one sample of each kind."
+            )
+
+
+def watch_newcomers(model: torch.nn.Module, known: Collection[str], warns: str = "") -> set[str]:
     """Note the calls of trained modules that are not known, until `unwatch_newcomers`.
 
     Args:
         known: names of the modules that the planned step called.
+        warns: if not empty, warn of such calls; see `UnplannedModule.may_take_more`.
 
     Returns:
         A set that collects the names of those that are called.
@@ -48,7 +79,9 @@ def watch_newcomers(model: torch.nn.Module, known: Collection[str]) -> set[str]:
         if name in known or is_compiled_wrapper(module):
             continue
         if any(p.requires_grad for p in module.parameters()):
-            module.register_forward_pre_hook(Newcomer(name, called))
+            module.register_forward_pre_hook(
+                UnplannedModule(name, called, warns) if warns else Newcomer(name, called)
+            )
     return called
 
 

@@ -159,12 +159,15 @@ class Instrumented:
             held = held_in((args, kwargs))
             self.tape.enter(name, number, module, (args, kwargs))
             try:
-                if not self.depth and torch.is_grad_enabled():
-                    if not self._hooks_are_ours():
-                        self.tape.calls.runs_under_hooks()
-                    elif module in self.lean:
-                        return self._run_lean(name, original, args, kwargs)
-                return self._run(name, original, args, kwargs)
+                outermost = not self.depth and torch.is_grad_enabled()
+                ours = outermost and self._hooks_are_ours()
+                if outermost and not ours:
+                    self.tape.calls.runs_under_hooks()
+                run = self._run_lean if ours and module in self.lean else self._run
+                result = run(name, original, args, kwargs)
+                if not name:
+                    self.tape.calls.root_returned(result)
+                return result
             finally:
                 self.tape.leave(held_in((args, kwargs)).entries != held.entries)
 

@@ -5,8 +5,9 @@ NOTE [ Memory of a compiled region ]
   the tape shows inside it are ignored.
   1. While its forward runs, `forward_bytes` are alive on top of everything alive at its start. Storages that the tape
      frees during it live to its end.
-  2. From there to the end of its backward, `kept_bytes` are alive. Inputs and outputs live as long if it holds them; those of a tail, which is the last to run in a call, are among `kept_bytes` then: a step that takes the loss
-     only drops the logits in the tail's own window, as the tape shows it, and code holds them on.
+  2. From there to the end of its backward, `kept_bytes` are alive. Inputs and outputs live as long if it holds them.
+     A tail is the last to run in a call, and outputs that it holds are among its `kept_bytes`: a step that takes the
+     loss only drops the logits in the tail's own window, as the tape shows it, and code holds them on.
   3. While its backward runs, from the first unpack to the last release of its saved tensors on the tape,
      `backward_bytes` are alive in addition. Storages that the tape allocates there and that outlive it (gradients)
      start at its end.

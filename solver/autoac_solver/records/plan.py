@@ -28,7 +28,7 @@ from autoac_solver.records.policies import APPLIED_POLICY, AppliedPolicy
 from autoac_solver.records.profile import PROFILE, Profile
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 16  # 15: programs by call, facts of the step; 16: the profile's twelfth version
+SCHEMA_VERSION = 17  # 16, 17: the profile's twelfth and thirteenth version
 
 Steps = tuple[tuple[str, bool], ...]
 

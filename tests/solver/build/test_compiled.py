@@ -38,9 +38,9 @@ from tests.solver.profiles import two_blocks
 ROOT = Path(__file__).resolve().parents[3]
 BLOCKS = (1, 3)
 
-FAST = CompiledPoint("torch:1", 100, 220, 30, 2.0, 3.0)
-MIDDLE = CompiledPoint("save:0", 50, 210, 50, 2.0, 4.0)
-SMALL = CompiledPoint("save:", 10, 200, 70, 2.0, 6.0)
+FAST = CompiledPoint("torch:1", 100, 220, 30, 30, 2.0, 3.0)
+MIDDLE = CompiledPoint("save:0", 50, 210, 50, 50, 2.0, 4.0)
+SMALL = CompiledPoint("save:", 10, 200, 70, 70, 2.0, 6.0)
 
 
 def compiled(
@@ -82,6 +82,56 @@ def test_an_output_that_is_kept_lives_to_its_regions_backward():
     assert more == [0, 0, 0, 0, 0, 40, 40, 40, 0]  # block 1's output while it goes back, then block 0's
 
 
+@pytest.mark.parametrize(
+    ("freed", "bytes_less"),
+    [(49, [0, 0, 0, 0, 0, 0, 0, 40, 0]), (50, [0] * 9)],
+    ids=["gone", "held by the step"],
+)
+def test_gradients_that_nobody_else_holds_are_freed_on_the_way(freed: int, bytes_less: list[int]):
+    """The gradient that block 0 is given is made at tick 44; block 0's backward is over at 49."""
+    profile = two_blocks()
+    tape = (*profile.tape[:7], replace(profile.tape[7], reads=(7,)), profile.tape[8])
+    storages = [replace(s, free=freed) if i == 7 else s for i, s in enumerate(profile.storage_table)]
+    profile = replace(profile, tape=tape, storage_table=tuple(storages))
+    assert (profile.tape[7].tick, profile.storage_table[7].alloc) == (48, 44)
+    plain, sole = (
+        simulate(build(compiled(profile, point), BLOCKS, "compile").problem, [0, 0])
+        for point in (SMALL, replace(SMALL, sole_backward_bytes=30))
+    )
+    assert (plain.live_bytes - sole.live_bytes).tolist() == bytes_less
+
+
+@pytest.mark.parametrize(("freed", "less"), [(14, 40), (60, 0)], ids=["gone", "held by the user"])
+def test_outputs_that_nobody_else_holds_are_freed_on_the_way(freed: int, less: int):
+    profile = two_blocks()
+    tape = (*profile.tape[:7], replace(profile.tape[7], reads=(7,)), profile.tape[8])
+    storages = [
+        replace(s, free={2: freed, 7: 49}[i]) if i in (2, 7) else s
+        for i, s in enumerate(profile.storage_table)
+    ]
+    profile = replace(profile, tape=tape, storage_table=tuple(storages))
+    held = replace(SMALL, holds_output=True)
+    plain, sole = (
+        simulate(build(compiled(profile, point), BLOCKS, "compile").problem, [0, 0])
+        for point in (held, replace(held, sole_backward_bytes=30))
+    )
+    assert (plain.live_bytes - sole.live_bytes).tolist()[7] == less
+
+
+def test_inputs_that_the_code_does_not_hold_are_freed_as_the_step_frees_them():
+    profile = two_blocks()
+    storages = [replace(s, free=21) if i == 2 else s for i, s in enumerate(profile.storage_table)]
+    profile = replace(profile, storage_table=tuple(storages))
+    free = replace(SMALL, name="save:0", holds_inputs=False)
+    slow = replace(SMALL, forward_s=1.0)
+    holds, frees = (
+        simulate(build(compiled(profile, free, slow), BLOCKS, "compile").problem, [0, option])
+        for option in (0, 1)
+    )
+    # Block 1's input is needed by the backward of its own code only.
+    assert (holds.live_bytes - frees.live_bytes).tolist() == [0, 0, 0, 0, 40, 40, 40, 0, 0]
+
+
 @pytest.mark.parametrize("unseen", [300, -300])
 def test_what_was_measured_of_a_whole_step_counts_up_to_the_optimizer(unseen: int):
     profile = two_blocks()
@@ -99,14 +149,17 @@ def random_points(rng: random.Random) -> tuple[CompiledPoint, ...]:
 
     def point(name: str) -> CompiledPoint:
         kept, working = rng.randrange(40) * 10**5, rng.randrange(30) * 10**5
+        backward = rng.randrange(90) * 10**5
         return CompiledPoint(
             name,
             kept,
             kept + working,
-            rng.randrange(90) * 10**5,
+            backward,
+            min(backward, rng.randrange(90) * 10**5),
             rng.random(),
             rng.random(),
             rng.random() < 0.3,
+            rng.random() < 0.6,
         )
 
     return tuple(map(point, rng.sample(names, rng.randint(1, 5))))
@@ -166,7 +219,8 @@ def test_compiled_and_replayed_regions_agree_with_exhaustive_search(solver: str)
     for _ in range(8):
         points = random_points(rng)
         points = tuple(replace(p, kept_bytes=p.kept_bytes // 10**4, forward_bytes=p.forward_bytes // 10**4,
-                               backward_bytes=p.backward_bytes // 10**4) for p in points)  # fmt: skip
+                               backward_bytes=p.backward_bytes // 10**4,
+                               sole_backward_bytes=p.sole_backward_bytes // 10**4) for p in points)  # fmt: skip
         first, second = rng.sample(BLOCKS, 2)
         table = CompiledTable(
             (CompiledRegion((first,), (), points), CompiledRegion((second,), (), (), FAILED))

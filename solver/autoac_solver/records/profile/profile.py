@@ -36,7 +36,7 @@ from autoac_solver.records.profile.rows import (
 )
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 12  # 11: tails; 12: where the host waits
+SCHEMA_VERSION = 13  # 12: where the host waits; 13: what compiled regions alone hold
 
 EngineCosts = dict[str, dict[str, Seconds]]
 """Seconds of the engines' bookkeeping on the profile's machine: engine name -> part -> seconds.
@@ -158,6 +158,11 @@ class Profile(Shown):
         """The class of a module, or of a call's module, and the place of its forward in `sources` if known."""
         found = self._class_of.get(module.partition(PART)[0].partition("#")[0], "")
         return f"{found}, {self.sources[found]}" if found in self.sources else found
+
+    @property
+    def called(self) -> set[str]:
+        """The names of the modules that the step calls with gradients on."""
+        return {call.fqn for call in self.calls if call.grad}
 
     @property
     def is_one_call(self) -> bool:

@@ -140,9 +140,9 @@ class Placement:
 
     def _watch_modules(self, inner: torch.nn.Module) -> None:
         """Warn if modules are called that the profiled step did not call, unless it was known to vary."""
-        profile = self.record.profile
-        if not self.record.others and {VARYING, SIZED_BY_VALUES}.isdisjoint(profile.facts):
-            watch_newcomers(inner, profile.called, warns=self._unplanned.may_take_more)
+        step = self.record.step
+        if not self.record.others and {VARYING, SIZED_BY_VALUES}.isdisjoint(step.facts):
+            watch_newcomers(inner, step.called, warns=self._unplanned.may_take_more)
 
     def trains(self, model: torch.nn.Module) -> bool:
         """Whether a call of the model now belongs to a training step."""

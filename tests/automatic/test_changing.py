@@ -272,25 +272,6 @@ def test_a_second_derivative_in_every_third_step_is_planned_for():
         assert torch.equal(ours, other)
 
 
-def test_a_second_derivative_that_is_not_planned_for_is_told():
-    model = without_dropout(make())
-    plan = autoac.plan(model, batch(0)[0], ENOUGH, loss=torch.Tensor.sum)
-    with plan.applied(model):
-        loss = model(batch(0)[0]).sum()
-        with pytest.warns(UserWarning, match="create_graph=True, which the recorded one did not"):
-            torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-
-    def step() -> None:
-        gradients = torch.autograd.grad(
-            model(batch(0)[0]).square().sum(), list(model.parameters()), create_graph=True
-        )
-        torch.stack([gradient.square().sum() for gradient in gradients]).sum().backward()
-
-    plan = autoac.plan(model, step, ENOUGH)
-    with plan.applied(model):
-        step()
-
-
 def test_a_step_that_is_skipped_is_no_further_call():
     """As by gradient scaling or a norm that is too large: backward has run, and gradients are cleared."""
     model = make()

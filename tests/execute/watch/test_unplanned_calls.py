@@ -58,6 +58,13 @@ def with_gradients(model: nn.Module) -> None:
     model(torch.ones(ROWS, WIDTH)).square().mean().backward()
 
 
+def with_a_second_derivative(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=True)
+    loss = model(torch.ones(ROWS, WIDTH)).square().mean()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    torch.autograd.grad(loss, trained, create_graph=True)
+
+
 def with_others_trained(model: nn.Module) -> None:
     """As many."""
     model.get_submodule("0").requires_grad_(True)
@@ -76,6 +83,7 @@ CASES = {
     with_two_calls_before_backward: "again before the backward of its previous call",
     under_autocast: "under autocast.*made for a step without autocast",
     with_gradients: "its parameters have gradients",
+    with_a_second_derivative: "backward with create_graph=True, which the recorded one did not",
     with_others_trained: "the model trains other parameters than when the plan was made",
     unfrozen: "parameters have 6,384 elements, and had 4,256 when the plan was made",
 }
@@ -113,6 +121,43 @@ def test_what_the_plan_was_not_made_for_warns_once(
     assert len(told) == 1
     with no_warnings():
         act(model)
+
+
+def test_a_second_derivative_that_is_planned_for():
+    model = make()
+    plan = autoac.plan(model, lambda: with_a_second_derivative(model), 10**9)
+    with plan.applied(model), no_warnings():
+        with_a_second_derivative(model)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](self.body(x))
+
+
+def test_a_head_that_the_planned_step_did_not_call_warns_once():
+    model, x = TwoHeads(), torch.ones(ROWS, WIDTH)
+    plan = autoac.plan(model, (x, 0), 10**9)
+    plan.apply(model)
+    with no_warnings():
+        model(x, 0).sum().backward()
+        with torch.no_grad():
+            model(x, 1)
+    with pytest.warns(UserWarning, match="module 'heads.1' is called, and the planned step did not") as told:
+        model(x, 1).sum().backward()
+    assert len(told) == 1
+    with no_warnings():
+        model(x, 1).sum().backward()
+    plan.remove(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    both = autoac.plan(model, autoac.Samples([(x, 0), (x[:8], 1)]), 10**9)
+    with both.applied(model), no_warnings():
+        model(x[:8], 1).sum().backward()
 
 
 def test_verify_leaves_the_watch_of_a_plan_that_recomputes_nothing_as_it_was(profile: autoac.Profile):

@@ -6,6 +6,9 @@ NOTE [ Several optimizers ]
   first one, all steps up to the last of the others are taken as one: one profile, one plan. Their number is counted
   once, in a step that is recorded for nothing else. A trainer that announces where a batch begins (Lightning) makes
   this unnecessary.
+
+  Training in phases is another thing: an optimizer that steps several times in a row, while other parameters are
+  trained than with the first one. There each step is one, with the plan for the parameters that it trains.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from typing import Any
 
 _MOST = 12
 """Most optimizer steps taken as one: the plan's number of ops grows with it."""
+
+_PHASE = 3
+"""An optimizer other than the first steps so many times in a row in a phase; a GAN's generator less often."""
 
 
 class Cycle:
@@ -32,6 +38,9 @@ class Cycle:
         self.is_too_long = False
         self._first: weakref.ref[Any] | None = None  # the optimizer that ended the first step
         self._last: weakref.ref[Any] | None = None  # the optimizer that ended the last step
+        self._in_a_row = 0  # steps that ended with the last optimizer
+        self._trained = ""  # fingerprint of the parameters trained when the first one stepped last
+        self._has_phases = False
         self._is_several = False
         self._is_partial = False  # in the rest of the step in which another optimizer first appeared
         self._count = 0  # optimizers' steps since the step began
@@ -78,14 +87,24 @@ class Cycle:
         self._length = count
         return True
 
-    def count(self, optimizer: Any) -> None:
-        """Count a step of an optimizer."""
+    def count(self, optimizer: Any, trained: str) -> None:
+        """Count a step of an optimizer.
+
+        Args:
+            trained: fingerprint of the parameters that are trained.
+        """
         self._count += 1
         if not self.has_stepped:
+            is_again = self._last is not None and self._last() is optimizer
+            self._in_a_row = self._in_a_row + 1 if is_again else 1
             self._last = weakref.ref(optimizer)
             if self._first_one() is None:
                 self._first = self._last
-            elif self._first_one() is not optimizer and self.is_one and not self.is_too_long:
+            if self._first_one() is optimizer:
+                self._trained = trained
+            elif self._in_a_row >= _PHASE and trained != self._trained:
+                self._has_phases, self._is_several, self._is_partial = True, False, False
+            elif self.is_one and not (self.is_too_long or self._has_phases):
                 self._is_several = self._is_partial = True
                 self._length = None
         self.has_stepped = True

@@ -251,7 +251,7 @@ class Auto(LoopPlan):
 
     def _step_is_over(self, optimizer: Any) -> None:
         self._tell_if_nothing_is_seen()
-        self._cycle.count(optimizer)
+        self._cycle.count(optimizer, trained_in(self._model))
         if self._recording.ended_early:  # what was recorded is not the whole step
             self._recording.ended_early = False
             if self._plan is None:
@@ -280,10 +280,14 @@ class Auto(LoopPlan):
             )
 
     def _other_parameters_are_trained(self) -> None:
-        """Record the step that begins, unless every step trains others."""
+        """Put on the plan for these, or record the step that begins, unless every step trains others."""
+        plan = None if self._compiling is not None or self._across.several else self._plan
+        known = self._optimizers.swapped(plan, self._trained, trained_in(self._model))
         self._retrained = 0 if self._plan is not None else self._retrained + 1
+        if self._record_again(is_new=True) and known is not None:
+            self._put_plan_on(known, "other parameters are trained: put on the plan of")
+            return
         LOGGER.info("other parameters are trained than in the recorded step: recording this step")
-        self._record_again(is_new=True)
         if self._retrained == MOST_RECORDINGS:
             self._warn(
                 "other parameters",

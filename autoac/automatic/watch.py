@@ -119,8 +119,11 @@ class Watch:
         unwatch_newcomers(self._model)
         self._plan = plan
         self._unplanned = UnplannedCalls(
-            profile.sample, plan.predicted_peak_bytes, plan.budget_bytes, one_call=profile.is_one_call
+            *(profile.sample, plan.predicted_peak_bytes, plan.budget_bytes),
+            one_call=profile.is_one_call,
+            plan_id=plan.placement.plan_id,
         )
+        self._unplanned.carriers = plan.placement.carriers
         if self._unplanned.elements > self._most:
             self._most, self._times_later = self._unplanned.elements, 0
         self._due = None
@@ -180,6 +183,8 @@ class Watch:
             return self._in_its_turn(
                 Finding("followed", log="the plan was not followed: recording a step anew")
             )
+        if words := self._unplanned.words_on_replaced(self._model):
+            return Finding("replaced", words, "modules with a plan were replaced: recording this step")
         if self._newcomers:
             finding = self._new_modules(recording.count)
             return self._in_its_turn(finding) if recording.may_begin_again else finding

@@ -21,7 +21,7 @@ from autoac.execute.watch.following import NotFollowed, unwatch_following, watch
 from autoac.execute.watch.newcomers import unwatch_newcomers, watch_newcomers
 from autoac.execute.watch.unplanned_backward import unwatch_backward, watch_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
-from autoac.step.carried import planned
+from autoac.step.carried import planned, replaced
 from autoac.step.model import (
     device_of,
     model_fingerprint,
@@ -51,12 +51,16 @@ class Placement:
 
     Args:
         record: the plan.
+
+    Attributes:
+        carriers: names of the modules that it was attached to last.
     """
 
     def __init__(self, record: PlanRecord):
         self.record = record
         self._programs = PlanPrograms(record)
         self._unplanned = UnplannedCalls("", 0, 0)  # until `prepare`
+        self.carriers: tuple[str, ...] = ()
 
     @functools.cached_property
     def plan_id(self) -> str:
@@ -107,6 +111,7 @@ class Placement:
             in_eval=IN_EVAL in step.facts,
             trained=trained_parameters(unwrapped(model)),
             checkpointed=OWN_CHECKPOINTING in step.facts,
+            plan_id=self.plan_id,
         )
         for program in self._programs.all:
             program.warned = False
@@ -125,6 +130,7 @@ class Placement:
             for fqn in to_uncompile(compiled, programs_of, eager_only=eager_only):
                 uncompile(compiled[fqn], self.plan_id)
             attach_losses(inner, self.record.losses, self.record.chunked_losses, eager_only, self.plan_id)
+            self.carriers = self._unplanned.carriers = tuple(programs_of)
             for fqn, programs in programs_of.items():
                 attach(inner.get_submodule(fqn), programs, self.record.engine, self.plan_id)
             if (several := self.record.several) is not None:
@@ -225,6 +231,12 @@ class Placement:
         if self.plan_id not in carried:
             yield
             return
+        self._check_is_of(model)  # else it could not be put on again
+        if names := replaced(unwrapped(model), self._unplanned.carriers, self.plan_id):
+            raise PlanMismatchError(
+                f"module {names[0]!r} was replaced after the plan was applied, and what is there now runs without it: "
+                "remove the plan, and plan again for the model as it is."
+            )
         self.take_off(model)
         try:
             yield
@@ -242,6 +254,9 @@ class Placement:
             raise PlanMismatchError(
                 "this model has a plan applied already: call remove(model) on that plan before applying another."
             )
+        self._check_is_of(model)
+
+    def _check_is_of(self, model: torch.nn.Module) -> None:
         model = unwrapped(model)
         found = model_fingerprint(model)
         missing = sorted(names_in(self.record) - dict(model.named_modules(remove_duplicate=False)).keys())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoac.device import device_for
 from autoac.measure import unique_storage_bytes
@@ -55,6 +56,28 @@ def without_its_step(profile: Profile) -> Profile:
     """The profile with the optimizer's state, but without the temporaries of its `step()`."""
     tape = (replace(op, workspace_bytes=0) if op.name == OPTIMIZER_STEP else op for op in profile.tape)
     return replace(profile, tape=tuple(tape))
+
+
+@contextlib.contextmanager
+def states_made() -> Iterator[list[torch.optim.Optimizer]]:
+    """Context; the optimizers that make their state within, as most do in their first step."""
+    without: list[torch.optim.Optimizer] = []
+    found: list[torch.optim.Optimizer] = []
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not optimizer.state:
+            without.append(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer.state and any(known is optimizer for known in without):
+            found.append(optimizer)
+
+    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def with_optimizer(
@@ -253,7 +276,9 @@ def _numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[Any, Any],
             if type(value) is int:
                 yield place, name, value
             elif isinstance(value, torch.Tensor) and value.dim() == 0:
-                with suppress(DataDependentOutputException):  # a fake tensor of constants has a value
+                with contextlib.suppress(
+                    DataDependentOutputException
+                ):  # a fake tensor of constants has a value
                     yield place, name, value.item()
 
 

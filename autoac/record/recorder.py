@@ -29,7 +29,7 @@ from autoac.record.notes import (
     notes_if_uncounted,
     notes_if_under_hooks,
 )
-from autoac.record.optimizer import state_tensors
+from autoac.record.optimizer import state_tensors, states_made
 from autoac.record.single_draws import CHANCE, HIGH, LOW, SingleDraws
 from autoac.record.tape import tables as tape_tables
 from autoac.record.tape.instrumented import Instrumented
@@ -134,9 +134,13 @@ def recorded_step(
                 written_by_others.update(unseen.found())
             return warm_up, tables
 
-        warm_up, tables = warmed_up(HIGH)
-        if tables is None:
-            warm_up, tables = warmed_up(CHANCE)
+        with states_made() as made:
+            warm_up, tables = warmed_up(HIGH)
+            if tables is None:
+                warm_up, tables = warmed_up(CHANCE)
+        if made and step.is_whole:
+            runs.sets_up = True
+            warm_up, tables = warmed_up(warm_up.single.outcome)
         if any(name in buffers.overwritten for name, _ in model.named_parameters()):
             warm_up, tables = warmed_up(warm_up.single.outcome)  # finds what has read them before
         if runs.draws and step.is_whole:

@@ -47,17 +47,15 @@ class Run:
 class Runs:
     """The runs of one step, in order.
 
-    Args:
-        sets_up: the first one also makes what the later ones find, as FSDP2 makes the tensors that it gathers into: it
-            is not compared with the others.
-
     Attributes:
+        sets_up: the first one also makes what the later ones find, as FSDP2 makes the tensors that it gathers into, and
+            an optimizer its state: it is not compared with the others.
         draws: whether single random numbers were drawn in any of them.
         failures: errors of runs that failed with decided draws, by outcome.
     """
 
     def __init__(self, sets_up: bool = False) -> None:
-        self._sets_up = sets_up
+        self.sets_up = sets_up
         self.all: list[Run] = []
         self.draws = False
         self.failures: dict[str, str] = {}
@@ -96,7 +94,7 @@ class Runs:
 
     @property
     def _compared(self) -> list[Run]:
-        return self.all[self._sets_up :] or self.all
+        return self.all[self.sets_up :] or self.all
 
     @property
     def to_record(self) -> str:

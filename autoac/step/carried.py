@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,3 +16,20 @@ def planned(module: torch.nn.Module) -> Any:
     """The module's part of a plan (classes in `execute.attach`), None if no plan is on it."""
     found = (module.__dict__.get(key) for key in (REGION_KEY, ROOT_KEY, LOSS_KEY))
     return next((carried for carried in found if carried is not None), None)
+
+
+def replaced(model: torch.nn.Module, names: Iterable[str], plan_id: str) -> list[str]:
+    """Those of some modules that carried a plan in whose place there are others now, which do not.
+
+    A module that other code has wrapped since, and holds in its place, is not replaced.
+    """
+    found = []
+    for name in names:
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:  # removed
+            continue
+        carried = map(planned, module.modules())  # itself first
+        if not any(carries is not None and carries.plan_id == plan_id for carries in carried):
+            found.append(name)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -343,6 +344,33 @@ def test_a_step_that_was_never_over_does_not_keep_another_model_from_its_plan():
     for seed in range(2):
         train(first, optimizer, seed)
     assert handle.plan is not None
+
+
+def test_phases_with_an_optimizer_each_have_a_plan_each(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, logger="autoac")
+    model, expected = without_dropout(make()), without_dropout(make())
+    handle = autoac.auto(model, ENOUGH)
+    plans = []
+    for trained in (model, expected):
+        parameters = list(trained.parameters())
+        halves = parameters[:6], parameters[6:]
+        optimizers = [torch.optim.AdamW(half) for half in halves]
+        for step in range(30):
+            phase = step // 5 % 2
+            for half in (0, 1):
+                for parameter in halves[half]:
+                    parameter.requires_grad_(half == phase)
+            train(trained, optimizers[phase], step)
+            if trained is model:
+                plans.append(handle.plan)
+    assert plans[15] is plans[19] is plans[25] is plans[29]
+    assert plans[20] is plans[24] is plans[14]
+    assert plans[20] is not plans[25]
+    states = [row for row in plans[20].record.profile.storage_table if row.kind == "Optstate"]
+    assert len(states) >= 2  # of both
+    assert sum("recording this step" in record.message for record in caplog.records) == 2
+    for ours, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, other)
 
 
 def test_parameters_that_are_trained_in_turns_are_told():

@@ -142,8 +142,12 @@ class Named:
     """In place of an optimizer."""
 
 
-def begins(cycle: Cycle, optimizers: str) -> list[int]:
-    """The numbers of the optimizers' steps before which a step of the loop begins."""
+def begins(cycle: Cycle, optimizers: str, each_has_its_own: bool = False) -> list[int]:
+    """The numbers of the optimizers' steps before which a step of the loop begins.
+
+    Args:
+        each_has_its_own: other parameters are trained where another optimizer steps.
+    """
     known = {name: Named() for name in set(optimizers)}
     found = []
     for number, name in enumerate(optimizers):
@@ -151,7 +155,7 @@ def begins(cycle: Cycle, optimizers: str) -> list[int]:
             cycle.begins()
             found.append(number)
         cycle.has_stepped = False
-        cycle.count(known[name])
+        cycle.count(known[name], name if each_has_its_own else "")
     return found
 
 
@@ -163,6 +167,14 @@ def test_where_steps_begin():
 
 def test_another_optimizer_from_then_on_ends_each_step():
     assert begins(Cycle(), "aabbb") == [0, 1, 2, 3, 4]
+
+
+def test_phases_of_training():
+    assert begins(Cycle(), "aaabbbaaabbb", each_has_its_own=True) == list(range(12))
+    assert begins(Cycle(), "aaabbbaaabbb") == [0, 1, 2, 3, 4, 5, 6, 10, 11]
+    gan = "aaabaaabaaab", "aaabbaaabb"
+    assert begins(Cycle(), gan[0], each_has_its_own=True) == [0, 1, 2, 3, 4, 8]
+    assert begins(Cycle(), gan[1], each_has_its_own=True) == begins(Cycle(), gan[1])
 
 
 def test_too_many_steps_are_not_taken_as_one():

@@ -158,6 +158,18 @@ def test_a_step_that_does_not_vary_has_no_note():
     assert not varies(profile)
 
 
+def test_the_state_that_an_optimizer_makes_is_no_variation():
+    model = make(blocks=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.randn(BATCH, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert not varies(autoac.profile(model, step))
+
+
 def test_a_draw_with_which_the_step_fails_is_left_out():
     seed(4)
     model = Dropping(

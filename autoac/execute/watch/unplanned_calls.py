@@ -15,6 +15,7 @@ import torch
 from autoac.execute.attach import covered
 from autoac.execute.watch.earlier_call import EarlierCall
 from autoac.execute.watch.following import Following
+from autoac.step.carried import replaced
 from autoac.step.inputs import (
     autocast_in,
     described,
@@ -50,8 +51,10 @@ class UnplannedCalls:
         trained: the parameters that the model trains, and trained when the plan was made; None if not known: then
             nothing was unfrozen or converted since.
         checkpointed: the planned step ran under the model's own checkpointing.
+        plan_id: of the plan.
 
     Attributes:
+        carriers: names of the modules that carry it.
         earlier: the previous call, for a plan of one call.
     """
 
@@ -67,6 +70,7 @@ class UnplannedCalls:
         in_eval: bool = False,
         trained: Trained | None = None,
         checkpointed: bool = False,
+        plan_id: str = "",
     ):
         self.sample = sample
         self.peak_bytes = peak_bytes
@@ -78,6 +82,8 @@ class UnplannedCalls:
         self.in_eval = in_eval
         self.trained = trained
         self.asks_for_checkpointing = not checkpointed
+        self.plan_id = plan_id
+        self.carriers: tuple[str, ...] = ()
         self.switches: list[torch.nn.Module] | None = (
             None  # of the model's own checkpointing, from the first call on
         )
@@ -161,6 +167,21 @@ class UnplannedCalls:
             return ""
         return f"{what}, and this step {self.may_take_more}. Remove the plan, and plan again for the model as it is."
 
+    def words_on_replaced(self, module: torch.nn.Module) -> str:
+        """The warning about modules with a plan in whose place there are others now; "" if there are none."""
+        names = replaced(module, self.carriers, self.plan_id)
+        if not names:
+            return ""
+        which = (
+            f"module {names[0]!r} was"
+            if len(names) == 1
+            else f"{len(names)} modules ({names[0]!r}, ...) were"
+        )
+        return (
+            f"{which} replaced after the plan was applied. What is there now runs without it, and this step "
+            f"{self.may_take_more}. Remove the plan, and plan again for the model as it is."
+        )
+
     def words_on_shape(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """The warning about a call that is no larger, but longer than all that fit; "" if it is not."""
         called = without_autocast(described(args, kwargs))
@@ -230,6 +251,8 @@ class UnplannedCalls:
             yield "larger", self.words(args, kwargs) + ", or let autoac.auto plan anew (on_larger='replan')."
         else:
             yield "longer", self.words_on_shape(args, kwargs)
+        if "replaced" not in self.told:
+            yield "replaced", self.words_on_replaced(module)
         if "step" not in self.told:
             now = trained_parameters(module)
             yield (

@@ -14,6 +14,7 @@ from torch import nn
 
 import autoac
 from autoac.integrations.planned import turn_checkpointing_off
+from autoac.step.carried import planned
 from autoac.step.model import own_checkpointing
 from tests.small_models import least_bytes
 
@@ -158,6 +159,45 @@ def test_a_head_that_the_planned_step_did_not_call_warns_once():
     both = autoac.plan(model, autoac.Samples([(x, 0), (x[:8], 1)]), 10**9)
     with both.applied(model), no_warnings():
         model(x[:8], 1).sum().backward()
+
+
+class Wrapper(nn.Module):
+    def __init__(self, wrapped: nn.Module):
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wrapped(x)
+
+
+def test_a_module_that_is_replaced_under_a_plan_warns_once():
+    model = make().requires_grad_(True)
+    again = autoac.Policy("MUST_RECOMPUTE", op="aten.gelu*")
+    plan = autoac.plan(model, torch.ones(ROWS, WIDTH), 10**9, regions=["1", "2"], policies=[again])
+    plan.apply(model)
+    model[2] = Wrapper(model[2])  # which runs under the plan all the same
+    with no_warnings():
+        train(model)
+        model.zero_grad(set_to_none=True)
+    with pytest.raises(autoac.PlanMismatchError):
+        plan.verify(model, torch.ones(ROWS, WIDTH))
+    assert planned(model[2].wrapped)
+    model[2] = model[2].wrapped
+    model[1] = make()[1].requires_grad_(True)
+    with pytest.warns(UserWarning, match="module '1' was replaced after the plan was applied") as told:
+        train(model)
+    assert len(told) == 1
+    model.zero_grad(set_to_none=True)
+    with no_warnings():
+        train(model)
+    with pytest.raises(autoac.PlanMismatchError, match="module '1' was replaced after the plan was applied"):
+        plan.verify(model, torch.ones(ROWS, WIDTH))
+    assert planned(model[2])
+    plan.remove(model)
+    model.zero_grad(set_to_none=True)
+    with plan.applied(model), no_warnings():
+        assert plan.verify(model, torch.ones(ROWS, WIDTH)).ok
+        train(model)
 
 
 def test_verify_leaves_the_watch_of_a_plan_that_recomputes_nothing_as_it_was(profile: autoac.Profile):

@@ -158,7 +158,12 @@ class PlanView:
 
         Raises:
             ProfilingError: the profiled step calls no module of this name.
+            TypeError: it is no name.
         """
+        if not isinstance(module, str):
+            raise TypeError(
+                f"why() takes a module's name, such as 'layers.0', and got {type(module).__name__}"
+            )
         return refusals.why(self.record, module)
 
     def explanation(self) -> Explanation:

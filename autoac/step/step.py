@@ -108,16 +108,18 @@ class TrainingStep:
             return result.detach() if isinstance(result, torch.Tensor) else None
         with forward_autocast() as backward_autocast:
             output = self._forward()
+            if not torch.is_grad_enabled():
+                raise ProfilingError(
+                    "gradients are off (torch.no_grad, torch.inference_mode), so there is no training step to run. "
+                    "Turn them on around this call."
+                )
             value = (self.loss or default_loss)(output)
         if not self.keeps_output:
             output = None
-        if not torch.is_grad_enabled():
-            raise ProfilingError(
-                "gradients are off (torch.no_grad, torch.inference_mode), so there is no training step to run. Turn "
-                "them on around this call."
-            )
         if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                shape = "detached"
             raise ProfilingError(
                 f"the loss is no scalar with a gradient (it is {shape}). Pass loss=, a function from the "
                 "model's output to a scalar tensor, and check that some parameter requires grad."

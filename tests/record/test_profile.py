@@ -490,7 +490,7 @@ MODEL_OF_STEP = make()
         (make(), [batch()], {}, "sample is a list; it must be a tensor, a tuple"),
         (make(), 3, {}, "sample is a int; it must be a tensor, a tuple"),
         (half_frozen_output(), batch(), {}, "no floating tensor that needs a gradient"),
-        (make(), batch(), {"loss": lambda o: o.detach().mean()}, r"no scalar with a gradient \(it is \(\)\)"),
+        (make(), batch(), {"loss": lambda o: o.detach().mean()}, r"no scalar with a gradient \(it is detached\)"),
         (make(), batch(), {"loss": lambda o: o}, r"no scalar with a gradient \(it is \(64, 16\)\)"),
         (make(), batch(), {"loss": lambda o: 3.0}, r"no scalar with a gradient \(it is float\)"),
         (make(), forward_only, {"loss": mean_square}, "a callable sample computes its losses itself"),

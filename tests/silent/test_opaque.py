@@ -308,6 +308,8 @@ def test_a_custom_op_that_draws_without_saying_so(engine, threads, monkeypatch):
     profile = RANDOM.profile()
     assert [op.random_bytes > 0 for op in profile.tape if op.name == NOISY] == [True, True]
     assert all(op.replayable for op in profile.tape)
+    state_bytes = torch.get_rng_state().nbytes
+    assert not any(row.kind == "Input" and row.bytes == state_bytes for row in profile.storage_table)
     made = assert_exact(RANDOM, engine, (0.0, 0.5))
     assert any(decisions(made[0.0], NOISY))
 

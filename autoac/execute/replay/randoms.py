@@ -22,7 +22,7 @@ import torch
 
 from autoac.ops.generators import disturbed, set_state, state_of
 from autoac.ops.info import op_info
-from autoac.torch_private import overload_with_generator
+from autoac.torch_private import disable_dispatch_modes, overload_with_generator
 
 drawing = threading.RLock()
 
@@ -44,7 +44,8 @@ class Stash:
 
     def has_drawn(self) -> bool:
         """Whether the generator's state has changed."""
-        return not torch.equal(self.state, state_of(self.generator))
+        with disable_dispatch_modes():  # a tape below would take the states for tensors of the step
+            return not torch.equal(self.state, state_of(self.generator))
 
 
 def draw_again(

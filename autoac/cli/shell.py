@@ -54,6 +54,9 @@ def _readable_errors(options: Mapping[str, Any]) -> Iterator[None]:
     except KeyboardInterrupt:
         if options.get("verbose"):
             traceback.print_exc()
+        if options.get("as_json"):
+            interrupted = {"kind": "interrupted", "message": "Interrupted.", "hint": "", "exit_code": 130}
+            typer.echo(json.dumps({"error": interrupted}, indent=2))
         typer.echo("Interrupted.", err=True)
         raise typer.Exit(130) from None
     except Exception as error:

@@ -150,7 +150,7 @@ def _module_from_file(path: Path) -> Any:
     sys.modules[name] = module  # data classes and pickling look there
     try:
         description.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_failed(shown(path), error) from error
     return module
 
@@ -167,11 +167,11 @@ def _module(name: str) -> Any:
         raise _bad(f"there is no module {name!r} here or among what is installed. {_FORM}")
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_failed(name, error) from error
 
 
-def _import_failed(what: str, error: Exception) -> TargetError:
+def _import_failed(what: str, error: BaseException) -> TargetError:
     hint = ""
     if isinstance(error, ModuleNotFoundError):
         hint = f"Is {error.name!r} installed in this environment ({shown(sys.prefix)})?"
@@ -181,7 +181,7 @@ def _import_failed(what: str, error: Exception) -> TargetError:
 def _call(spec: str, factory: Callable[..., Any], keywords: dict[str, Any]) -> Any:
     try:
         return factory(**keywords)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # as from a script's own argument parser
         hint = (
             "--arg NAME=VALUE passes an argument to the factory."
             if isinstance(error, TypeError) and "argument" in str(error)
@@ -190,7 +190,7 @@ def _call(spec: str, factory: Callable[..., Any], keywords: dict[str, Any]) -> A
         raise TargetError(f"{spec} failed: {_said(error)}", hint) from error
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     message = (str(error).strip() or "no message").split("\n")[0]
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {message}"

@@ -97,6 +97,8 @@ def test_verbose_shows_the_trace() -> None:
         ("import no_such_library\n", "cannot be imported: ModuleNotFoundError in <module> ("),
         ("def f(:\n", "cannot be imported: SyntaxError: "),
         ("1 / 0\n", "line 1): division by zero"),
+        ("import sys\nsys.exit(7)\n", "line 2): 7"),
+        ("import sys\ndef f(): sys.exit(7)\n", "users_file.py:f failed: SystemExit in f ("),
     ],
 )
 def test_a_file_that_cannot_be_imported(content: str, text: str, tmp_path: Path) -> None:

@@ -185,20 +185,23 @@ class Watch:
             )
         if words := self._unplanned.words_on_replaced(self._model):
             return Finding("replaced", words, "modules with a plan were replaced: recording this step")
-        if self._newcomers:
-            finding = self._new_modules(recording.count)
-            return self._in_its_turn(finding) if recording.may_begin_again else finding
-        if self.uncounted:
-            return self._new_optimizer()
-        if self._makes_graph and GRAPH_OF_BACKWARD not in self._plan.record.profile.facts:
-            self._makes_graph = False
-            words = f"the step before {WITH_A_GRAPH}: recording this step"
-            return self._in_its_turn(Finding("graph", log=words, plan_may_stay=True))
-        if self._larger_later:
-            self._larger_later = False
+        found = self._unlike_the_plan(recording.count)
+        if found is not None:
+            return self._in_its_turn(found) if found.is_new or recording.may_begin_again else found
+        return self._new_optimizer() if self.uncounted else None
+
+    def _unlike_the_plan(self, recordings: int) -> Finding | None:
+        """What the step before had that the planned one had not; several things of one step count once."""
+        larger, makes_graph, calls_others = self._larger_later, self._makes_graph, bool(self._newcomers)
+        self._larger_later = self._makes_graph = False
+        others = self._new_modules(recordings) if calls_others else None
+        if larger:
             words = "a later micro-batch of a step was larger than planned for: recording this step"
-            return self._in_its_turn(Finding("larger later", log=words, is_new=True, plan_may_stay=True))
-        return None
+            return Finding("larger later", log=words, is_new=True, plan_may_stay=True)
+        if makes_graph and GRAPH_OF_BACKWARD not in self._plan.record.profile.facts:
+            words = f"the step before {WITH_A_GRAPH}: recording this step"
+            return Finding("graph", log=words, plan_may_stay=True)
+        return others
 
     def _in_its_turn(self, finding: Finding) -> Finding | None:
         """What was found in the step before, if the step that begins is to be recorded for it; else it is due later."""

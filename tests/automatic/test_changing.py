@@ -273,6 +273,35 @@ def test_a_second_derivative_in_every_third_step_is_planned_for():
         assert torch.equal(ours, other)
 
 
+class TwoTasks(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, task: int = 0) -> torch.Tensor:
+        x = super().forward(x)
+        return self.other(x) if task else x
+
+
+@pytest.mark.filterwarnings("ignore:the model is called 2 times before a backward")
+def test_steps_that_are_unlike_the_plan_in_two_ways_are_recorded_when_due():
+    """Every third step has a second call, of another head."""
+    model = TwoTasks().train()
+    handle = autoac.auto(model, ENOUGH, on_larger="replan")
+    optimizer = adam(model)
+    plans = []
+    for step in range(12):
+        loss = model(batch(step)[0]).square().mean()
+        if step % 3 == 2:
+            loss = loss + model(batch(step)[0], 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plans.append(handle.plan)
+    calls = [plan and plan.record.profile.n_root_calls for plan in plans]
+    assert calls[7:] == [1, 1, 2, 2, 2]
+
+
 def test_a_step_that_is_skipped_is_no_further_call():
     """As by gradient scaling or a norm that is too large: backward has run, and gradients are cleared."""
     model = make()

@@ -8,7 +8,7 @@ NOTE [ Several optimizers ]
   this unnecessary.
 
   Training in phases is another thing: an optimizer that steps several times in a row, while other parameters are
-  trained than with the first one. There each step is one, with the plan for the parameters that it trains.
+  trained than with the first one. There each step is one, with the plan for the parameters that it trains (`Phases`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,19 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
+
+from autoac.automatic.optimizers import Optimizers
+from autoac.plans import Plan
+from autoac.step.model import device_of, model_fingerprint
+from autoac_solver.records.devices import kind_of
+from autoac_solver.records.profile import Profile
+
 _MOST = 12
 """Most optimizer steps taken as one: the plan's number of ops grows with it."""
+
+_MOST_PLANS = 8
+"""Plans kept for parameters that are trained in phases."""
 
 _PHASE = 3
 """An optimizer other than the first steps so many times in a row in a phase; a GAN's generator less often."""
@@ -38,7 +49,9 @@ class Cycle:
         self.is_too_long = False
         self._first: weakref.ref[Any] | None = None  # the optimizer that ended the first step
         self._last: weakref.ref[Any] | None = None  # the optimizer that ended the last step
-        self._in_a_row = 0  # steps that ended with the last optimizer
+        self._in_a_row = self._before = (
+            0  # steps that ended with the last optimizer, and with the one before it
+        )
         self._trained = ""  # fingerprint of the parameters trained when the first one stepped last
         self._has_phases = False
         self._is_several = False
@@ -95,8 +108,11 @@ class Cycle:
         """
         self._count += 1
         if not self.has_stepped:
-            is_again = self._last is not None and self._last() is optimizer
-            self._in_a_row = self._in_a_row + 1 if is_again else 1
+            if self._last is not None and self._last() is optimizer:
+                self._in_a_row += 1
+            else:  # if short runs of steps have come to follow one another, these are no phases
+                self._has_phases &= max(self._in_a_row, self._before) >= _PHASE
+                self._before, self._in_a_row = self._in_a_row, 1
             self._last = weakref.ref(optimizer)
             if self._first_one() is None:
                 self._first = self._last
@@ -113,3 +129,42 @@ class Cycle:
 
     def _first_one(self) -> Any:
         return None if self._first is None else self._first()
+
+
+class Phases:
+    """The plans of a loop that trains other parameters at times, by a fingerprint of those that are trained.
+
+    Args:
+        model: without wrappers.
+        optimizers: the loop's.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizers: Optimizers) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._plans: dict[str, Plan] = {}
+
+    def keep(self, trained: str, plan: Plan) -> None:
+        """Keep a plan for when these parameters are trained again."""
+        self._plans.pop(trained, None)
+        self._plans[trained] = plan
+        for oldest in list(self._plans)[:-_MOST_PLANS]:
+            del self._plans[oldest]
+
+    def plan_for(self, trained: str) -> Plan | None:
+        """The plan made when these parameters were trained, if it holds for the model and all that is there now."""
+        plan = self._plans.get(trained)
+        if plan is None or is_of_another(plan.record.profile, self._model):
+            return None
+        return plan if self._optimizers.are_counted_in(plan.record.profile) else None
+
+    def forget(self) -> None:
+        """Keep none."""
+        self._plans.clear()
+
+
+def is_of_another(profile: Profile, model: torch.nn.Module) -> bool:
+    """Whether a model has other modules or parameters than in the recorded step, or is on another device."""
+    if kind_of(profile.device) != device_of(model).type:
+        return True
+    return profile.model_fingerprint != model_fingerprint(model)

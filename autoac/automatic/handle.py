@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoac.automatic.ahead import Ahead
-from autoac.automatic.loop_plan import LoopPlan
+from autoac.automatic.loop_plan import LoopPlan, keep_for_its_phase
 from autoac.automatic.optimizers import counts_optimizer, is_frozen, trained_in
 from autoac.automatic.recording import MOST_RECORDINGS
 from autoac.automatic.wanted import Wanted
@@ -24,6 +24,16 @@ from autoac.torch_private import in_backward
 
 _MOST_SHORT = 12
 """At most so many recordings are dropped in search of a step in which all optimizers step."""
+
+_TOO_LONG = (
+    "too many steps of this loop's optimizers belong together to be planned for as one: the plan is for those that "
+    "were recorded, and others may take more than the budget. Leave headroom=."
+)
+
+_OTHERS_ARE_TRAINED = (
+    "the parameters that are trained change from step to step: the plan is for this one and those that train the same, "
+    "and others may take more than the budget. Leave headroom=."
+)
 
 
 class Auto(LoopPlan):
@@ -46,6 +56,7 @@ class Auto(LoopPlan):
         self._replacing: weakref.WeakSet[Any] = weakref.WeakSet()
         self._short = 0  # recordings dropped, because other batches step more optimizers
         self._retrained = 0  # recordings in a row of which none was planned for: others were trained next
+        self._trains = ""  # fingerprint of the parameters that the step that runs trains
         self._ahead = Ahead(model, self._about_to_be_called)
         self._ahead.put_on()
         before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
@@ -187,10 +198,10 @@ class Auto(LoopPlan):
         if begins:
             self._watch.steps += 1
             self._begin_cycle()
-        if begins and self._trained != trained_in(self._model) and (self._recording.profile or self._plan):
-            if self._retrained < MOST_RECORDINGS:
-                self._other_parameters_are_trained()
-            elif self._plan is None and not self._across.several:
+            self._trains = trained_in(self._model)
+        if begins and self._trained != self._trains and (self._recording.profile or self._plan):
+            acts = self._other_parameters_are_trained()
+            if not acts and self._plan is None and not self._across.several:
                 return  # the plan is put on in a step that trains what it was made for
         if meet:
             self._meet(args, kwargs)
@@ -251,7 +262,7 @@ class Auto(LoopPlan):
 
     def _step_is_over(self, optimizer: Any) -> None:
         self._tell_if_nothing_is_seen()
-        self._cycle.count(optimizer, trained_in(self._model))
+        self._cycle.count(optimizer, self._trains)
         if self._recording.ended_early:  # what was recorded is not the whole step
             self._recording.ended_early = False
             if self._plan is None:
@@ -273,27 +284,26 @@ class Auto(LoopPlan):
             self._record_again(is_new=True)
             LOGGER.info("the loop's steps end with several optimizers: recording them as one")
         if self._cycle.is_too_long:
-            self._warn(
-                "too long",
-                "too many steps of this loop's optimizers belong together to be planned for as one: the plan is for "
-                "those that were recorded, and others may take more than the budget. Leave headroom=.",
-            )
+            self._warn("too long", _TOO_LONG)
 
-    def _other_parameters_are_trained(self) -> None:
+    def _other_parameters_are_trained(self) -> bool:
         """Put on the plan for these, or record the step that begins, unless every step trains others."""
-        plan = None if self._compiling is not None or self._across.several else self._plan
-        known = self._optimizers.swapped(plan, self._trained, trained_in(self._model))
-        self._retrained = 0 if self._plan is not None else self._retrained + 1
-        if self._record_again(is_new=True) and known is not None:
+        had_plan, known = self._plan is not None, None
+        if self._compiling is None and not self._across.several:
+            keep_for_its_phase(self)
+            known = self._phases.plan_for(self._trains)
+        if known is not None and self._record_again(is_new=True):
+            self._retrained = 0
             self._put_plan_on(known, "other parameters are trained: put on the plan of")
-            return
+            return True
+        if self._retrained >= MOST_RECORDINGS:
+            return False
+        self._retrained = 0 if had_plan else self._retrained + 1
         LOGGER.info("other parameters are trained than in the recorded step: recording this step")
+        self._record_again(is_new=True)
         if self._retrained == MOST_RECORDINGS:
-            self._warn(
-                "other parameters",
-                "the parameters that are trained change from step to step: the plan is for this one and those that "
-                "train the same, and others may take more than the budget. Leave headroom=.",
-            )
+            self._warn("other parameters", _OTHERS_ARE_TRAINED)
+        return True
 
     def _record(self, args: Any, kwargs: Any) -> None:
         """Record the step that begins."""
@@ -303,7 +313,7 @@ class Auto(LoopPlan):
                 self._compiling.recorded(args, kwargs, begins=True)
             _RECORDING[self] = threading.get_ident()
             self._was_saved = False
-            self._trained = trained_in(self._model)
+            self._trained = self._trains = trained_in(self._model)
             self._across.ask()
 
     def _look_at(self, args: Any, kwargs: Any, begins: bool, checks: bool) -> None:

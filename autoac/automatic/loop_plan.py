@@ -11,7 +11,7 @@ import torch
 from autoac.automatic.across import Across, Meeting
 from autoac.automatic.beside import with_all_called
 from autoac.automatic.compiling import Compiling
-from autoac.automatic.cycle import Cycle
+from autoac.automatic.cycle import Cycle, Phases, is_of_another
 from autoac.automatic.measured import Measured
 from autoac.automatic.optimizers import Optimizers, trained_in
 from autoac.automatic.recording import StepRecording
@@ -29,8 +29,7 @@ from autoac.automatic.watch import Finding, Watch
 from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import LOGGER
-from autoac.step.model import device_of, model_fingerprint, unwrapped
-from autoac_solver.records.devices import kind_of
+from autoac.step.model import unwrapped
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError
 from autoac_solver.records.profile import Profile
@@ -71,6 +70,7 @@ class LoopPlan:
         self._on_top = on_top
         self._warn = Once()
         self._optimizers = Optimizers(self._model, optimizer, self._warn)
+        self._phases = Phases(self._model, self._optimizers)
         self._recording = StepRecording(model, on_top, self._warn)
         self._watch = Watch(self._model, wanted.on_larger)
         self._measured = Measured(self._model, wanted)
@@ -88,6 +88,7 @@ class LoopPlan:
         """
         self._give_up_step()
         self._optimizers.hold(False)
+        self._phases.forget()
         try:
             self._take_plan_off()
         finally:
@@ -137,7 +138,7 @@ class LoopPlan:
         self._take_plan_off()
         self._recording.forget()
         self._optimizers.hold(False)
-        self._provisional = self._measured.exceeded = None
+        self._provisional = self._measured.exceeded = self._kept = None
         return True
 
     def _settle(self, args: Any, kwargs: Any) -> None:
@@ -146,7 +147,7 @@ class LoopPlan:
             return
         recorded = self._recording.profile
         assert recorded is not None
-        if _is_of_another(recorded, self._model) and self._record_again():
+        if is_of_another(recorded, self._model) and self._record_again():
             LOGGER.info("the model has changed since the recorded step began: recording this step")
             return
         profile = self._measured.larger(self._counted())
@@ -162,6 +163,7 @@ class LoopPlan:
             if self._compiling is not None:
                 if not self._compiling.is_ready(profile):
                     self._compiling.catch_next(profile)
+                    self._kept = kept
                     # The step that begins is recorded as well, whether steps vary or not.
                     self._recording.count -= self._recording.count > 1
                     return
@@ -281,7 +283,7 @@ class LoopPlan:
             plan.apply(self._given)
         self._watch.put_on(plan)
         self._trained = trained_in(self._model)
-        self._plan = plan
+        self._plan, self._kept = plan, None
         LOGGER.info("%s", in_a_line(verb, plan))
         for key, words in doubts(plan):
             self._warn(key, words)
@@ -306,7 +308,7 @@ class LoopPlan:
         self._recording.count -= found.is_free
         if found.log and self._record_again(found.is_new):
             LOGGER.info("%s", found.log)
-            self._kept = plan if found.plan_may_stay else self._kept
+            self._kept = plan if found.plan_may_stay else None
         elif found.warning:
             self._warn(found.key, found.warning)
 
@@ -352,8 +354,13 @@ def _remove_for(error: BaseException, loop: LoopPlan) -> None:
         error.add_note(f"autoac: {another}")
 
 
-def _is_of_another(profile: Profile, model: torch.nn.Module) -> bool:
-    """Whether a model has other modules or parameters than in the recorded step, or is on another device."""
-    if kind_of(profile.device) != device_of(model).type:
-        return True
-    return profile.model_fingerprint != model_fingerprint(model)
+def keep_for_its_phase(loop: LoopPlan) -> None:
+    """Keep a loop's plan, or one for a recorded step that has none yet, for when the same parameters are trained."""
+    plan = loop._plan
+    if plan is None and loop._recording.profile is not None and not loop._recording.began_otherwise:
+        try:
+            plan = loop._wanted.plan(loop._given, loop._counted())
+        except AutoacError:
+            return  # recorded again, and told, if they are trained for longer
+    if plan is not None:
+        loop._phases.keep(loop._trained, plan)

@@ -11,18 +11,14 @@ import torch
 
 from autoac.automatic.report import Once
 from autoac.measure import unique_storage_bytes
-from autoac.plans import Plan
 from autoac.record.optimizer import state_tensors, with_optimizer
-from autoac.step.model import device_of
+from autoac.step.model import device_of, gradient_of
 from autoac.torch_private import is_profiled, local_part
 from autoac_solver.records.devices import kind_of
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import NEVER, Profile, Storage
 
 _LITTLE_MORE = 1.01
-
-_MOST_PLANS = 8
-"""Plans kept for parameters that are trained in phases."""
 
 
 class Optimizers:
@@ -38,7 +34,6 @@ class Optimizers:
         self._model = model
         self._found: list[weakref.ref[Any]] = [] if known is None else [weakref.ref(known)]
         self._held: list[Any] = []  # until the recorded step is planned for
-        self._plans: dict[str, Plan] = {}  # by the parameters that were trained
         self._warn = warn
 
     @property
@@ -61,30 +56,18 @@ class Optimizers:
         """Hold the optimizers strongly, or release them: a recorded step is planned for with its own optimizers."""
         self._held = self._known if held else []
 
-    def swapped(self, plan: Plan | None, before: str, now: str) -> Plan | None:
-        """The plan made when the parameters were trained that are trained now; None if there is none.
-
-        Args:
-            plan: the plan for those that were trained before; kept for when they are trained again.
-            before, now: as from `trained_in`.
-        """
-        if plan is not None:
-            self._plans.pop(before, None)
-            self._plans[before] = plan
-            for oldest in list(self._plans)[:-_MOST_PLANS]:
-                del self._plans[oldest]
-        known = self._plans.get(now)
-        # Made before an optimizer came, or had its state?
-        return known if known is not None and self._are_counted_in(known.record.profile) else None
-
-    def _are_counted_in(self, profile: Profile) -> bool:
+    def are_counted_in(self, profile: Profile) -> bool:
+        """Whether a profile counts all states of these optimizers, and all gradients that there are now."""
         kind, counted = kind_of(profile.device), Counter[str]()
         for row in profile.storage_table:
             counted[row.name] += row.bytes * (row.kind == "Optstate")
         there = Counter[str]()
         for optimizer in self._known:
             there[type(optimizer).__name__] += unique_storage_bytes(state_tensors(optimizer, kind))
-        return all(size <= _LITTLE_MORE * counted[name] for name, size in there.items())
+        gradients = [g for p in self._model.parameters() if (g := gradient_of(p)) is not None]
+        before = sum(row.bytes for row in profile.storage_table if row.is_gradient_before)
+        has_room = unique_storage_bytes(map(local_part, gradients)) <= _LITTLE_MORE * before
+        return has_room and all(size <= _LITTLE_MORE * counted[name] for name, size in there.items())
 
     def trains(self, optimizer: Any) -> bool:
         """Whether an optimizer has a parameter of the model."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 
 from autoac.automatic.recording import MOST_RECORDINGS, StepRecording
 from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_newcomers
-from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH
+from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH, GraphOfBackward, before_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
 from autoac.step.inputs import described, elements_of, without_autocast
 from autoac.step.model import has_gradients
-from autoac.step.restore import tensors_of
 from autoac_solver.records.profile import GRAPH_OF_BACKWARD
 
 _LONGEST_FIRST = "Let all micro-batches of the first step be as long as any later one"
@@ -58,23 +56,22 @@ class _Graph:
     """The graph of a call's result: alive as long as the graph is.
 
     Args:
-        again: called when a backward through it makes a graph.
+        seen: is told of a backward through it that makes a graph.
 
     Attributes:
         went_backward: something has gone backward through it.
     """
 
-    __slots__ = ("__weakref__", "_again", "went_backward")
+    __slots__ = ("__weakref__", "_seen", "went_backward")
 
-    def __init__(self, again: Callable[[], None]) -> None:
+    def __init__(self, seen: GraphOfBackward) -> None:
         self.went_backward = False
-        self._again = again
+        self._seen = seen
 
     def __call__(self, gradients: Any) -> None:
         """The hook of a node."""
         self.went_backward = True
-        if torch.is_grad_enabled():
-            self._again()
+        self._seen(gradients)
 
 
 class Refused(ValueError):
@@ -109,7 +106,7 @@ class Watch:
             None  # a step to record, in which the like is expected, and why
         )
         self._larger_later = False  # a later call of a planned step was larger
-        self._makes_graph = False  # backward, in a step under the plan
+        self._graph_of_backward = GraphOfBackward()
         self._times_later = 0  # so many times, since a step was planned for that has more elements
 
     def put_on(self, plan: Plan) -> None:
@@ -130,7 +127,7 @@ class Watch:
         # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, profile.called)
         self._by_place = _by_place(plan)
-        self._makes_graph = False
+        self._graph_of_backward.is_made = False
         self._planned_calls = sum(not call.fqn and call.grad for call in profile.calls)
         self._calls = 0  # of the step that runs
 
@@ -183,7 +180,9 @@ class Watch:
             return self._in_its_turn(
                 Finding("followed", log="the plan was not followed: recording a step anew")
             )
-        if words := self._unplanned.words_on_replaced(self._model):
+        told = self._unplanned.told
+        if "replaced" not in told and (words := self._unplanned.words_on_replaced(self._model)):
+            told.add("replaced")
             return Finding("replaced", words, "modules with a plan were replaced: recording this step")
         found = self._unlike_the_plan(recording.count)
         if found is not None:
@@ -192,8 +191,9 @@ class Watch:
 
     def _unlike_the_plan(self, recordings: int) -> Finding | None:
         """What the step before had that the planned one had not; several things of one step count once."""
-        larger, makes_graph, calls_others = self._larger_later, self._makes_graph, bool(self._newcomers)
-        self._larger_later = self._makes_graph = False
+        larger, calls_others = self._larger_later, bool(self._newcomers)
+        makes_graph = self._graph_of_backward.is_made
+        self._larger_later = self._graph_of_backward.is_made = False
         others = self._new_modules(recordings) if calls_others else None
         if larger:
             words = "a later micro-batch of a step was larger than planned for: recording this step"
@@ -238,14 +238,9 @@ class Watch:
 
     def returned(self, result: Any) -> None:
         """A call of the model has returned."""
-        graph = _Graph(self._sees_graph)
-        for node in {tensor.grad_fn for tensor in tensors_of(result)}:
-            if node is not None:
-                node.register_prehook(graph)  # which keeps it alive
+        graph = _Graph(self._graph_of_backward)
+        before_backward(result, graph)  # whose nodes keep it alive
         self._graphs.append(weakref.ref(graph))
-
-    def _sees_graph(self) -> None:
-        self._makes_graph = True
 
     def _more_calls(self) -> Finding | None:
         """More calls than in the recorded step have activations that are alive together."""

@@ -82,6 +82,16 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageSpec:
+    """A storage among an op's arguments, which `torch.load` and safetensors pass to `set_`."""
+
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"storage of {self.bytes} bytes"  # torch writes all of them
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """An op's call without its values; equal calls take equal time."""
 
@@ -179,6 +189,8 @@ def _describe(value: Any) -> Hashable:
         return tuple(map(_describe, value))
     if isinstance(value, torch.Generator):
         return "generator"
+    if isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+        return StorageSpec(value.nbytes())
     return value if isinstance(value, Hashable) else repr(value)
 
 
@@ -195,6 +207,8 @@ def _scratch(value: Any) -> Any:
         return value.scratch()
     if isinstance(value, tuple):
         return [_scratch(item) for item in value]
+    if isinstance(value, StorageSpec):
+        raise NotImplementedError("no scratch storage is made")
     return None if value == "generator" else value
 
 

@@ -236,7 +236,7 @@ def facts_of(tape: Tape, checkpointed: Sequence[str], runs: Runs | None = None) 
         OWN_CHECKPOINTING: checkpointed,
         VARYING: runs is not None and runs.varies,
         SIZED_BY_VALUES: by_values,
-        GRAPH_OF_BACKWARD: tape.calls.graph_of_backward,
+        GRAPH_OF_BACKWARD: tape.calls.graph_of_backward.is_made,
     }
     return tuple(fact for fact, is_so in found.items() if is_so)
 

@@ -9,6 +9,7 @@ With `create_graph=True`, if the planned step went backward without: autograd sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,30 @@ _WITH_A_GRAPH = (
 )
 
 
+class GraphOfBackward:
+    """Hook of autograd's nodes. It refers to nothing else, as a graph that the loop holds keeps it alive.
+
+    Attributes:
+        is_made: a backward has made a graph of its own (`create_graph`).
+    """
+
+    __slots__ = ("is_made",)
+
+    def __init__(self) -> None:
+        self.is_made = False
+
+    def __call__(self, gradients: Any) -> None:
+        """A node is about to run."""
+        self.is_made |= torch.is_grad_enabled()
+
+
+def before_backward(result: Any, hook: Callable[[Any], None]) -> None:
+    """Have a hook called before anything goes backward from a tensor in a module's result."""
+    for node in {tensor.grad_fn for tensor in tensors_of(result)}:
+        if node is not None:
+            node.register_prehook(hook)
+
+
 class UnplannedBackward:
     """Forward hook of the model: lets the first backwards from its outputs be checked, and warns.
 
@@ -49,9 +74,7 @@ class UnplannedBackward:
         """Watch for the backward of this call."""
         if not (self._autocast or self._graph) or torch.compiler.is_compiling():
             return
-        node = next((t.grad_fn for t in tensors_of(output) if t.grad_fn is not None), None)
-        if node is not None:
-            node.register_prehook(self._backward_begins)
+        before_backward(output, self._backward_begins)
 
     def _backward_begins(self, gradients: Any) -> None:
         if self._graph and torch.is_grad_enabled():

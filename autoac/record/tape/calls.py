@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from autoac.execute.watch.unplanned_backward import GraphOfBackward, before_backward
 from autoac.ops.info import OpInfo
-from autoac.step.restore import tensors_of
 from autoac.step.units import holds_units, own_name
 from autoac.torch_private import (
     any_autocast,
@@ -40,14 +40,14 @@ class ModuleCalls:
         rows: the fields of `ModuleCall`, in the order in which the calls began.
         stack: indices of the running calls, the innermost last.
         sources: as in `Profile`.
-        graph_of_backward: whether a backward has made a graph.
+        graph_of_backward: of the backwards from what the model has returned.
     """
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self.stack: list[int] = []
         self.sources: dict[str, str] = {}
-        self.graph_of_backward = False
+        self.graph_of_backward = GraphOfBackward()
         self._autocast: list[bool] = []  # per call on the stack: whether autocast was on when it began
         self._streams: dict[int, dict[int, int]] = {}  # call -> its first stream on each GPU
         self._compiled: set[int] = set()  # calls in which compiled code ran
@@ -109,12 +109,7 @@ class ModuleCalls:
 
     def root_returned(self, result: Any) -> None:
         """The model has returned; what goes backward from its result is watched."""
-        node = next((t.grad_fn for t in tensors_of(result) if t.grad_fn is not None), None)
-        if node is not None:
-            node.register_prehook(self._goes_backward)
-
-    def _goes_backward(self, gradients: Any) -> None:
-        self.graph_of_backward |= torch.is_grad_enabled()
+        before_backward(result, self.graph_of_backward)
 
     def runs(self, info: OpInfo, args: tuple[Any, ...]) -> None:
         """An op has run."""

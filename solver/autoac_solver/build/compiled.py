@@ -13,7 +13,8 @@ NOTE [ Memory of a compiled region ]
      start at its end.
   4. Code frees its outputs and their gradients on the way if nothing else holds them, and takes `sole_backward_bytes`.
      So it is if the tape shows that the region reads gradients made before its backward, that all of them are gone
-     when it ends, and so are its outputs.
+     when it ends, and so are its outputs. It is never less than `backward_bytes` by more than what the tape frees:
+     where eager code is given an expanded gradient of few bytes, compiled code makes a dense one of it.
   5. If a step was measured to take less than predicted, what is resident counts as so much less, and if that is not
      enough, so do the bytes of backward.
 
@@ -69,8 +70,8 @@ class _Compiled:
     Attributes:
         points: fastest first.
         forward, backward: its windows, positions [start, end).
-        is_given_gradients: the gradients of its outputs are nobody's but its own.
-        is_given_outputs: so are its outputs in backward.
+        gradient_bytes, output_bytes: bytes of the gradients that it is given, and of its outputs, if nobody else holds
+            any of them when its backward ends; else 0.
     """
 
     region: Region
@@ -78,13 +79,15 @@ class _Compiled:
     forward: tuple[int, int]
     backward: tuple[int, int]
     group: int
-    is_given_gradients: bool
-    is_given_outputs: bool
+    gradient_bytes: int
+    output_bytes: int
 
     def backward_bytes(self, point: CompiledPoint) -> int:
         """Bytes that it takes in backward, see NOTE [ Memory of a compiled region ]."""
-        is_sole = self.is_given_gradients and (self.is_given_outputs or not point.holds_output)
-        return point.sole_backward_bytes if is_sole else point.backward_bytes
+        if not self.gradient_bytes or (point.holds_output and not self.output_bytes):
+            return point.backward_bytes
+        freed = self.gradient_bytes + self.output_bytes * point.holds_output
+        return max(point.sole_backward_bytes, point.backward_bytes - freed)
 
 
 def build_compiled(profile: Profile, calls: Sequence[int], model: EngineModel) -> Built:
@@ -159,23 +162,43 @@ def _of(draft: Draft, region: Region, group: int) -> _Compiled:
         (axis.forward[region.ops[0]], axis.forward[region.ops[-1]] + 1),
         (min(first, len(axis) - 1), min(max(last, first + 1), len(axis))),
         group,
-        _is_given_gradients(draft.step, region, end),
-        _is_given_outputs(draft.step, region, end),
+        _gradient_bytes(draft.step, region, end),
+        _output_bytes(draft.step, region, end),
     )
 
 
-def _is_given_gradients(step: Step, region: Region, end: int) -> bool:
-    """Whether a region's backward, which ends at tick `end`, is the last to need the gradients that it is given."""
+def _gradient_bytes(step: Step, region: Region, end: int) -> int:
+    """See `_Compiled`; the region's backward ends at tick `end`."""
+    table = step.profile.storage_table
     reads = {s for op in step.ops(region.begin_backward, end) for s in step.profile.tape[op].reads}
-    table = (step.profile.storage_table[storage] for storage in reads)
-    given = [s for s in table if region.end < s.alloc < region.begin_backward and s.kind != "Gradient"]
-    return bool(given) and all(storage.free <= end for storage in given)
+    return _bytes_gone(
+        step,
+        region,
+        [
+            s
+            for s in reads
+            if region.end < table[s].alloc < region.begin_backward and table[s].kind != "Gradient"
+        ],
+        end,
+    )
 
 
-def _is_given_outputs(step: Step, region: Region, end: int) -> bool:
-    """Whether nothing but the graph holds what a region has made when its backward ends at tick `end`."""
+def _output_bytes(step: Step, region: Region, end: int) -> int:
+    """See `_Compiled`; the region's backward ends at tick `end`."""
+    table = step.profile.storage_table
     made = {storage for op in region.ops for storage in step.profile.tape[op].creates}
-    return all(step.profile.storage_table[storage].free <= end for storage in made)
+    # Autograd holds them, too, and to the step they may be gone when forward ends.
+    saved = {step.profile.saved[index].storage for index in region.saved}
+    return _bytes_gone(step, region, [s for s in made if s in saved or table[s].free > region.end], end)
+
+
+def _bytes_gone(step: Step, region: Region, storages: Sequence[int], end: int) -> int:
+    """Bytes of storages of which the step and graphs other than the region's hold none at tick `end`, else 0."""
+    profile, others = step.profile, set(range(len(step.profile.saved))).difference(region.saved)
+    held = {profile.saved[i].storage for i in others if profile.saved[i].released > end}
+    if any(profile.storage_table[s].free > end or s in held for s in storages):
+        return 0
+    return sum(profile.storage_table[s].bytes for s in storages)
 
 
 def _ends_backward(step: Step, region: Region) -> int:
@@ -347,7 +370,12 @@ def _after_tail(tail: _Compiled, lifetime: Lifetime) -> Iterator[Lifetime]:
     for option, point in enumerate(tail.points):
         if not point.holds_output:
             end = min(lifetime.end, kept_until)
-            yield replace(lifetime, end=end, extensions=(), exists=_when(tail, option))
+            yield replace(
+                lifetime,
+                end=end,
+                extensions=tuple(Extension(min(e.end, kept_until), e.when) for e in lifetime.extensions),
+                exists=_when(tail, option),
+            )
 
 
 def _holder(compiled: Iterable[_Compiled]) -> Callable[[int], _Compiled | None]:

@@ -189,7 +189,7 @@ def _held(region: Captured, run: Run) -> tuple[int, bool]:
     args, kwargs, results = given
     with region.around(results):
         result = run(region.module, args, kwargs)
-    outputs = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+    outputs = list(tensors_of(result))
     graph = [output.grad_fn for output in outputs]
     made = {key_of_storage(o.untyped_storage()): o for o in _made(outputs, given)}
     refs = [(storage_ref(output), output.untyped_storage().nbytes()) for output in made.values()]

@@ -85,6 +85,8 @@ class ModuleCalls:
             "start": tick,
             "end": NEVER,
             "inputs": inputs,
+            "outputs": (),
+            "differentiable": (),
             "views": 0,
             "changes_arguments": False,
             "once": SHARDED
@@ -99,6 +101,10 @@ class ModuleCalls:
         self.stack.append(len(self.rows) - 1)
         self._autocast.append(any_autocast())
         return row
+
+    def returns(self, outputs: tuple[int, ...], differentiable: tuple[int, ...]) -> None:
+        """The innermost module's forward is about to return; arguments as in `ModuleCall`."""
+        self.rows[self.stack[-1]].update(outputs=outputs, differentiable=differentiable)
 
     def leave(self, tick: int, changes_arguments: bool) -> None:
         """The innermost module's forward ends; `changes_arguments` as in `ModuleCall`."""

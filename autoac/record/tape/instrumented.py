@@ -165,6 +165,8 @@ class Instrumented:
                     self.tape.calls.runs_under_hooks()
                 run = self._run_lean if ours and module in self.lean else self._run
                 result = run(name, original, args, kwargs)
+                if torch.is_grad_enabled():
+                    self.tape.returns(result)
                 if not name:
                     self.tape.calls.root_returned(result)
                 return result

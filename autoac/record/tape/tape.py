@@ -359,6 +359,14 @@ class Tape(TorchDispatchMode):
         if any(tensor.is_inference() for tensor, _ in given):
             row["once"] = INFERENCE
 
+    def returns(self, result: Any) -> None:
+        """A module's forward is about to return."""
+        given = [(tensor.requires_grad, behind_transforms(tensor)) for tensor in tensors_of(result)]
+        self.calls.returns(
+            tuple(dict.fromkeys(self.storages.indices_of(behind for _, behind in given))),
+            tuple(dict.fromkeys(self.storages.indices_of(behind for needs, behind in given if needs))),
+        )
+
     def leave(self, changes_arguments: bool) -> None:
         """A module's forward ends; `changes_arguments` as in `ModuleCall`."""
         self.storages.poll()

@@ -13,8 +13,9 @@ NOTE [ Memory of a compiled region ]
      start at its end.
   4. Code frees its outputs and their gradients on the way if nothing else holds them, and takes `sole_backward_bytes`.
      So it is if the tape shows that the region reads gradients made before its backward, that all of them are gone
-     when it ends, and so are its outputs. It is never less than `backward_bytes` by more than what the tape frees:
-     where eager code is given an expanded gradient of few bytes, compiled code makes a dense one of it.
+     when it ends, and so are its outputs. It is never less than `backward_bytes` by more than what is freed.
+     Compiled code needs a dense gradient of each output, which it makes if it is given none of an output's size: zeros
+     for an output that nobody uses, a copy of one that is expanded or a slice.
   5. If a step was measured to take less than predicted, what is resident counts as so much less, and if that is not
      enough, so do the bytes of backward.
 
@@ -27,6 +28,7 @@ NOTE [ Regions that are not compiled ]
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -71,7 +73,9 @@ class _Compiled:
         points: fastest first.
         forward, backward: its windows, positions [start, end).
         gradient_bytes, output_bytes: bytes of the gradients that it is given, and of its outputs, if nobody else holds
-            any of them when its backward ends; else 0.
+            any of them when its backward ends; else None.
+        made_bytes: bytes of the gradients that compiled code makes before its backward.
+        outputs: storages.
     """
 
     region: Region
@@ -79,15 +83,18 @@ class _Compiled:
     forward: tuple[int, int]
     backward: tuple[int, int]
     group: int
-    gradient_bytes: int
-    output_bytes: int
+    gradient_bytes: int | None
+    output_bytes: int | None
+    made_bytes: int
+    outputs: frozenset[int]
 
     def backward_bytes(self, point: CompiledPoint) -> int:
         """Bytes that it takes in backward, see NOTE [ Memory of a compiled region ]."""
-        if not self.gradient_bytes or (point.holds_output and not self.output_bytes):
-            return point.backward_bytes
-        freed = self.gradient_bytes + self.output_bytes * point.holds_output
-        return max(point.sole_backward_bytes, point.backward_bytes - freed)
+        made = 0 if point.name == EAGER else self.made_bytes
+        if self.gradient_bytes is None or (point.holds_output and self.output_bytes is None):
+            return made + point.backward_bytes
+        freed = made + self.gradient_bytes + (self.output_bytes or 0) * point.holds_output
+        return made + max(point.sole_backward_bytes, point.backward_bytes - freed)
 
 
 def build_compiled(profile: Profile, calls: Sequence[int], model: EngineModel) -> Built:
@@ -155,6 +162,7 @@ def _of(draft: Draft, region: Region, group: int) -> _Compiled:
     measured = None if table is None else table.of_call(region.call)
     assert measured is not None  # Regions that were not measured are refused.
     end = _ends_backward(draft.step, region)
+    given, outputs = _given_gradients(draft.step, region, end), _outputs(draft.step, region)
     first, last = axis.position(region.begin_backward), axis.position(end)
     return _Compiled(
         region,
@@ -162,43 +170,52 @@ def _of(draft: Draft, region: Region, group: int) -> _Compiled:
         (axis.forward[region.ops[0]], axis.forward[region.ops[-1]] + 1),
         (min(first, len(axis) - 1), min(max(last, first + 1), len(axis))),
         group,
-        _gradient_bytes(draft.step, region, end),
-        _output_bytes(draft.step, region, end),
+        _bytes_gone(draft.step, region, given, end) if given else None,
+        _bytes_gone(draft.step, region, outputs, end),
+        _made_bytes(draft.step, region, given),
+        frozenset(outputs),
     )
 
 
-def _gradient_bytes(step: Step, region: Region, end: int) -> int:
-    """See `_Compiled`; the region's backward ends at tick `end`."""
+def _given_gradients(step: Step, region: Region, end: int) -> list[int]:
+    """Storages made before the region's backward, which ends at tick `end`, and read in it."""
     table = step.profile.storage_table
     reads = {s for op in step.ops(region.begin_backward, end) for s in step.profile.tape[op].reads}
-    return _bytes_gone(
-        step,
-        region,
-        [
-            s
-            for s in reads
-            if region.end < table[s].alloc < region.begin_backward and table[s].kind != "Gradient"
-        ],
-        end,
-    )
+    found = (s for s in reads if region.end < table[s].alloc < region.begin_backward)
+    return [storage for storage in found if table[storage].kind != "Gradient"]
 
 
-def _output_bytes(step: Step, region: Region, end: int) -> int:
-    """See `_Compiled`; the region's backward ends at tick `end`."""
-    table = step.profile.storage_table
+def _outputs(step: Step, region: Region) -> list[int]:
+    """Storages that the region makes and returns; those that outlive its forward if the profile does not tell."""
     made = {storage for op in region.ops for storage in step.profile.tape[op].creates}
-    # Autograd holds them, too, and to the step they may be gone when forward ends.
-    saved = {step.profile.saved[index].storage for index in region.saved}
-    return _bytes_gone(step, region, [s for s in made if s in saved or table[s].free > region.end], end)
+    if told := step.profile.spans[region.call].outputs:
+        return [storage for storage in told if storage in made]
+    return [storage for storage in made if step.profile.storage_table[storage].free > region.end]
 
 
-def _bytes_gone(step: Step, region: Region, storages: Sequence[int], end: int) -> int:
-    """Bytes of storages of which the step and graphs other than the region's hold none at tick `end`, else 0."""
+def _bytes_gone(step: Step, region: Region, storages: Sequence[int], end: int) -> int | None:
+    """Bytes of storages, None if the step or graphs other than the region's hold any of them at tick `end`."""
     profile, others = step.profile, set(range(len(step.profile.saved))).difference(region.saved)
     held = {profile.saved[i].storage for i in others if profile.saved[i].released > end}
     if any(profile.storage_table[s].free > end or s in held for s in storages):
-        return 0
+        return None
     return sum(profile.storage_table[s].bytes for s in storages)
+
+
+def _made_bytes(step: Step, region: Region, given: Iterable[int]) -> int:
+    """See `_Compiled`."""
+    profile = step.profile
+    sizes = Counter(profile.storage_table[storage].bytes for storage in given)
+    later = {saved.storage for saved in profile.saved if saved.tick > region.end}
+    later |= {s for op in profile.tape if op.tick > region.end and not op.backward for s in op.reads}
+    made = 0
+    for storage in profile.spans[region.call].differentiable:
+        size = profile.storage_table[storage].bytes
+        if storage in later and sizes[size]:
+            sizes[size] -= 1
+        else:
+            made += size
+    return made
 
 
 def _ends_backward(step: Step, region: Region) -> int:
@@ -357,7 +374,7 @@ def _outside(draft: Draft, compiled: Sequence[_Compiled]) -> Iterator[Lifetime]:
             kept += (
                 Extension(maker.backward[1], _when(maker, option))
                 for option, point in enumerate(maker.points)
-                if point.holds_output and maker.backward[1] > end and end > maker.forward[1]
+                if point.holds_output and maker.backward[1] > end and use.storage in maker.outputs
             )
         yield replace(first, end=end, extensions=tuple(kept))
         yield from lives

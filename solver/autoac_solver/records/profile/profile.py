@@ -148,6 +148,8 @@ class Profile(Shown):
                 start=part.start,
                 end=part.end,
                 inputs=part.inputs,
+                outputs=(),
+                differentiable=(),
                 views=part.views,
             )
             for part in (*self.parts, *self.tails)

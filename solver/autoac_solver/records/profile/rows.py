@@ -199,6 +199,8 @@ class ModuleCall:
         grad: gradients were on.
         start, end: ticks.
         inputs: storages of the tensors among its arguments.
+        outputs: storages of the tensors in its result.
+        differentiable: those of them that need a gradient; the step may go backward from some of them only.
         views: number of ops in it, nested calls included, that only make views or metadata.
         changes_arguments: it changes an object among its arguments, such as a KV cache, so its code cannot run twice.
         once: another reason against it as a region, "" if none is known. Under every engine, *replay* included:
@@ -219,6 +221,8 @@ class ModuleCall:
     start: int
     end: int
     inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    differentiable: tuple[int, ...] = ()
     views: Size = 0
     changes_arguments: bool = False
     once: Annotated[

@@ -76,8 +76,7 @@ class LoopPlan:
         self._measured = Measured(self._model, wanted)
         self._across = Across(model, self._model, wanted)
         self._compiling = Compiling(self._model, wanted.names, on_top) if compiles(wanted.engine) else None
-        # What the next plan is to be made from, as a measured step has shown.
-        self._corrected: tuple[Profile, Wanted] | None = None
+        self._corrected: tuple[Profile, Wanted] | None = None  # what to plan from next, by a measured step
 
     def remove(self) -> None:
         """Take the plan off the model, restoring it.
@@ -88,8 +87,8 @@ class LoopPlan:
         """
         self._give_up_step()
         self._optimizers.hold(False)
-        self._phases.forget()
         try:
+            self._phases.forget()
             self._take_plan_off()
         finally:
             self._on_top.take_off()
@@ -103,14 +102,13 @@ class LoopPlan:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan; None before the first step is over.
+        """The plan; None before the first step is over. While a later step is recorded, the one that stays if it can.
 
-        Between the first step and the second it is provisional: the plan for the first step as it was recorded. With
-        engine compile there is none yet. While a later step is recorded, it is the plan that stays if it needs no more.
+        Between the first step and the second it is provisional: that for the first step as it was recorded, or, with
+        engine compile, none.
         """
-        has_none = self._compiling is not None or self._recording.is_late or self._kept is not None
-        recorded = None if has_none else self._recording.profile
-        if self._plan is None and recorded is not None and self._provisional is None:
+        has_none = self._compiling is not None or self._recording.is_late or self.known_plan is not None
+        if not (has_none or self._kept) and (recorded := self._recording.profile) is not None:
             self._provisional = self._wanted.plan(self._given, self._optimizers.counted(recorded))
         return self._plan or self._provisional or self._kept
 
@@ -164,7 +162,7 @@ class LoopPlan:
                 if not self._compiling.is_ready(profile):
                     self._compiling.catch_next(profile)
                     self._kept = kept
-                    # The step that begins is recorded as well, whether steps vary or not.
+                    # The step that begins is recorded, too.
                     self._recording.count -= self._recording.count > 1
                     return
                 profile = self._compiling.with_regions(profile)

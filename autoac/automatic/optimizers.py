@@ -85,20 +85,25 @@ class Optimizers:
             own = Storage(size, NEVER, profile.end, "Parameter", "")
             profile = replace(profile, storage_table=(*profile.storage_table, own))
         for optimizer in self._known:
+            if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+                profile = self._with_state(
+                    profile, optimizer
+                )  # it has nothing to step in this phase of training
+                continue
             try:
                 profile = with_optimizer(profile, optimizer, measure=not is_profiled())
             except ProfilingError as error:
                 note = f"of the optimizer only its state is counted, as it is now: {error}"
                 self._warn("only its state", note)
-                tensors = state_tensors(optimizer, device_of(self._model).type)
-                size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-                state = Storage(size, NEVER, profile.end, "Optstate", type(optimizer).__name__)
-                profile = replace(
-                    profile,
-                    notes=(*profile.notes, note),
-                    storage_table=(*profile.storage_table, state),
-                )
+                profile = replace(self._with_state(profile, optimizer), notes=(*profile.notes, note))
         return profile
+
+    def _with_state(self, profile: Profile, optimizer: Any) -> Profile:
+        """The profile with an optimizer's state as it is now."""
+        tensors = state_tensors(optimizer, device_of(self._model).type)
+        size = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        state = Storage(size, NEVER, profile.end, "Optstate", type(optimizer).__name__)
+        return replace(profile, storage_table=(*profile.storage_table, state))
 
     def _swapped_out(self) -> list[torch.Tensor]:
         """The optimizers' parameters, if the model holds none: `functional_call` has put others in their place."""

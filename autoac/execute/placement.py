@@ -21,7 +21,7 @@ from autoac.execute.watch.following import NotFollowed, unwatch_following, watch
 from autoac.execute.watch.newcomers import unwatch_newcomers, watch_newcomers
 from autoac.execute.watch.unplanned_backward import unwatch_backward, watch_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
-from autoac.step.carried import planned, replaced
+from autoac.step.carried import planned
 from autoac.step.model import (
     device_of,
     model_fingerprint,
@@ -88,7 +88,9 @@ class Placement:
             watch_following(inner, self._programs.following)
         watch_calls(inner, self._unplanned)
         self.watch_backward(inner)
-        self._watch_modules(inner)
+        step = self.record.step
+        if not self.record.others and {VARYING, SIZED_BY_VALUES}.isdisjoint(step.facts):
+            watch_newcomers(inner, step.called, warns=self._unplanned.may_take_more)
 
     def prepare(self, model: torch.nn.Module) -> None:
         """The part of `put_on` that does not touch the model: checks, kernel tests, re-arming the warnings.
@@ -143,12 +145,6 @@ class Placement:
         """Warn from now on if backward runs otherwise than in the profiled step; `take_off` ends it."""
         facts = self.record.step.facts
         watch_backward(inner, autocast=NO_AUTOCAST_IN_BACKWARD in facts, graph=GRAPH_OF_BACKWARD not in facts)
-
-    def _watch_modules(self, inner: torch.nn.Module) -> None:
-        """Warn if modules are called that the profiled step did not call, unless it was known to vary."""
-        step = self.record.step
-        if not self.record.others and {VARYING, SIZED_BY_VALUES}.isdisjoint(step.facts):
-            watch_newcomers(inner, step.called, warns=self._unplanned.may_take_more)
 
     def trains(self, model: torch.nn.Module) -> bool:
         """Whether a call of the model now belongs to a training step."""
@@ -232,11 +228,8 @@ class Placement:
             yield
             return
         self._check_is_of(model)  # else it could not be put on again
-        if names := replaced(unwrapped(model), self._unplanned.carriers, self.plan_id):
-            raise PlanMismatchError(
-                f"module {names[0]!r} was replaced after the plan was applied, and what is there now runs without it: "
-                "remove the plan, and plan again for the model as it is."
-            )
+        if words := self._unplanned.words_on_replaced(unwrapped(model)):
+            raise PlanMismatchError(words)
         self.take_off(model)
         try:
             yield

@@ -29,7 +29,10 @@ def replaced(model: torch.nn.Module, names: Iterable[str], plan_id: str) -> list
             module = model.get_submodule(name)
         except AttributeError:  # removed
             continue
-        carried = map(planned, module.modules())  # itself first
-        if not any(carries is not None and carries.plan_id == plan_id for carries in carried):
+        carried = planned(module)  # as a rule
+        if carried is not None and carried.plan_id == plan_id:
+            continue
+        inside = map(planned, module.modules())
+        if not any(carries is not None and carries.plan_id == plan_id for carries in inside):
             found.append(name)
     return found

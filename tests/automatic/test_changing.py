@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import logging
 import warnings
+import weakref
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -273,13 +275,13 @@ def test_a_second_derivative_in_every_third_step_is_planned_for():
         assert torch.equal(ours, other)
 
 
-class TwoTasks(Blocks):
+class TwoTasks(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.other = torch.nn.Linear(WIDTH, WIDTH)
+        self.body, self.other = make(), torch.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, task: int = 0) -> torch.Tensor:
-        x = super().forward(x)
+        x = self.body(x)
         return self.other(x) if task else x
 
 
@@ -402,18 +404,70 @@ def test_phases_with_an_optimizer_each_have_a_plan_each(caplog: pytest.LogCaptur
         assert torch.equal(ours, other)
 
 
-def test_parameters_that_are_trained_in_turns_are_told():
+@pytest.mark.parametrize("change", ["a module", "gradients that stay"])
+def test_the_plan_of_an_earlier_phase_is_not_put_on_where_it_does_not_hold(change: str):
+    model = without_dropout(make())
+    handle = autoac.auto(model, ENOUGH)
+    parameters = list(model.parameters())
+    halves = parameters[:6], parameters[6:]
+    optimizers = [torch.optim.SGD(half, lr=0.01) for half in halves]
+    plans = []
+    for step in range(15):
+        phase = step // 5 % 2
+        for half in (0, 1):
+            for parameter in halves[half]:
+                parameter.requires_grad_(half == phase)
+        if step == 10 and change == "a module":
+            model.add_module("another", torch.nn.Identity())
+        if change == "a module":
+            model.zero_grad()
+        else:
+            optimizers[phase].zero_grad()  # those of the other half stay
+        F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        optimizers[phase].step()
+        plans.append(handle.plan)
+    assert plans[4] is not plans[14] is not None
+    assert handle.plan is not None
+    assert handle.plan.predicted_peak_bytes >= plans[4].predicted_peak_bytes
+
+
+def test_what_a_loop_holds_does_not_keep_a_removed_handle_alive():
+    model = make()
+    handle = autoac.auto(model, ENOUGH)
+    optimizer, loss = adam(model), torch.zeros(())
+    for seed in range(3):
+        loss = F.cross_entropy(model(batch(seed)[0]), batch(seed)[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    frozen = weakref.ref(model)
+    handle.remove()
+    del model, optimizer, handle
+    gc.collect()
+    assert loss.grad_fn is not None
+    assert frozen() is None
+
+
+def test_parameters_that_are_trained_in_turns_have_a_plan_each_if_they_are_few():
     model = make()
     handle = autoac.auto(model, ENOUGH)
     optimizer = adam(model)
+    plans = []
+    for seed in range(8):
+        model.blocks[0].requires_grad_(seed % 2 == 0)
+        train(model, optimizer, seed)
+        plans.append(handle.plan)
+    assert plans[4] is plans[6] is not plans[5]
+    assert plans[5] is plans[7] is not None
 
-    def in_turns() -> None:
+    def another_each_step() -> None:
         for seed in range(8):
-            model.blocks[0].requires_grad_(seed % 2 == 0)
+            for index, parameter in enumerate(model.parameters()):
+                parameter.requires_grad_(index >= 6 or index == seed % 6)
             train(model, optimizer, seed)
 
     with pytest.warns(UserWarning, match="the parameters that are trained change from step to step"):
-        in_turns()
+        another_each_step()
     assert handle.plan is not None
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from autoac.ops.private_results import may_stay_unwritten
-from autoac.ops.signatures import flops_of
+from autoac.ops.signatures import Signature, flops_of
 
 _ATEN = torch.ops.aten
 FLASH, BACKWARD = (
@@ -45,3 +45,12 @@ def test_results_that_need_not_be_written_as_a_whole():
         assert found == [False, False, True, True]
     assert not may_stay_unwritten("aten._scaled_dot_product_flash_attention_backward.default", 2)
     assert [may_stay_unwritten("aten._cudnn_rnn.default", i) for i in (2, 3)] == [False, True]
+
+
+def test_a_storage_among_the_arguments_is_told_by_its_size():
+    """As of `set_` in a loader: all of its bytes in words would take minutes, and the signature would keep it alive."""
+    storage = torch.empty(10**7).untyped_storage()
+    signature = Signature.of(_ATEN.set_.source_Storage, (torch.empty(0), storage), {})
+    assert str(signature) == "aten.set_.source_Storage(float32[0], storage of 40000000 bytes)"
+    with pytest.raises(NotImplementedError):
+        signature.scratch()

@@ -14,8 +14,8 @@ NOTE [ Memory of a compiled region ]
   4. Code frees its outputs and their gradients on the way if nothing else holds them, and takes `sole_backward_bytes`.
      So it is if the tape shows that the region reads gradients made before its backward, that all of them are gone
      when it ends, and so are its outputs. It is never less than `backward_bytes` by more than what is freed.
-     Compiled code needs a dense gradient of each output, which it makes if it is given none of an output's size: zeros
-     for an output that nobody uses, a copy of one that is expanded or a slice.
+     Code needs a dense gradient of each output, and makes it if it is given none of an output's size: a copy of one
+     that is expanded or a slice. For an output that nobody uses, compiled code makes zeros.
   5. If a step was measured to take less than predicted, what is resident counts as so much less, and if that is not
      enough, so do the bytes of backward.
 
@@ -74,7 +74,7 @@ class _Compiled:
         forward, backward: its windows, positions [start, end).
         gradient_bytes, output_bytes: bytes of the gradients that it is given, and of its outputs, if nobody else holds
             any of them when its backward ends; else None.
-        made_bytes: bytes of the gradients that compiled code makes before its backward.
+        copied_bytes, zeros_bytes: bytes of the dense gradients that code makes before its backward.
         outputs: storages.
     """
 
@@ -85,12 +85,13 @@ class _Compiled:
     group: int
     gradient_bytes: int | None
     output_bytes: int | None
-    made_bytes: int
+    copied_bytes: int
+    zeros_bytes: int
     outputs: frozenset[int]
 
     def backward_bytes(self, point: CompiledPoint) -> int:
         """Bytes that it takes in backward, see NOTE [ Memory of a compiled region ]."""
-        made = 0 if point.name == EAGER else self.made_bytes
+        made = self.copied_bytes + self.zeros_bytes * (point.name != EAGER)
         if self.gradient_bytes is None or (point.holds_output and self.output_bytes is None):
             return made + point.backward_bytes
         freed = made + self.gradient_bytes + (self.output_bytes or 0) * point.holds_output
@@ -172,7 +173,7 @@ def _of(draft: Draft, region: Region, group: int) -> _Compiled:
         group,
         _bytes_gone(draft.step, region, given, end) if given else None,
         _bytes_gone(draft.step, region, outputs, end),
-        _made_bytes(draft.step, region, given),
+        *_made_bytes(draft.step, region, given),
         frozenset(outputs),
     )
 
@@ -202,20 +203,22 @@ def _bytes_gone(step: Step, region: Region, storages: Sequence[int], end: int) -
     return sum(profile.storage_table[s].bytes for s in storages)
 
 
-def _made_bytes(step: Step, region: Region, given: Iterable[int]) -> int:
-    """See `_Compiled`."""
+def _made_bytes(step: Step, region: Region, given: Iterable[int]) -> tuple[int, int]:
+    """`copied_bytes` and `zeros_bytes`, see `_Compiled`."""
     profile = step.profile
     sizes = Counter(profile.storage_table[storage].bytes for storage in given)
     later = {saved.storage for saved in profile.saved if saved.tick > region.end}
     later |= {s for op in profile.tape if op.tick > region.end and not op.backward for s in op.reads}
-    made = 0
+    copied = zeros = 0
     for storage in profile.spans[region.call].differentiable:
         size = profile.storage_table[storage].bytes
-        if storage in later and sizes[size]:
+        if storage not in later:
+            zeros += size
+        elif sizes[size]:
             sizes[size] -= 1
         else:
-            made += size
-    return made
+            copied += size
+    return copied, zeros
 
 
 def _ends_backward(step: Step, region: Region) -> int:

@@ -101,6 +101,27 @@ def test_gradients_that_nobody_else_holds_are_freed_on_the_way(freed: int, bytes
     assert (plain.live_bytes - sole.live_bytes).tolist() == bytes_less
 
 
+@pytest.mark.parametrize(
+    ("outputs", "size", "more"),
+    [((2,), 20, 40), ((2,), 40, 0), ((2, 4), 40, 40), ((), 20, 0)],
+    ids=["a slice is given", "as large", "no gradient of the other one", "not known"],
+)
+def test_dense_gradients_that_code_makes_itself(outputs: tuple[int, ...], size: int, more: int):
+    """Block 0's output has 40 bytes; the loss alone reads that of block 1, which stands for an unused one here."""
+    profile = two_blocks()
+    tape = (*profile.tape[:4], replace(profile.tape[4], reads=()), *profile.tape[5:7],
+            replace(profile.tape[7], reads=(7,)), profile.tape[8])  # fmt: skip
+    storages = [replace(s, bytes=size, free=49) if i == 7 else s for i, s in enumerate(profile.storage_table)]
+    calls = [replace(c, differentiable=outputs) if c.fqn == "blocks.0" else c for c in profile.calls]
+    told = replace(profile, tape=tape, storage_table=tuple(storages), calls=tuple(calls))
+    untold = replace(told, calls=profile.calls)
+    untold_bytes, told_bytes = (
+        simulate(build(compiled(p, SMALL), BLOCKS, "compile").problem, [0, 0]).live_bytes
+        for p in (untold, told)
+    )
+    assert (told_bytes - untold_bytes).tolist()[7] == more
+
+
 @pytest.mark.parametrize(("freed", "less"), [(14, 40), (60, 0)], ids=["gone", "held by the user"])
 def test_outputs_that_nobody_else_holds_are_freed_on_the_way(freed: int, less: int):
     profile = two_blocks()

@@ -49,9 +49,8 @@ class Cycle:
         self.is_too_long = False
         self._first: weakref.ref[Any] | None = None  # the optimizer that ended the first step
         self._last: weakref.ref[Any] | None = None  # the optimizer that ended the last step
-        self._in_a_row = self._before = (
-            0  # steps that ended with the last optimizer, and with the one before it
-        )
+        self._in_a_row = 0  # steps that ended with the last optimizer
+        self._before = 0  # and with the one before it
         self._trained = ""  # fingerprint of the parameters trained when the first one stepped last
         self._has_phases = False
         self._is_several = False

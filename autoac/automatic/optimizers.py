@@ -86,9 +86,8 @@ class Optimizers:
             profile = replace(profile, storage_table=(*profile.storage_table, own))
         for optimizer in self._known:
             if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-                profile = self._with_state(
-                    profile, optimizer
-                )  # it has nothing to step in this phase of training
+                # It steps in another phase of training.
+                profile = self._with_state(profile, optimizer)
                 continue
             try:
                 profile = with_optimizer(profile, optimizer, measure=not is_profiled())

@@ -132,9 +132,10 @@ class Placement:
             for fqn in to_uncompile(compiled, programs_of, eager_only=eager_only):
                 uncompile(compiled[fqn], self.plan_id)
             attach_losses(inner, self.record.losses, self.record.chunked_losses, eager_only, self.plan_id)
-            self.carriers = self._unplanned.carriers = tuple(programs_of)
             for fqn, programs in programs_of.items():
                 attach(inner.get_submodule(fqn), programs, self.record.engine, self.plan_id)
+            own = (fqn for fqn in programs_of if planned(inner.get_submodule(fqn)) is not None)
+            self.carriers = self._unplanned.carriers = tuple(own)
             if (several := self.record.several) is not None:
                 attach_root(inner, several.before, several.fresh, several.elements, self.plan_id)
         except BaseException:

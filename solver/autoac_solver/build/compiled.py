@@ -210,7 +210,10 @@ def _made_bytes(step: Step, region: Region, given: Iterable[int]) -> tuple[int, 
     later = {saved.storage for saved in profile.saved if saved.tick > region.end}
     later |= {s for op in profile.tape if op.tick > region.end and not op.backward for s in op.reads}
     copied = zeros = 0
-    for storage in profile.spans[region.call].differentiable:
+    call = profile.spans[region.call]
+    for storage in call.differentiable:
+        if storage in call.inputs:
+            continue  # compiled code returns the input itself
         size = profile.storage_table[storage].bytes
         if storage not in later:
             zeros += size

@@ -148,6 +148,7 @@ def test_micro_batches(aborted: bool):
     assert not plan.is_not_followed
 
 
+@pytest.mark.filterwarnings("ignore:module '' was replaced after the plan was applied")  # see `plain`
 def test_copies_run_their_own_weights():
     model, x = made("inline")
     profile = autoac.profile(model, x)

@@ -212,6 +212,7 @@ def test_interrupted_at_any_line_of_apply(engine: str):
     assert False in outcomes
 
 
+@pytest.mark.filterwarnings("ignore:.* replaced after the plan was applied")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_interrupted_at_any_line_of_remove(engine: str):
     """Afterwards the model trains, and the plan can be removed from what is left."""

@@ -248,12 +248,14 @@ def gradient_penalty(result):
     return penalty
 
 
+@pytest.mark.filterwarnings("ignore:this step goes backward with create_graph=True")
 @feature("double backward (`create_graph`)", "replay")
 def test_double_backward():
     """The gradient's graph goes on through what was recomputed."""
     assert_exact(case_of(gradient_penalty, with_parameters, profiled_backward=backward_from), "replay")
 
 
+@pytest.mark.filterwarnings("ignore:this step goes backward with create_graph=True")
 @feature("double backward (`create_graph`)", "sac", cell="refused where a value is saved")
 def test_double_backward_is_refused_under_sac():
     plan = plan_with(case_of(backward_from, with_parameters), "sac", all_but_tanh)
@@ -261,6 +263,7 @@ def test_double_backward_is_refused_under_sac():
         run(case_of(gradient_penalty, with_parameters), plan)
 
 
+@pytest.mark.filterwarnings("ignore:this step goes backward with create_graph=True")
 def test_gradient_penalty_on_the_input():
     """As critics of GANs are trained."""
 

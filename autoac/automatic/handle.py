@@ -248,9 +248,8 @@ class Auto(LoopPlan):
             return
         self._recording.pause(False)
         may_be_counted = self._was_saved or optimizer in self._replacing
-        if (
-            self._plan is not None and may_be_counted and optimizer not in self._stepped
-        ):  # it has its state now
+        # It has its state now.
+        if self._plan is not None and may_be_counted and optimizer not in self._stepped:
             self._stepped.add(optimizer)
             self._watch.uncounted |= not counts_optimizer(self._plan.record.profile, optimizer)
         if self._measured.step.is_running and self._cycle.is_over:
@@ -290,7 +289,8 @@ class Auto(LoopPlan):
         """Put on the plan for these, or record the step that begins, unless every step trains others."""
         had_plan, known = self._plan is not None, None
         if self._compiling is None and not self._across.several:
-            keep_for_its_phase(self)
+            if self._plan is not None or self._retrained < MOST_RECORDINGS:
+                keep_for_its_phase(self)
             known = self._phases.plan_for(self._trains)
         if known is not None and self._record_again(is_new=True):
             self._retrained = 0

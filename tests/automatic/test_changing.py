@@ -448,7 +448,8 @@ def test_what_a_loop_holds_does_not_keep_a_removed_handle_alive():
     assert frozen() is None
 
 
-def test_parameters_that_are_trained_in_turns_have_a_plan_each_if_they_are_few():
+def test_parameters_that_are_trained_in_turns_have_a_plan_each(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, logger="autoac")
     model = make()
     handle = autoac.auto(model, ENOUGH)
     optimizer = adam(model)
@@ -468,6 +469,10 @@ def test_parameters_that_are_trained_in_turns_have_a_plan_each_if_they_are_few()
 
     with pytest.warns(UserWarning, match="the parameters that are trained change from step to step"):
         another_each_step()
+    another_each_step()
+    caplog.clear()
+    another_each_step()  # each of the six has come back, and has a plan by now
+    assert not [record for record in caplog.records if "recording this step" in record.message]
     assert handle.plan is not None
 
 

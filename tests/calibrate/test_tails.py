@@ -460,6 +460,7 @@ def test_blocks_run_once_if_the_compiler_fails_after_them(plan: autoac.Plan, mon
     compiled.cache_clear()
 
 
+@pytest.mark.filterwarnings("ignore:module 'nets.1' is called, and the planned step did not call it")
 def test_a_module_like_it_that_the_recorded_step_did_not_call():
     class Towers(nn.Module):
         def __init__(self) -> None:

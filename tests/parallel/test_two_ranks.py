@@ -175,15 +175,19 @@ def test_the_example_runs_as_printed():
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "solver")])}
-    done = subprocess.run(
-        [*command, "examples/fsdp2.py"],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    for _ in range(2):
+        done = subprocess.run(
+            [*command, "examples/fsdp2.py"],
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        # Rarely a rank's process is aborted as it ends, by a thread of torch's that is still there.
+        if "terminate called without an active exception" not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Plan(GPT, engine='replay', budget=7 MB" in done.stdout
     assert "at the peak: {'parameters'" in done.stdout

@@ -1,4 +1,4 @@
-"""Begin and end of the loop's steps, from the model's calls and the optimizers' steps.
+"""Begin and end of the loop's steps, from the model's calls and the optimizers' steps; the phases that they make up.
 
 NOTE [ Several optimizers ]
   In most loops a step ends with the optimizer. A GAN's loop takes one step for the discriminator, one for the
@@ -19,10 +19,8 @@ from typing import Any
 import torch
 
 from autoac.automatic.optimizers import Optimizers
+from autoac.automatic.wanted import is_of_another
 from autoac.plans import Plan
-from autoac.step.model import device_of, model_fingerprint
-from autoac_solver.records.devices import kind_of
-from autoac_solver.records.profile import Profile
 
 _MOST = 12
 """Most optimizer steps taken as one: the plan's number of ops grows with it."""
@@ -160,10 +158,3 @@ class Phases:
     def forget(self) -> None:
         """Keep none."""
         self._plans.clear()
-
-
-def is_of_another(profile: Profile, model: torch.nn.Module) -> bool:
-    """Whether a model has other modules or parameters than in the recorded step, or is on another device."""
-    if kind_of(profile.device) != device_of(model).type:
-        return True
-    return profile.model_fingerprint != model_fingerprint(model)

@@ -11,7 +11,7 @@ import torch
 from autoac.automatic.across import Across, Meeting
 from autoac.automatic.beside import with_all_called
 from autoac.automatic.compiling import Compiling
-from autoac.automatic.cycle import Cycle, Phases, is_of_another
+from autoac.automatic.cycle import Cycle, Phases
 from autoac.automatic.measured import Measured
 from autoac.automatic.optimizers import Optimizers, trained_in
 from autoac.automatic.recording import StepRecording
@@ -24,7 +24,7 @@ from autoac.automatic.report import (
     words_on_no_plan_since,
     words_over_budget,
 )
-from autoac.automatic.wanted import Wanted, needs_no_more
+from autoac.automatic.wanted import Wanted, is_of_another, needs_no_more
 from autoac.automatic.watch import Finding, Watch
 from autoac.execute.on_top import OnTop
 from autoac.plans import Plan

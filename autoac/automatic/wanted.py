@@ -94,19 +94,25 @@ class Wanted:
         Args:
             model: without wrappers.
         """
-        record, device = plan.record, device_of(model)
+        record = plan.record
         names = None if self.names is None else record.profile.called & set(self.names)
         return (
-            record.model_fingerprint == model_fingerprint(model)
-            and kind_of(record.device) == device.type
+            not is_of_another(record.profile, model)
             and (record.budget_bytes, record.headroom_bytes)
-            == limits(self.budget, self.headroom, device_bytes(device) or None)
+            == limits(self.budget, self.headroom, device_bytes(device_of(model)) or None)
             and record.budget_of == self.budget_of
             and self.engine in ("auto", plan.engine)
             and (names is None or names == {region.fqn for region in plan.regions})
             and as_policies(self.policies, record.profile)
             == tuple(applied.policy for applied in record.policies)
         )
+
+
+def is_of_another(profile: Profile, model: torch.nn.Module) -> bool:
+    """Whether a model has other modules or parameters than in the recorded step, or is on another device."""
+    if kind_of(profile.device) != device_of(model).type:
+        return True
+    return profile.model_fingerprint != model_fingerprint(model)
 
 
 def needs_no_more(profile: Profile, other: Profile) -> bool:

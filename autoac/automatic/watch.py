@@ -102,9 +102,8 @@ class Watch:
         self._graphs: list[weakref.ref[_Graph]] = []  # of what the calls of this step returned
         self.steps = 0  # that have begun, planned or not
         self._last_deviant: int | None = None  # the last step that the plan was not made for
-        self._due: tuple[int, Finding] | None = (
-            None  # a step to record, in which the like is expected, and why
-        )
+        # A step to record, in which the like is expected, and why.
+        self._due: tuple[int, Finding] | None = None
         self._larger_later = False  # a later call of a planned step was larger
         self._graph_of_backward = GraphOfBackward()
         self._times_later = 0  # so many times, since a step was planned for that has more elements

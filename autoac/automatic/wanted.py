@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from autoac.api import plan_recorded
+from autoac.calibrate.compiled.tried import nearly
 from autoac.plans import Plan
 from autoac.policies import as_policies
 from autoac.progress import LOGGER
@@ -50,16 +52,17 @@ class Wanted:
         Raises:
             AutoacError: no plan fits, or the policies clash.
         """
-        return plan_recorded(
+        solve = functools.partial(
+            plan_recorded,
             model,
-            profile.in_any_order(),
-            self.budget,
+            budget=self.budget,
             names=self.names,
             policies=self.policies,
             engine=self.engine,
             headroom=self.headroom,
             budget_of=self.budget_of,
         )
+        return nearly(profile.in_any_order(), model, solve)
 
     def with_room(self, profile: Profile, lacking_bytes: int) -> Wanted:
         """The same with more headroom, for steps that take so much more than this recorded one."""

@@ -14,6 +14,7 @@ from torch import nn
 
 import autoac
 from autoac.automatic import compiling
+from autoac_solver.records.compiled import CompiledPoint
 from autoac_solver.records.profile import Profile
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -142,6 +143,45 @@ def test_a_plan_that_was_off_is_made_anew(
     assert handle.measured_peak_bytes is not None
     assert handle.measured_peak_bytes <= budget
     assert handle.measured_peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_budget_just_below_the_predicted_least_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each point says that its backward takes 600 KB more than it does."""
+    with_caught_regions, leasts = compiling.with_caught_regions, list[int]()
+    budget = 7_450_000
+
+    def too_much(*given: Any) -> Profile:
+        profile = with_caught_regions(*given)
+        table = profile.compiled
+        assert table is not None
+        regions = tuple(
+            replace(region, points=tuple(_with_more(point, 600_000) for point in region.points))
+            for region in table.regions
+        )
+        profile = replace(profile, compiled=replace(table, regions=regions))
+        with pytest.raises(autoac.InfeasibleBudgetError) as error:
+            autoac.solve(profile, budget, engine="compile")
+        leasts.append(error.value.minimum_bytes)
+        return profile
+
+    monkeypatch.setattr(compiling, "with_caught_regions", too_much)
+    model = make()
+    handle = autoac.auto(model, budget, engine="compile")
+    train(model)
+    assert budget < leasts[0] < 1.1 * budget
+    assert handle.plan is not None
+    assert handle.measured_peak_bytes is not None
+    assert handle.measured_peak_bytes <= budget
+    assert handle.measured_peak_bytes == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.01)
+
+
+def _with_more(point: CompiledPoint, more_bytes: int) -> CompiledPoint:
+    return replace(
+        point,
+        backward_bytes=point.backward_bytes + more_bytes,
+        sole_backward_bytes=point.sole_backward_bytes + more_bytes,
+    )
 
 
 class Broken(Block):

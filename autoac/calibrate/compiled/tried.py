@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+import torch
+
 from autoac.calibrate.compiled.table import without_regions
 from autoac.device import device_for
 from autoac.execute.compiled.engine import NOT_COMPILED
@@ -53,13 +55,13 @@ def tried(
     Args:
         profile: with compiled regions.
         budget_bytes: bytes that a step may take, with the headroom.
-        solve: makes a plan within the limit from a profile.
+        solve: makes a plan within that from a profile.
         look: runs the step; None for one in this process alone.
 
     Raises:
         InfeasibleBudgetError: as `solve`, or no plan that was tried is within the limit.
     """
-    plan, limit = _first(profile, step, budget_bytes, solve), budget_bytes - headroom_bytes
+    plan, limit = nearly(profile, step.model, solve), budget_bytes - headroom_bytes
     look = look or functools.partial(looked_at, step=step, resident_bytes=profile.resident_bytes)
     if device_for(device_of(step.model)).not_measurable():
         return plan
@@ -97,14 +99,19 @@ def tried(
     return best
 
 
-def _first(profile: Profile, step: TrainingStep, budget_bytes: int, solve: Callable[[Profile], Plan]) -> Plan:
-    """The plan to try first: as `solve`, or that of the least peak if it may fit when it is measured."""
+def nearly(profile: Profile, model: torch.nn.Module, solve: Callable[[Profile], Plan]) -> Plan:
+    """As `solve`; if no plan fits, that of the least peak if it may fit when it is measured.
+
+    Raises:
+        InfeasibleBudgetError: the least peak is too far above the budget, or the profile has no compiled regions or
+            was corrected by a measured step.
+    """
     try:
         return solve(profile)
     except InfeasibleBudgetError as error:
-        over, table = error.minimum_bytes - budget_bytes, profile.compiled
-        measurable = not device_for(device_of(step.model)).not_measurable()
-        if table is None or not measurable or over > _NEAR * budget_bytes:
+        over, table = error.minimum_bytes - error.budget_bytes, profile.compiled
+        measurable = not device_for(device_of(model)).not_measurable()
+        if table is None or table.unseen_bytes or not measurable or over > _NEAR * error.budget_bytes:
             raise
         try:
             return solve(replace(profile, compiled=replace(table, unseen_bytes=table.unseen_bytes - over)))

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import statistics
 import time
 import warnings
@@ -27,6 +28,7 @@ import torch
 from autoac.device import device_for
 from autoac.measure import in_turn
 from autoac.plans import Plan
+from autoac.price.meters import Disturbance
 from autoac.progress import Tell
 from autoac.step.model import device_of
 from autoac.step.restore import untouched
@@ -75,6 +77,7 @@ def fitted(
     step: TrainingStep,
     free_bytes: int,
     progress: Tell | None = None,
+    engine: str = DEFAULT,
 ) -> Profile:
     """The profile with engine costs, and op times if bookkeeping is a large share, fitted to the model's own steps.
 
@@ -86,21 +89,22 @@ def fitted(
         profile: of this step, whose sample is not a callable.
         free_bytes: free memory of the device.
         progress: called with the current work and the share of it that is done.
+        engine: whose costs are fitted.
     """
     tell = progress or (lambda *_: None)
-    stack = stacked(profile, partitions(profile)[0], DEFAULT, ())
+    stack = stacked(profile, partitions(profile)[0], engine, ())
     groups = stack.built.problem.groups
     most = _all_that_can_be(groups, stack.built.loss)
     nothing, everything = (simulate(stack.built.problem, d) for d in ([SAVE] * len(groups), most))
     fits = 2 * (nothing.peak_bytes - profile.resident_bytes) < free_bytes
     if not (fits and _changes_only_buffers(profile, step.model) and _can_be_put_back(step.model)):
         return profile
-    again_s = sum(
-        profile.tape[op].again_s
-        for group, option in zip(groups, most, strict=True)
-        if option == RECOMPUTE
-        for op in group.ops
-    )
+    recomputed = {
+        op for group, option in zip(groups, most, strict=True) if option == RECOMPUTE for op in group.ops
+    }
+    for region in stack.built.regions:
+        recomputed -= set(itertools.compress(region.ops, region.free_of_choice))
+    again_s = sum(profile.tape[op].again_s for op in recomputed)
     bookkeeping_s = everything.extra_s - again_s
     round_s = 2 * profile.step_s + everything.extra_s
     if bookkeeping_s > _WEIGHS * profile.step_s and _ROUNDS[0] * round_s < _MOST_S:
@@ -116,16 +120,16 @@ def fitted(
         factor = _unless_noise((planned_s - plain_s - ops * again_s) / bookkeeping_s)
         if profile.has_two_clocks:  # a plan's extra time is no sum there
             factor = 1.0
-        costs = dataclasses.asdict(costs_of(profile, DEFAULT, engine_model(DEFAULT).costs))
+        costs = dataclasses.asdict(costs_of(profile, engine, engine_model(engine).costs))
         return replace(
             profile,
             tape=tuple(_scaled(op, ops) for op in profile.tape),
             views_s=ops * profile.views_s,
-            costs=profile.costs | {DEFAULT: {part: factor * cost for part, cost in costs.items()}},
+            costs=profile.costs | {engine: {part: factor * cost for part, cost in costs.items()}},
         )
     # On an asynchronous device, forward ends on the host before it ends on the device.
     on_host = device_for(torch.device(profile.device)).on_hosts_processors
-    if bookkeeping_s > _COUNTS * profile.step_s and on_host:
+    if bookkeeping_s > _COUNTS * profile.step_s and on_host and engine == DEFAULT:
         return _fitted_to_forward(profile, step, tell)
     return profile
 
@@ -235,9 +239,11 @@ def _measured(
         for leaf in leaves:
             leaf.grad = None
         with untouched(model, step.inputs):  # random numbers, and so ops, of the recorded step
-            start = device.now()
+            disturbance, start = Disturbance(), device.now()
             step.run()
-            return device.now() - start
+            taken_s = device.now() - start
+            # Ops, which are short, are timed without the time in which other processes run.
+            return taken_s * (1 - disturbance.waited_share) if device.on_hosts_processors else taken_s
 
     def planned() -> float:
         with plan.placement.unlooked(), plan.applied(model):

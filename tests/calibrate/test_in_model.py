@@ -101,27 +101,57 @@ def many_regions(profile: Profile) -> tuple[Any, Plan]:
     return stack, fitting._plan(profile, stack, (False,) * len(stack.built.problem.groups))
 
 
-def test_what_is_predicted_of_the_measured_steps_is_what_they_took(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("engine", "other"), [("replay", "sac"), ("sac", "replay")])
+def test_what_is_predicted_of_the_measured_steps_is_what_they_took(
+    monkeypatch: pytest.MonkeyPatch, engine: str, other: str
+):
     profile = recorded(make(), batch())
     plain_s, planned_s = 0.6 * profile.step_s, 2.5 * profile.step_s
     plans = measuring(monkeypatch, plain_s, planned_s)
-    found = fitted(profile, TrainingStep(make(), batch()), MUCH)
+    found = fitted(profile, TrainingStep(make(), batch()), MUCH, engine=engine)
     [plan] = plans
+    assert plan.engine == engine
     assert found.step_s == pytest.approx(plain_s)
     for op, before in zip(found.tape, profile.tape, strict=True):
         assert (op.time_s, op.rerun_s, op.spread_s) == pytest.approx((6e-6, 1.2e-5, 6e-7))
         assert replace(op, time_s=1e-5, rerun_s=2e-5, spread_s=1e-6) == before
     factors = factors_of(found.costs, COSTS)
-    assert len({round(factor, 9) for (name, _), factor in factors.items() if name == "replay"}) == 1
-    assert all(factor == 1.0 for (name, _), factor in factors.items() if name == "sac")
+    assert len({round(factor, 9) for (name, _), factor in factors.items() if name == engine}) == 1
+    assert all(factor == 1.0 for (name, _), factor in factors.items() if name == other)
     # Of the plan that was measured, solved anew with the new times.
     decisions = tuple(plan.decisions["decision"] == "recompute")
     assert any(decisions)
-    again = autoac.solve(found, budget=plan.predicted_peak_bytes, regions=[r.fqn for r in plan.regions])
+    names = [region.fqn for region in plan.regions]
+    again = autoac.solve(found, budget=plan.predicted_peak_bytes, regions=names, engine=engine)
     assert again.predicted_overhead <= (planned_s - plain_s) / plain_s * (1 + 1e-9)
-    stack = fitting.stacked(found, fitting.partitions(found)[0], "replay", ())
+    stack = fitting.stacked(found, fitting.partitions(found)[0], engine, ())
     everything = fitting._all_that_can_be(stack.built.problem.groups)
     assert fitting.simulate(stack.built.problem, everything).extra_s == pytest.approx(planned_s - plain_s)
+
+
+def test_the_engine_that_is_asked_for_is_fitted_as_well(monkeypatch: pytest.MonkeyPatch):
+    plans = measuring(monkeypatch, 1.0, 2.0)
+    monkeypatch.setattr(
+        planner, "recorded_step", lambda *a: (recorded(a[0].model, a[0].sample), recorded_step(*a)[1])
+    )
+    autoac.profile(make(), batch())
+    autoac.profile(make(), batch(), engine="sac")
+    assert [plan.engine for plan in plans] == ["replay", "replay", "sac"]
+
+
+@pytest.mark.parametrize(("on_hosts_processors", "seconds"), [(True, 0.25), (False, 1.0)])
+def test_time_in_which_others_ran_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, on_hosts_processors: bool, seconds: float
+):
+    """Each step takes a second by this clock, in which its thread waits for three quarters of it."""
+    profile = recorded(make(), batch())
+    stack = fitting.stacked(profile, fitting.partitions(profile)[0], "replay", ())
+    plan = fitting._plan(profile, stack, fitting._all_that_can_be(stack.built.problem.groups))
+    clock = SimpleNamespace(now=map(float, range(1000)).__next__, on_hosts_processors=on_hosts_processors)
+    monkeypatch.setattr(fitting, "device_for", lambda _: clock)
+    monkeypatch.setattr(fitting, "Disturbance", lambda: SimpleNamespace(waited_share=0.75))
+    found = fitting._measured(TrainingStep(make(), batch()), plan, 3)
+    assert found == (seconds, seconds)
 
 
 @pytest.mark.parametrize(

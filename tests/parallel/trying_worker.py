@@ -27,9 +27,7 @@ def main() -> None:
     Path(sys.argv[1]).write_text(json.dumps(found))
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # see `end` in tests/second_device.py: without gloo, too, teardown has aborted, once in many runs
+    os._exit(0)  # see `end` in tests/second_device.py
 
 
 if __name__ == "__main__":

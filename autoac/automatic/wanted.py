@@ -62,7 +62,11 @@ class Wanted:
             headroom=self.headroom,
             budget_of=self.budget_of,
         )
-        return nearly(profile.in_any_order(), model, solve)
+        profile = profile.in_any_order()
+        is_corrected = (
+            profile.compiled is not None and profile.compiled.unseen_bytes != 0
+        )  # by a measured step
+        return solve(profile) if is_corrected else nearly(profile, model, solve)
 
     def with_room(self, profile: Profile, lacking_bytes: int) -> Wanted:
         """The same with more headroom, for steps that take so much more than this recorded one."""

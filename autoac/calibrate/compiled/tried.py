@@ -103,15 +103,14 @@ def nearly(profile: Profile, model: torch.nn.Module, solve: Callable[[Profile], 
     """As `solve`; if no plan fits, that of the least peak if it may fit when it is measured.
 
     Raises:
-        InfeasibleBudgetError: the least peak is too far above the budget, or the profile has no compiled regions or
-            was corrected by a measured step.
+        InfeasibleBudgetError: the least peak is too far above the budget, or the profile has no compiled regions.
     """
     try:
         return solve(profile)
     except InfeasibleBudgetError as error:
         over, table = error.minimum_bytes - error.budget_bytes, profile.compiled
         measurable = not device_for(device_of(model)).not_measurable()
-        if table is None or table.unseen_bytes or not measurable or over > _NEAR * error.budget_bytes:
+        if table is None or not measurable or over > _NEAR * error.budget_bytes:
             raise
         try:
             return solve(replace(profile, compiled=replace(table, unseen_bytes=table.unseen_bytes - over)))

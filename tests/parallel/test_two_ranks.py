@@ -171,11 +171,11 @@ def test_errors_are_the_same_on_all_ranks_and_soon(told: Any):
         assert re.match(f"ParallelError: {words}", first), first
 
 
-def ran_example() -> subprocess.CompletedProcess[str]:
+def test_the_example_runs_as_printed():
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "solver")])}
-    return subprocess.run(
+    done = subprocess.run(
         [*command, "examples/fsdp2.py"],
         cwd=root,
         env=environment,
@@ -184,13 +184,6 @@ def ran_example() -> subprocess.CompletedProcess[str]:
         timeout=200,
         check=False,
     )
-
-
-def test_the_example_runs_as_printed():
-    done = ran_example()
-    if "terminate called without an active exception" in done.stderr:
-        # Rarely a rank's process is aborted as it ends, by a thread of torch's that is still there.
-        done = ran_example()
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Plan(GPT, engine='replay', budget=7 MB" in done.stdout
     assert "at the peak: {'parameters'" in done.stdout

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from autoac.device import device_for
-from autoac.measure import in_turn
+from autoac.measure import in_turn, seconds_of
 from autoac.plans import Plan
-from autoac.price.meters import Disturbance
+from autoac.price.meters import without_waiting
 from autoac.progress import Tell
 from autoac.step.model import device_of
 from autoac.step.restore import untouched
@@ -232,18 +232,14 @@ def _measured(
         RuntimeError: a step runs other ops than the recorded one did.
     """
     model = step.model
-    device = device_for(device_of(model))
+    where = device_of(model)
     leaves = [t for t in (*model.parameters(), *step.inputs) if t.is_leaf]
 
     def timed() -> float:
         for leaf in leaves:
             leaf.grad = None
         with untouched(model, step.inputs):  # random numbers, and so ops, of the recorded step
-            disturbance, start = Disturbance(), device.now()
-            step.run()
-            taken_s = device.now() - start
-            # Ops, which are short, are timed without the time in which other processes run.
-            return taken_s * (1 - disturbance.waited_share) if device.on_hosts_processors else taken_s
+            return without_waiting(lambda: (None, seconds_of(step.run, 1, where)[0]), where)[1]
 
     def planned() -> float:
         with plan.placement.unlooked(), plan.applied(model):

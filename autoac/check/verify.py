@@ -18,6 +18,7 @@ from autoac.device import device_for
 from autoac.execute.engines import ENGINES
 from autoac.measure import ONE_AT_A_TIME, in_turn, measure_peak
 from autoac.ops.info import is_collective
+from autoac.price.meters import without_waiting
 from autoac.step.failures import noted
 from autoac.step.model import check_backwards_may_run, device_of
 from autoac.step.restore import other_random_numbers, random_states
@@ -246,7 +247,7 @@ def _run(step: TrainingStep, measure: bool) -> _Outcome:
         measured = measure_peak(step.run, device)
         loss, peak = measured.result, measured.peak_above_start_bytes
     else:
-        loss, seconds = device_for(device).timed(step.run)
+        loss, seconds = without_waiting(lambda: device_for(device).timed(step.run), device)
     values: dict[str, Any] = {_LOSS: loss}
     for name, parameter in model.named_parameters():
         values[_GRADIENT + name] = parameter.grad

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,12 +26,16 @@ from autoac.ops.signatures import Signature
 from autoac.torch_private import AllocationRanges, HigherOrderOperator, default_generator, is_wait
 from autoac_solver.records.profile import UNSTEADY
 
+T = TypeVar("T")
+
 _BATCHES, _LAUNCHES = 3, 4
 _MOST_WAITING = 0.1
 _MOST_STOLEN = 0.1
 _MOST_SPREAD = 0.5
 """Measured waiting and spread: 0.01 and 0.1 on a quiet machine (0.2 for small models), 0.3 and up to 3 beside one busy
 program on two cores."""
+_MOST_COUNTED = 0.95
+"""A larger share of waiting is that of other threads of this process."""
 _ENOUGH = 2
 """With this many samples from an op's place in the step, samples from repeated runs are not used."""
 
@@ -353,6 +357,18 @@ class Disturbance:
         if not stolen:  # or it is not counted, and there is no tick length
             return 0.0
         return max(0.0, stolen - _tick_s()) / self._elapsed_s() / (os.cpu_count() or 1)
+
+
+def without_waiting(timed: Callable[[], tuple[T, float]], device: torch.device) -> tuple[T, float]:
+    """Result and seconds of a timed call, without those in which its threads waited for a processor.
+
+    Beside a busy program these make up most of a long call, and none of an op that takes microseconds.
+    """
+    disturbance = Disturbance()
+    result, seconds = timed()
+    if device_for(device).on_hosts_processors:
+        seconds *= 1 - min(disturbance.waited_share, _MOST_COUNTED)
+    return result, seconds
 
 
 def unsteady(times: Iterable[OpTime], waited_share: float, stolen_share: float) -> str:

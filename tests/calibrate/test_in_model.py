@@ -18,6 +18,7 @@ from autoac.calibrate import in_model as fitting
 from autoac.calibrate.in_model import fitted
 from autoac.execute.engines import ENGINES
 from autoac.plans import Plan
+from autoac.price import meters
 from autoac.record.recorder import recorded_step
 from autoac.step.step import TrainingStep
 from autoac_solver.build.engines.replay import ReplayCosts
@@ -139,19 +140,21 @@ def test_the_engine_that_is_asked_for_is_fitted_as_well(monkeypatch: pytest.Monk
     assert [plan.engine for plan in plans] == ["replay", "replay", "sac"]
 
 
-@pytest.mark.parametrize(("on_hosts_processors", "seconds"), [(True, 0.25), (False, 1.0)])
-def test_time_in_which_others_ran_does_not_count(
-    monkeypatch: pytest.MonkeyPatch, on_hosts_processors: bool, seconds: float
-):
-    """Each step takes a second by this clock, in which its thread waits for three quarters of it."""
+def test_time_in_which_others_ran_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    """Steps wait for three quarters of their time."""
     profile = recorded(make(), batch())
     stack = fitting.stacked(profile, fitting.partitions(profile)[0], "replay", ())
     plan = fitting._plan(profile, stack, fitting._all_that_can_be(stack.built.problem.groups))
-    clock = SimpleNamespace(now=map(float, range(1000)).__next__, on_hosts_processors=on_hosts_processors)
-    monkeypatch.setattr(fitting, "device_for", lambda _: clock)
-    monkeypatch.setattr(fitting, "Disturbance", lambda: SimpleNamespace(waited_share=0.75))
-    found = fitting._measured(TrainingStep(make(), batch()), plan, 3)
-    assert found == (seconds, seconds)
+    runs: list[Any] = []
+
+    def a_second(run: Any, rounds: int, device: torch.device) -> list[float]:
+        runs.append(run())
+        return [1.0]
+
+    monkeypatch.setattr(fitting, "seconds_of", a_second)
+    monkeypatch.setattr(meters.Disturbance, "waited_share", 0.75)
+    assert fitting._measured(TrainingStep(make(), batch()), plan, 3) == (0.25, 0.25)
+    assert len(runs) == 2 * 4
 
 
 @pytest.mark.parametrize(

@@ -799,6 +799,18 @@ def test_stolen_time_is_read_where_the_system_tells(monkeypatch: pytest.MonkeyPa
     assert timing.stolen_s() == timing.Disturbance().stolen_share == 0.0
 
 
+@pytest.mark.parametrize(
+    ("device", "waited", "seconds"), [("cpu", 0.75, 0.5), ("cpu", 3.0, 0.1), ("cuda", 0.75, 2.0)]
+)
+def test_waiting_for_a_processor_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, device: str, waited: float, seconds: float
+):
+    monkeypatch.setattr(timing.Disturbance, "waited_share", waited)
+    result, found = timing.without_waiting(lambda: ("result", 2.0), torch.device(device))
+    assert result == "result"
+    assert found == pytest.approx(seconds)
+
+
 def test_one_tick_of_stolen_time_may_have_begun_before(monkeypatch: pytest.MonkeyPatch):
     tick = 1 / os.sysconf("SC_CLK_TCK")
     stolen = iter([5.0, 5.0 + tick, 5.0 + 3 * tick])

@@ -696,6 +696,39 @@ def test_a_region_that_is_compiled_anew_at_every_call_is_left_to_replay(
         autoac.profile(model, batch(), **wanted)
 
 
+class Coded(Block):
+    """Keeps an average of its inputs in a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.code = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        with torch.no_grad():
+            self.code.lerp_(x.mean(0), 0.1)
+        return super().forward(x - self.code, scale)
+
+
+@pytest.mark.parametrize("steps_in_backward", [False, True])
+def test_parameters_that_a_step_writes_are_put_back(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps_in_backward: bool
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # so that the points are measured
+    torch._dynamo.reset()
+    compiled.cache_clear()
+    model = nn.Sequential(nn.Embedding(50, WIDTH, max_norm=0.5), *(Coded() for _ in range(3)))
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters() if p.requires_grad}
+    for parameter in optimizers if steps_in_backward else ():
+        parameter.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    before = [p.clone() for p in model.parameters()]
+    tokens = torch.arange(50).repeat(2)
+    plan = autoac.plan(model, tokens, 10**9, loss=loss, engine="compile", regions=["1", "2", "3"])
+    assert plan.record.profile.compiled is not None
+    assert all(map(torch.equal, before, model.parameters()))
+    loss(model(tokens)).backward()
+    assert not torch.equal(before[0], next(model.parameters()))
+
+
 def test_more_kinds_of_arguments_than_torch_compiles_code_for(
     profile: Profile, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):

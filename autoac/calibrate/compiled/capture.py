@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from autoac.torch_private import (
     without_hooks,
 )
 from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.profile import Profile
 
 Call = tuple[str, int]
 """A module's name, and the number of its call with gradients on."""
@@ -316,7 +317,23 @@ def _children(kind: Hashable) -> tuple[str, ...]:
     return kind.children if isinstance(kind, Tail) else ()
 
 
-def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
+def written_parameters(
+    profile: Profile, model: torch.nn.Module, forward_only: bool = False
+) -> list[torch.nn.Parameter]:
+    """Parameters that the recorded step writes: an embedding with `max_norm`, statistics, optimizers in backward.
+
+    Args:
+        forward_only: leave out what is written in backward or after it.
+    """
+    stored = profile.storage_table
+    written = {s for op in profile.tape if not (forward_only and op.backward) for s in op.writes}
+    names = {stored[s].name for s in written if stored[s].kind == "Parameter"}
+    return [p for name, p in model.named_parameters(remove_duplicate=False) if name in names]
+
+
+def captured(
+    step: TrainingStep, kinds: Mapping[Call, Hashable], written: Iterable[torch.Tensor] = ()
+) -> Caught:
     """Catch calls of some modules in the user's own step, which ends after the last of them unless FSDP2 is in it.
 
     Autograd tracks `requires_grad` but saves no tensors, so that forward takes no more memory than without gradients.
@@ -324,6 +341,7 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
 
     Args:
         kinds: as for `Catcher`.
+        written: parameters that forward writes; they are copied.
 
     Raises:
         ProfilingError: the step does not make one of the calls.
@@ -332,13 +350,13 @@ def captured(step: TrainingStep, kinds: Mapping[Call, Hashable]) -> Caught:
     # A step that ended in the middle would leave units of FSDP2 in the middle of theirs.
     catcher = Catcher(model, kinds) if has_units(model) else _UntilComplete(model, kinds)
     on_host = device_for(device_of(model)).on_hosts_processors
-    written = [*model.parameters(), *model.buffers()]
+    changed = [*(model.parameters() if step.is_whole else written), *model.buffers()]
     keeps_nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _unpacked)
     with (
         trial(
             model,
             step.inputs,
-            written if step.is_whole else model.buffers(),
+            changed,
             gradient=_copied if step.is_whole else own_gradient,  # only a whole step runs backward
         ) as restorer,
         uncompiled(model),

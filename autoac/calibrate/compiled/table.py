@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from autoac.calibrate.compiled.capture import Call, Captured, Caught, Tail, captured
+from autoac.calibrate.compiled.capture import (
+    Call,
+    Captured,
+    Caught,
+    Tail,
+    captured,
+    written_parameters,
+)
 from autoac.calibrate.compiled.measured import measured_points
 from autoac.calibrate.compiled.on_disk import PointsOnDisk
 from autoac.execute.compiled.code import graphs_of, surveying
@@ -84,7 +91,7 @@ def with_compiled_regions(
     kinds = kinds_of(profile, step.model, names, granularity)
     with ONE_AT_A_TIME:
         tell("what the regions are called with", 0.0)
-        found = captured(step, kinds)
+        found = captured(step, kinds, written_parameters(profile, step.model, forward_only=True))
     with forward_autocast() as without, without:  # regions enter the autocast of their own calls
         return with_caught_regions(profile, step.model, step.inputs, found, tell)
 
@@ -221,6 +228,7 @@ def _regions(
     profile: Profile, model: torch.nn.Module, inputs: Any, found: Caught, progress: Tell
 ) -> list[CompiledRegion]:
     call_of, tail_of_call = _call_of(profile), {}
+    written = written_parameters(profile, model, forward_only=True)
     for tail, index in zip(profile.tails, profile.tail_spans, strict=True):
         tail_of_call[tail.call] = index
 
@@ -233,7 +241,7 @@ def _regions(
             words = f"compiling what {name} computes after its blocks"
             group = [tail_of_call[call] for call in group]
         with (
-            trial(model, inputs, region.module.buffers()),
+            trial(model, inputs, [*written, *region.module.buffers()]),
             uncompiled(model),
             # A tail is compiled as functions of the model's own, which its user may compile, too.
             compiled_code_forgotten() if region.children else contextlib.nullcontext(),

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from autoac.calibrate.compiled.capture import written_parameters
 from autoac.calibrate.compiled.table import without_regions
 from autoac.device import device_for
 from autoac.execute.compiled.engine import NOT_COMPILED
@@ -159,8 +160,10 @@ def peak_with(plan: Plan, step: TrainingStep, around: AroundStep = contextlib.nu
         around: makes a context of each step.
     """
     model = step.model
-    # Copies of the parameters might not fit beside the step, and only a whole step writes them.
+    # Copies of all parameters might not fit beside the step, and only a whole step writes so many.
     parameters = {} if step.is_whole else {id(p): p for p in model.parameters()}
+    for parameter in written_parameters(plan.record.profile, model):
+        parameters.pop(id(parameter), None)
     written = [tensor for tensor in step.written if id(tensor) not in parameters]
     optimizers = OptimizerStates(copies=True)  # copied in the first step, which is not measured
     peak = 0

@@ -96,12 +96,17 @@ class ReplayCall:
                 record.preserve(key)
         self.held.pop(key, None)
 
+    @property
+    def can_replay(self) -> bool:
+        """Whether the records are still there; a backward that frees its part of the graph drops all of them."""
+        return not self.records or self.records[0] is not None
+
     def replay(self, keep_graph: bool, wanted: Handle | None = None) -> None:
         """Run the recorded ops that living handles depend on, and give the handles their tensors."""
         with self.lock:
             if not self.pending and (wanted is None or wanted.tensor is not None):
                 return  # another thread was first
-            if self.records and self.records[0] is None:
+            if not self.can_replay:
                 raise RuntimeError(_LOST.format(where=self.program.where))
             self.pending = False
             self.program.following.tell()  # for steps that do not call the root

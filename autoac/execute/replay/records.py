@@ -192,7 +192,7 @@ class Handle:
             self.call.streams.hand_over(tensor)
         # A second backward replays again, see NOTE [ Replay ] 2. Compiled autograd unpacks once, and holds all handles
         # until it ends.
-        if keep_graph or in_compiled_autograd():
+        if (keep_graph or in_compiled_autograd()) and self.call.can_replay:
             self.tensor = None
         return tensor if self.like is None else self.like(tensor)
 

@@ -220,6 +220,39 @@ def test_second_backward(backward):
     assert_exact(case_of(backward, profiled_backward=backward_from), "replay")
 
 
+class Apart(nn.Module):
+    """Results that share nothing but their input, so a graph for each."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.sides = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(count))
+
+    def forward(self, x):
+        return [side(x).square().mean() for side in self.sides]
+
+
+def freed_then_retained(losses):
+    last, first, second = losses
+    last.backward()
+    first.backward()
+    for _ in range(2):
+        second.backward(retain_graph=True)
+    second.backward()
+
+
+@feature("`retain_graph` and a second backward", "replay")
+def test_retained_backward_after_one_that_freed_its_part():
+    """The first backward replays the region for both graphs, and drops its records."""
+    case = Case(
+        lambda: nn.ModuleList([Apart(1), Apart(2)]),
+        lambda model: [*model[0](X), *model[1](X)],
+        ("0", "1"),
+        backward=freed_then_retained,
+    )
+    plan = assert_exact(case, "replay")[0.0]
+    assert {row.region for row in plan.decisions.itertuples() if row.decision == "recompute"} >= {"1"}
+
+
 @feature("second backward over a freed graph", cell="refused")
 def test_second_backward_without_the_graph(engine):
     """As without a plan: refused, and the first one is unharmed."""

@@ -181,12 +181,8 @@ class Auto(LoopPlan):
     def _act_on_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], begins: bool, meet: bool, is_announced: bool
     ) -> None:
-        if (
-            begins
-            and self._cycle.is_short
-            and self._recording.profile is not None
-            and self._short < _MOST_SHORT
-        ):
+        is_short = self._cycle.is_short and self._short < _MOST_SHORT
+        if begins and is_short and self._recording.profile is not None:
             self._short += 1
             self._recording.drop()
         if self._recording.is_on:
@@ -287,7 +283,7 @@ class Auto(LoopPlan):
 
     def _other_parameters_are_trained(self) -> bool:
         """Put on the plan for these, or record the step that begins, unless every step trains others."""
-        had_plan, known = self._plan is not None, None
+        plan, known = self._plan, None
         if self._compiling is None and not self._across.several:
             if self._plan is not None or self._retrained < MOST_RECORDINGS:
                 keep_for_its_phase(self)
@@ -298,9 +294,10 @@ class Auto(LoopPlan):
             return True
         if self._retrained >= MOST_RECORDINGS:
             return False
-        self._retrained = 0 if had_plan else self._retrained + 1
+        self._retrained = self._retrained + 1 if plan is None else 0
         LOGGER.info("other parameters are trained than in the recorded step: recording this step")
         self._record_again(is_new=True)
+        self._kept, self._kept_for_less = plan, False
         if self._retrained == MOST_RECORDINGS:
             self._warn("other parameters", _OTHERS_ARE_TRAINED)
         return True

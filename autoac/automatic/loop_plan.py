@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ _COVERED = (
 )
 
 _STAYS = "no plan fits what was recorded since: kept the plan of"
+_LEAST = "no plan fits what was recorded since: put on that of the least peak,"
 
 
 class LoopPlan:
@@ -65,7 +68,8 @@ class LoopPlan:
         self._plan: Plan | None = None
         self._was_saved = False
         self._trained = ""  # fingerprint of the parameters trained in the recorded step
-        self._kept: Plan | None = None  # put on again if the next recorded step needs no more
+        self._kept: Plan | None = None  # put on again if no plan fits the next recorded step
+        self._kept_for_less = False  # or if that needs no more
         self._cycle = Cycle()
         self._on_top = on_top
         self._warn = Once()
@@ -104,13 +108,17 @@ class LoopPlan:
     def plan(self) -> Plan | None:
         """The plan; None before the first step is over. While a later step is recorded, the one that stays if it can.
 
-        Between the first step and the second it is provisional: that for the first step as it was recorded, or, with
-        engine compile, none.
+        Between the first step and the second it is provisional: that for the first step as it was recorded; None with
+        engine compile, and if no plan fits, which the second step says.
         """
+        stays = self._kept if self._kept_for_less else None
         has_none = self._compiling is not None or self._recording.is_late or self.known_plan is not None
-        if not (has_none or self._kept) and (recorded := self._recording.profile) is not None:
-            self._provisional = self._wanted.plan(self._given, self._optimizers.counted(recorded))
-        return self._plan or self._provisional or self._kept
+        if not (has_none or stays) and (recorded := self._recording.profile) is not None:
+            with contextlib.suppress(
+                InfeasibleBudgetError
+            ):  # raised by the loop, which may know of more by then
+                self._provisional = self._wanted.plan(self._given, self._optimizers.counted(recorded))
+        return self._plan or self._provisional or stays
 
     @property
     def known_plan(self) -> Plan | None:
@@ -150,7 +158,7 @@ class LoopPlan:
             return
         profile = self._measured.larger(self._counted())
         kept, self._kept = self._kept, None
-        if kept is not None and needs_no_more(profile, kept.record.profile):
+        if kept is not None and self._kept_for_less and needs_no_more(profile, kept.record.profile):
             self._put_plan_on(kept, "the recorded step is no larger than the one before it: kept the plan of")
             return
         if self._compiling is None:
@@ -167,16 +175,17 @@ class LoopPlan:
                     return
                 profile = self._compiling.with_regions(profile)
             plan = self._wanted.plan(self._given, profile)
-        except AutoacError as error:
-            is_infeasible = isinstance(error, InfeasibleBudgetError)
-            if is_infeasible and self._measured.exceeded is not None:
-                self._stay_over_budget(self._measured.exceeded)
-            elif is_infeasible and kept is not None:
-                self._warn("no plan fits", words_on_no_plan_since(error))
-                self._put_plan_on(kept, _STAYS)
-            elif not (self._recording.ended_early and is_infeasible and self._record_again()):  # of a part?
+        except InfeasibleBudgetError as error:
+            if self._measured.exceeded is not None:
+                _stay_over_budget(self, self._measured.exceeded)
+            elif kept is not None:
+                _go_on(self, kept, profile, error)
+            elif not (self._recording.ended_early and self._record_again()):  # of a part?
                 _remove_for(error, self)
                 raise
+        except AutoacError as error:
+            _remove_for(error, self)
+            raise
         else:
             self._take(plan, args, kwargs)
 
@@ -188,7 +197,7 @@ class LoopPlan:
             plan = wanted.plan(self._given, profile)
         except InfeasibleBudgetError as error:
             if self._compiling is None:
-                self._stay_over_budget(self._plan)
+                _stay_over_budget(self, self._plan)
                 return
             if self._compiling.best is None:
                 _remove_for(error, self)
@@ -244,7 +253,7 @@ class LoopPlan:
         if meeting.any(recorded and recording.began_otherwise and recording.may_begin_again):
             self._record_again(is_new=not recording.may_begin_again)
             return
-        profile, saved, at_hand = None, None, self._plan or self._kept
+        profile, saved, at_hand = None, None, self._plan or (self._kept if self._kept_for_less else None)
         self._kept = None
         if recorded:
             profile = self._counted()
@@ -306,7 +315,8 @@ class LoopPlan:
         self._recording.count -= found.is_free
         if found.log and self._record_again(found.is_new):
             LOGGER.info("%s", found.log)
-            self._kept = plan if found.plan_may_stay else None
+            self._kept = None if found.plan_is_gone else plan
+            self._kept_for_less = found.plan_may_do
         elif found.warning:
             self._warn(found.key, found.warning)
 
@@ -334,14 +344,25 @@ class LoopPlan:
         else:
             self._corrected = self._measured.with_room()
 
-    def _stay_over_budget(self, plan: Plan | None) -> None:
-        """No plan has room for a step that took more than the budget: go on under this one."""
-        assert plan is not None
-        assert self._measured.peak_bytes is not None
-        self._warn("over budget", words_over_budget(plan, self._measured.peak_bytes, is_least=True))
-        self._measured.no_more()
-        if self._plan is None:
-            self._put_plan_on(plan, _STAYS)
+
+def _stay_over_budget(loop: LoopPlan, plan: Plan | None) -> None:
+    """No plan has room for a step that took more than the budget: go on under this one."""
+    assert plan is not None
+    assert loop._measured.peak_bytes is not None
+    loop._warn("over budget", words_over_budget(plan, loop._measured.peak_bytes, is_least=True))
+    loop._measured.no_more()
+    if loop._plan is None:
+        loop._put_plan_on(plan, _STAYS)
+
+
+def _go_on(loop: LoopPlan, kept: Plan, profile: Profile, error: InfeasibleBudgetError) -> None:
+    """No plan fits a later step: put on that of the least peak, or the one before if it is for such steps, too."""
+    loop._warn("no plan fits", words_on_no_plan_since(error))
+    if not loop._kept_for_less or is_of_another(kept.record.profile, loop._model):
+        least = replace(loop._wanted, budget=error.minimum_bytes)
+        loop._put_new_plan_on(least.plan(loop._given, profile), _LEAST)
+    else:
+        loop._put_plan_on(kept, _STAYS)
 
 
 def _remove_for(error: BaseException, loop: LoopPlan) -> None:

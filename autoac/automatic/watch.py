@@ -40,7 +40,8 @@ class Finding:
         warning: text of the warning, if no step is recorded.
         log: text for the log when the step that begins is recorded; "" not to record it.
         is_new: record the step however many were recorded before.
-        plan_may_stay: keep the plan if the recorded step needs no more.
+        plan_may_do: keep the plan if the recorded step needs no more.
+        plan_is_gone: do not keep the plan if no other one fits.
         is_free: do not count the recording.
     """
 
@@ -48,7 +49,8 @@ class Finding:
     warning: str = ""
     log: str = ""
     is_new: bool = False
-    plan_may_stay: bool = False
+    plan_may_do: bool = False
+    plan_is_gone: bool = False
     is_free: bool = False
 
 
@@ -182,7 +184,8 @@ class Watch:
         told = self._unplanned.told
         if "replaced" not in told and (words := self._unplanned.words_on_replaced(self._model)):
             told.add("replaced")
-            return Finding("replaced", words, "modules with a plan were replaced: recording this step")
+            log = "modules with a plan were replaced: recording this step"
+            return Finding("replaced", words, log, plan_is_gone=True)
         found = self._unlike_the_plan(recording.count)
         if found is not None:
             return self._in_its_turn(found) if found.is_new or recording.may_begin_again else found
@@ -196,10 +199,10 @@ class Watch:
         others = self._new_modules(recordings) if calls_others else None
         if larger:
             words = "a later micro-batch of a step was larger than planned for: recording this step"
-            return Finding("larger later", log=words, is_new=True, plan_may_stay=True)
+            return Finding("larger later", log=words, is_new=True, plan_may_do=True)
         if makes_graph and GRAPH_OF_BACKWARD not in self._plan.record.profile.facts:
             words = f"the step before {WITH_A_GRAPH}: recording this step"
-            return Finding("graph", log=words, plan_may_stay=True)
+            return Finding("graph", log=words, plan_may_do=True)
         return others
 
     def _in_its_turn(self, finding: Finding) -> Finding | None:
@@ -283,7 +286,7 @@ class Watch:
             "than the budget: plan beforehand with autoac.plan. Where random numbers skip layers, it plans for a step "
             "that calls them all; else pass it a function that runs a step of each kind as the sample.",
             f"the step before called {words}, which the recorded one had not: recording this step",
-            plan_may_stay=True,
+            plan_may_do=True,
         )
 
     def _new_optimizer(self) -> Finding:

@@ -510,6 +510,55 @@ def trained_on(model: Blocks, optimizer: torch.optim.Optimizer, seeds: Iterable[
         train(model, optimizer, seed)
 
 
+@pytest.mark.parametrize("change", ["parameters", "optimizer", "autocast"])
+def test_where_no_plan_fits_a_later_change_training_goes_on_with_the_least_peak(change: str):
+    rows = 20 * BATCH
+
+    def loop(model: Blocks, steps: int) -> None:
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(steps):
+            if change == "parameters":
+                model.blocks[0].requires_grad_(step >= 2)
+            if change == "optimizer" and step == 2:
+                optimizer = adam(model)
+            x, y = batch(step, rows)
+            with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast" and step < 2):
+                output = model(x)
+            F.cross_entropy(output.float(), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = make()
+    handle = autoac.auto(model, 1000)
+    with pytest.raises(autoac.InfeasibleBudgetError) as error:
+        loop(model, 2)
+    assert handle.plan is None
+    budget = error.value.minimum_bytes
+    plain, model = make(), make()
+    torch.manual_seed(0)
+    loop(plain, 5)
+    torch.manual_seed(0)
+    handle = autoac.auto(model, budget, measure=True)
+    with pytest.warns(UserWarning, match="takes more than the budget under any plan"):
+        loop(model, 5)
+    assert handle.plan is not None
+    assert handle.plan.predicted_peak_bytes > budget
+    with pytest.raises(autoac.InfeasibleBudgetError) as error:
+        autoac.solve(handle.plan.record.profile, 1000)
+    assert handle.plan.predicted_peak_bytes == error.value.minimum_bytes
+    for ours, others in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, others)
+
+
+def test_the_plan_of_a_first_step_that_no_plan_fits_is_none():
+    model = make()
+    optimizer, handle = adam(model), autoac.auto(model, 1000)
+    train(model, optimizer, 0)
+    assert handle.plan is None
+    with pytest.raises(autoac.InfeasibleBudgetError):
+        train(model, optimizer, 1)
+
+
 def test_a_step_above_the_budget_is_told():
     """The second batch is as large as the first; what the model keeps besides is not."""
     model = make()

@@ -190,8 +190,8 @@ class Handle:
         assert tensor is not None
         if self.call.streams is not None:
             self.call.streams.hand_over(tensor)
-        # A second backward replays again, see NOTE [ Replay ] 2, unless one that freed its part of the graph has dropped
-        # the records. Compiled autograd unpacks once, and holds all handles until it ends.
+        # A second backward replays again, see NOTE [ Replay ] 2. It cannot if one before it has freed its part of the
+        # graph, and so the records. Compiled autograd unpacks once, and holds all handles until it ends.
         if (keep_graph and self.call.can_replay) or in_compiled_autograd():
             self.tensor = None
         return tensor if self.like is None else self.like(tensor)

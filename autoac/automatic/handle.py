@@ -234,6 +234,7 @@ class Auto(LoopPlan):
         if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
             return (args[0], _with_after(args[1], self._step_is_over, optimizer), *args[2:]), kwargs
         if in_backward():  # it steps parameter by parameter during backward
+            self._optimizers.step_in_backward(optimizer)
             self._tell_if_nothing_is_seen()
         else:
             self._step_is_over(optimizer)
@@ -304,7 +305,7 @@ class Auto(LoopPlan):
 
     def _record(self, args: Any, kwargs: Any) -> None:
         """Record the step that begins."""
-        if self._recording.begin(args, kwargs, self._optimizers.states(), self._cycle.ends_with_optimizer):
+        if self._recording.begin(args, kwargs, self._cycle.ends_with_optimizer):
             if self._compiling is not None:
                 self._compiling.recording_begins(args, kwargs)
                 self._compiling.recorded(args, kwargs, begins=True)

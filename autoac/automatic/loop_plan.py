@@ -75,7 +75,7 @@ class LoopPlan:
         self._warn = Once()
         self._optimizers = Optimizers(self._model, optimizer, self._warn)
         self._phases = Phases(self._model, self._optimizers)
-        self._recording = StepRecording(model, on_top, self._warn)
+        self._recording = StepRecording(model, on_top, self._optimizers, self._warn)
         self._watch = Watch(self._model, wanted.on_larger)
         self._measured = Measured(self._model, wanted)
         self._across = Across(model, self._model, wanted)

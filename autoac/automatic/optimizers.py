@@ -33,6 +33,7 @@ class Optimizers:
     def __init__(self, model: torch.nn.Module, known: Any, warn: Once):
         self._model = model
         self._found: list[weakref.ref[Any]] = [] if known is None else [weakref.ref(known)]
+        self._in_backward: weakref.WeakSet[Any] = weakref.WeakSet()  # those that step there
         self._held: list[Any] = []  # until the recorded step is planned for
         self._warn = warn
 
@@ -79,12 +80,24 @@ class Optimizers:
         kind = device_of(self._model).type
         return [state for optimizer in self._known for state in state_tensors(optimizer, kind)]
 
+    def step_in_backward(self, optimizer: Any) -> None:
+        """Note that an optimizer steps in the middle of a backward: its state and its step are recorded with that."""
+        self._in_backward.add(optimizer)
+
+    def states_of_backward(self) -> list[tuple[str, torch.Tensor]]:
+        """Tensors of the states of the optimizers that step in backward, with their optimizer's name."""
+        kind = device_of(self._model).type
+        found = [known for known in self._known if known in self._in_backward]
+        return [(type(one).__name__, state) for one in found for state in state_tensors(one, kind)]
+
     def counted(self, profile: Profile) -> Profile:
         """The profile with the optimizers' states and the memory of their steps."""
         if size := unique_storage_bytes(map(local_part, self._swapped_out())):
             own = Storage(size, NEVER, profile.end, "Parameter", "")
             profile = replace(profile, storage_table=(*profile.storage_table, own))
         for optimizer in self._known:
+            if optimizer in self._in_backward:
+                continue
             if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
                 # It steps in another phase of training.
                 profile = self._with_state(profile, optimizer)

@@ -6,12 +6,13 @@ import dataclasses
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from autoac.automatic.optimizers import Optimizers
 from autoac.automatic.report import Once
 from autoac.execute.on_top import OnTop
 from autoac.progress import LOGGER
@@ -65,7 +66,7 @@ class StepRecording:
         is_late: the recorded step began within a call, so another one is recorded before there is a plan.
     """
 
-    def __init__(self, given: torch.nn.Module, on_top: OnTop, warn: Once):
+    def __init__(self, given: torch.nn.Module, on_top: OnTop, optimizers: Optimizers, warn: Once):
         self.profile: Profile | None = None
         self.count = 0
         self.ended_early = False
@@ -76,6 +77,7 @@ class StepRecording:
         self._given = given
         self._model = unwrapped(given)
         self._on_top = on_top
+        self._optimizers = optimizers
         self._warn = warn
         self._live: LiveStep | None = None
         self._survivors: dict[int, Any] = {}
@@ -130,21 +132,18 @@ class StepRecording:
             self._warn("autocast was not left", _NOT_LEFT)
         return left
 
-    def begin(
-        self, args: Any, kwargs: Any, states: Iterable[torch.Tensor], ends_with_optimizer: bool
-    ) -> bool:
+    def begin(self, args: Any, kwargs: Any, ends_with_optimizer: bool) -> bool:
         """Start recording; returns whether that is possible.
 
         Args:
             args, kwargs: arguments of the model's call.
-            states: tensors of the optimizers' states.
             ends_with_optimizer: whether an optimizer ends the step, and nothing else does.
         """
         lean_losses = not runs_compiled(self._given)
         live = LiveStep(self._model, lean_losses, self._workspaces, ends_with_optimizer)
         with self._on_top.aside():
             try:
-                live.begin((args, kwargs), states)
+                live.begin((args, kwargs), self._optimizers.states())
             except InUse:
                 self._unseen_steps = 0
                 return False  # the next step is tried
@@ -201,7 +200,7 @@ class StepRecording:
         self._live = None
         self.skipped, self._given_up = self._given_up, 0
         with self._on_top.aside():
-            profile = live.finish()
+            profile = live.finish(self._optimizers.states_of_backward())
         if not self._model.training:
             profile = replace(profile, notes=(*profile.notes, "the model was put in eval mode in the step"))
         if not self._has_recorded:

@@ -273,8 +273,11 @@ class LiveStep:
         """Stop recording without a profile."""
         self.contexts.close()
 
-    def finish(self) -> Profile:
+    def finish(self, states: Iterable[tuple[str, torch.Tensor]] = ()) -> Profile:
         """Stop recording and make the profile.
+
+        Args:
+            states: of the optimizers that have stepped in backward, each tensor with its optimizer's name.
 
         Raises:
             ProfilingError: no backward ran.
@@ -290,7 +293,10 @@ class LiveStep:
             self.buffers.compare(self.tape.kept.written)
             unfit = (*unfit, *guard.mark(self.tape.ops, found), *self.buffers.mark(self.tape.calls))
             tables = tape_tables.finish(self.tape, recorder.names_of(self.model), {}, times)
-            self.survivors = self.tape.storages.survivors(tables["end"])
+            known = ((self.tape.storages.known(state), name) for name, state in states)
+            on_tape = {index: name for index, name in known if index is not None}
+            left = self.tape.storages.survivors(tables["end"])
+            self.survivors = {index: ref for index, ref in left.items() if index not in on_tape}
         finally:
             self.contexts.close()
         tables["tape"] = tape_tables.timed(self.tape.ops, times, self.workspaces)
@@ -301,6 +307,7 @@ class LiveStep:
             else storage
             for index, storage in enumerate(tables["storage_table"])
         )
+        _count_states(tables, on_tape)
         recorder.check_recorded(tables, is_whole=True)
         checkpointed = notes_if_checkpointed(self.model)
         profile = Profile(
@@ -337,6 +344,25 @@ class LiveStep:
     def workspaces(self) -> dict[Signature, int]:
         """Workspace in bytes per signature, of a finished step."""
         return self.meter.workspace.workspace_bytes
+
+
+def _count_states(tables: dict[str, Any], states: dict[int, str]) -> None:
+    """Have the states of optimizers that step in backward, by index of their storages, exist before the step.
+
+    The step that makes them is not like the others.
+    """
+    tables["storage_table"] = tuple(
+        replace(storage, alloc=NEVER, free=tables["end"], kind="Optstate", name=states[index])
+        if index in states
+        else storage
+        for index, storage in enumerate(tables["storage_table"])
+    )
+    tables["tape"] = tuple(
+        op
+        if states.keys().isdisjoint(op.creates)
+        else replace(op, creates=tuple(storage for storage in op.creates if storage not in states))
+        for op in tables["tape"]
+    )
 
 
 def with_leftovers(

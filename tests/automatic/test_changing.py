@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import autoac
-from autoac.measure import OneAtATime
+from autoac.measure import OneAtATime, unique_storage_bytes
 from autoac.torch_private import top_dispatch_mode
 from autoac_solver.records.profile import GRAPH_OF_BACKWARD
 from tests.small_models import BATCH, WIDTH, Blocks, make
@@ -548,6 +548,30 @@ def test_where_no_plan_fits_a_later_change_training_goes_on_with_the_least_peak(
     assert handle.plan.predicted_peak_bytes == error.value.minimum_bytes
     for ours, others in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, others)
+
+
+def test_optimizers_that_step_in_backward_are_counted_once():
+    model = make(dropout=0.0)
+    optimizers: dict[torch.Tensor, Any] = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+
+    def steps(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(steps)
+    handle = autoac.auto(model, ENOUGH, measure=True)
+    for seed in range(4):
+        model(batch(seed)[0]).square().mean().backward()
+    assert handle.plan is not None
+    state = [value for one in optimizers.values() for row in one.state.values() for value in row.values()]
+    rows = handle.plan.record.profile.storage_table
+    assert sum(row.bytes for row in rows if row.kind == "Optstate") == unique_storage_bytes(state)
+    assert {row.name for row in rows if row.kind == "Optstate"} == {"AdamW"}
+    assert handle.measured_peak_bytes is not None
+    assert abs(handle.measured_peak_bytes - handle.plan.predicted_peak_bytes) < 1000
+    own = unique_storage_bytes([*model.parameters(), *model.buffers(), batch(0)[0]])
+    assert handle.plan.resident_bytes == own + unique_storage_bytes(state)
 
 
 def test_the_plan_of_a_first_step_that_no_plan_fits_is_none():

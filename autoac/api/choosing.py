@@ -19,7 +19,7 @@ def engine_for(model: torch.nn.Module, engine: str) -> tuple[str, str]:
     """The engine for a step that was recorded without compiling anything, and the reason for it."""
     if engine != "auto":
         return engine, "asked for"
-    if runs_compiled(model):
+    if runs_compiled(model) or _compiled(model):
         return default_engine(compiled=True), "auto: the model is compiled"
     return default_engine(compiled=False), "auto: eager mode"
 

@@ -285,7 +285,7 @@ class Auto(LoopPlan):
     def _other_parameters_are_trained(self) -> bool:
         """Put on the plan for these, or record the step that begins, unless every step trains others."""
         plan, known = self._plan, None
-        if self._compiling is None and not self._across.several:
+        if not self._across.several:
             if self._plan is not None or self._retrained < MOST_RECORDINGS:
                 keep_for_its_phase(self)
             known = self._phases.plan_for(self._trains)

@@ -278,14 +278,13 @@ class LoopPlan:
             self._take(plan, args, kwargs, save=meeting.is_first)
 
     def _put_new_plan_on(self, plan: Plan, verb: str, is_first: bool = False) -> None:
-        if self._compiling is not None:
-            self._compiling.to_be_judged(plan)
         self._measured.begin(plan, is_first)
         self._put_plan_on(plan, verb)
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:
         if self._compiling is not None:
-            self._compiling.stop()
+            self._compiling.forget()
+            self._compiling.to_be_judged(plan)
         with self._on_top.aside():
             plan.apply(self._given)
         self._watch.put_on(plan)
@@ -376,7 +375,8 @@ def _remove_for(error: BaseException, loop: LoopPlan) -> None:
 def keep_for_its_phase(loop: LoopPlan) -> None:
     """Keep a loop's plan, or one for a recorded step that has none yet, for when the same parameters are trained."""
     plan = loop._plan
-    if plan is None and loop._recording.profile is not None and not loop._recording.began_otherwise:
+    recorded = loop._recording.profile
+    if plan is None and loop._compiling is None and recorded and not loop._recording.began_otherwise:
         try:
             plan = loop._wanted.plan(loop._given, loop._counted())
         except AutoacError:

@@ -83,10 +83,11 @@ def notes_if_compiled(model: torch.nn.Module, tape: Tape) -> list[str]:
     if modules := list(compiled_modules(model)):
         notes.append(
             f"compiled by torch.compile, but recorded uncompiled: {_some(modules)}. With a plan of engine replay that "
-            "recomputes anything they run uncompiled, and its peak holds. To have them compiled within a budget, plan "
-            "before the loop with autoac.plan(model, sample, budget, engine='compile').apply(model). Or take engine "
-            "sac, or compile them after plan.apply (regions of replay run uncompiled all the same): what compiled code "
-            "takes is not predicted then, so leave headroom, and see what plan.verify measures"
+            "recomputes anything they run uncompiled, and its peak holds. To have them compiled within a budget, take "
+            "engine='compile': in a loop with autoac.auto or a callback, or before it with autoac.plan(model, sample, "
+            "budget, engine='compile').apply(model). Or take engine sac, or compile them after plan.apply (regions of "
+            "replay run uncompiled all the same): what compiled code takes is not predicted then, so leave headroom, "
+            "and see what plan.verify measures"
         )
     if running := tape.calls.with_compiled_code():
         notes.append(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autoac
+from autoac.api.choosing import engine_for
 from autoac.step.modules import select_modules
 from autoac_solver.records.errors import PolicyError, ProfilingError
 from tests.small_models import Blocks, batch, make
@@ -110,3 +111,13 @@ def test_solve_and_tradeoff_take_globs_and_one_budget() -> None:
 def test_what_make_must_return(made: Any, text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         autoac.batch_tradeoff(lambda _: made, "4MB", [4])
+
+
+def test_a_loop_takes_sac_for_a_model_that_is_compiled_or_holds_one():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    held = nn.ModuleDict({"net": torch.compile(layers)})  # as a LightningModule does
+    assert engine_for(held, "auto") == engine_for(torch.compile(layers), "auto")
+    assert engine_for(held, "auto") == ("sac", "auto: the model is compiled")
+    assert engine_for(layers, "auto") == ("replay", "auto: eager mode")
+    layers[0].compile()  # half of it is not most of it
+    assert engine_for(layers, "auto") == ("replay", "auto: eager mode")

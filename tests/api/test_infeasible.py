@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import autoac
+from autoac_solver.plan.recorded import report
 
 
 def suggestions(model: nn.Module, engine: str = "sac") -> tuple[str, ...]:
@@ -12,6 +13,14 @@ def suggestions(model: nn.Module, engine: str = "sac") -> tuple[str, ...]:
     with pytest.raises(autoac.InfeasibleBudgetError) as caught:
         autoac.solve(profile, 1, engine=engine)
     return tuple(caught.value.suggestions)
+
+
+@pytest.mark.parametrize(
+    ("is_compiled", "advice"), [(False, "compute it in chunks"), (True, "engine='replay'")]
+)
+def test_what_an_op_or_compiled_code_takes_has_other_remedies(is_compiled: bool, advice: str):
+    holders = [("Temp", "", 900), ("Parameter", "", 100)]
+    assert advice in report.suggestions(holders, False, is_compiled=is_compiled)[-1]
 
 
 def test_layers_side_by_side_are_to_be_grouped():

@@ -184,6 +184,33 @@ def _with_more(point: CompiledPoint, more_bytes: int) -> CompiledPoint:
     )
 
 
+@pytest.mark.slow
+def test_a_phase_that_comes_back_begins_with_its_plan(caplog: pytest.LogCaptureFixture) -> None:
+    """Halves of the model are trained by turns, five steps each. The first plan does not count all of the state."""
+    model, plans = make(), list[Any]()
+    handle = autoac.auto(model, "100MB", engine="compile")
+
+    def freeze(step: int) -> None:
+        for index, block in enumerate(model.children()):
+            block.requires_grad_((index < 3) is ((step // 5) % 2 == 0))
+
+    def after(step: int) -> None:
+        plans.append(handle.plan)
+        freeze(step + 1)
+
+    freeze(0)
+    with caplog.at_level("INFO", "autoac"):
+        train(model, after, steps=20)
+    assert (
+        caplog.text.count("other parameters are trained than in the recorded step: recording this step") == 2
+    )
+    assert caplog.text.count("other parameters are trained: put on the plan of") == 1
+    assert all(plan is not None for plan in plans[10 + PLANNED_AT :])
+    assert plans[15] is plans[9]
+    assert handle.plan is not None
+    assert handle.measured_plan is not None
+
+
 class Broken(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()

@@ -288,7 +288,7 @@ class Choices:
         error.where = describe_position(profile, built, error.peak_position)
         error.holders = holders_at(profile, built, error.decisions, error.peak_position)[:10]
         named = len(self._all_calls) == 1 and list(self._all_calls) != partitions(profile, self.engine)
-        error.suggestions = suggestions(error.holders, named, error.where)
+        error.suggestions = suggestions(error.holders, named, error.where, is_compiled=bool(built.points))
         abouts = (
             about_caches(profile, self.engine),
             about_torchs_loss(profile, error.where),

@@ -232,13 +232,14 @@ def left_bytes(profile: Profile) -> int:
 
 
 def suggestions(
-    holders: Sequence[tuple[str, str, int]], finer_regions: bool, where: str = ""
+    holders: Sequence[tuple[str, str, int]], finer_regions: bool, where: str = "", is_compiled: bool = False
 ) -> tuple[str, ...]:
     """Suggestions to lower the peak, from its holders.
 
     Args:
         where: the peak's place, from `describe_position`.
         finer_regions: whether to suggest smaller regions than those tried.
+        is_compiled: whether regions are compiled.
     """
     by_kind: dict[str, int] = {}
     for kind, _, size in holders:
@@ -262,10 +263,17 @@ def suggestions(
     largest = next(((k, m, s) for k, m, s in holders if k in ("Activation", "Temp")), None)
     if largest is not None and largest[2] > 0.25 * total:
         outside = "code outside of the model's parts (its own forward, or the loss)"
-        if largest[0] == "Temp":  # workspace has no module
+        is_workspace = largest[0] == "Temp"  # has no module
+        if is_workspace:
             outside = f"the op's own workspace, or {outside},"
         owner = f"module {largest[1]!r}" if largest[1] else outside
-        found.append(f"{owner} alone holds {format_bytes(largest[2])} there: compute it in chunks")
+        if is_workspace and is_compiled:
+            found.append(
+                "what compiled code takes while it runs, or an op's own workspace, alone holds "
+                f"{format_bytes(largest[2])} there: engine='replay' recomputes op by op, and may need less"
+            )
+        else:
+            found.append(f"{owner} alone holds {format_bytes(largest[2])} there: compute it in chunks")
     if finer_regions:
         found.append("smaller regions: leave regions= out to have all sizes tried")
     return tuple(found)

@@ -115,8 +115,9 @@ def test_what_make_must_return(made: Any, text: str) -> None:
 
 def test_a_loop_takes_sac_for_a_model_that_is_compiled_or_holds_one():
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    held = nn.ModuleDict({"net": torch.compile(layers)})  # as a LightningModule does
-    assert engine_for(held, "auto") == engine_for(torch.compile(layers), "auto")
+    compiled: Any = torch.compile(layers)
+    held = nn.ModuleDict({"net": compiled})  # as a LightningModule does
+    assert engine_for(held, "auto") == engine_for(compiled, "auto")
     assert engine_for(held, "auto") == ("sac", "auto: the model is compiled")
     assert engine_for(layers, "auto") == ("replay", "auto: eager mode")
     layers[0].compile()  # half of it is not most of it

@@ -10,6 +10,7 @@ import torch
 from autoac.automatic.beside import sample_of
 from autoac.check.verify import Report, verify
 from autoac.plans import Plan
+from autoac.record.live import ONE_DRAW
 from autoac.step.step import TrainingStep
 from autoac.warned import warn
 from autoac_solver.records.errors import AutoacError
@@ -33,7 +34,7 @@ class Once:
 def doubts(plan: Plan) -> Iterator[tuple[str, str]]:
     """Warnings for the owner of a loop when this plan is put on, each with a key."""
     profile = plan.record.profile
-    if sized_by_values(plan) and any(region.wrapped for region in plan.regions):
+    if SIZED_BY_VALUES in profile.facts and any(region.wrapped for region in plan.regions):
         yield (
             SIZED_BY_VALUES,
             "sizes of tensors depend on values in this loop's steps, as where tokens choose experts (plan.notes says "
@@ -56,8 +57,12 @@ def in_a_line(verb: str, plan: Plan) -> str:
 
 
 def sized_by_values(plan: Plan) -> bool:
-    """Whether a later step may take more than the recorded one, because values decide on sizes."""
-    return SIZED_BY_VALUES in plan.record.profile.facts
+    """Whether a later step may take more than the recorded one: values decide on sizes, or a number that was drawn may.
+
+    Such a number may be how many tokens a step drops; mostly it decides on nothing of the kind, so it is not warned of.
+    """
+    profile = plan.record.profile
+    return SIZED_BY_VALUES in profile.facts or ONE_DRAW in profile.notes
 
 
 def words_on_no_plan_since(error: Exception) -> str:
@@ -76,6 +81,7 @@ def words_over_budget(
         is_least: whether no other plan has room for such a step.
     """
     peak = peak_in_a_line(plan, measured_bytes)
+    by = "values" if SIZED_BY_VALUES in plan.record.profile.facts else "a number that is drawn, it seems,"
     if compiles:
         return (
             f"no plan of compiled regions was measured to be within the budget: {peak}. Leave headroom=, or take "
@@ -83,12 +89,12 @@ def words_over_budget(
         )
     if is_least:
         return (
-            f"a step under the plan took more than the budget: {peak}. Sizes of tensors depend on values in this "
+            f"a step under the plan took more than the budget: {peak}. Sizes of tensors depend on {by} in this "
             "loop's steps, and no plan has room for one like that: raise the budget, or take smaller batches."
         )
     if sized_by_values(plan):
         return (
-            f"a step under the plan took more than the budget: {peak}. Sizes of tensors depend on values in this "
+            f"a step under the plan took more than the budget: {peak}. Sizes of tensors depend on {by} in this "
             "loop's steps: leave headroom=; with on_larger='replan' it is planned again for what was measured."
         )
     return (

@@ -71,8 +71,9 @@ def auto(
         path: the plan's file, .json. The plan is saved there; an existing one is used without recording a step if it
             was made for this model, kind of device, budget and engine.
         measure: measure the peak of the first step under the plan, and under each plan that replaces it. Where values
-            decide on sizes (experts that tokens choose), measure later steps too, less and less often; after one that
-            took more than the budget, on_larger="replan" records another step and plans for the larger one.
+            decide on sizes (experts that tokens choose), or numbers that are drawn one at a time may (how many tokens
+            to drop), measure later steps too, less and less often; after one that took more than the budget,
+            on_larger="replan" records another step and plans for the larger one.
         budget_of: as for `autoac.plan`. Measured peaks are of allocated memory.
 
     Returns:

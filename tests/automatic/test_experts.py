@@ -107,6 +107,42 @@ def test_a_larger_step_is_told(budget: int):
     assert handle.measured_peak_bytes > budget  # of the second measured step
 
 
+class Dropping(nn.Module):
+    """Keeps as many rows as a number says that it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(mlp(4 * WIDTH) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x[: 1 + int(torch.rand(()) * len(x))])
+
+
+def test_a_larger_step_by_a_number_that_was_drawn_is_told():
+    model = Dropping()
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(TOKENS, WIDTH)
+
+    def steps(seeds: list[int]) -> None:
+        for seed in seeds:
+            torch.manual_seed(seed)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    drawn = {seed: torch.rand((), generator=torch.Generator().manual_seed(seed)).item() for seed in range(50)}
+    few, many = min(drawn, key=lambda seed: drawn[seed]), max(drawn, key=lambda seed: drawn[seed])
+    handle = autoac.auto(model, 10**9)
+    steps([few] * 2)
+    assert handle.plan is not None
+    budget = handle.plan.predicted_peak_bytes + 4000
+    handle.remove()
+    handle = autoac.auto(model, budget, measure=True)
+    with pytest.warns(UserWarning, match="depend on a number that is drawn, it seems"):
+        steps([few, few, few, many, many, many])
+    assert handle.measured_peak_bytes is not None
+    assert handle.measured_peak_bytes > budget
+
+
 def test_where_no_plan_has_room_the_loop_goes_on():
     least = least_budget()
     with pytest.warns(UserWarning, match="no plan has room for one like that"):

@@ -277,7 +277,7 @@ class Auto(LoopPlan):
     def _begin_cycle(self) -> None:
         """Begin a step; if its optimizer steps differ from the recorded ones, record again."""
         if self._cycle.begins():
-            self._record_again(is_new=True)
+            self._record_again(is_new=True, keeps=False)  # the plan was for a part of a step
             LOGGER.info("the loop's steps end with several optimizers: recording them as one")
         if self._cycle.is_too_long:
             self._warn("too long", _TOO_LONG)
@@ -298,7 +298,6 @@ class Auto(LoopPlan):
         self._retrained = self._retrained + 1 if plan is None else 0
         LOGGER.info("other parameters are trained than in the recorded step: recording this step")
         self._record_again(is_new=True)
-        self._kept, self._kept_for_less = plan, False
         if self._retrained == MOST_RECORDINGS:
             self._warn("other parameters", _OTHERS_ARE_TRAINED)
         return True

@@ -125,11 +125,12 @@ class LoopPlan:
         """The plan if one has been made."""
         return self._plan or self._provisional
 
-    def _record_again(self, is_new: bool = False) -> bool:
+    def _record_again(self, is_new: bool = False, keeps: bool = True) -> bool:
         """Have the next step recorded, unless that was done too often.
 
         Args:
             is_new: do not count the recordings so far.
+            keeps: if no plan fits that step, the loop goes on, see `_go_on`.
         """
         if is_new:
             self._recording.count = 0
@@ -141,10 +142,11 @@ class LoopPlan:
             if is_covered:
                 self._warn("covered", _COVERED)
                 return False
+        self._kept, self._kept_for_less = (self._plan or self._kept) if keeps else None, False
         self._take_plan_off()
         self._recording.forget()
         self._optimizers.hold(False)
-        self._provisional = self._measured.exceeded = self._kept = None
+        self._provisional = self._measured.exceeded = None
         return True
 
     def _settle(self, args: Any, kwargs: Any) -> None:
@@ -310,11 +312,9 @@ class LoopPlan:
             raise error
 
     def _act_on(self, found: Finding) -> None:
-        plan = self._plan
         self._recording.count -= found.is_free
-        if found.log and self._record_again(found.is_new):
+        if found.log and self._record_again(found.is_new, keeps=not found.plan_is_gone):
             LOGGER.info("%s", found.log)
-            self._kept = None if found.plan_is_gone else plan
             self._kept_for_less = found.plan_may_do
         elif found.warning:
             self._warn(found.key, found.warning)

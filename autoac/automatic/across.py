@@ -17,6 +17,7 @@ NOTE [ One loop on several ranks ]
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -93,7 +94,7 @@ class Meeting:
         profile: Profile | None,
         plan: Plan | None,
         take_off: Callable[[], None],
-        make: Callable[[Profile], Plan],
+        make: Callable[..., Plan],
     ) -> Plan | None:
         """The plan of engine compile for all ranks; None if they record a step first, or go on with the one they have.
 
@@ -132,7 +133,7 @@ class Meeting:
             return solved_by(self.ranks, owner, self._given, make, profile)
 
     def _corrected_plan(
-        self, owner: int, known: Profile, best: Plan | None, make: Callable[[Profile], Plan]
+        self, owner: int, known: Profile, best: Plan | None, make: Callable[..., Plan]
     ) -> Plan:
         """The plan for the step of the rank that took the most, as the ranks have measured.
 
@@ -146,7 +147,9 @@ class Meeting:
         """
         with owner_first(self.ranks, owner):
             try:
-                return solved_by(self.ranks, owner, self._given, make, known)
+                return solved_by(
+                    self.ranks, owner, self._given, functools.partial(make, is_corrected=True), known
+                )
             except InfeasibleBudgetError:
                 ids = self.ranks.all("" if best is None else best.program_id)
                 if best is None or set(ids) != {best.program_id}:

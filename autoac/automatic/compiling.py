@@ -91,6 +91,12 @@ class Compiling:
         self.stop()
         self._catcher = None
 
+    def begin_anew(self) -> None:
+        """Forget all that is known of the loop's steps, as other parameters are trained from now on."""
+        self.forget()
+        self._caught = self._corrections = self._most = 0
+        self._of_most, self._fullest, self.best = {}, None, None
+
     def is_ready(self, profile: Profile) -> bool:
         """Whether all calls of this recorded step were caught, and it is the largest so far.
 

@@ -233,8 +233,8 @@ class Auto(LoopPlan):
             return args, {**kwargs, "closure": _with_after(kwargs["closure"], self._step_is_over, optimizer)}
         if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
             return (args[0], _with_after(args[1], self._step_is_over, optimizer), *args[2:]), kwargs
+        self._optimizers.note_step(optimizer)
         if in_backward():  # it steps parameter by parameter during backward
-            self._optimizers.step_in_backward(optimizer)
             self._tell_if_nothing_is_seen()
         else:
             self._step_is_over(optimizer)
@@ -291,7 +291,7 @@ class Auto(LoopPlan):
             known = self._phases.plan_for(self._trains)
         if known is not None and self._record_again(is_new=True):
             self._retrained = 0
-            self._put_plan_on(known, "other parameters are trained: put on the plan of")
+            self._put_new_plan_on(known, "other parameters are trained: put on the plan of")
             return True
         if self._retrained >= MOST_RECORDINGS:
             return False

@@ -180,8 +180,8 @@ class LoopPlan:
         except InfeasibleBudgetError as error:
             if self._measured.exceeded is not None:
                 _stay_over_budget(self, self._measured.exceeded)
-            elif kept is not None:
-                _go_on(self, kept, profile, error)
+            elif kept is not None and (self._compiling is None or self._kept_for_less):
+                _go_on(self, kept, profile, error, args, kwargs)
             elif not (self._recording.ended_early and self._record_again()):  # of a part?
                 _remove_for(error, self)
                 raise
@@ -196,7 +196,7 @@ class LoopPlan:
         assert self._corrected is not None
         (profile, wanted), self._corrected = self._corrected, None
         try:
-            plan = wanted.plan(self._given, profile)
+            plan = wanted.plan(self._given, profile, is_corrected=True)
         except InfeasibleBudgetError as error:
             if self._compiling is None:
                 _stay_over_budget(self, self._plan)
@@ -354,12 +354,14 @@ def _stay_over_budget(loop: LoopPlan, plan: Plan | None) -> None:
         loop._put_plan_on(plan, _STAYS)
 
 
-def _go_on(loop: LoopPlan, kept: Plan, profile: Profile, error: InfeasibleBudgetError) -> None:
+def _go_on(
+    loop: LoopPlan, kept: Plan, profile: Profile, error: InfeasibleBudgetError, args: Any, kwargs: Any
+) -> None:
     """No plan fits a later step: put on that of the least peak, or the one before if it is for such steps, too."""
     loop._warn("no plan fits", words_on_no_plan_since(error))
     if not loop._kept_for_less or is_of_another(kept.record.profile, loop._model):
         least = replace(loop._wanted, budget=error.minimum_bytes)
-        loop._put_new_plan_on(least.plan(loop._given, profile), _LEAST)
+        loop._take(least.plan(loop._given, profile), args, kwargs, save=False, verb=_LEAST)
     else:
         loop._put_plan_on(kept, _STAYS)
 
@@ -374,6 +376,8 @@ def _remove_for(error: BaseException, loop: LoopPlan) -> None:
 
 def keep_for_its_phase(loop: LoopPlan) -> None:
     """Keep a loop's plan, or one for a recorded step that has none yet, for when the same parameters are trained."""
+    if loop._compiling is not None:
+        loop._compiling.begin_anew()
     plan = loop._plan
     recorded = loop._recording.profile
     if plan is None and loop._compiling is None and recorded and not loop._recording.began_otherwise:

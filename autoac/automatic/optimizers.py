@@ -13,7 +13,7 @@ from autoac.automatic.report import Once
 from autoac.measure import unique_storage_bytes
 from autoac.record.optimizer import state_tensors, with_optimizer
 from autoac.step.model import device_of, gradient_of
-from autoac.torch_private import is_profiled, local_part
+from autoac.torch_private import in_backward, is_profiled, local_part
 from autoac_solver.records.devices import kind_of
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import NEVER, Profile, Storage
@@ -80,9 +80,9 @@ class Optimizers:
         kind = device_of(self._model).type
         return [state for optimizer in self._known for state in state_tensors(optimizer, kind)]
 
-    def step_in_backward(self, optimizer: Any) -> None:
-        """Note that an optimizer steps in the middle of a backward: its state and its step are recorded with that."""
-        self._in_backward.add(optimizer)
+    def note_step(self, optimizer: Any) -> None:
+        """Note whether an optimizer steps in the middle of a backward, with which its state and step are recorded."""
+        (self._in_backward.add if in_backward() else self._in_backward.discard)(optimizer)
 
     def states_of_backward(self) -> list[tuple[str, torch.Tensor]]:
         """Tensors of the states of the optimizers that step in backward, with their optimizer's name."""
@@ -95,6 +95,7 @@ class Optimizers:
         if size := unique_storage_bytes(map(local_part, self._swapped_out())):
             own = Storage(size, NEVER, profile.end, "Parameter", "")
             profile = replace(profile, storage_table=(*profile.storage_table, own))
+        profile = self._with_unrecorded_states(profile)
         for optimizer in self._known:
             if optimizer in self._in_backward:
                 continue
@@ -109,6 +110,19 @@ class Optimizers:
                 self._warn("only its state", note)
                 profile = replace(self._with_state(profile, optimizer), notes=(*profile.notes, note))
         return profile
+
+    def _with_unrecorded_states(self, profile: Profile) -> Profile:
+        """The profile with the states of optimizers that step in backward, but have not done so in this step."""
+        recorded, there = Counter[str](), dict[str, list[torch.Tensor]]()
+        for row in profile.storage_table:
+            recorded[row.name] += row.bytes * (row.kind == "Optstate")
+        for name, state in self.states_of_backward():
+            there.setdefault(name, []).append(state)
+        left = {name: unique_storage_bytes(states) - recorded[name] for name, states in there.items()}
+        rows = [
+            Storage(size, NEVER, profile.end, "Optstate", name) for name, size in left.items() if size > 0
+        ]
+        return replace(profile, storage_table=(*profile.storage_table, *rows))
 
     def _with_state(self, profile: Profile, optimizer: Any) -> Profile:
         """The profile with an optimizer's state as it is now."""

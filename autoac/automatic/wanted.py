@@ -41,13 +41,14 @@ class Wanted:
     path: Path | None
     budget_of: str
 
-    def plan(self, model: torch.nn.Module, profile: Profile) -> Plan:
+    def plan(self, model: torch.nn.Module, profile: Profile, is_corrected: bool = False) -> Plan:
         """The plan for a recorded step.
 
         Micro-batches of different sizes may come in any order in later steps.
 
         Args:
             model: as the loop calls it.
+            is_corrected: by a measured step under a plan.
 
         Raises:
             AutoacError: no plan fits, or the policies clash.
@@ -63,9 +64,6 @@ class Wanted:
             budget_of=self.budget_of,
         )
         profile = profile.in_any_order()
-        is_corrected = (
-            profile.compiled is not None and profile.compiled.unseen_bytes != 0
-        )  # by a measured step
         return solve(profile) if is_corrected else nearly(profile, model, solve)
 
     def with_room(self, profile: Profile, lacking_bytes: int) -> Wanted:

@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ _MOST_SPREAD = 0.5
 """Measured waiting and spread: 0.01 and 0.1 on a quiet machine (0.2 for small models), 0.3 and up to 3 beside one busy
 program on two cores."""
 _MOST_COUNTED = 0.95
-"""A larger share of waiting is that of other threads of this process."""
+"""What is left of a call that waited longer is within the error of the two clocks."""
 _ENOUGH = 2
 """With this many samples from an op's place in the step, samples from repeated runs are not used."""
 
@@ -307,13 +308,20 @@ def spread(samples: list[float]) -> float:
     return high - low
 
 
-def waited_s() -> float:
-    """Seconds that this process's threads were ready to run and had no processor, 0 where that is not counted.
+def _own_schedstat() -> Path:
+    return Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+
+
+def waited_s(files: Iterable[Path] | None = None) -> float:
+    """Seconds that threads were ready to run and had no processor, 0 where that is not counted.
 
     Source: the second number of Linux's `/proc/<pid>/task/<tid>/schedstat`.
+
+    Args:
+        files: those of the threads; None for all of this process.
     """
     waited_ns = 0
-    for file in Path("/proc/self/task").glob("*/schedstat"):
+    for file in Path("/proc/self/task").glob("*/schedstat") if files is None else files:
         with contextlib.suppress(OSError):  # a thread that has ended meanwhile
             waited_ns += int(file.read_text().split()[1])
     return waited_ns * 1e-9
@@ -360,14 +368,15 @@ class Disturbance:
 
 
 def without_waiting(timed: Callable[[], tuple[T, float]], device: torch.device) -> tuple[T, float]:
-    """Result and seconds of a timed call, without those in which its threads waited for a processor.
+    """Result and seconds of a timed call, without those in which this thread waited for a processor.
 
     Beside a busy program these make up most of a long call, and none of an op that takes microseconds.
     """
-    disturbance = Disturbance()
+    before_s, start = waited_s([_own_schedstat()]), time.perf_counter()
     result, seconds = timed()
     if device_for(device).on_hosts_processors:
-        seconds *= 1 - min(disturbance.waited_share, _MOST_COUNTED)
+        waited = waited_s([_own_schedstat()]) - before_s
+        seconds *= 1 - min(waited / max(time.perf_counter() - start, 1e-9), _MOST_COUNTED)
     return result, seconds
 
 

@@ -292,7 +292,7 @@ def test_it_is_what_a_compiled_model_gets(profile: Profile, wrapped: bool):
     ]
     policies = [autoac.Policy("MUST_SAVE", op="*")]
     other = autoac.plan(compiled_model, batch(), "1GB", loss=loss, policies=policies)
-    assert other.engine == ("sac" if wrapped else "replay")
+    assert other.engine == "sac"
     assert "(auto: the model is compiled, and engine compile is not for policies)" in other.explain()
 
 
@@ -354,6 +354,7 @@ def test_an_asynchronous_devices_own_time_counts(monkeypatch: pytest.MonkeyPatch
             return call(), 0.25
 
     monkeypatch.setattr(measured, "device_for", Asynchronous)
+    monkeypatch.setattr(measured, "without_waiting", lambda timed, _: timed())
     block = make().blocks[0]
     x = torch.ones(4, WIDTH, requires_grad=True)
     region = measured.Captured(block, (x,), {}, (), "")

@@ -18,7 +18,6 @@ from autoac.calibrate import in_model as fitting
 from autoac.calibrate.in_model import fitted
 from autoac.execute.engines import ENGINES
 from autoac.plans import Plan
-from autoac.price import meters
 from autoac.record.recorder import recorded_step
 from autoac.step.step import TrainingStep
 from autoac_solver.build.engines.replay import ReplayCosts
@@ -152,7 +151,7 @@ def test_time_in_which_others_ran_does_not_count(monkeypatch: pytest.MonkeyPatch
         return [1.0]
 
     monkeypatch.setattr(fitting, "seconds_of", a_second)
-    monkeypatch.setattr(meters.Disturbance, "waited_share", 0.75)
+    monkeypatch.setattr(fitting, "without_waiting", lambda timed, _: (None, timed()[1] / 4))
     assert fitting._measured(TrainingStep(make(), batch()), plan, 3) == (0.25, 0.25)
     assert len(runs) == 2 * 4
 

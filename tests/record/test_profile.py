@@ -805,7 +805,9 @@ def test_stolen_time_is_read_where_the_system_tells(monkeypatch: pytest.MonkeyPa
 def test_waiting_for_a_processor_does_not_count(
     monkeypatch: pytest.MonkeyPatch, device: str, waited: float, seconds: float
 ):
-    monkeypatch.setattr(timing.Disturbance, "waited_share", waited)
+    clock, waits = iter([10.0, 12.0]), iter([5.0, 5.0 + 2 * waited])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(timing, "waited_s", lambda files: next(waits))
     result, found = timing.without_waiting(lambda: ("result", 2.0), torch.device(device))
     assert result == "result"
     assert found == pytest.approx(seconds)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -209,6 +211,46 @@ def test_a_phase_that_comes_back_begins_with_its_plan(caplog: pytest.LogCaptureF
     assert plans[15] is plans[9]
     assert handle.plan is not None
     assert handle.measured_plan is not None
+
+
+class Masked(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x if mask is None else x * mask)
+
+
+class MaskingLater(nn.Sequential):
+    """Makes masks for its blocks from some step on; it is called as before."""
+
+    masks = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        x = self[0](input)
+        mask = (x > 0).to(x.dtype) if self.masks else None
+        for index in range(1, len(self) - 1):
+            x = self[index](x, mask)
+        return self[-1](x)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_given_more_tensors_later_are_planned_anew() -> None:
+    torch.manual_seed(0)
+    model = MaskingLater(nn.Linear(32, 64), *(Masked() for _ in range(4)), nn.Linear(64, 10))
+    plans = []
+    handle = autoac.auto(model, 9_000_000, engine="compile")
+
+    def after(step: int) -> None:
+        plans.append(handle.plan)
+        model.masks = step >= 4
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")  # the compiler has warnings of its own
+        train(model, after, steps=12)
+    words = r"the plan is not followed: .* a call with .* came where one with"
+    assert any(re.match(words, str(warning.message)) for warning in told)
+    assert plans[4] is not None
+    assert handle.plan is not None
+    assert handle.plan is not plans[4]
+    assert plans[-1] is plans[-2]
 
 
 class Broken(Block):

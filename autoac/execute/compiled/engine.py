@@ -84,6 +84,9 @@ def _run(
 ) -> Any:
     why = _why_never(module, program.children)
     inputs = described(args, kwargs)
+    if program.inputs and inputs.count("[") > program.inputs.count("["):  # a mask, say, that was None
+        came = f"a call with {inputs}"
+        program.following.deviates(program.region, f"one with {program.inputs}", came, came)
     given = inputs, module.training
     if not why and program.not_compiled.keys().isdisjoint((given, _kind(program, given))):
         try:

@@ -572,6 +572,11 @@ def test_optimizers_that_step_in_backward_are_counted_once():
     assert abs(handle.measured_peak_bytes - handle.plan.predicted_peak_bytes) < 1000
     own = unique_storage_bytes([*model.parameters(), *model.buffers(), batch(0)[0]])
     assert handle.plan.resident_bytes == own + unique_storage_bytes(state)
+    model.blocks[0].requires_grad_(False)  # its state is there, and no step reads it
+    for seed in range(3):
+        model(batch(seed)[0]).square().mean().backward()
+    assert handle.plan.resident_bytes == own + unique_storage_bytes(state)
+    assert abs(handle.measured_peak_bytes - handle.plan.predicted_peak_bytes) < 1000
 
 
 def test_the_plan_of_a_first_step_that_no_plan_fits_is_none():

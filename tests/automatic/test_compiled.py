@@ -148,17 +148,19 @@ def test_a_plan_that_was_off_is_made_anew(
 
 
 @pytest.mark.slow
-def test_a_budget_just_below_the_predicted_least_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here each point says that its backward takes 600 KB more than it does."""
+@pytest.mark.parametrize(("more_bytes", "budget"), [(600_000, 7_450_000), (0, 7_050_000)])
+def test_a_budget_just_below_the_predicted_least_is_measured(
+    monkeypatch: pytest.MonkeyPatch, more_bytes: int, budget: int
+) -> None:
+    """Here each point says that its backward takes more than it does, or it is right."""
     with_caught_regions, leasts = compiling.with_caught_regions, list[int]()
-    budget = 7_450_000
 
     def too_much(*given: Any) -> Profile:
         profile = with_caught_regions(*given)
         table = profile.compiled
         assert table is not None
         regions = tuple(
-            replace(region, points=tuple(_with_more(point, 600_000) for point in region.points))
+            replace(region, points=tuple(_with_more(point, more_bytes) for point in region.points))
             for region in table.regions
         )
         profile = replace(profile, compiled=replace(table, regions=regions))
@@ -170,6 +172,12 @@ def test_a_budget_just_below_the_predicted_least_is_measured(monkeypatch: pytest
     monkeypatch.setattr(compiling, "with_caught_regions", too_much)
     model = make()
     handle = autoac.auto(model, budget, engine="compile")
+    if not more_bytes:
+        with pytest.raises(autoac.InfeasibleBudgetError, match="No plan fits a budget of 7050000 bytes"):
+            train(model)
+        assert handle.plan is None
+        assert_bare(model)
+        return
     train(model)
     assert budget < leasts[0] < 1.1 * budget
     assert handle.plan is not None

@@ -258,10 +258,10 @@ def _recorded_for_real(
         return profile
     # The Python of code that runs again is in no op's time.
     again = [engine] if engine in planned_for() and engine_model(engine).runs_code_twice else []
-    free, done = free_bytes(device_of(step.model)), 0.6
-    for name in (DEFAULT, *again):
-        left = part(progress, done, 1.0 if name != DEFAULT or not again else 0.8)
-        profile, done = fitted(profile, step, free, left, name), 0.8
+    free, share = free_bytes(device_of(step.model)), 0.4 / (1 + len(again))
+    for index, name in enumerate([DEFAULT, *again]):
+        told = part(progress, 0.6 + share * index, 0.6 + share * (index + 1))
+        profile = fitted(profile, step, free, told, name)
     return profile
 
 

@@ -114,9 +114,8 @@ class LoopPlan:
         stays = self._kept if self._kept_for_less else None
         has_none = self._compiling is not None or self._recording.is_late or self.known_plan is not None
         if not (has_none or stays) and (recorded := self._recording.profile) is not None:
-            with contextlib.suppress(
-                InfeasibleBudgetError
-            ):  # raised by the loop, which may know of more by then
+            # The loop raises it, and may know of more by then.
+            with contextlib.suppress(InfeasibleBudgetError):
                 self._provisional = self._wanted.plan(self._given, self._optimizers.counted(recorded))
         return self._plan or self._provisional or stays
 

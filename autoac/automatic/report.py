@@ -13,6 +13,8 @@ from autoac.plans import Plan
 from autoac.record.live import ONE_DRAW
 from autoac.step.step import TrainingStep
 from autoac.warned import warn
+from autoac_solver.records.compiled import EAGER
+from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError
 from autoac_solver.records.format import format_bytes
 from autoac_solver.records.profile import OWN_CHECKPOINTING, SIZED_BY_VALUES
@@ -47,12 +49,16 @@ def doubts(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def in_a_line(verb: str, plan: Plan) -> str:
     """The plan in one line, which begins with a verb."""
-    wrapped = sum(region.wrapped for region in plan.regions)
+    compiled = sum(region.point != EAGER for region in plan.regions)
+    recompute = sum(region.wrapped for region in plan.regions) - compiled
+    regions = f"{recompute} of {len(plan.regions)} regions recompute"
+    if compiles(plan.engine):
+        regions += f" and {compiled} are compiled"
     return (
         f"{verb} {plan.record.model} for {plan.record.profile.sample or 'its inputs'}: peak "
         f"{format_bytes(plan.predicted_peak_bytes)} of a budget of {format_bytes(plan.budget_bytes)} (with nothing "
-        f"recomputed {format_bytes(plan.record.unplanned_peak_bytes)}), {wrapped} of {len(plan.regions)} regions "
-        f"recompute, step time {plan.predicted_overhead:+.1%}"
+        f"recomputed {format_bytes(plan.record.unplanned_peak_bytes)}), {regions}, step time "
+        f"{plan.predicted_overhead:+.1%}"
     )
 
 

@@ -35,6 +35,8 @@ _MOST_STOLEN = 0.1
 _MOST_SPREAD = 0.5
 """Measured waiting and spread: 0.01 and 0.1 on a quiet machine (0.2 for small models), 0.3 and up to 3 beside one busy
 program on two cores."""
+_LONG_S = 1e-3
+"""A call that takes less is seldom interrupted: waiting is rather that of reading these numbers."""
 _MOST_COUNTED = 0.95
 """What is left of a call that waited longer is within the error of the two clocks."""
 _ENOUGH = 2
@@ -372,11 +374,12 @@ def without_waiting(timed: Callable[[], tuple[T, float]], device: torch.device) 
 
     Beside a busy program these make up most of a long call, and none of an op that takes microseconds.
     """
-    before_s, start = waited_s([_own_schedstat()]), time.perf_counter()
+    start, before_s = time.perf_counter(), waited_s([_own_schedstat()])
     result, seconds = timed()
-    if device_for(device).on_hosts_processors:
-        waited = waited_s([_own_schedstat()]) - before_s
-        seconds *= 1 - min(waited / max(time.perf_counter() - start, 1e-9), _MOST_COUNTED)
+    waited = waited_s([_own_schedstat()]) - before_s
+    elapsed = time.perf_counter() - start
+    if device_for(device).on_hosts_processors and seconds > _LONG_S:
+        seconds *= 1 - min(waited / elapsed, _MOST_COUNTED)
     return result, seconds
 
 

@@ -354,7 +354,6 @@ def test_an_asynchronous_devices_own_time_counts(monkeypatch: pytest.MonkeyPatch
             return call(), 0.25
 
     monkeypatch.setattr(measured, "device_for", Asynchronous)
-    monkeypatch.setattr(measured, "without_waiting", lambda timed, _: timed())
     block = make().blocks[0]
     x = torch.ones(4, WIDTH, requires_grad=True)
     region = measured.Captured(block, (x,), {}, (), "")

@@ -19,7 +19,6 @@ from autoac.calibrate.compiled.capture import Captured
 from autoac.device import device_for
 from autoac.execute.compiled.code import compiled, run_module
 from autoac.measure import Taken, in_turn, measuring, present_storages, unique_storage_bytes
-from autoac.price.meters import without_waiting
 from autoac.step.restore import tensors_of
 from autoac.torch_private import graphs_translated, key_of_storage, storage_ref
 from autoac_solver.records.compiled import EAGER, CompiledPoint
@@ -140,7 +139,7 @@ def _timed(call: Callable[[], Any], device: torch.device, launching_s: float) ->
         start = time.perf_counter()
         return call(), time.perf_counter() - start
 
-    (result, host_s), seconds = without_waiting(lambda: known.timed(timed_by_host), device)
+    (result, host_s), seconds = known.timed(timed_by_host)
     return result, seconds, host_s
 
 

@@ -286,7 +286,9 @@ class Auto(LoopPlan):
         """Put on the plan for these, or record the step that begins, unless every step trains others."""
         plan, known = self._plan, None
         if not self._across.several:
-            if self._plan is not None or self._retrained < MOST_RECORDINGS:
+            if self._compiling is not None:
+                self._compiling.begin_anew()
+            if plan is not None or self._retrained < MOST_RECORDINGS:
                 keep_for_its_phase(self)
             known = self._phases.plan_for(self._trains)
         if known is not None and self._record_again(is_new=True):

@@ -375,8 +375,6 @@ def _remove_for(error: BaseException, loop: LoopPlan) -> None:
 
 def keep_for_its_phase(loop: LoopPlan) -> None:
     """Keep a loop's plan, or one for a recorded step that has none yet, for when the same parameters are trained."""
-    if loop._compiling is not None:
-        loop._compiling.begin_anew()
     plan = loop._plan
     recorded = loop._recording.profile
     if plan is None and loop._compiling is None and recorded and not loop._recording.began_otherwise:

@@ -59,9 +59,7 @@ class Optimizers:
 
     def are_counted_in(self, profile: Profile) -> bool:
         """Whether a profile counts all states of these optimizers, and all gradients that there are now."""
-        kind, counted = kind_of(profile.device), Counter[str]()
-        for row in profile.storage_table:
-            counted[row.name] += row.bytes * (row.kind == "Optstate")
+        kind, counted = kind_of(profile.device), _states_in(profile)
         there = Counter[str]()
         for optimizer in self._known:
             there[type(optimizer).__name__] += unique_storage_bytes(state_tensors(optimizer, kind))
@@ -113,9 +111,7 @@ class Optimizers:
 
     def _with_unrecorded_states(self, profile: Profile) -> Profile:
         """The profile with the states of optimizers that step in backward, but have not done so in this step."""
-        recorded, there = Counter[str](), dict[str, list[torch.Tensor]]()
-        for row in profile.storage_table:
-            recorded[row.name] += row.bytes * (row.kind == "Optstate")
+        recorded, there = _states_in(profile), dict[str, list[torch.Tensor]]()
         for name, state in self.states_of_backward():
             there.setdefault(name, []).append(state)
         left = {name: unique_storage_bytes(states) - recorded[name] for name, states in there.items()}
@@ -150,11 +146,18 @@ def counts_optimizer(profile: Profile, optimizer: Any) -> bool:
 
     The same class keeps more with other options (momentum, amsgrad), or for more parameters.
     """
-    counted = [
-        r for r in profile.storage_table if r.kind == "Optstate" and r.name == type(optimizer).__name__
-    ]
+    counted, name = _states_in(profile), type(optimizer).__name__
     state_bytes = unique_storage_bytes(state_tensors(optimizer, kind_of(profile.device)))
-    return bool(counted) and state_bytes <= _LITTLE_MORE * sum(r.bytes for r in counted)
+    return name in counted and state_bytes <= _LITTLE_MORE * counted[name]
+
+
+def _states_in(profile: Profile) -> Counter[str]:
+    """Bytes of the optimizers' states that a profile counts, by the names of their classes."""
+    counted = Counter[str]()
+    for row in profile.storage_table:
+        if row.kind == "Optstate":
+            counted[row.name] += row.bytes
+    return counted
 
 
 def trained_in(model: torch.nn.Module) -> str:

@@ -60,6 +60,11 @@ def elements_in(description: str) -> int:
     return sum(map(math.prod, _shapes_in(description)))
 
 
+def number_in(description: str) -> int:
+    """Number of the tensors that `described` names, without single numbers."""
+    return len(_shapes_in(description))
+
+
 def _shapes_in(description: str) -> list[tuple[int, ...]]:
     """Shapes of the tensors that a description names, without single numbers."""
     return [tuple(map(int, shape.split(","))) for shape in re.findall(r"\[([\d,]+)\]", description)]

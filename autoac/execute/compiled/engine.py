@@ -13,7 +13,7 @@ from autoac.execute.cross_entropy.lean import loss_may_follow
 from autoac.execute.program import Program
 from autoac.execute.replay.engine import ReplayEngine
 from autoac.step.carried import LOSS_KEY, REGION_KEY
-from autoac.step.inputs import described
+from autoac.step.inputs import described, number_in
 from autoac.torch_private import (
     disable_dynamo,
     first_line,
@@ -84,7 +84,7 @@ def _run(
 ) -> Any:
     why = _why_never(module, program.children)
     inputs = described(args, kwargs)
-    if program.inputs and inputs.count("[") > program.inputs.count("["):  # a mask, say, that was None
+    if program.inputs and number_in(inputs) > number_in(program.inputs):  # a mask, say, that was None
         came = f"a call with {inputs}"
         program.following.deviates(program.region, f"one with {program.inputs}", came, came)
     given = inputs, module.training

@@ -51,6 +51,14 @@ def off(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(first, second, strict=True))
 
 
+def measured_compiled(plan: autoac.Plan) -> list[str]:
+    """The modules of whose calls compiled points were measured, which a plan then takes where they are faster."""
+    profile = plan.record.profile
+    assert profile.compiled is not None
+    calls = [call for region in profile.compiled.regions if region.points for call in region.calls]
+    return sorted(profile.module_name(call) for call in calls)
+
+
 def planned(spread: Callable[[Any], Any], rank: int, rows: int = 128, **options: Any) -> list[dict[str, Any]]:
     """Plans at some budgets, and steps under them."""
     x = batch(rank, rows)
@@ -73,7 +81,7 @@ def planned(spread: Callable[[Any], Any], rank: int, rows: int = 128, **options:
                 "predicted": plan.predicted_peak_bytes,
                 "measured": plan.resident_bytes + peak_bytes,
                 "off": step_off,
-                "compiled": [region.fqn for region in plan.regions if region.wrapped],
+                "compiled": measured_compiled(plan),
                 "sample": plan.record.profile.sample,
             }
         )
@@ -135,7 +143,7 @@ def tails(rank: int) -> Any:
         model.zero_grad()
         peak_bytes = measure_peak(lambda model=model: model(x, target).backward()).peak_above_start_bytes
         found[name] = {
-            "compiled": [region.name for region in plan.regions if region.wrapped],
+            "compiled": measured_compiled(plan),
             "predicted": plan.predicted_peak_bytes,
             "measured": plan.resident_bytes + peak_bytes,
             "budget": plan.budget_bytes,

@@ -60,7 +60,7 @@ def test_the_plan_is_for_the_rank_with_the_larger_batch(told: Any):
 def test_what_comes_after_units_is_compiled(told: Any):
     layers = [f"layers.{i}" for i in range(3)]
     for rank in of(told, "tails"):
-        assert rank["blocks"]["compiled"] == [*layers, ":1"]
+        assert rank["blocks"]["compiled"] == [":1", *layers]
         assert rank["head"]["compiled"] == layers
         assert is_predicted(rank["blocks"])
         assert is_predicted(rank["head"])

@@ -67,7 +67,7 @@ class Meeting:
         return any(self.ranks.all(mine))
 
     def one_plan(
-        self, profile: Profile | None, at_hand: Plan | None, make: Callable[[Profile], Plan]
+        self, profile: Profile | None, at_hand: Plan | None, make: Callable[[Profile], Plan], goes_on: bool
     ) -> Plan | None:
         """The plan of the rank whose step keeps the most bytes, for all ranks; None if no rank has a plan.
 
@@ -75,6 +75,7 @@ class Meeting:
             profile: a step that this rank has recorded and has no plan for.
             at_hand: this rank's plan, used without such a step.
             make: makes the plan for that profile.
+            goes_on: whether this rank has trained under a plan before.
         """
         step = profile or (at_hand.record.profile if at_hand is not None else None)
         found = self.ranks.all(-1 if step is None else kept_bytes(step))
@@ -86,6 +87,7 @@ class Meeting:
             self._given,
             step,
             lambda: at_hand if profile is None else make(profile),
+            goes_on=self.any(goes_on),
         )
 
     def compiled_plan(

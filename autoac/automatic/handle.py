@@ -235,7 +235,8 @@ class Auto(LoopPlan):
             return (args[0], _with_after(args[1], self._step_is_over, optimizer), *args[2:]), kwargs
         self._optimizers.note_step(optimizer)
         if in_backward():  # it steps parameter by parameter during backward
-            self._tell_if_nothing_is_seen()
+            if self._plan is None:
+                self._recording.tell_if_nothing_is_seen()
         else:
             self._step_is_over(optimizer)
         return None
@@ -252,12 +253,11 @@ class Auto(LoopPlan):
         if self._measured.step.is_running and self._cycle.is_over:
             self._tell_peak(self._measured.step.end())
 
-    def _tell_if_nothing_is_seen(self) -> None:
+    def _step_is_over(self, optimizer: Any) -> None:
         if self._plan is None:
             self._recording.tell_if_nothing_is_seen()
-
-    def _step_is_over(self, optimizer: Any) -> None:
-        self._tell_if_nothing_is_seen()
+        elif (found := self._watch.not_called(optimizer)) is not None:
+            self._act_on(found)
         self._cycle.count(optimizer, self._trains)
         if self._recording.ended_early:  # what was recorded is not the whole step
             self._recording.ended_early = False
@@ -284,13 +284,12 @@ class Auto(LoopPlan):
 
     def _other_parameters_are_trained(self) -> bool:
         """Put on the plan for these, or record the step that begins, unless every step trains others."""
-        plan, known = self._plan, None
-        if not self._across.several:
-            if self._compiling is not None:
-                self._compiling.begin_anew()
-            if plan is not None or self._retrained < MOST_RECORDINGS:
-                keep_for_its_phase(self)
-            known = self._phases.plan_for(self._trains)
+        plan = self._plan
+        if self._compiling is not None:
+            self._compiling.begin_anew()
+        if plan is not None or self._retrained < MOST_RECORDINGS:
+            keep_for_its_phase(self)
+        known = self._phases.plan_for(self._trains)
         if known is not None and self._record_again(is_new=True):
             self._retrained = 0
             self._put_new_plan_on(known, "other parameters are trained: put on the plan of")

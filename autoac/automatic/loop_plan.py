@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -129,7 +128,7 @@ class LoopPlan:
 
         Args:
             is_new: do not count the recordings so far.
-            keeps: if no plan fits that step, the loop goes on, see `_go_on`.
+            keeps: if no plan fits that step, the loop goes on, see `_in_spite_of`.
         """
         if is_new:
             self._recording.count = 0
@@ -179,8 +178,12 @@ class LoopPlan:
         except InfeasibleBudgetError as error:
             if self._measured.exceeded is not None:
                 _stay_over_budget(self, self._measured.exceeded)
-            elif kept is not None and (self._compiling is None or self._kept_for_less):
-                _go_on(self, kept, profile, error, args, kwargs)
+            elif kept is not None:
+                plan = _in_spite_of(error, self, kept, profile)
+                if plan is kept:
+                    self._put_plan_on(kept, _STAYS)
+                else:
+                    self._take(plan, args, kwargs, save=False, verb=_LEAST)
             elif not (self._recording.ended_early and self._record_again()):  # of a part?
                 _remove_for(error, self)
                 raise
@@ -200,6 +203,8 @@ class LoopPlan:
             if self._compiling is None:
                 _stay_over_budget(self, self._plan)
                 return
+            if self._plan is not None and not self._wanted.is_kept_to_by(self._plan):
+                return  # which was told
             if self._compiling.best is None:
                 _remove_for(error, self)
                 raise
@@ -240,43 +245,10 @@ class LoopPlan:
         """Settle with the other ranks on a plan; see NOTE [ One loop on several ranks ]."""
         try:
             with self._across.meeting() as meeting:
-                self._settle_with(meeting, args, kwargs)
+                _settle_with(self, meeting, args, kwargs)
         except BaseException as error:
             _remove_for(error, self)
             raise
-
-    def _settle_with(self, meeting: Meeting, args: Any, kwargs: Any) -> None:
-        recording = self._recording
-        if meeting.any(recording.is_on):  # for example two calls before a backward
-            self._across.ask()
-            return
-        recorded = recording.profile is not None
-        if meeting.any(recorded and recording.began_otherwise and recording.may_begin_again):
-            self._record_again(is_new=not recording.may_begin_again)
-            return
-        profile, saved, at_hand = None, None, self._plan or (self._kept if self._kept_for_less else None)
-        self._kept = None
-        if recorded:
-            profile = self._counted()
-        elif at_hand is None and meeting.is_first and not recording.count:
-            saved = self._wanted.saved(self._model)
-        is_saved, make = meeting.any(saved is not None), functools.partial(self._wanted.plan, self._given)
-        if self._compiling is None or is_saved:
-            if profile is not None and at_hand is not None and needs_no_more(profile, at_hand.record.profile):
-                profile = None
-            self._take_plan_off()
-            plan = meeting.one_plan(profile, saved or at_hand, make)
-        else:
-            self._corrected = None
-            plan = meeting.compiled_plan(self._compiling, profile, self._plan, self._take_plan_off, make)
-            if self._plan is None:  # as in `_settle`
-                self._recording.count -= self._recording.count > 1
-        if plan is None:
-            return
-        if is_saved:
-            self._take_up(plan, args, kwargs)
-        else:
-            self._take(plan, args, kwargs, save=meeting.is_first)
 
     def _put_new_plan_on(self, plan: Plan, verb: str, is_first: bool = False) -> None:
         self._measured.begin(plan, is_first)
@@ -353,16 +325,62 @@ def _stay_over_budget(loop: LoopPlan, plan: Plan | None) -> None:
         loop._put_plan_on(plan, _STAYS)
 
 
-def _go_on(
-    loop: LoopPlan, kept: Plan, profile: Profile, error: InfeasibleBudgetError, args: Any, kwargs: Any
-) -> None:
-    """No plan fits a later step: put on that of the least peak, or the one before if it is for such steps, too."""
+def _in_spite_of(error: InfeasibleBudgetError, loop: LoopPlan, kept: Plan, profile: Profile) -> Plan:
+    """No plan fits a later step: that of the least peak, or the one before if it is for such steps, too."""
     loop._warn("no plan fits", words_on_no_plan_since(error))
-    if not loop._kept_for_less or is_of_another(kept.record.profile, loop._model):
-        least = replace(loop._wanted, budget=error.minimum_bytes)
-        loop._take(least.plan(loop._given, profile), args, kwargs, save=False, verb=_LEAST)
+    if loop._kept_for_less and not is_of_another(kept.record.profile, loop._model):
+        return kept
+    return replace(loop._wanted, budget=error.minimum_bytes).plan(loop._given, profile)
+
+
+def _settle_with(loop: LoopPlan, meeting: Meeting, args: Any, kwargs: Any) -> None:
+    """Settle with the other ranks, while they meet."""
+    recording, wanted = loop._recording, loop._wanted
+    if meeting.any(recording.is_on):  # for example two calls before a backward
+        loop._across.ask()
+        return
+    recorded = recording.profile is not None
+    if meeting.any(recorded and recording.began_otherwise and recording.may_begin_again):
+        loop._record_again(is_new=not recording.may_begin_again)
+        return
+    kept, on = loop._plan or loop._kept, loop._plan
+    profile, saved, at_hand = None, None, on or (kept if loop._kept_for_less else None)
+    loop._kept = None
+    if recorded:
+        profile = loop._counted()
+    elif at_hand is None and meeting.is_first and not recording.count:
+        saved = wanted.saved(loop._model)
+    is_saved = meeting.any(saved is not None)
+
+    def make(profile: Profile, is_corrected: bool = False) -> Plan:
+        try:
+            return wanted.plan(loop._given, profile, is_corrected)
+        except InfeasibleBudgetError as error:
+            if is_corrected and on is not None and not wanted.is_kept_to_by(on):
+                return on  # which was told
+            if is_corrected or kept is None:
+                raise
+            return _in_spite_of(error, loop, kept, profile)
+
+    if loop._compiling is None or is_saved:
+        if profile is not None and at_hand is not None and needs_no_more(profile, at_hand.record.profile):
+            profile = None
+        loop._take_plan_off()
+        plan = meeting.one_plan(profile, saved or at_hand, make, goes_on=kept is not None)
     else:
-        loop._put_plan_on(kept, _STAYS)
+        loop._corrected = None
+        plan = meeting.compiled_plan(loop._compiling, profile, on, loop._take_plan_off, make)
+        if loop._plan is None:  # as in `_settle`
+            loop._kept = kept
+            recording.count -= recording.count > 1
+    if plan is None:
+        return
+    if is_saved:
+        loop._take_up(plan, args, kwargs)
+    elif wanted.is_kept_to_by(plan):
+        loop._take(plan, args, kwargs, save=meeting.is_first)
+    else:
+        loop._take(plan, args, kwargs, save=False, verb=_LEAST)
 
 
 def _remove_for(error: BaseException, loop: LoopPlan) -> None:
@@ -377,7 +395,10 @@ def keep_for_its_phase(loop: LoopPlan) -> None:
     """Keep a loop's plan, or one for a recorded step that has none yet, for when the same parameters are trained."""
     plan = loop._plan
     recorded = loop._recording.profile
-    if plan is None and loop._compiling is None and recorded and not loop._recording.began_otherwise:
+    solves = (
+        loop._compiling is None and not loop._across.several
+    )  # ranks have one plan, which they make together
+    if plan is None and solves and recorded and not loop._recording.began_otherwise:
         try:
             plan = loop._wanted.plan(loop._given, loop._counted())
         except AutoacError:

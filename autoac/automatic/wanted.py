@@ -93,6 +93,11 @@ class Wanted:
         )
         return None
 
+    def is_kept_to_by(self, plan: Plan) -> bool:
+        """Whether a plan of this loop was made for this budget; not for a larger one, because none fits this one."""
+        budget_bytes, _ = limits(self.budget, self.headroom, plan.record.profile.device_bytes or None)
+        return plan.record.budget_bytes <= budget_bytes
+
     def is_met_by(self, plan: Plan, model: torch.nn.Module) -> bool:
         """Whether a plan was made for this model and these arguments.
 

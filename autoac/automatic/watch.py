@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from autoac_solver.records.profile import GRAPH_OF_BACKWARD
 _LONGEST_FIRST = "Let all micro-batches of the first step be as long as any later one"
 _MOST_BETWEEN = 64
 """A step that differs from the planned one is expected again as far away as the last one, up to so many steps."""
+_MOST_UNSEEN = 3
+"""Steps of one optimizer without a call of the model that are not reported."""
 _GRADIENTS = "a step begins with gradients, and the recorded one began without, so this one may take more"
 
 
@@ -108,6 +111,7 @@ class Watch:
         self._due: tuple[int, Finding] | None = None
         self._larger_later = False  # a later call of a planned step was larger
         self._graph_of_backward = GraphOfBackward()
+        self._stepped: Counter[int] = Counter()  # steps of each optimizer since the last call
         self._times_later = 0  # so many times, since a step was planned for that has more elements
 
     def put_on(self, plan: Plan) -> None:
@@ -150,6 +154,7 @@ class Watch:
             Refused: the call is larger than planned for, and `on_larger` is "error".
         """
         self._calls = 1 if begins else self._calls + 1
+        self._stepped.clear()
         if begins:
             self._graphs.clear()
         finding = self._found(args, kwargs, begins, is_told, recording)
@@ -237,6 +242,19 @@ class Watch:
         if self._on_larger == "error":
             raise Refused(f"{words}. The call was not run.")
         return Finding("larger in its place", f"{words}, or leave headroom (headroom=).")
+
+    def not_called(self, optimizer: Any) -> Finding | None:
+        """An optimizer steps under the plan, and has done so time and again since the model was last called."""
+        self._stepped[id(optimizer)] += 1
+        if self._stepped[id(optimizer)] <= _MOST_UNSEEN:
+            return None
+        return Finding(
+            "not called",
+            f"{type(optimizer).__name__} has stepped {_MOST_UNSEEN + 1} times since the module that autoac.auto was "
+            "called for was last called in train mode and with gradients on: what is called instead was not planned "
+            "for, and may take more than the budget. If the model has another wrapper now (DistributedDataParallel, "
+            "torch.compile), call remove() and then autoac.auto for that.",
+        )
 
     def returned(self, result: Any) -> None:
         """A call of the model has returned."""

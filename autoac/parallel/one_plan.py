@@ -14,6 +14,7 @@ from autoac.plans import Plan
 from autoac.ranks.all_or_none import Ranks, together
 from autoac.step.model import model_fingerprint
 from autoac.torch_private import has_process_group, ranks_of
+from autoac.warned import warn
 from autoac_solver.plan.recorded.transfer import outcome_of
 from autoac_solver.records.errors import BudgetFormatError, InfeasibleBudgetError, ParallelError
 from autoac_solver.records.format import format_bytes
@@ -109,7 +110,12 @@ def needs_most(ranks: Ranks, profile: Profile) -> int:
 
 
 def for_all(
-    ranks: Ranks, owner: int, model: torch.nn.Module, profile: Profile | None, make: Callable[[], Plan | None]
+    ranks: Ranks,
+    owner: int,
+    model: torch.nn.Module,
+    profile: Profile | None,
+    make: Callable[[], Plan | None],
+    goes_on: bool = False,
 ) -> Plan:
     """The plan of one rank, for all; that of the rank with the highest peak under it, if that is above the budget.
 
@@ -117,6 +123,7 @@ def for_all(
         owner: index of the rank that plans first.
         profile: this rank's step, if it has recorded one.
         make: this rank's plan; called on the rank that plans.
+        goes_on: if no plan fits all, go on under the last one, with a warning on the rank that takes the most.
 
     Raises:
         ParallelError: a rank's step exceeds the budget under the plan for its own step and under that of another.
@@ -131,12 +138,16 @@ def for_all(
             return plan
         if not again:
             owner = highest
-    raise ParallelError(
+    words = (
         f"the ranks' steps differ so much that no plan fits all: under the plan for rank {ranks.members[owner]}'s "
         f"step, that of rank {ranks.members[highest]} takes {format_bytes(peaks[highest])}, above the budget of "
-        f"{format_bytes(record.budget_bytes)}. Give the ranks batches of the same shape, or more memory.",
-        ranks.members[highest],
+        f"{format_bytes(record.budget_bytes)}. Give the ranks batches of the same shape, or more memory."
     )
+    if not goes_on:
+        raise ParallelError(words, ranks.members[highest])
+    if ranks.rank == highest:
+        warn(words)
+    return plan
 
 
 def solved_by(

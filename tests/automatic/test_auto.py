@@ -1358,4 +1358,13 @@ def test_a_model_whose_calls_are_not_seen_is_told():
     with pytest.warns(UserWarning, match="has no plan for Blocks, which is trained: it was not called"):
         step()
     assert handle.plan is None
+    for _ in range(2):
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.plan is not None
+    for _ in range(2):  # after the one of the call
+        step()
+    with pytest.warns(UserWarning, match="SGD has stepped 4 times since the module that autoac.auto was"):
+        step()
     handle.remove()

@@ -379,6 +379,36 @@ def test_calls_that_come_later_are_compiled(before: Callable[[Skipping, int], No
     assert handle.measured_peak_bytes <= plan.budget_bytes
 
 
+@pytest.mark.slow
+def test_where_no_plan_fits_blocks_unfrozen_later_training_goes_on_with_the_least_peak() -> None:
+    model, budget = Skipping(), 9_000_000
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle = autoac.auto(model, budget, engine="compile", regions="blocks.*")
+
+    def step(index: int) -> None:
+        for block in (model.first, *model.blocks[:4]):
+            block.requires_grad_(index > 3)
+        model(batch(index)[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for index in range(6):
+        step(index)
+    with pytest.warns(
+        UserWarning, match="takes more than the budget under any plan. No plan fits a budget of 9000000"
+    ):
+        step(6)
+    for index in range(7, 10):
+        step(index)
+    plan = handle.plan
+    assert plan is not None
+    assert plan.predicted_peak_bytes > budget
+    with pytest.raises(autoac.InfeasibleBudgetError) as error:
+        autoac.solve(plan.record.profile, 1000, engine="compile")
+    assert plan.predicted_peak_bytes == pytest.approx(error.value.minimum_bytes, rel=0.01)
+    assert handle.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+
+
 def test_a_step_of_two_backwards_before_its_optimizer_steps() -> None:
     """As of SAM: the second one begins where the gradients of the first are cleared."""
     model, peaks = make(), []

@@ -172,6 +172,73 @@ def other_parameters_are_trained(rank: int) -> Any:
 
 
 @case
+def no_plan_fits_what_is_trained_later(rank: int) -> Any:
+    """The blocks of a sharded model are unfrozen after some steps; rank 1 has the larger batches."""
+
+    def train(model: Any, handle: Any = None) -> tuple[list[torch.Tensor], list[str | None]]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ids = []
+        for step in range(6):
+            for block in model.layers:
+                block.requires_grad_(step > 2)
+            model.stem.requires_grad_(step > 2)
+            model(batch(rank + 10 * step, rows=128 * (1 + rank))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ids.append(handle and handle.known_plan and handle.known_plan.program_id)
+        return weights_of(model), ids
+
+    plain, _ = train(sharded(make()))
+    model, budget = sharded(make()), 0
+    handle = autoac.auto(model, 1000)
+    try:
+        train(model, handle)
+    except ParallelError as error:
+        budget = error.minimum_bytes
+    model = sharded(make())
+    handle = autoac.auto(model, budget)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        weights, ids = train(model, handle)
+    plan = handle.plan
+    assert plan is not None
+    try:
+        autoac.solve(plan.record.profile, 1000)
+        least = 0
+    except autoac.InfeasibleBudgetError as error:
+        least = error.minimum_bytes
+    return {
+        "equal": all(map(torch.equal, plain, weights)),
+        "ids": ids,
+        "budget": budget,
+        "predicted": plan.predicted_peak_bytes,
+        "least": least,
+        "warned": [str(w.message) for w in warned if "under any plan" in str(w.message)],
+    }
+
+
+@case
+def phases(rank: int) -> Any:
+    """Halves of the model are trained by turns; a phase that comes back begins with its plan."""
+    found = []
+    for model in (sharded(make()), sharded(make())):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = autoac.auto(model, 10**9, optimizer=optimizer) if found else None
+        ids = []
+        for step in range(12):
+            is_odd = step // 3 % 2
+            for block in model.layers:
+                block.requires_grad_(not is_odd)
+            model.pair.requires_grad_(bool(is_odd))
+            model(batch(rank + 10 * step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ids.append(handle and handle.known_plan and handle.known_plan.program_id)
+        found.append(weights_of(model))
+    return {"equal": all(map(torch.equal, *found)), "ids": ids}
+
+
+@case
 def sharded_later(rank: int) -> Any:
     """The first step is recorded within its first call, for the sake of its peak; the second one is planned for."""
     found: dict[str, Any] = {}

@@ -71,6 +71,30 @@ def test_no_rank_refuses_what_one_alone_would_not(told: Any):
         assert rank["sample"] == "float32[128,32]"
 
 
+def test_where_no_plan_fits_a_later_step_all_go_on_under_the_one_of_the_least_peak(told: Any):
+    first, second = of(told, "no_plan_fits_what_is_trained_later")
+    assert first["ids"] == second["ids"]
+    assert first["ids"][-1] not in (None, first["ids"][2])
+    for rank in (first, second):
+        assert rank["equal"]
+        assert rank["predicted"] > rank["budget"]
+    assert second["predicted"] == second["least"]
+    assert first["warned"] == []
+    [words] = second["warned"]  # the rank whose step takes more
+    assert f"No plan fits a budget of {second['budget']} bytes" in words
+
+
+def test_a_phase_that_comes_back_begins_with_its_plan_on_all_ranks(told: Any):
+    first, second = of(told, "phases")
+    assert first["ids"] == second["ids"]
+    none, one, _, none_again, other, *_ = first["ids"]
+    assert (none, none_again) == (None, None)
+    assert one != other
+    assert first["ids"] == [None, one, one, None, other, other, one, one, one, other, other, other]
+    assert first["equal"]
+    assert second["equal"]
+
+
 def test_a_model_that_is_sharded_after_auto(told: Any):
     for rank in of(told, "sharded_later"):
         assert rank["equal"]

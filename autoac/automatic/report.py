@@ -13,6 +13,8 @@ from autoac.plans import Plan
 from autoac.record.live import ONE_DRAW
 from autoac.step.step import TrainingStep
 from autoac.warned import warn
+from autoac_solver.build.engines import engine_model
+from autoac_solver.plan.recorded.report import about_caches
 from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError
@@ -43,6 +45,12 @@ def doubts(plan: Plan) -> Iterator[tuple[str, str]]:
             "in which modules): a step may take more than the recorded one, and exceed the budget. Leave "
             "headroom=, or plan beforehand for several batches with autoac.Samples.",
         )
+    engine = engine_model(plan.engine)
+    recomputes = any(region.wrapped for region in plan.regions)
+    if (engine.compiles or (engine.runs_code_twice and recomputes)) and (
+        about := about_caches(profile, plan.engine)
+    ):
+        yield "caches", about
     if OWN_CHECKPOINTING in profile.facts:
         yield OWN_CHECKPOINTING, next(note for note in profile.notes if "own checkpointing" in note)
 

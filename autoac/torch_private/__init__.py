@@ -37,6 +37,7 @@ from autoac.torch_private.called import (
     hooked_inside,
     remove_forward_hooks,
     remove_forward_pre_hooks,
+    without_forward_hooks,
     without_hooks,
 )
 from autoac.torch_private.checkpoint import (
@@ -352,6 +353,7 @@ __all__ = [
     "reads_cached_parametrizations",
     "remove_forward_hooks",
     "remove_forward_pre_hooks",
+    "without_forward_hooks",
     "without_hooks",
     "top_dispatch_mode",
     "sac_tools",

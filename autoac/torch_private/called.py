@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -69,13 +69,18 @@ def remove_forward_hooks(module: torch.nn.Module, kind: type) -> None:
             module._forward_hooks_always_called.pop(key, None)
 
 
-def hooked_inside(module: torch.nn.Module, besides: Collection[str] = ()) -> str:
+def hooked_inside(
+    module: torch.nn.Module,
+    besides: Collection[str] = (),
+    may_skip: Callable[[Any], bool] = lambda hook: False,
+) -> str:
     """Name of a module inside this one that has hooks on its calls, "" if none has.
 
     Hooks of ours with an attribute `compiled_code_may_skip` do not count.
 
     Args:
         besides: names of modules that are left out, with what is in them.
+        may_skip: whether a forward hook does not count, either.
 
     Compiled code runs the hooks that it was compiled with, and does not check whether any were added since.
 
@@ -86,10 +91,28 @@ def hooked_inside(module: torch.nn.Module, besides: Collection[str] = ()) -> str
         if any(name == other or name.startswith(f"{other}.") for other in besides):
             continue
         found = (*inside._forward_hooks.values(), *inside._forward_pre_hooks.values())
-        hooks = [hook for hook in found if not getattr(hook, "compiled_code_may_skip", False)]
+        hooks = [
+            hook for hook in found if not (getattr(hook, "compiled_code_may_skip", False) or may_skip(hook))
+        ]
         if name and (hooks or inside._backward_hooks or inside._backward_pre_hooks):
             return name
     return ""
+
+
+@contextlib.contextmanager
+def without_forward_hooks(module: torch.nn.Module, which: Callable[[Any], bool]) -> Iterator[None]:
+    """Context in which calls of a module, and of those inside, do not run some of their forward hooks.
+
+    Source: as for `copied_hooks`.
+    """
+    before = {inside: inside._forward_hooks for inside in module.modules() if inside._forward_hooks}
+    for inside, hooks in before.items():
+        inside._forward_hooks = OrderedDict((key, hook) for key, hook in hooks.items() if not which(hook))
+    try:
+        yield
+    finally:
+        for inside, hooks in before.items():
+            inside._forward_hooks = hooks
 
 
 @contextlib.contextmanager

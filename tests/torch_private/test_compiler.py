@@ -84,6 +84,18 @@ def test_hooked_inside():
         assert torch_private.hooked_inside(model) == "1.0"
         handle.remove()
         assert not torch_private.hooked_inside(model)
+    seen: list[int] = []
+    layer: nn.Module = model.get_submodule("1.0")
+    hooks = [lambda *_, i=i: seen.append(i) for i in range(2)]
+    for hook in hooks:
+        layer.register_forward_hook(hook)
+    assert torch_private.hooked_inside(model, (), lambda hook: hook is hooks[0]) == "1.0"
+    assert not torch_private.hooked_inside(model, (), lambda hook: hook in hooks)
+    with torch_private.without_forward_hooks(layer, lambda hook: hook is hooks[0]):
+        model(torch.ones(2))
+    assert seen == [1]
+    model(torch.ones(2))
+    assert seen == [1, 0, 1]
 
 
 def test_compiled_code_does_not_see_later_hooks():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from autoac.device import device_for
+from autoac.execute.compiled.idle_hooks import busy_hooks_inside, without_idle_hooks
 from autoac.ops.geometry import clone_with_geometry
 from autoac.step.autocast import autocasts
 from autoac.step.inputs import described
@@ -23,7 +24,6 @@ from autoac.step.units import has_units, roots_of_units
 from autoac.torch_private import (
     disable_dispatch_modes,
     disable_dynamo,
-    hooked_inside,
     is_dense,
     is_unit,
     reset_units,
@@ -85,7 +85,7 @@ class Captured:
     def around(
         self, results: Mapping[str, Any] | None = None, when_in_tail: Callable[[], object] | None = None
     ) -> Iterator[None]:
-        """Context: the autocast of the call, and for a tail modules that do nothing but return what they did.
+        """Context: the autocast of the call, no idle hooks, and for a tail modules that only return what they did.
 
         Args:
             results: from `arguments`.
@@ -94,6 +94,7 @@ class Captured:
         with contextlib.ExitStack() as stack:
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
+            stack.enter_context(without_idle_hooks(self.module))
             self._returned.clear()
             self._when_in_tail[:] = [when_in_tail] if when_in_tail else []
             for name, result in (results or {}).items():
@@ -269,7 +270,7 @@ class Catcher:
             return
         known = self._kinds[name, call]
         children = _children(known)
-        hooked = hooked_inside(module, children)
+        hooked = busy_hooks_inside(module, children)
         kind = known, _described((args, kwargs)), autocasts(), hooked
         if kind not in self._groups:
             with disable_dispatch_modes():  # a step that is being recorded does not see the copies

@@ -9,6 +9,7 @@ import torch
 
 from autoac.execute.chains import Chains
 from autoac.execute.compiled.code import TailRun, compiled, run_tail
+from autoac.execute.compiled.idle_hooks import busy_hooks_inside, is_recording, without_idle_hooks
 from autoac.execute.cross_entropy.lean import loss_may_follow
 from autoac.execute.program import Program
 from autoac.execute.replay.engine import ReplayEngine
@@ -18,7 +19,6 @@ from autoac.torch_private import (
     disable_dynamo,
     first_line,
     graphs_translated,
-    hooked_inside,
     is_of_compiler,
     is_recompile_limit,
 )
@@ -91,7 +91,8 @@ def _run(
     if not why and program.not_compiled.keys().isdisjoint((given, _kind(program, given))):
         try:
             before = graphs_translated()
-            result, tail = _run_compiled(program, inputs, args, kwargs, module)
+            with without_idle_hooks(module):
+                result, tail = _run_compiled(program, inputs, args, kwargs, module)
             if tail is not None:
                 why = _why_not_tail(program, given, tail)
             elif _compiles_in_a_row(program, given, graphs_translated() != before):
@@ -136,7 +137,12 @@ def _why_never(module: torch.nn.Module, children: Sequence[str]) -> str:
     Args:
         children: of a tail.
     """
-    if hooked := hooked_inside(module, children):
+    if hooked := busy_hooks_inside(module, children):
+        if is_recording():
+            return (
+                f"runs uncompiled in calls that record what module {hooked!r} in it returns (output_attentions=True, "
+                "for example): the budget may not hold."
+            )
         return (
             f"has hooks on module {hooked!r} since it was planned, which compiled code may not run, so it runs "
             "uncompiled: the budget may not hold. Plan again with the hooks."

@@ -52,10 +52,10 @@ def summary_lines(record: PlanRecord, step: PlannedStep) -> tuple[str, ...]:
 
 def notes(record: PlanRecord) -> tuple[str, ...]:
     """Notes on a plan: how its step was recorded, and possible improvements."""
-    profile = record.profile
+    profile, engine = record.profile, engine_model(record.engine)
     about = [
         about_torchs_loss(profile, step_of(record).peak_where),
-        about_caches(profile, record.engine) if engine_model(record.engine).runs_code_twice else "",
+        about_caches(profile, record.engine) if engine.runs_code_twice or engine.compiles else "",
         about_held_results(record),
     ]
     return (*needless(record), *filter(None, about), *profile.notes)

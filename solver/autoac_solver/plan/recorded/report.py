@@ -184,6 +184,11 @@ def about_caches(profile: Profile, engine: str) -> str:
             f"{change}, so their code cannot run twice and engine {engine} leaves them as they are: turn that off "
             "(use_cache=False), or use engine='replay'"
         )
+    if engine_model(engine).compiles:
+        return (
+            f"{change}, so they are not compiled as wholes, and it holds what it got to the end of the step: turn that "
+            "off (use_cache=False)"
+        )
     return f"{change}, which holds what it got to the end of the step: turn that off (use_cache=False)"
 
 

@@ -69,6 +69,10 @@ class Compiling:
         self._calls: list[str] = []  # what those of the step that is measured were given
         self._measured = 0  # steps under the plan
         self.is_judged = True  # whether measuring the plan's peak is over
+        self.is_judged_again = False  # since the compiler ran again
+        self._times_compiled = self._steps = (
+            0  # as of the step before; and steps that have begun under the plan
+        )
         self.may_have_compiled = False  # whether the compiler may have run in the step that was measured last
         # What the calls of measured steps were given that are not as recorded.
         self._unlike: list[list[str]] = []
@@ -193,8 +197,9 @@ class Compiling:
 
     def to_be_judged(self, plan: Plan) -> None:
         """A new plan is put on."""
-        self.is_judged, self._measured, self.known = False, 0, None
+        self.is_judged, self._measured, self.known, self.is_judged_again = False, 0, None, False
         self.may_have_compiled, self._unlike = False, []
+        self._times_compiled = self._steps = 0
         self._recorded = self._recorded or [plan.record.profile.sample]  # taken up from a file
 
     def step_begins(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -202,11 +207,20 @@ class Compiling:
         self._calls = [described(args, kwargs)]
         if self._corrections <= _MOST_CORRECTIONS and plan.placement.not_compiled:  # since it was judged
             self.is_judged = False
+        before, self._times_compiled = self._times_compiled, plan.placement.following.times_compiled
+        # Not in the first one: something may have changed that no argument shows.
+        if self._times_compiled > before and self._steps > 1:
+            self.is_judged, self._measured, self.is_judged_again = False, 0, True
+        self._steps += 1
         return not self.is_judged and self._calls == self._recorded[:1]
 
     def step_goes_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note a further call of the step that is measured."""
         self._calls.append(described(args, kwargs))
+
+    def takes_more(self, plan: Plan, measured_bytes: int) -> bool:
+        """Whether a step that was measured since the compiler ran again takes more than was planned for."""
+        return self.is_judged_again and measured_bytes > (1 + CLOSE) * plan.predicted_peak_bytes
 
     @property
     def is_unlike(self) -> bool:
@@ -230,6 +244,8 @@ class Compiling:
             self._unlike.append(self._calls)
             return None
         self.is_judged = True
+        if self.is_judged_again:  # steps of both kinds may come
+            return None
         if self._varies and measured_bytes < plan.predicted_peak_bytes:
             return None
         may_be_reset = device_for(device_of(self._model)).counts_memory

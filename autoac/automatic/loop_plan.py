@@ -300,6 +300,9 @@ class LoopPlan:
             self._corrected = None if better is None else (better, self._wanted)
             if self._corrected is not None or self._compiling.may_have_compiled:
                 return
+            if not self._across.several and self._compiling.takes_more(plan, peak):
+                self._watch.takes_more = True
+                return
             is_corrected = not self._compiling.is_unlike
         may_again = self._compiling is None and not self._across.several
         if peak > plan.budget_bytes and not (may_again and self._measured.note_excess(plan)):

@@ -92,6 +92,7 @@ class Watch:
 
     Attributes:
         uncounted: an optimizer has stepped for the first time under the plan.
+        takes_more: a step has taken more than was planned for, since the compiler ran again.
         steps: number of the step that runs.
 
     Where a step turns out to be none that the plan was made for, a later one is recorded. It is the next one, in the
@@ -100,7 +101,7 @@ class Watch:
     """
 
     def __init__(self, model: torch.nn.Module, on_larger: str):
-        self.uncounted = False
+        self.uncounted = self.takes_more = False
         self._model = model
         self._on_larger = on_larger
         self._most = 0  # most elements planned for, by this plan or an earlier one
@@ -128,7 +129,7 @@ class Watch:
         self._unplanned.carriers = plan.placement.carriers
         if self._unplanned.elements > self._most:
             self._most, self._times_later = self._unplanned.elements, 0
-        self._due = None
+        self._due, self.takes_more = None, False
         # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, profile.called)
         self._by_place = _by_place(plan)
@@ -198,9 +199,9 @@ class Watch:
 
     def _unlike_the_plan(self, recordings: int) -> Finding | None:
         """What the step before had that the planned one had not; several things of one step count once."""
-        larger, calls_others = self._larger_later, bool(self._newcomers)
+        larger, calls_others, takes_more = self._larger_later, bool(self._newcomers), self.takes_more
         makes_graph = self._graph_of_backward.is_made
-        self._larger_later = self._graph_of_backward.is_made = False
+        self._larger_later = self._graph_of_backward.is_made = self.takes_more = False
         others = self._new_modules(recordings) if calls_others else None
         if larger:
             words = "a later micro-batch of a step was larger than planned for: recording this step"
@@ -208,6 +209,12 @@ class Watch:
         if makes_graph and GRAPH_OF_BACKWARD not in self._plan.record.profile.facts:
             words = f"the step before {WITH_A_GRAPH}: recording this step"
             return Finding("graph", log=words, plan_may_do=True)
+        if takes_more and others is None:
+            words = (
+                "a region was compiled anew for the same inputs, so something else has changed in it, and the step "
+                "takes more than was planned for"
+            )
+            return Finding("takes more", f"{words}. Leave headroom=.", f"{words}: recording this step")
         return others
 
     def _in_its_turn(self, finding: Finding) -> Finding | None:

@@ -17,7 +17,7 @@ from autoac.execute.cross_entropy.lean import same_in_place
 from autoac.execute.engines import ENGINES, check_runnable
 from autoac.execute.on_top import owned_with
 from autoac.execute.plan_programs import PlanPrograms
-from autoac.execute.watch.following import NotFollowed, unwatch_following, watch_following
+from autoac.execute.watch.following import Following, unwatch_following, watch_following
 from autoac.execute.watch.newcomers import unwatch_newcomers, watch_newcomers
 from autoac.execute.watch.unplanned_backward import unwatch_backward, watch_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
@@ -341,9 +341,9 @@ class Placement:
         }
 
     @property
-    def is_not_followed(self) -> NotFollowed:
-        """Regions that have run ops that the profiled step did not run, since the plan was last put on a model."""
-        return self._programs.following.report()
+    def following(self) -> Following:
+        """How the regions' calls differ from the profiled step, since the plan was last put on a model."""
+        return self._programs.following
 
 
 def _types(names: Iterable[str]) -> list[torch.dtype]:

@@ -130,7 +130,7 @@ class Plan(PlanView):
         It is false if there are none. Otherwise it has, for each region, the op that was expected and the one that
         came, and the likely cause and the possible peak; printed, it is the text of the warning that is given once.
         """
-        return self.placement.is_not_followed
+        return self.placement.following.report()
 
     def policy_fn(self, region: str) -> Callable[..., Any]:
         """A policy for `create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)`.

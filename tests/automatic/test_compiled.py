@@ -261,6 +261,47 @@ def test_blocks_that_are_given_more_tensors_later_are_planned_anew() -> None:
     assert plans[-1] is plans[-2]
 
 
+class Flagged(Block):
+    more = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x) if self.more else x)
+
+
+def test_another_path_in_blocks_under_the_same_inputs_is_planned_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It comes in the sixth step and goes in the twentieth, after which the plan is for the longer path still."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    blocks = [Flagged() for _ in range(4)]
+    model = nn.Sequential(nn.Linear(32, 64), *blocks, nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle = autoac.auto(model, "16MB", engine="compile")
+    plans: list[Any] = []
+
+    def step(index: int) -> None:
+        for block in blocks:
+            block.more = 5 <= index < 19
+        model(batch(index)[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plans.append(handle.plan)
+
+    with caplog.at_level("INFO", "autoac"):
+        for index in range(15):
+            step(index)
+    assert "a region was compiled anew for the same inputs" in caplog.text
+    assert [plan is None for plan in plans[:9]] == [True, True, False, False, False, False, False, True, True]
+    assert plans[9] is not None
+    assert handle.measured_peak_bytes is not None
+    assert plans[6].predicted_peak_bytes < handle.measured_peak_bytes <= 16_000_000
+    assert handle.measured_peak_bytes == pytest.approx(plans[-1].predicted_peak_bytes, rel=0.01)
+    for index in range(15, 24):
+        step(index)
+    assert plans[-1] is plans[14]
+
+
 class Broken(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()

@@ -101,6 +101,10 @@ class Following:
         varies: whether the profiled step is known to vary.
         peaks: maps region names to the peak if these regions recompute nothing, and the planned peak.
         in_eval: the model was in eval mode in the profiled step.
+
+    Attributes:
+        times_compiled: calls of compiled regions with the planned inputs, since the plan was put on, for which the
+            compiler ran.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class Following:
         self.unknown: set[Any] = set()  # all ops that the plan does not know
         self.called_with = ""
         self.told = False
+        self.times_compiled = 0
         self.lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Following:
@@ -130,7 +135,7 @@ class Following:
 
     def start_anew(self, waits: bool) -> None:
         """Reset, when the plan is put on a model."""
-        self.waits, self.told, self.called_with = waits, False, ""
+        self.waits, self.told, self.called_with, self.times_compiled = waits, False, "", 0
         self.deviations, self.unknown, self.in_other_mode = {}, set(), False
 
     def deviates(self, region: str, expected: Any, came: Any, unknown: Any) -> None:

@@ -204,6 +204,8 @@ class Auto(LoopPlan):
         elif begins and self._across.several:
             if self._corrected is not None:
                 self._across.ask()
+            if self._plan is not None and self._measured.exceeded is not None:
+                self._make_room()
         elif begins:
             if self._recording.profile is not None:
                 self._settle(args, kwargs)

@@ -304,8 +304,7 @@ class LoopPlan:
                 self._watch.takes_more = True
                 return
             is_corrected = not self._compiling.is_unlike
-        may_again = self._compiling is None and not self._across.several
-        if peak > plan.budget_bytes and not (may_again and self._measured.note_excess(plan)):
+        if peak > plan.budget_bytes and not (self._compiling is None and self._measured.note_excess(plan)):
             self._warn("over budget", words_over_budget(plan, peak, compiles=is_corrected))
 
     def _make_room(self) -> None:
@@ -314,6 +313,8 @@ class LoopPlan:
         if self._record_again():
             self._measured.exceeded = exceeded
             LOGGER.info("a step took more than the budget, by values in it: recording another one")
+        elif self._across.several:  # whose plans have the same headroom
+            _stay_over_budget(self, self._plan)
         else:
             self._corrected = self._measured.with_room()
 
@@ -350,7 +351,7 @@ def _settle_with(loop: LoopPlan, meeting: Meeting, args: Any, kwargs: Any) -> No
     profile, saved, at_hand = None, None, on or (kept if loop._kept_for_less else None)
     loop._kept = None
     if recorded:
-        profile = loop._counted()
+        profile = loop._measured.larger(loop._counted())
     elif at_hand is None and meeting.is_first and not recording.count:
         saved = wanted.saved(loop._model)
     is_saved = meeting.any(saved is not None)

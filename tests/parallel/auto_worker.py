@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import run_cases
-from models import batch, make, sharded
+from models import Block, batch, make, sharded
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autoac
@@ -236,6 +237,65 @@ def phases(rank: int) -> Any:
             ids.append(handle and handle.known_plan and handle.known_plan.program_id)
         found.append(weights_of(model))
     return {"equal": all(map(torch.equal, *found)), "ids": ids}
+
+
+class Routed(torch.nn.Module):
+    """Layers through which those rows go whose first element is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layers = torch.nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = (x[:, 0] > 0).nonzero().flatten()
+        for layer in self.layers:
+            x = x.index_add(0, rows, layer(x[rows]))
+        return x.square().mean()
+
+
+@case
+def values_decide_on_sizes(rank: int) -> Any:
+    """Later steps of rank 1 keep more, by values in them: it records one of these."""
+    found = []
+    for budget in (None, 10**9, 0):
+        model: Any = Routed()
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = None
+        if budget is not None:
+            if not budget:
+                half = torch.tensor((found[1]["first"] + found[1]["peak"]) // 2)
+                dist.broadcast(half, 1)
+                budget = int(half)
+            handle = autoac.auto(model, budget, optimizer=optimizer, measure=True, on_larger="replan")
+        first = 0
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in range(12):
+                x = batch(rank + 10 * step)
+                x[:, 0] = torch.where(
+                    torch.arange(len(x)) < (100 if rank == 1 and step > 2 else 10), 1.0, -1.0
+                )
+                model(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                first = first or (handle and handle.measured_peak_bytes) or 0
+        found.append(
+            {
+                "weights": weights_of(model),
+                "budget": budget,
+                "first": first,
+                "peak": handle and handle.measured_peak_bytes,
+                "id": handle and handle.plan and handle.plan.program_id,
+                "warned": [str(w.message) for w in warned if "took more than the budget" in str(w.message)],
+            }
+        )
+    plain, _, planned = (one.pop("weights") for one in found)
+    return {**found[2], "equal": all(map(torch.equal, plain, planned)), "loose": found[1]["peak"]}
 
 
 @case

@@ -95,6 +95,16 @@ def test_a_phase_that_comes_back_begins_with_its_plan_on_all_ranks(told: Any):
     assert second["equal"]
 
 
+def test_a_step_that_took_more_by_values_in_it_is_planned_for_on_all_ranks(told: Any):
+    first, second = of(told, "values_decide_on_sizes")
+    assert first["id"] == second["id"]
+    for rank in (first, second):
+        assert rank["equal"]
+        assert rank["warned"] == []
+        assert rank["peak"] <= rank["budget"]
+    assert second["loose"] > second["budget"]
+
+
 def test_a_model_that_is_sharded_after_auto(told: Any):
     for rank in of(told, "sharded_later"):
         assert rank["equal"]

@@ -43,6 +43,8 @@ GRANULARITIES = (BLOCKS, WHOLE)
 
 MOST_COMPILED = 9
 """Points compiled per region. Each takes the compiler some seconds, once for all alike regions."""
+_MOST_IN_ALL, _LEAST_COMPILED = 45, 4
+"""With many kinds of regions fewer points are compiled of each: so many in all, but at least so many per region."""
 
 _UNCAUGHT = "no step that was recorded before had called it"
 
@@ -253,6 +255,7 @@ def _regions(
                 region,
                 tuple(group),
                 _never(profile, group),
+                min(MOST_COMPILED, max(_MOST_IN_ALL // len(found), _LEAST_COMPILED)),
                 device_of(model),
                 lambda what: progress(f"{words}: {what}", index / len(found)),
             )
@@ -300,12 +303,18 @@ def _never(profile: Profile, calls: Sequence[int]) -> frozenset[str]:
 
 
 def _region(
-    region: Captured, calls: tuple[int, ...], never: frozenset[str], device: torch.device, tell: Any
+    region: Captured,
+    calls: tuple[int, ...],
+    never: frozenset[str],
+    most: int,
+    device: torch.device,
+    tell: Any,
 ) -> CompiledRegion:
     """Compile and measure one region; the reason if that fails.
 
     Args:
         never: names of ops that must not run again.
+        most: points to compile.
     """
     if "forward" in region.module.__dict__:
         return CompiledRegion(calls, (), (), "some library has given the module a forward of its own")
@@ -322,7 +331,7 @@ def _region(
         tell("what it could keep")
         if region.children and (why := _why_no_graph(region)):
             return CompiledRegion(calls, (), (), why)
-        survey = _survey(region, never)
+        survey = _survey(region, never, most)
         if region.children and survey.draws:
             return CompiledRegion(calls, (), (), "it draws random numbers")
         on_disk = PointsOnDisk(survey, region.described, device)
@@ -368,13 +377,13 @@ def _why_no_graph(region: Captured) -> str:
     return f"torch.compile makes {len(graphs)} graphs of it"
 
 
-def _survey(region: Captured, never: frozenset[str]) -> Any:
+def _survey(region: Captured, never: frozenset[str], most: int) -> Any:
     from autoac.execute.compiled.partitioner import Surveyed
 
     args, kwargs, results = region.arguments()
     try:
         with region.around(results):
-            surveying(MOST_COMPILED, never, bool(region.children))(region.module, args, kwargs)
+            surveying(most, never, bool(region.children))(region.module, args, kwargs)
     except Exception as error:
         surveyed = raised_in_compiler(error, Surveyed)
         if surveyed is None:

@@ -170,7 +170,7 @@ class Auto(LoopPlan):
         if begins and self._measured.step.is_running:  # no optimizer has stepped since
             self._tell_peak(self._measured.step.end())
         begins |= self._recording.end_if_over(
-            begins and not (self._cycle.is_one and has_gradients(self._model))
+            begins and not (self._cycle.is_one and has_gradients(self._model)), is_announced
         )
         if not self._cycle.is_told:
             self._cycle.has_stepped = False
@@ -197,7 +197,7 @@ class Auto(LoopPlan):
             self._trains = trained_in(self._model)
         if begins and self._trained != self._trains and (self._recording.profile or self._plan):
             acts = self._other_parameters_are_trained()
-            if not acts and self._plan is None and not self._across.several:
+            if not acts and self._plan is None and not meet:
                 return  # the plan is put on in a step that trains what it was made for
         if meet:
             self._meet(args, kwargs)

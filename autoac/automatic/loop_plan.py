@@ -347,6 +347,14 @@ def _settle_with(loop: LoopPlan, meeting: Meeting, args: Any, kwargs: Any) -> No
     if meeting.any(recorded and recording.began_otherwise and recording.may_begin_again):
         loop._record_again(is_new=not recording.may_begin_again)
         return
+    is_of_other = recording.profile is not None and is_of_another(recording.profile, loop._model)
+    if meeting.any(is_of_other):
+        if is_of_other and loop._trained == trained_in(
+            loop._model
+        ):  # the model has changed in the recorded step
+            loop._record_again()
+        loop._across.ask()  # else they meet until a step trains what it was recorded for
+        return
     kept, on = loop._plan or loop._kept, loop._plan
     profile, saved, at_hand = None, None, on or (kept if loop._kept_for_less else None)
     loop._kept = None

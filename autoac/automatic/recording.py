@@ -45,6 +45,8 @@ _NOT_LEFT = (
     "anew after each step of an optimizer."
 )
 
+_MOST_INNER = 64
+"""Calls of the model in one recorded step with gradients of inputs only: then some call begins another step."""
 _MOST_UNPLANNED = 3
 """After this many steps without a plan we warn; gradient scaling may have skipped the first ones."""
 
@@ -156,11 +158,13 @@ class StepRecording:
         self._gradients = number_of_gradients(self._model)
         return True
 
-    def end_if_over(self, begins: bool) -> bool:
+    def end_if_over(self, begins: bool, is_announced: bool) -> bool:
         """Handle a call of the model: end the recording if it begins the next step, or if no backward can follow.
 
         Args:
-            begins: whether the call begins a step, provided that the recorded one has gone backward.
+            begins: whether the call begins a step, provided that the recorded one has gone backward, and has left
+                gradients: gradients of inputs, as for adversarial examples, are a part of a step.
+            is_announced: whether a trainer says that it does.
 
         Returns:
             Whether the recording was given up: nothing came of its calls, and this call begins a step.
@@ -178,7 +182,8 @@ class StepRecording:
             # Before the first optimizer's step it may be no part of the loop, but a trial.
             self._given_up = calls if self._ends_with_optimizer else 0
             return True
-        if tape.is_over or (tape.went_backward and begins):
+        is_trained = is_announced or tape.is_trained or len(tape.root_calls) >= _MOST_INNER
+        if tape.is_over or (tape.went_backward and begins and is_trained):
             self.end()
             self.ended_early = not self.is_on
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -61,6 +62,7 @@ class Placement:
         self._programs = PlanPrograms(record)
         self._unplanned = UnplannedCalls("", 0, 0)  # until `prepare`
         self.carriers: tuple[str, ...] = ()
+        self._on: weakref.ref[torch.nn.Module] | None = None  # the model that it was attached to last
 
     @functools.cached_property
     def plan_id(self) -> str:
@@ -88,9 +90,8 @@ class Placement:
             watch_following(inner, self._programs.following)
         watch_calls(inner, self._unplanned)
         self.watch_backward(inner)
-        step = self.record.step
-        if not self.record.others and {VARYING, SIZED_BY_VALUES}.isdisjoint(step.facts):
-            watch_newcomers(inner, step.called, warns=self._unplanned.may_take_more)
+        if not self.record.others and {VARYING, SIZED_BY_VALUES}.isdisjoint(self.record.step.facts):
+            watch_newcomers(inner, self.record.step.called, warns=self._unplanned.may_take_more)
 
     def prepare(self, model: torch.nn.Module) -> None:
         """The part of `put_on` that does not touch the model: checks, kernel tests, re-arming the warnings.
@@ -136,6 +137,7 @@ class Placement:
                 attach(inner.get_submodule(fqn), programs, self.record.engine, self.plan_id)
             own = (fqn for fqn in programs_of if planned(inner.get_submodule(fqn)) is not None)
             self.carriers = self._unplanned.carriers = tuple(own)
+            self._on = weakref.ref(inner)
             if (several := self.record.several) is not None:
                 attach_root(inner, several.before, several.fresh, several.elements, self.plan_id)
         except BaseException:
@@ -175,6 +177,7 @@ class Placement:
         self._detach(inner, self._carriers(inner).values())
 
     def _detach(self, inner: torch.nn.Module, carriers: Iterable[torch.nn.Module]) -> None:
+        self._on = None
         for module in carriers:
             detach(module)
         self._recompile(inner)
@@ -187,7 +190,8 @@ class Placement:
         """
         _check_is_module(model)
         modules = self._carriers(model)
-        if not modules and (self._programs.of_modules or self.record.losses):
+        is_on = self._on is not None and self._on() is unwrapped(model)  # all that carried it may be replaced
+        if not (modules or is_on) and (self._programs.of_modules or self.record.losses):
             raise PlanMismatchError("this plan is not applied to this model, so there is nothing to remove.")
         for name, module in modules.items():
             if covered(module):
@@ -224,8 +228,7 @@ class Placement:
                 "autoac.auto (or a plan for each bucket) is on this model, and puts its plans on and takes them off: "
                 "call remove() on its handle first."
             )
-        carried = [found.plan_id for module in model.modules() if (found := planned(module)) is not None]
-        if self.plan_id not in carried:
+        if not self._carriers(model):
             yield
             return
         self._check_is_of(model)  # else it could not be put on again

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +50,14 @@ from autoac.record.tape.tape import Tape
 from autoac.record.unseen import UnseenWrites, mark
 from autoac.step.inputs import described
 from autoac.step.interrupts import interruptible
-from autoac.step.model import check_model, device_bytes, device_of, gradient_of, model_fingerprint
+from autoac.step.model import (
+    check_model,
+    device_bytes,
+    device_of,
+    gradient_of,
+    has_gradients,
+    model_fingerprint,
+)
 from autoac.step.modules import lean_modules
 from autoac.step.restore import Seen, tensors_of
 from autoac.step.uncompiled import uncompiled
@@ -143,13 +150,18 @@ class LiveTape(Tape):
 
     Args:
         ending: storage keys of the parameters of which a write after backward ends the step.
+        has_gradients: whether any parameter has a gradient now.
     """
 
-    def __init__(self, device: torch.device, meter: OpTimer, ending: set[int]):
+    def __init__(
+        self, device: torch.device, meter: OpTimer, ending: set[int], has_gradients: Callable[[], bool]
+    ):
         self.kept = _NothingKept()
         super().__init__(device, meter, self.kept)
         self.ending = ending
         self.is_over = False  # a parameter was written after backward: the update has begun
+        self.is_trained = False  # a backward has left gradients of parameters, or an optimizer stepped in it
+        self._has_gradients = has_gradients
         self._backwards: set[int] = set()  # numbers of those that have begun
         self._unended: set[int] = set()  # and of those that have not ended
 
@@ -158,13 +170,19 @@ class LiveTape(Tape):
         if backward >= 0 and backward not in self._backwards:
             self._backwards.add(backward)
             self._unended.add(backward)
-            when_backward_ends(functools.partial(self._unended.discard, backward))
+            when_backward_ends(functools.partial(self._backward_has_ended, backward))
         return super()._op(func, info, args, kwargs)
+
+    def _backward_has_ended(self, number: int) -> None:
+        self._unended.discard(number)
+        self.is_trained |= self._has_gradients()
 
     def _before_write(self, tensor: torch.Tensor) -> None:
         super()._before_write(tensor)
         written = bool(self.ending) and tensor.layout is torch.strided and storage_key(tensor) in self.ending
-        if written and self.went_backward and not in_backward():
+        if written and in_backward():
+            self.is_trained = True
+        elif written and self.went_backward:
             self.is_over = True
             self.clock.suspended += 1  # from here on ops are the optimizer's
 
@@ -209,7 +227,7 @@ class LiveStep:
         self.meter = LiveMeter(self.device, known)
         parameters = () if ends_with_optimizer else model.parameters()
         keys = {storage_key(local_part(p)) for p in parameters if p.layout is torch.strided}
-        self.tape = LiveTape(self.device, self.meter, keys)
+        self.tape = LiveTape(self.device, self.meter, keys, functools.partial(has_gradients, model))
         unseen = self.tape.saved.unseen = UnseenWrites(self.tape, model.parameters(), keeps=True)
         self.tape.saved.guard = GuardOfLoop(unseen.found)
         self.buffers = Buffers(model)

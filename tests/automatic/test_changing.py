@@ -186,7 +186,6 @@ def test_a_plan_is_not_refused_for_a_part_of_a_step():
         optimizer.zero_grad()
 
     step()
-    step()
     with pytest.raises(autoac.InfeasibleBudgetError) as refused:
         step()
     assert handle.plan is None
@@ -731,3 +730,74 @@ def test_another_modules_forward_before_the_call_that_ends_the_step():
     handle.remove()
     for ours, others in zip(ends[4:], ends[:4], strict=True):
         assert all(map(torch.equal, ours, others))
+
+
+def test_gradients_of_inputs_are_a_part_of_the_first_step():
+    """Adversarial examples: until an optimizer steps, nothing but the missing gradients tells."""
+
+    def trained(budget: int | None) -> tuple[Blocks, autoac.Auto | None]:
+        torch.manual_seed(0)
+        model = make(dropout=0.0)
+        handle = None if budget is None else autoac.auto(model, budget, measure=True)
+        optimizer = adam(model)
+        for seed in range(4):
+            x, y = batch(seed, 4 * BATCH)
+            for _ in range(3):
+                x.requires_grad_()
+                [slope] = torch.autograd.grad(F.cross_entropy(model(x), y), x)
+                x = x.detach() + 0.01 * slope.sign()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, handle
+
+    with pytest.raises(autoac.InfeasibleBudgetError) as error:
+        trained(1000)
+    model, handle = trained(error.value.minimum_bytes)
+    plain, _ = trained(None)
+    assert handle is not None
+    assert handle.plan is not None
+    assert sum(not call.fqn for call in handle.plan.record.profile.calls) == 4
+    assert handle.measured_peak_bytes == handle.plan.predicted_peak_bytes == error.value.minimum_bytes
+    for ours, others in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, others)
+
+
+def test_the_only_module_with_a_plan_is_replaced():
+    def block(width: int) -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, width), torch.nn.GELU(), torch.nn.Linear(width, WIDTH)
+        )
+
+    model = torch.nn.Sequential(block(8 * WIDTH), block(8 * WIDTH), torch.nn.Linear(WIDTH, WIDTH))
+    x = torch.randn(BATCH, WIDTH)
+
+    def step() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    autoac.auto(model, 1000, regions=["0"])
+    step()
+    with pytest.raises(autoac.InfeasibleBudgetError) as error:
+        step()
+    handle = autoac.auto(model, error.value.minimum_bytes, regions=["0"])
+    for index in range(6):
+        if index == 3:
+            assert handle.plan is not None
+            assert [region.fqn for region in handle.plan.regions if region.wrapped] == ["0"]
+            model[0] = block(4 * WIDTH)
+        step()
+    assert handle.plan is not None
+    handle.remove()
+    profile = autoac.profile(model, x)
+    with pytest.raises(autoac.InfeasibleBudgetError) as error:
+        autoac.solve(profile, 1000, regions=["0"])
+    plan = autoac.solve(profile, error.value.minimum_bytes, regions=["0"])
+    plan.apply(model)
+    model[0] = block(WIDTH)
+    plan.remove(model)
+    assert "forward" not in vars(model[0])
+    with pytest.raises(autoac.PlanMismatchError, match="nothing to remove"):
+        plan.remove(model)

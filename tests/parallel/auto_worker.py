@@ -219,6 +219,30 @@ def no_plan_fits_what_is_trained_later(rank: int) -> Any:
 
 
 @case
+def trained_by_turns(rank: int) -> Any:
+    """Halves of the model, one step each: the plan is for one of them, and is put on when that is trained."""
+    found = []
+    for model in (sharded(make()), sharded(make())):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = autoac.auto(model, 10**9, optimizer=optimizer) if found else None
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for step in range(9):
+                for block in model.layers:
+                    block.requires_grad_(step % 2 == 0)
+                model.pair.requires_grad_(step % 2 == 1)
+                model(batch(rank + 10 * step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(weights_of(model))
+    return {
+        "equal": all(map(torch.equal, *found)),
+        "has_plan": handle is not None and handle.plan is not None,
+        "warned": [str(w.message) for w in warned if "change from step to step" in str(w.message)],
+    }
+
+
+@case
 def phases(rank: int) -> Any:
     """Halves of the model are trained by turns; a phase that comes back begins with its plan."""
     found = []

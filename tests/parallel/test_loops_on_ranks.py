@@ -84,6 +84,13 @@ def test_where_no_plan_fits_a_later_step_all_go_on_under_the_one_of_the_least_pe
     assert f"No plan fits a budget of {second['budget']} bytes" in words
 
 
+def test_parameters_that_are_trained_by_turns_end_no_loop(told: Any):
+    for rank in of(told, "trained_by_turns"):
+        assert rank["equal"]
+        assert rank["has_plan"]
+        assert len(rank["warned"]) == 1
+
+
 def test_a_phase_that_comes_back_begins_with_its_plan_on_all_ranks(told: Any):
     first, second = of(told, "phases")
     assert first["ids"] == second["ids"]

@@ -76,8 +76,13 @@ def watch_newcomers(model: torch.nn.Module, known: Collection[str], warns: str =
     called: set[str] = set()
     for name, module in model.named_modules():
         # `torch.compile`'s wrapper is no module of its own: calls of the one in it are recorded. Scripted modules have
-        # neither recorded calls nor hooks.
-        if name in known or is_compiled_wrapper(module) or isinstance(module, torch.jit.ScriptModule):
+        # neither recorded calls nor hooks. The model itself says nothing: a step may have called its parts.
+        if (
+            not name
+            or name in known
+            or is_compiled_wrapper(module)
+            or isinstance(module, torch.jit.ScriptModule)
+        ):
             continue
         if any(p.requires_grad for p in module.parameters()):
             module.register_forward_pre_hook(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import autoac
+from autoac.execute.watch.newcomers import unwatch_newcomers, watch_newcomers
 from autoac.measure import measure_peak
 from autoac.step.carried import planned
 from autoac.torch_private import TorchDispatchMode
@@ -222,6 +223,17 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
         return func(*args, **(kwargs or {}))
+
+
+def test_a_call_of_the_model_itself_is_no_newcomer():
+    """Lightning calls it within its step, for the sake of DDP, and planned was a step that does not."""
+    model = Skipping().train()
+    called = watch_newcomers(
+        model, {name for name, _ in model.named_modules() if name not in ("", "blocks.0")}
+    )
+    step(model)
+    unwatch_newcomers(model)
+    assert called == {"blocks.0"}
 
 
 @pytest.mark.filterwarnings("ignore:module 'blocks.[13]' is called, and the planned step did not call it")

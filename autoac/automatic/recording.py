@@ -15,6 +15,8 @@ import torch
 from autoac.automatic.optimizers import Optimizers
 from autoac.automatic.report import Once
 from autoac.execute.on_top import OnTop
+from autoac.parallel.ddp import with_new_buckets_only
+from autoac.parallel.wrapped import found_on
 from autoac.progress import LOGGER
 from autoac.record.cuda.cublas import with_workspaces
 from autoac.record.live import InUse, LiveStep, with_leftovers
@@ -208,6 +210,7 @@ class StepRecording:
             profile = live.finish(self._optimizers.states_of_backward())
         if not self._model.training:
             profile = replace(profile, notes=(*profile.notes, "the model was put in eval mode in the step"))
+        profile = with_new_buckets_only(profile, found_on(self._given))
         if not self._has_recorded:
             # Later steps begin with cuBLAS's workspaces, and count them with the rest that is there.
             profile = with_workspaces(profile, None)

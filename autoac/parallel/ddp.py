@@ -74,6 +74,31 @@ def _dropped(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
+def with_new_buckets_only(profile: Profile, wrapped: Parallel) -> Profile:
+    """The profile of a loop's step in which the reducer has rebuilt its buckets, with the new ones alone.
+
+    It does so when the second step's forward begins. With `gradient_as_bucket_view`, gradients of the step before are
+    views of the old buckets, which then live until the loop clears these gradients. Later steps begin with the new
+    ones.
+
+    Args:
+        wrapped: the parallelism of the model's training.
+    """
+    if not (isinstance(wrapped, DDP) and wrapped.gradient_as_bucket_view):
+        return profile
+    table, backward = list(profile.storage_table), min(op.tick for op in profile.tape if op.backward)
+    gradients = [(index, storage) for index, storage in enumerate(table) if storage.kind == "Gradient"]
+    old = [index for index, storage in gradients if storage.alloc == 0 and storage.free < profile.end]
+    new = [index for index, storage in gradients if 0 < storage.alloc < backward]
+    if sum(table[index].bytes for index in old) != sum(table[index].bytes for index in new):
+        return profile
+    for index in old:  # in place of the new ones, which an op of this step has made
+        table[index] = replace(table[index], alloc=NEVER, free=profile.end, name=BUCKETS)
+    for index in new:
+        table[index] = replace(table[index], bytes=0)
+    return replace(profile, storage_table=tuple(table))
+
+
 def _copied_at_once(profile: Profile, table: Iterable[Storage]) -> list[Storage]:
     """The table with gradients freed at the op after the last one that adds to them."""
     table = list(table)

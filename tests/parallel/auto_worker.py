@@ -243,6 +243,21 @@ def trained_by_turns(rank: int) -> Any:
 
 
 @case
+def gradients_in_buckets_are_cleared_after_the_forward(rank: int) -> Any:
+    """The recorded step is the one in which DDP makes its buckets anew."""
+    model = DistributedDataParallel(make(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, 10**9, optimizer=optimizer, measure=True)
+    for step in range(5):
+        loss = model(batch(rank + 10 * step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert handle.plan is not None
+    return {"predicted": handle.plan.predicted_peak_bytes, "measured": handle.measured_peak_bytes}
+
+
+@case
 def phases(rank: int) -> Any:
     """Halves of the model are trained by turns; a phase that comes back begins with its plan."""
     found = []

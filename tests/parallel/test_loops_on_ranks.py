@@ -91,6 +91,11 @@ def test_parameters_that_are_trained_by_turns_end_no_loop(told: Any):
         assert len(rank["warned"]) == 1
 
 
+def test_buckets_that_are_made_anew_in_the_recorded_step_count_once(told: Any):
+    for rank in of(told, "gradients_in_buckets_are_cleared_after_the_forward"):
+        assert rank["measured"] == rank["predicted"]
+
+
 def test_a_phase_that_comes_back_begins_with_its_plan_on_all_ranks(told: Any):
     first, second = of(told, "phases")
     assert first["ids"] == second["ids"]

@@ -295,6 +295,8 @@ class LoopPlan:
         if above_start_bytes is None or plan is None:
             return
         peak, is_corrected = self._measured.note(plan, above_start_bytes), False
+        if self._watch.began_with_more(self._recording):
+            return
         if self._compiling is not None:
             better = self._compiling.better_known(plan, peak)
             self._corrected = None if better is None else (better, self._wanted)

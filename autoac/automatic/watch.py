@@ -16,13 +16,14 @@ from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
 from autoac.step.inputs import described, elements_of, without_autocast
 from autoac.step.model import has_gradients
-from autoac_solver.records.profile import GRAPH_OF_BACKWARD
+from autoac_solver.records.profile import GRAPH_OF_BACKWARD, SIZED_BY_VALUES, VARYING
 
 _LONGEST_FIRST = "Let all micro-batches of the first step be as long as any later one"
 _MOST_BETWEEN = 64
 """A step that differs from the planned one is expected again as far away as the last one, up to so many steps."""
 _MOST_UNSEEN = 3
 """Steps of one optimizer without a call of the model that are not reported."""
+_LESS = "a module ran fewer ops than in the first step, which may have set something up"
 _GRADIENTS = "a step begins with gradients, and the recorded one began without, so this one may take more"
 
 
@@ -187,6 +188,8 @@ class Watch:
             return self._in_its_turn(
                 Finding("followed", log="the plan was not followed: recording a step anew")
             )
+        if self.began_with_more(recording):
+            return Finding("less", log=f"{_LESS}: recording this step")
         told = self._unplanned.told
         if "replaced" not in told and (words := self._unplanned.words_on_replaced(self._model)):
             told.add("replaced")
@@ -196,6 +199,11 @@ class Watch:
         if found is not None:
             return self._in_its_turn(found) if found.is_new or recording.may_begin_again else found
         return self._new_optimizer() if self.uncounted else None
+
+    def began_with_more(self, recording: StepRecording) -> bool:
+        """Whether the first step, for which the plan is, ran ops that none has run since: another one is recorded."""
+        may_vary = not {VARYING, SIZED_BY_VALUES}.isdisjoint(self._plan.record.step.facts)
+        return recording.count == 1 and self._plan.placement.following.runs_less and not may_vary
 
     def _unlike_the_plan(self, recordings: int) -> Finding | None:
         """What the step before had that the planned one had not; several things of one step count once."""

@@ -121,6 +121,11 @@ class Program:
             self._by_call = by_call  # only when complete: other threads may be reading
         return self._by_call.get((func, nth), END)
 
+    def has_run(self, ops: int) -> None:
+        """Note how many ops a call of the region has run in forward."""
+        if ops < len(self.names):
+            self.following.runs_less = True
+
     def counts_before(self, position: int) -> Counter[Any]:
         """Number of calls of each overload before this position."""
         return Counter(step[0] for step in self.steps[:position])

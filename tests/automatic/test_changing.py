@@ -801,3 +801,49 @@ def test_the_only_module_with_a_plan_is_replaced():
     assert "forward" not in vars(model[0])
     with pytest.raises(autoac.PlanMismatchError, match="nothing to remove"):
         plan.remove(model)
+
+
+class SetUpByData(torch.nn.Module):
+    """Sets its scale by its first input, as the layers of normalizing flows do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = (torch.nn.Parameter(torch.zeros(1, WIDTH)) for _ in range(2))
+        self.is_set_up = False
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_set_up:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0, keepdim=True))
+                self.scale.copy_(-torch.log(x.std(0, keepdim=True) + 1e-6))
+            self.is_set_up = True
+        x = (x + self.shift) * self.scale.exp()
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+def test_what_the_first_step_alone_sets_up_is_not_planned_for(engine: Any):
+    def trained(budget: int | None) -> tuple[torch.nn.Module, autoac.Auto | None]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(SetUpByData() for _ in range(4)), torch.nn.Linear(WIDTH, WIDTH))
+        handle = None if budget is None else autoac.auto(model, budget, engine=engine, measure=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for seed in range(5):
+            F.cross_entropy(model(batch(seed, 8 * BATCH)[0]), batch(seed, 8 * BATCH)[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, handle
+
+    with pytest.raises(autoac.InfeasibleBudgetError) as error:
+        trained(1000)
+    model, handle = trained(error.value.minimum_bytes)
+    plain, _ = trained(None)
+    assert handle is not None
+    assert handle.plan is not None
+    assert not any(op.name == "aten.copy_.default" for op in handle.plan.record.profile.tape)
+    assert handle.measured_peak_bytes == handle.plan.predicted_peak_bytes <= error.value.minimum_bytes
+    for ours, others in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, others)

@@ -330,6 +330,8 @@ class Recording(UnwrappedDispatchMode):
 
     def finish(self) -> None:
         """End the recording after the region's forward."""
+        ran = self.position if self.counts is None else sum(self.counts.values())
+        self.call.program.has_run(ran)
         for call in (*self.earlier, self.call):
             call.recording = False
             call.pending = bool(call.records)

@@ -202,6 +202,8 @@ class _SecondRun:
         self.flags = kernel_flags()  # as forward finds them; flags that the region sets itself are set again
 
     def __enter__(self) -> None:
+        if self.policy.watches:
+            self.policy.program.has_run(sum(self.policy.counts.values()))
         if self.held.lost(held_in(self.objects)):
             raise RuntimeError(
                 self.policy.refusal(

@@ -105,6 +105,7 @@ class Following:
     Attributes:
         times_compiled: calls of compiled regions with the planned inputs, since the plan was put on, for which the
             compiler ran.
+        runs_less: a call of a region has run fewer ops than in the profiled step, since the plan was put on.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Following:
         self.called_with = ""
         self.told = False
         self.times_compiled = 0
+        self.runs_less = False
         self.lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Following:
@@ -135,7 +137,8 @@ class Following:
 
     def start_anew(self, waits: bool) -> None:
         """Reset, when the plan is put on a model."""
-        self.waits, self.told, self.called_with, self.times_compiled = waits, False, "", 0
+        self.waits, self.told, self.called_with = waits, False, ""
+        self.times_compiled, self.runs_less = 0, False
         self.deviations, self.unknown, self.in_other_mode = {}, set(), False
 
     def deviates(self, region: str, expected: Any, came: Any, unknown: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -9,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-_INSIDE = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
+_INSIDE = (*(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__)), contextlib.__file__)
 
 
 def warn(words: str) -> None:
-    """Warn, with the innermost line outside of autoac and torch as the warning's place.
+    """Warn, with the innermost line outside of autoac, torch and `contextlib` as the warning's place.
 
     Where there is none, as on a thread of autograd's, the place is the caller.
     """

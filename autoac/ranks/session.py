@@ -169,7 +169,9 @@ class Listener:
             raise ParallelError(f"{words}, while the others {session.what}.", rank)
         if came:
             return
-        words = f"while the ranks {session.what}. Every rank has to call this, in the same order."
+        words = (
+            f"while the ranks {session.what}. Every rank has to: the same calls of autoac, in the same order."
+        )
         if now - self._began > session.timeout_s:
             late = f"rank {rank} has not come within the process group's timeout of {session.timeout_s:g} s"
             raise ParallelError(f"{late}, {words}", rank)

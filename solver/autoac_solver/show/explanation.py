@@ -119,7 +119,7 @@ def _by_kind(record: PlanRecord, step: PlannedStep) -> pd.DataFrame:
 def _by_module(step: PlannedStep) -> pd.DataFrame:
     held: dict[tuple[str, str], tuple[int, int]] = {}
     for kind, module, size in step.peak_holders:
-        key = kind, re.sub(r"\d+", "*", module)
+        key = kind, re.sub(r"(?<![^.#])\d+(?![^.#])", "*", module)  # indices, not "norm1"
         modules, total = held.get(key, (0, 0))
         held[key] = modules + 1, total + size
     rows = [

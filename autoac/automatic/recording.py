@@ -29,6 +29,7 @@ MOST_RECORDINGS = 3
 """At most this many steps are recorded for a loop whose later steps differ from the recorded one."""
 
 
+_OF_TORCH = ("_parameters", "_buffers", "_modules")
 _BETWEEN = ("autoac", "torch", "accelerate", "contextlib")
 """Packages whose code stands between a loop and its model's forward."""
 
@@ -248,7 +249,12 @@ class StepRecording:
         To be called within the model's call that begins the next step.
         """
         assert self.profile is not None
-        profile = with_leftovers(self.profile, self._survivors, storages_of_caller(self.returned))
+        profile = with_leftovers(
+            self.profile,
+            self._survivors,
+            storages_of_caller(self.returned),
+            storages_of_modules(self._model),
+        )
         self.forget()
         return profile
 
@@ -304,6 +310,16 @@ def storages_of_caller(returned: int) -> frozenset[int]:
     values = [] if frame is None else _locals_of(frame)
     parts = [local_part(tensor) for value in values for tensor in _tensors_in(value, _MOST_NESTED, returned)]
     return frozenset(storage_key(part) for part in parts if part.layout is torch.strided)
+
+
+def storages_of_modules(model: torch.nn.Module) -> dict[int, str]:
+    """Keys of the storages in attributes of modules that are no parameters or buffers, with the module's name."""
+    found = {}
+    for name, module in model.named_modules():
+        own = [value for attribute, value in vars(module).items() if attribute not in _OF_TORCH]
+        parts = [local_part(tensor) for value in own for tensor in _tensors_in(value, _MOST_NESTED, 0)]
+        found |= {storage_key(part): name for part in parts if part.layout is torch.strided}
+    return found
 
 
 def _locals_of(frame: types.FrameType) -> list[Any]:

@@ -387,16 +387,19 @@ def with_leftovers(
     profile: Profile,
     survivors: dict[int, weakref.ref[torch.UntypedStorage]],
     rebound: Collection[int],
+    kept_by: Mapping[int, str],
 ) -> Profile:
     """The profile of a step that begins while the loop still holds tensors of the previous step, such as its output.
 
     The loop frees them when it rebinds their names. For local variables of the code that calls the model, this is when
-    the call that makes their successors has returned. Anything else, such as the results of a function that runs a
-    whole step, is taken to be rebound after backward. DDP's buckets, which it makes anew once, are no such results.
+    the call that makes their successors has returned; for attributes of a module, when its own call has. Anything else,
+    such as the results of a function that runs a whole step, is taken to be rebound after backward. DDP's buckets,
+    which it makes anew once, are no such results.
 
     Args:
         survivors: storages that were alive at the step's end.
         rebound: keys of the storages in local variables of the code that calls the model.
+        kept_by: modules' names, by the keys of the storages in their attributes.
     """
     last = max((op.tick for op in profile.tape if op.backward), default=profile.end)
     released = [
@@ -412,13 +415,15 @@ def with_leftovers(
     batches, buckets = _for_later(profile, roots)
     again = []
     for storage, kept in left:
-        ends = [call.end for call in roots if call.start <= storage.alloc <= call.end]
+        key = key_of_storage(kept)
+        makers = [call for call in profile.calls if call.start <= storage.alloc <= call.end]
+        ends = [call.end for call in makers if call.fqn == kept_by.get(key, "")]
         # The data loader is one batch ahead: the recorded step began with such a batch too, which is counted already.
         same = [one for one in released if one.bytes == storage.bytes and one.free > storage.alloc]
         if same and storage in batches:
             released.remove(same[0])
             continue
-        is_soon_replaced = key_of_storage(kept) in rebound or storage in buckets
+        is_soon_replaced = key in rebound or storage in buckets or (key in kept_by and bool(ends))
         until = max([storage.alloc, *ends]) if is_soon_replaced else last
         free = min(until + 1, profile.end)
         again.append(Storage(storage.bytes, 0, free, "Input", "left by the step before"))

@@ -847,3 +847,41 @@ def test_what_the_first_step_alone_sets_up_is_not_planned_for(engine: Any):
     assert handle.measured_peak_bytes == handle.plan.predicted_peak_bytes <= error.value.minimum_bytes
     for ours, others in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, others)
+
+
+class Keeping(torch.nn.Module):
+    """Keeps its last output in an attribute, in a dictionary or by itself."""
+
+    def __init__(self, in_dictionary: bool) -> None:
+        super().__init__()
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
+        )
+        self.in_dictionary = in_dictionary
+        self.kept: Any = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mlp(x)
+        if self.in_dictionary:
+            self.kept["last"] = y
+        else:
+            self.kept = y
+        return x + y
+
+
+@pytest.mark.parametrize("in_dictionary", [True, False])
+def test_what_modules_keep_until_their_next_call_counts_once(in_dictionary: bool):
+    blocks = [Keeping(in_dictionary) for _ in range(4)]
+    model = torch.nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = autoac.auto(model, ENOUGH, measure=True)
+    for seed in range(4):
+        loss = model(batch(seed, 8 * BATCH)[0]).square().mean()
+        for block in blocks:
+            loss = loss + (block.kept["last"] if in_dictionary else block.kept).square().mean()
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.plan is not None
+    assert handle.measured_peak_bytes == handle.plan.predicted_peak_bytes

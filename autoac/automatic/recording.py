@@ -29,7 +29,6 @@ MOST_RECORDINGS = 3
 """At most this many steps are recorded for a loop whose later steps differ from the recorded one."""
 
 
-_OF_TORCH = ("_parameters", "_buffers", "_modules")
 _BETWEEN = ("autoac", "torch", "accelerate", "contextlib")
 """Packages whose code stands between a loop and its model's forward."""
 
@@ -313,10 +312,10 @@ def storages_of_caller(returned: int) -> frozenset[int]:
 
 
 def storages_of_modules(model: torch.nn.Module) -> dict[int, str]:
-    """Keys of the storages in attributes of modules that are no parameters or buffers, with the module's name."""
+    """Keys of the storages in attributes of modules, with the module's name."""
     found = {}
     for name, module in model.named_modules():
-        own = [value for attribute, value in vars(module).items() if attribute not in _OF_TORCH]
+        own = vars(module).values()
         parts = [local_part(tensor) for value in own for tensor in _tensors_in(value, _MOST_NESTED, 0)]
         found |= {storage_key(part): name for part in parts if part.layout is torch.strided}
     return found

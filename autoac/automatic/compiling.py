@@ -210,7 +210,9 @@ class Compiling:
         before, self._times_compiled = self._times_compiled, plan.placement.following.times_compiled
         # Not in the first one: something may have changed that no argument shows.
         if self._times_compiled > before and self._steps > 1:
-            self.is_judged, self._measured, self.is_judged_again = False, 0, True
+            if self.is_judged:
+                self.is_judged, self._measured, self.is_judged_again = False, 0, True
+            self._varies = True
         self._steps += 1
         return not self.is_judged and self._calls == self._recorded[:1]
 

@@ -258,7 +258,7 @@ class Auto(LoopPlan):
     def _step_is_over(self, optimizer: Any) -> None:
         if self._plan is None:
             self._recording.tell_if_nothing_is_seen()
-        elif (found := self._watch.not_called(optimizer)) is not None:
+        elif has_gradients(self._model) and (found := self._watch.not_called(optimizer)) is not None:
             self._act_on(found)
         self._cycle.count(optimizer, self._trains)
         if self._recording.ended_early:  # what was recorded is not the whole step
@@ -322,6 +322,7 @@ class Auto(LoopPlan):
         Args:
             checks: whether the call is one of those that the plan was made for; not one inside of an announced step.
         """
+        self._watch.called()
         if checks and (
             found := self._watch.found(args, kwargs, begins, self._cycle.is_told, self._recording)
         ):

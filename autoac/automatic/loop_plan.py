@@ -31,8 +31,9 @@ from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import LOGGER
 from autoac.step.model import unwrapped
+from autoac_solver.plan.recorded.transfer import outcome_of
 from autoac_solver.records.engines import compiles
-from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError
+from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError, ProfilingError
 from autoac_solver.records.profile import Profile
 
 _COVERED = (
@@ -68,7 +69,7 @@ class LoopPlan:
         self._was_saved = False
         self._trained = ""  # fingerprint of the parameters trained in the recorded step
         self._kept: Plan | None = None  # put on again if no plan fits the next recorded step
-        self._kept_for_less = False  # or if that needs no more
+        self._kept_for_less = self._kept_by_outcome = False  # or if that needs no more, or fits under it
         self._cycle = Cycle()
         self._on_top = on_top
         self._warn = Once()
@@ -141,6 +142,7 @@ class LoopPlan:
                 self._warn("covered", _COVERED)
                 return False
         self._kept, self._kept_for_less = (self._plan or self._kept) if keeps else None, False
+        self._kept_by_outcome = False
         self._take_plan_off()
         self._recording.forget()
         self._optimizers.hold(False)
@@ -158,8 +160,10 @@ class LoopPlan:
             return
         profile = self._measured.larger(self._counted())
         kept, self._kept = self._kept, None
-        if kept is not None and self._kept_for_less and needs_no_more(profile, kept.record.profile):
-            self._put_plan_on(kept, "the recorded step is no larger than the one before it: kept the plan of")
+        if kept is not None and self._kept_for_less and self._may_do(kept, profile):
+            self._put_plan_on(
+                kept, "the recorded step needs no more than the one before it: kept the plan of"
+            )
             return
         if self._compiling is None:
             with self._on_top.aside():
@@ -192,6 +196,11 @@ class LoopPlan:
             raise
         else:
             self._take(plan, args, kwargs)
+
+    def _may_do(self, kept: Plan, profile: Profile) -> bool:
+        if self._kept_by_outcome:
+            return outcome_of(kept.record, profile).fits
+        return needs_no_more(profile, kept.record.profile)
 
     def _plan_again(self, args: Any, kwargs: Any) -> None:
         """Put on the plan that a measured step has shown to be needed."""
@@ -283,10 +292,12 @@ class LoopPlan:
             raise error
 
     def _act_on(self, found: Finding) -> None:
+        if found.by_outcome and (self._compiling is not None or self._across.several):
+            return
         self._recording.count -= found.is_free
         if found.log and self._record_again(found.is_new, keeps=not found.plan_is_gone):
             LOGGER.info("%s", found.log)
-            self._kept_for_less = found.plan_may_do
+            self._kept_for_less, self._kept_by_outcome = found.plan_may_do, found.by_outcome
         elif found.warning:
             self._warn(found.key, found.warning)
 
@@ -295,8 +306,6 @@ class LoopPlan:
         if above_start_bytes is None or plan is None:
             return
         peak, is_corrected = self._measured.note(plan, above_start_bytes), False
-        if self._watch.began_with_more(self._recording):
-            return
         if self._compiling is not None:
             better = self._compiling.better_known(plan, peak)
             self._corrected = None if better is None else (better, self._wanted)
@@ -351,10 +360,11 @@ def _settle_with(loop: LoopPlan, meeting: Meeting, args: Any, kwargs: Any) -> No
         return
     is_of_other = recording.profile is not None and is_of_another(recording.profile, loop._model)
     if meeting.any(is_of_other):
-        if is_of_other and loop._trained == trained_in(
-            loop._model
-        ):  # the model has changed in the recorded step
-            loop._record_again()
+        is_changed = is_of_other and loop._trained == trained_in(loop._model)  # in the recorded step
+        if is_changed and not loop._record_again():
+            raise ProfilingError(
+                "the model changes in each step that is recorded, so no plan holds for the next one."
+            )
         loop._across.ask()  # else they meet until a step trains what it was recorded for
         return
     kept, on = loop._plan or loop._kept, loop._plan
@@ -389,9 +399,11 @@ def _settle_with(loop: LoopPlan, meeting: Meeting, args: Any, kwargs: Any) -> No
             recording.count -= recording.count > 1
     if plan is None:
         return
+    holds = loop._compiling is not None or profile is None or outcome_of(plan.record, profile).fits
+    fits_all = not meeting.any(not holds or not wanted.is_kept_to_by(plan))
     if is_saved:
         loop._take_up(plan, args, kwargs)
-    elif wanted.is_kept_to_by(plan):
+    elif fits_all:
         loop._take(plan, args, kwargs, save=meeting.is_first)
     else:
         loop._take(plan, args, kwargs, save=False, verb=_LEAST)

@@ -47,8 +47,8 @@ _NOT_LEFT = (
     "anew after each step of an optimizer."
 )
 
-_MOST_INNER = 64
-"""Calls of the model in one recorded step with gradients of inputs only: then some call begins another step."""
+_MOST_INNER = 16
+"""After so many calls of the model in a recorded step that leave no gradients, each is taken to be a step."""
 _MOST_UNPLANNED = 3
 """After this many steps without a plan we warn; gradient scaling may have skipped the first ones."""
 
@@ -91,6 +91,8 @@ class StepRecording:
         self._unseen_steps = 0  # optimizer steps while nothing is recorded and there is no plan
         self._gradients = 0  # parameters that had one when the step began
         self._has_recorded = False  # a step, to its end
+        self._ends_with_calls = False  # whether each call that follows a backward begins a step
+        self.began = 0  # recordings begun since there is this object
 
     @property
     def is_on(self) -> bool:
@@ -157,6 +159,7 @@ class StepRecording:
         self._live, self._is_paused, self.is_late = live, False, False
         self._ends_with_optimizer = ends_with_optimizer
         self.count += 1
+        self.began += 1
         self._gradients = number_of_gradients(self._model)
         return True
 
@@ -184,7 +187,13 @@ class StepRecording:
             # Before the first optimizer's step it may be no part of the loop, but a trial.
             self._given_up = calls if self._ends_with_optimizer else 0
             return True
-        is_trained = is_announced or tape.is_trained or len(tape.root_calls) >= _MOST_INNER
+        is_trained = is_announced or self._ends_with_calls or self._live.is_trained
+        if tape.went_backward and begins and not is_trained and len(tape.root_calls) >= _MOST_INNER:
+            self._ends_with_calls = (
+                True  # the loop keeps gradients elsewhere, and calls other functions to step
+            )
+            self.give_up()
+            return True
         if tape.is_over or (tape.went_backward and begins and is_trained):
             self.end()
             self.ended_early = not self.is_on

@@ -10,19 +10,22 @@ from typing import Any
 import torch
 
 from autoac.automatic.recording import MOST_RECORDINGS, StepRecording
+from autoac.automatic.report import sized_by_values
 from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_newcomers
 from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH, GraphOfBackward, before_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
 from autoac.step.inputs import described, elements_of, without_autocast
 from autoac.step.model import has_gradients
-from autoac_solver.records.profile import GRAPH_OF_BACKWARD, SIZED_BY_VALUES, VARYING
+from autoac_solver.records.profile import GRAPH_OF_BACKWARD, VARYING
 
 _LONGEST_FIRST = "Let all micro-batches of the first step be as long as any later one"
 _MOST_BETWEEN = 64
 """A step that differs from the planned one is expected again as far away as the last one, up to so many steps."""
 _MOST_UNSEEN = 3
 """Steps of one optimizer without a call of the model that are not reported."""
+_LESS_IN_A_ROW = 2
+"""Steps with fewer ops than the first one before another one is recorded."""
 _LESS = "a module ran fewer ops than in the first step, which may have set something up"
 _GRADIENTS = "a step begins with gradients, and the recorded one began without, so this one may take more"
 
@@ -44,7 +47,7 @@ class Finding:
         warning: text of the warning, if no step is recorded.
         log: text for the log when the step that begins is recorded; "" not to record it.
         is_new: record the step however many were recorded before.
-        plan_may_do: keep the plan if the recorded step needs no more.
+        plan_may_do: keep the plan if the recorded step needs no more; with `by_outcome` if it fits under that plan.
         plan_is_gone: do not keep the plan if no other one fits.
         is_free: do not count the recording.
     """
@@ -54,6 +57,7 @@ class Finding:
     log: str = ""
     is_new: bool = False
     plan_may_do: bool = False
+    by_outcome: bool = False
     plan_is_gone: bool = False
     is_free: bool = False
 
@@ -114,6 +118,9 @@ class Watch:
         self._larger_later = False  # a later call of a planned step was larger
         self._graph_of_backward = GraphOfBackward()
         self._stepped: Counter[int] = Counter()  # steps of each optimizer since the last call
+        self._is_first = True  # whether the first plan is on, which no plan has followed
+        self._began_with = ""  # what the step that runs was called with first
+        self._less_in_a_row = 0  # steps with the planned inputs that ran fewer ops
         self._times_later = 0  # so many times, since a step was planned for that has more elements
 
     def put_on(self, plan: Plan) -> None:
@@ -131,6 +138,7 @@ class Watch:
         if self._unplanned.elements > self._most:
             self._most, self._times_later = self._unplanned.elements, 0
         self._due, self.takes_more = None, False
+        self._began_with, self._less_in_a_row = "", 0
         # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, profile.called)
         self._by_place = _by_place(plan)
@@ -156,9 +164,9 @@ class Watch:
             Refused: the call is larger than planned for, and `on_larger` is "error".
         """
         self._calls = 1 if begins else self._calls + 1
-        self._stepped.clear()
         if begins:
             self._graphs.clear()
+            self._note_fewer_ops(described(args, kwargs))
         finding = self._found(args, kwargs, begins, is_told, recording)
         finding = finding or self._larger_in_its_place(args, kwargs, recording.skipped)
         if finding is None and (words := self._unplanned.words_on_shape(args, kwargs)):
@@ -189,7 +197,8 @@ class Watch:
                 Finding("followed", log="the plan was not followed: recording a step anew")
             )
         if self.began_with_more(recording):
-            return Finding("less", log=f"{_LESS}: recording this step")
+            self._is_first = False
+            return Finding("less", log=f"{_LESS}: recording this step", plan_may_do=True, by_outcome=True)
         told = self._unplanned.told
         if "replaced" not in told and (words := self._unplanned.words_on_replaced(self._model)):
             told.add("replaced")
@@ -200,10 +209,20 @@ class Watch:
             return self._in_its_turn(found) if found.is_new or recording.may_begin_again else found
         return self._new_optimizer() if self.uncounted else None
 
+    def _note_fewer_ops(self, begins_with: str) -> None:
+        """A step begins: note whether the one before, with the planned inputs, ran fewer ops than planned."""
+        following, before = self._plan.placement.following, self._began_with
+        runs_less, following.runs_less, self._began_with = following.runs_less, False, begins_with
+        if before:
+            self._less_in_a_row = (
+                self._less_in_a_row + 1 if runs_less and before == self._unplanned.sample else 0
+            )
+
     def began_with_more(self, recording: StepRecording) -> bool:
         """Whether the first step, for which the plan is, ran ops that none has run since: another one is recorded."""
-        may_vary = not {VARYING, SIZED_BY_VALUES}.isdisjoint(self._plan.record.step.facts)
-        return recording.count == 1 and self._plan.placement.following.runs_less and not may_vary
+        may_vary = VARYING in self._plan.record.step.facts or sized_by_values(self._plan)
+        is_first = self._is_first and recording.began == 1
+        return is_first and not may_vary and self._less_in_a_row >= _LESS_IN_A_ROW
 
     def _unlike_the_plan(self, recordings: int) -> Finding | None:
         """What the step before had that the planned one had not; several things of one step count once."""
@@ -257,6 +276,10 @@ class Watch:
         if self._on_larger == "error":
             raise Refused(f"{words}. The call was not run.")
         return Finding("larger in its place", f"{words}, or leave headroom (headroom=).")
+
+    def called(self) -> None:
+        """The model is called in a training step."""
+        self._stepped.clear()
 
     def not_called(self, optimizer: Any) -> Finding | None:
         """An optimizer steps under the plan, and has done so time and again since the model was last called."""

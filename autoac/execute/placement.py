@@ -47,6 +47,20 @@ from autoac_solver.records.profile import (
 )
 
 
+class _Model:
+    """A model that a plan is on, not kept alive; copies and pickles are on none."""
+
+    def __init__(self, model: torch.nn.Module | None = None):
+        self._ref = None if model is None else weakref.ref(model)
+
+    def __reduce__(self) -> Any:
+        return _Model, ()
+
+    def is_it(self, model: torch.nn.Module) -> bool:
+        """Whether it is this one."""
+        return self._ref is not None and self._ref() is model
+
+
 class Placement:
     """Puts a plan on models and takes it off again.
 
@@ -62,7 +76,7 @@ class Placement:
         self._programs = PlanPrograms(record)
         self._unplanned = UnplannedCalls("", 0, 0)  # until `prepare`
         self.carriers: tuple[str, ...] = ()
-        self._on: weakref.ref[torch.nn.Module] | None = None  # the model that it was attached to last
+        self._on = _Model()  # that it is attached to
 
     @functools.cached_property
     def plan_id(self) -> str:
@@ -137,7 +151,7 @@ class Placement:
                 attach(inner.get_submodule(fqn), programs, self.record.engine, self.plan_id)
             own = (fqn for fqn in programs_of if planned(inner.get_submodule(fqn)) is not None)
             self.carriers = self._unplanned.carriers = tuple(own)
-            self._on = weakref.ref(inner)
+            self._on = _Model(inner)
             if (several := self.record.several) is not None:
                 attach_root(inner, several.before, several.fresh, several.elements, self.plan_id)
         except BaseException:
@@ -177,7 +191,7 @@ class Placement:
         self._detach(inner, self._carriers(inner).values())
 
     def _detach(self, inner: torch.nn.Module, carriers: Iterable[torch.nn.Module]) -> None:
-        self._on = None
+        self._on = _Model()
         for module in carriers:
             detach(module)
         self._recompile(inner)
@@ -190,7 +204,7 @@ class Placement:
         """
         _check_is_module(model)
         modules = self._carriers(model)
-        is_on = self._on is not None and self._on() is unwrapped(model)  # all that carried it may be replaced
+        is_on = self._on.is_it(unwrapped(model))  # all that carried it may be replaced
         if not (modules or is_on) and (self._programs.of_modules or self.record.losses):
             raise PlanMismatchError("this plan is not applied to this model, so there is nothing to remove.")
         for name, module in modules.items():

@@ -203,6 +203,11 @@ class LiveTape(Tape):
         return not self.went_backward and bool(rows) and all(row["released"] != NEVER for row in rows)
 
 
+def keys_of_parameters(model: torch.nn.Module) -> set[int]:
+    """Keys of the storages of a model's strided parameters."""
+    return {storage_key(local_part(p)) for p in model.parameters() if p.layout is torch.strided}
+
+
 class LiveStep:
     """One step of the user's loop while it is recorded, from `begin` to `finish` or `give_up`.
 
@@ -225,12 +230,12 @@ class LiveStep:
         self.device = device_of(model)
         self.losses = None if lean_losses else {}
         self.meter = LiveMeter(self.device, known)
-        parameters = () if ends_with_optimizer else model.parameters()
-        keys = {storage_key(local_part(p)) for p in parameters if p.layout is torch.strided}
+        keys = set[int]() if ends_with_optimizer else keys_of_parameters(model)
         self.tape = LiveTape(self.device, self.meter, keys, functools.partial(has_gradients, model))
         unseen = self.tape.saved.unseen = UnseenWrites(self.tape, model.parameters(), keeps=True)
         self.tape.saved.guard = GuardOfLoop(unseen.found)
         self.buffers = Buffers(model)
+        self.parameters = keys_of_parameters(model)
         # The user's torch profiler is running, and there can be only one: workspace cannot be measured.
         self.profiled = device_for(self.device).memory_events and is_profiled()
         self.survivors: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -280,6 +285,11 @@ class LiveStep:
             stack.enter_context(tape)
             self.started, self.disturbance = time.perf_counter(), Disturbance()
             self.contexts = stack.pop_all()
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a backward has left gradients of parameters, or parameters have other memory than at the start."""
+        return self.tape.is_trained or self.parameters != keys_of_parameters(self.model)
 
     @property
     def can_end(self) -> bool:

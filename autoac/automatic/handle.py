@@ -320,12 +320,10 @@ class Auto(LoopPlan):
         """Check a call under the plan: record anew or warn if the plan was not made for it.
 
         Args:
-            checks: whether the call is one of those that the plan was made for; not one inside of an announced step.
+            checks: as for `Watch.found`.
         """
-        self._watch.called()
-        if checks and (
-            found := self._watch.found(args, kwargs, begins, self._cycle.is_told, self._recording)
-        ):
+        found = self._watch.found(args, kwargs, begins, self._cycle.is_told, self._recording, checks)
+        if found is not None:
             self._act_on(found)
         if begins and self._plan is not None:
             if not self._cycle.is_one or self._cycle.ends_with_optimizer:

@@ -151,7 +151,7 @@ class Watch:
         unwatch_newcomers(self._model)
 
     def found(
-        self, args: Any, kwargs: Any, begins: bool, is_told: bool, recording: StepRecording
+        self, args: Any, kwargs: Any, begins: bool, is_told: bool, recording: StepRecording, checks: bool
     ) -> Finding | None:
         """A deviation from the plan in this call of the model, or in the steps before it; None if there is none.
 
@@ -159,10 +159,14 @@ class Watch:
             args, kwargs: arguments of the call.
             begins: whether a step begins with it.
             is_told: whether a trainer announces the steps, before it enters their autocast.
+            checks: whether the call is one of those that the plan was made for; not one inside of an announced step.
 
         Raises:
             Refused: the call is larger than planned for, and `on_larger` is "error".
         """
+        self._stepped.clear()
+        if not checks:
+            return None
         self._calls = 1 if begins else self._calls + 1
         if begins:
             self._graphs.clear()
@@ -276,10 +280,6 @@ class Watch:
         if self._on_larger == "error":
             raise Refused(f"{words}. The call was not run.")
         return Finding("larger in its place", f"{words}, or leave headroom (headroom=).")
-
-    def called(self) -> None:
-        """The model is called in a training step."""
-        self._stepped.clear()
 
     def not_called(self, optimizer: Any) -> Finding | None:
         """An optimizer steps under the plan, and has done so time and again since the model was last called."""

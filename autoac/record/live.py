@@ -2,8 +2,8 @@
 
 NOTE [ A step of the loop ]
   1. The step begins with the model's first call. It ends before the optimizer steps or, in a loop without an optimizer,
-     before the next call that finds the gradients cleared, if backward left any. So it includes everything that the loop does: micro-batches,
-     the loss outside of the model, autocast, gradient scaling, clipping.
+     before the next call that finds the gradients cleared, if backward left any. So it includes everything that the
+     loop does: micro-batches, the loss outside of the model, autocast, gradient scaling, clipping.
   2. The lean modules run under the replay engine with everything recomputed, as in `recorder`: gradients are bitwise
      equal, and the step takes the least memory possible.
   3. There is no warm-up. Workspace and times are measured in the same run (`LiveMeter`). Tensors that the first step

@@ -6,7 +6,8 @@ NOTE [ One loop on several ranks ]
   2. There they compare their newly recorded step, or the plan on their model. The step that keeps the most bytes is
      planned for, by the rank that has it, and all put that plan on: that of another rank, if its step would exceed the
      budget. So a rank that meets a larger batch later records that step alone, and the others join in the next one.
-  3. If one rank fails, all raise its error, and take their plans off.
+  3. If one rank fails, all raise its error, and take their plans off. That no plan fits is such an error in the first
+     steps only; later, all go on under the plan of the least peak.
   4. Rank 0 reads and writes the plan's file.
   5. Rule 2 is not for engine compile, whose regions all ranks measure together: all record a step if one does. A rank
      whose measured step is off asks for a meeting in its next step, before anything that the others wait for. There

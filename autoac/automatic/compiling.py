@@ -70,9 +70,8 @@ class Compiling:
         self._measured = 0  # steps under the plan
         self.is_judged = True  # whether measuring the plan's peak is over
         self.is_judged_again = False  # since the compiler ran again
-        self._times_compiled = self._steps = (
-            0  # as of the step before; and steps that have begun under the plan
-        )
+        self._steps = 0  # that have begun under the plan
+        self._times_compiled = 0  # before the last of them
         self.may_have_compiled = False  # whether the compiler may have run in the step that was measured last
         # What the calls of measured steps were given that are not as recorded.
         self._unlike: list[list[str]] = []

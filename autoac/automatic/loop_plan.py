@@ -198,6 +198,7 @@ class LoopPlan:
             self._take(plan, args, kwargs)
 
     def _may_do(self, kept: Plan, profile: Profile) -> bool:
+        """Whether the plan from before is good enough for a newly recorded step."""
         if self._kept_by_outcome:
             return outcome_of(kept.record, profile).fits
         return needs_no_more(profile, kept.record.profile)

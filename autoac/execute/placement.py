@@ -47,14 +47,14 @@ from autoac_solver.records.profile import (
 )
 
 
-class _Model:
+class _WeakModel:
     """A model that a plan is on, not kept alive; copies and pickles are on none."""
 
     def __init__(self, model: torch.nn.Module | None = None):
         self._ref = None if model is None else weakref.ref(model)
 
     def __reduce__(self) -> Any:
-        return _Model, ()
+        return _WeakModel, ()
 
     def is_it(self, model: torch.nn.Module) -> bool:
         """Whether it is this one."""
@@ -76,7 +76,7 @@ class Placement:
         self._programs = PlanPrograms(record)
         self._unplanned = UnplannedCalls("", 0, 0)  # until `prepare`
         self.carriers: tuple[str, ...] = ()
-        self._on = _Model()  # that it is attached to
+        self._on = _WeakModel()  # that it is attached to
 
     @functools.cached_property
     def plan_id(self) -> str:
@@ -151,7 +151,7 @@ class Placement:
                 attach(inner.get_submodule(fqn), programs, self.record.engine, self.plan_id)
             own = (fqn for fqn in programs_of if planned(inner.get_submodule(fqn)) is not None)
             self.carriers = self._unplanned.carriers = tuple(own)
-            self._on = _Model(inner)
+            self._on = _WeakModel(inner)
             if (several := self.record.several) is not None:
                 attach_root(inner, several.before, several.fresh, several.elements, self.plan_id)
         except BaseException:
@@ -191,7 +191,7 @@ class Placement:
         self._detach(inner, self._carriers(inner).values())
 
     def _detach(self, inner: torch.nn.Module, carriers: Iterable[torch.nn.Module]) -> None:
-        self._on = _Model()
+        self._on = _WeakModel()
         for module in carriers:
             detach(module)
         self._recompile(inner)

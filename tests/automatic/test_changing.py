@@ -763,13 +763,12 @@ def test_gradients_of_inputs_are_a_part_of_the_first_step():
         assert torch.equal(ours, others)
 
 
-def test_the_only_module_with_a_plan_is_replaced():
-    def block(width: int) -> torch.nn.Module:
-        return torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, width), torch.nn.GELU(), torch.nn.Linear(width, WIDTH)
-        )
+def mlp(width: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, width), torch.nn.GELU(), torch.nn.Linear(width, WIDTH))
 
-    model = torch.nn.Sequential(block(8 * WIDTH), block(8 * WIDTH), torch.nn.Linear(WIDTH, WIDTH))
+
+def test_the_only_module_with_a_plan_is_replaced():
+    model = torch.nn.Sequential(mlp(8 * WIDTH), mlp(8 * WIDTH), torch.nn.Linear(WIDTH, WIDTH))
     x = torch.randn(BATCH, WIDTH)
 
     def step() -> None:
@@ -787,7 +786,7 @@ def test_the_only_module_with_a_plan_is_replaced():
         if index == 3:
             assert handle.plan is not None
             assert [region.fqn for region in handle.plan.regions if region.wrapped] == ["0"]
-            model[0] = block(4 * WIDTH)
+            model[0] = mlp(4 * WIDTH)
         step()
     assert handle.plan is not None
     handle.remove()
@@ -796,7 +795,7 @@ def test_the_only_module_with_a_plan_is_replaced():
         autoac.solve(profile, 1000, regions=["0"])
     plan = autoac.solve(profile, error.value.minimum_bytes, regions=["0"])
     plan.apply(model)
-    model[0] = block(WIDTH)
+    model[0] = mlp(WIDTH)
     plan.remove(model)
     assert "forward" not in vars(model[0])
     with pytest.raises(autoac.PlanMismatchError, match="nothing to remove"):
@@ -810,9 +809,7 @@ class SetUpByData(torch.nn.Module):
         super().__init__()
         self.shift, self.scale = (torch.nn.Parameter(torch.zeros(1, WIDTH)) for _ in range(2))
         self.is_set_up = False
-        self.mlp = torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
-        )
+        self.mlp = mlp(4 * WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_set_up:
@@ -859,9 +856,7 @@ class Keeping(torch.nn.Module):
 
     def __init__(self, in_dictionary: bool) -> None:
         super().__init__()
-        self.mlp = torch.nn.Sequential(
-            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
-        )
+        self.mlp = mlp(4 * WIDTH)
         self.in_dictionary = in_dictionary
         self.kept: Any = {}
 

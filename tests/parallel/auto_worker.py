@@ -218,28 +218,43 @@ def no_plan_fits_what_is_trained_later(rank: int) -> Any:
     }
 
 
-@case
-def trained_by_turns(rank: int) -> Any:
-    """Halves of the model, one step each: the plan is for one of them, and is put on when that is trained."""
-    found = []
-    for model in (sharded(make()), sharded(make())):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = autoac.auto(model, 10**9, optimizer=optimizer) if found else None
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            for step in range(9):
+def in_turns(rank: int, each: int, steps: int) -> dict[str, Any]:
+    """Halves of a sharded model are trained by turns, for so many steps each; without a plan, and in a loop."""
+    found, ids = [], []
+    handle: Any = None
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for model in (sharded(make()), sharded(make())):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            handle = autoac.auto(model, 10**9, optimizer=optimizer) if found else None
+            for step in range(steps):
+                is_odd = step // each % 2
                 for block in model.layers:
-                    block.requires_grad_(step % 2 == 0)
-                model.pair.requires_grad_(step % 2 == 1)
+                    block.requires_grad_(not is_odd)
+                model.pair.requires_grad_(bool(is_odd))
                 model(batch(rank + 10 * step)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        found.append(weights_of(model))
+                ids += [handle.known_plan and handle.known_plan.program_id] if found else []
+            found.append(weights_of(model))
     return {
         "equal": all(map(torch.equal, *found)),
-        "has_plan": handle is not None and handle.plan is not None,
+        "ids": ids,
+        "has_plan": handle.plan is not None,
         "warned": [str(w.message) for w in warned if "change from step to step" in str(w.message)],
     }
+
+
+@case
+def trained_by_turns(rank: int) -> Any:
+    """One step each: the plan is for one half, and is put on when that is trained."""
+    return in_turns(rank, each=1, steps=9)
+
+
+@case
+def phases(rank: int) -> Any:
+    """A phase that comes back begins with its plan."""
+    return in_turns(rank, each=3, steps=12)
 
 
 @case
@@ -255,27 +270,6 @@ def gradients_in_buckets_are_cleared_after_the_forward(rank: int) -> Any:
         optimizer.step()
     assert handle.plan is not None
     return {"predicted": handle.plan.predicted_peak_bytes, "measured": handle.measured_peak_bytes}
-
-
-@case
-def phases(rank: int) -> Any:
-    """Halves of the model are trained by turns; a phase that comes back begins with its plan."""
-    found = []
-    for model in (sharded(make()), sharded(make())):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = autoac.auto(model, 10**9, optimizer=optimizer) if found else None
-        ids = []
-        for step in range(12):
-            is_odd = step // 3 % 2
-            for block in model.layers:
-                block.requires_grad_(not is_odd)
-            model.pair.requires_grad_(bool(is_odd))
-            model(batch(rank + 10 * step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            ids.append(handle and handle.known_plan and handle.known_plan.program_id)
-        found.append(weights_of(model))
-    return {"equal": all(map(torch.equal, *found)), "ids": ids}
 
 
 class Routed(torch.nn.Module):

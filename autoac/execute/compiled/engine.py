@@ -175,7 +175,7 @@ def _compiles_in_a_row(
         is_given_up: torch has left it uncompiled itself.
     """
     kind, in_a_row = _kind(program, given), program.compiled_in_a_row
-    program.following.times_compiled += compiles and given[0] in (program.inputs, "")
+    program.following.times_compiled += compiles and kind == given
     in_a_row[kind] = in_a_row[kind] + 1 if compiles else 0
     if in_a_row[kind] <= _MOST_IN_A_ROW and not is_given_up:
         return False

@@ -69,6 +69,7 @@ from autoac.torch_private.compiler import (
     put_compiled_back,
     raised_in_compiler,
     recompile_limit,
+    untraced,
     wrapped_module,
 )
 from autoac.torch_private.dispatch import (
@@ -373,6 +374,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "unset_fake_temporarily",
+    "untraced",
     "version_of",
     "without_dispatch_modes",
     "wrapped_module",

@@ -30,6 +30,22 @@ def disable_dynamo(function: Function, reason: str) -> Function:
     return disabled
 
 
+def untraced(function: Function) -> Function:
+    """The same function; `torch.compile` does not trace its calls, nor what they call, where its own frames are.
+
+    For hooks and dispatch modes: Dynamo looks at each Python frame below a compiled function that it could not
+    compile, one that torch's C++ code calls included. A call inside of a function that Dynamo traces is not affected.
+    This costs nothing in a call.
+
+    Source: `set_code_exec_strategy` (torch/csrc/dynamo/eval_frame.c), as used by `skip_code`
+    (torch/_dynamo/eval_frame.py).
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
 @contextlib.contextmanager
 def compiled_code_forgotten() -> Iterator[None]:
     """Context: afterwards no function has compiled code that had none before.

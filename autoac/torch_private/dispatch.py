@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from autoac.torch_private.compiler import untraced
+
 OpOverload = torch._ops.OpOverload
 """An op's overload, such as `torch.ops.aten.add.Tensor`.
 
@@ -38,6 +40,11 @@ class UnwrappedDispatchMode(TorchDispatchMode):
 
     Source: `TorchDispatchMode.__init_subclass__` in torch/utils/_python_dispatch.py.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__torch_dispatch__" in cls.__dict__:
+            untraced(cls.__dict__["__torch_dispatch__"])
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -334,6 +334,39 @@ def test_a_compiled_function_is_noted_and_may_call_the_model(capfd):
     torch._dynamo.reset()
 
 
+@quiet
+def test_in_a_compiled_method_the_compiler_traces_no_code_of_ours(engine):
+    """It would trace each frame below a method that it could not compile: our dispatch modes and hooks."""
+    from torch._dynamo import convert_frame
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(InTwo() for _ in range(4)))
+    expected = gradients(model)
+    model[0].forward = torch.compile(model[0].forward, backend="aot_eager")
+    model[1].run = torch.compile(model[1].run, backend="aot_eager")
+    profile = autoac.profile(model, SAMPLE)
+    plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine)
+    with plan.applied(model):
+        assert all(map(torch.equal, gradients(model), expected))
+        assert all(map(torch.equal, gradients(model), expected))
+    traced = [code for reference in convert_frame.input_codes.seen if (code := reference()) is not None]
+    torch._dynamo.reset()
+    assert traced
+    assert not [f"{code.co_filename}:{code.co_name}" for code in traced if "/autoac/" in code.co_filename]
+
+
+class InTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(64), Mlp()
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self.norm(x))
+
+
 class Calls(nn.Module):
     def __init__(self, function: Any) -> None:
         super().__init__()

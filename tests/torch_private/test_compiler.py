@@ -34,6 +34,32 @@ def test_in_compiled_autograd():
     torch._dynamo.reset()
 
 
+def test_untraced():
+    """Dynamo looks at the hooks that C++ code calls within a function that it could not compile."""
+
+    def seen_by_the_compiler(pack: Any) -> bool:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                torch._dynamo.graph_break()
+                x = x.sin()
+            return x
+
+        torch._dynamo.reset()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            torch.compile(forward, backend="eager")(torch.ones(2, requires_grad=True))
+        seen = torch._dynamo.convert_frame.input_codes.seen
+        return any(code() is pack.__code__ for code in seen)
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    assert seen_by_the_compiler(pack)
+    torch._dynamo.reset()
+    assert torch_private.untraced(pack) is pack
+    assert not seen_by_the_compiler(pack)
+    torch._dynamo.reset()
+
+
 def test_constant_while_compiling():
     runs = []
 

@@ -36,6 +36,7 @@ from autoac.torch_private import (
     call_below_autograd,
     counted_version,
     disable_dispatch_modes,
+    untraced,
 )
 from autoac.torch_private.kernel_flags import KernelFlags, kernel_flags, with_kernel_flags
 
@@ -45,6 +46,7 @@ _LOST = (
 )
 
 
+@untraced
 def unpack(packed: Any) -> torch.Tensor:
     """The unpack hook: returns the tensor that `Recording.pack` was given."""
     if type(packed) is Handle:

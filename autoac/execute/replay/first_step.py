@@ -25,7 +25,7 @@ from autoac.execute.replay.records import Handle, Record, Slot
 from autoac.execute.until_released import UntilReleased
 from autoac.ops.info import OpInfo
 from autoac.ops.private_results import may_stay_unwritten
-from autoac.torch_private import local_part
+from autoac.torch_private import local_part, untraced
 
 DIFFERS = (
     "in {region}, {op} gave other bits when it was run a second time (its result is written by code that "
@@ -114,6 +114,7 @@ class CheckedRecording(Recording):
                 self._reads.append((place, checksum))
         return stored
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         packed = super().pack(tensor)
         if type(packed) is Handle:

@@ -40,6 +40,7 @@ from autoac.torch_private import (
     local_part,
     on_fake_tensors,
     sharded_like,
+    untraced,
     version_of,
     waited_for,
 )
@@ -316,6 +317,7 @@ class Recording(UnwrappedDispatchMode):
 
     # -- autograd's side ---------------------------------------------------------------------------------------
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
         local = tensor if type(tensor) is torch.Tensor else local_part(tensor)

@@ -38,6 +38,7 @@ from autoac.torch_private import (
     storage_key,
     storage_ref,
     top_saved_tensors_hooks,
+    untraced,
 )
 
 DIFFERS = (
@@ -103,13 +104,17 @@ class FirstStep:
         """Context of the first run, directly inside torch's checkpoint, whose hooks are on top."""
         hooks = top_saved_tensors_hooks()
         assert hooks is not None
-        pack, unpack = hooks
-        with (
-            torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: self._packed(tensor, pack), lambda packed: self._unpacked(packed, unpack)
-            ),
-            _Polling(self.saved),
-        ):
+        torchs_pack, torchs_unpack = hooks
+
+        @untraced
+        def pack(tensor: torch.Tensor) -> _Packed:
+            return self._packed(tensor, torchs_pack)
+
+        @untraced
+        def unpack(packed: _Packed) -> torch.Tensor:
+            return self._unpacked(packed, torchs_unpack)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), _Polling(self.saved):
             yield
         self.saved.end()
 

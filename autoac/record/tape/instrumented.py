@@ -23,6 +23,7 @@ from autoac.torch_private import (
     is_compiled_wrapper,
     resizes_seen,
     top_saved_tensors_hooks,
+    untraced,
 )
 from autoac.torch_private.called import called_module
 
@@ -76,6 +77,7 @@ class _Watch:
         return type(None), ()
 
 
+@untraced
 def _recorded_forward(
     bound: torch.nn.Module, own: Any, watch: _Watch | None, *args: Any, **kwargs: Any
 ) -> Any:

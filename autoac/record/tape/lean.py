@@ -23,6 +23,7 @@ from autoac.torch_private import (
     is_sharded_type,
     local_part,
     on_fake_tensors,
+    untraced,
     version_of,
 )
 
@@ -113,6 +114,7 @@ class LeanRecording(Recording):
                 return clone_with_geometry(tensor)  # the code that has written it may do so again
         return self.saved.alias(tensor)
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         self.saved.is_saved(tensor)
         if self.saved.unseen is not None and self.saved.unseen.is_kept(local_part(tensor)):

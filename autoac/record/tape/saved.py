@@ -24,6 +24,7 @@ from autoac.torch_private import (
     disable_dispatch_modes,
     in_backward,
     local_part,
+    untraced,
     version_of,
 )
 from autoac_solver.records.profile import NEVER
@@ -67,6 +68,7 @@ class SavedTensors:
             self.storages.held_by(alias, index)
         return alias
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook for code outside of the modules that the engine runs."""
         self.is_saved(tensor)
@@ -118,6 +120,7 @@ class SavedTensors:
             self._to_recompute.setdefault(index, []).append(weakref.ref(watched))
         return watched
 
+    @untraced
     def unpack(self, watched: _Watched) -> torch.Tensor:
         """The unpack hook."""
         if self.unseen is not None and in_backward():

@@ -13,10 +13,10 @@ from autoac.check.equal import bits_of
 from autoac.ops.info import op_info, tensors_in, written_tensors
 from autoac.step.step import TrainingStep
 from autoac.step.trial import OptimizerStates, trial
-from autoac.torch_private import TorchDispatchMode, counted_writes, current_node, parts_of
+from autoac.torch_private import DispatchMode, counted_writes, current_node, parts_of
 
 
-class _Trace(TorchDispatchMode):
+class _Trace(DispatchMode):
     """Mode that records ops with checksums of their results.
 
     `rows` has a description and a comparison key per op. The key has neither the node nor the overload: in a planned

@@ -14,7 +14,7 @@ import torch
 
 from autoac.device import device_for
 from autoac.ops.signatures import Signature
-from autoac.torch_private import TorchDispatchMode, is_fake, schema_of, unset_fake_temporarily
+from autoac.torch_private import DispatchMode, is_fake, schema_of, unset_fake_temporarily
 
 PRIVATE_RESULTS = {"aten.mkldnn_rnn_layer.default": 3, "aten._cudnn_rnn.default": 3}
 """Index of the private result, by op."""
@@ -45,7 +45,7 @@ REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError
 """Errors of kernels that do not accept scratch values: an index out of range, a matrix that is not definite."""
 
 
-class PrivateResults(TorchDispatchMode):
+class PrivateResults(DispatchMode):
     """Mode in which such results have their real size; entered above the fake mode and below the recording modes.
 
     Args:

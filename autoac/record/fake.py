@@ -25,10 +25,10 @@ from autoac.step.failures import sample_of
 from autoac.step.step import TrainingStep
 from autoac.torch_private import (
     DataDependentOutputException,
+    DispatchMode,
     DynamicOutputShapeException,
     FakeTensorMode,
     OpOverload,
-    TorchDispatchMode,
     UnsupportedOperatorException,
     as_group_norms_kernel,
     is_fake,
@@ -168,7 +168,7 @@ class _Converter:
         return self._storages[key]
 
 
-class _RealWholeNumbers(TorchDispatchMode):
+class _RealWholeNumbers(DispatchMode):
     """Mode that runs an op on real data if its tensors are integers or booleans, or known single numbers.
 
     See `single_draws` for the latter.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +20,15 @@ from autoac.ops.info import tensors_in
 from autoac.ops.signatures import Signature, flops_of
 from autoac.price.engine_costs import device_rates
 from autoac.price.isolated_ops import workspaces_on_scratch
+from autoac.record.reachable import unchanged
 from autoac.step.model import free_bytes
 from autoac.step.optimizer import inner_optimizer
 from autoac.step.restore import tensors_of
 from autoac.step.units import here
 from autoac.torch_private import (
     DataDependentOutputException,
+    DispatchMode,
     FakeTensorMode,
-    TorchDispatchMode,
     fakes_as_parameters,
     key_of_storage,
     local_part,
@@ -149,7 +151,20 @@ def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> _Fa
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     n_taken = _largest_count(optimizer)
-    with fakes_as_parameters(parameters), FakeTensorMode(allow_non_fake_inputs=True):
+    own_state, hooks = (
+        ("state", "param_groups"),
+        "_optimizer_",
+    )  # the copy has states of its own, and no hooks
+    shared = [
+        v for name, v in vars(optimizer).items() if name not in own_state and not name.startswith(hooks)
+    ]
+    shared += [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+    with (
+        unchanged(shared),
+        _uncompiled(),
+        fakes_as_parameters(parameters),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         fake = copy.copy(optimizer)
         groups = [
             {
@@ -172,6 +187,19 @@ def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> _Fa
         if steps.given.isdisjoint(stand_ins):
             raise TypeError("its step uses none of its own parameters: does it wrap another optimizer?")
     return steps
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Context: functions of `torch.compile` run uncompiled.
+
+    Under a dispatch mode Dynamo would skip them, from then on and for good; with `fullgraph=True` that is an error.
+    """
+    # If Dynamo was not imported, nothing can have been compiled. Importing it is slow.
+    return (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else contextlib.nullcontext()
+    )
 
 
 def _largest_count(optimizer: torch.optim.Optimizer) -> int:
@@ -309,7 +337,7 @@ def _fake_parameters(
     return fakes
 
 
-class _LiveBytes(TorchDispatchMode):
+class _LiveBytes(DispatchMode):
     """Mode that counts the bytes of the storages that ops make, above those at the start.
 
     Args:

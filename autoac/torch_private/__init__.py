@@ -73,6 +73,7 @@ from autoac.torch_private.compiler import (
     wrapped_module,
 )
 from autoac.torch_private.dispatch import (
+    DispatchMode,
     HigherOrderOperator,
     OpOverload,
     TorchDispatchMode,
@@ -229,6 +230,7 @@ __all__ = [
     "OpOverload",
     "POLICIES_SEE_RESULTS",
     "TRIED_VERSIONS",
+    "DispatchMode",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "UnwrappedDispatchMode",

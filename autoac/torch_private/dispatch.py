@@ -33,7 +33,22 @@ Source: `OpOverload._schema` (torch/_ops.py), a `FunctionSchema` (aten/src/ATen/
 """
 
 
-class UnwrappedDispatchMode(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode under which functions of `torch.compile` are compiled, and run compiled.
+
+    Dynamo skips a function that it meets under any other mode, from then on and for good; with `fullgraph=True` that is
+    an error.
+
+    Source: `TorchDispatchMode.ignore_compile_internals` in torch/utils/_python_dispatch.py, `CatchErrorsWrapper` in
+    torch/_dynamo/convert_frame.py.
+    """
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class UnwrappedDispatchMode(DispatchMode):
     """A dispatch mode that ops reach directly, also those that compiled code runs.
 
     torch wraps the `__torch_dispatch__` of any other mode in `torch._dynamo.disable`, which costs a microsecond per op.

@@ -46,6 +46,7 @@ class ToyModel:
     runs_code_twice = True
     one_random_state = True
     stops_early = True
+    repeats = False
     compiles = False
     unsupported = NOTHING
 

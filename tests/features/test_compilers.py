@@ -355,6 +355,25 @@ def test_in_a_compiled_method_the_compiler_traces_no_code_of_ours(engine):
     assert not [f"{code.co_filename}:{code.co_name}" for code in traced if "/autoac/" in code.co_filename]
 
 
+@quiet
+def test_compiled_functions_of_a_region_stay_compiled(engine):
+    """Under each mode of each step: Dynamo skips functions for good that it meets under another dispatch mode."""
+    torch.manual_seed(0)
+    backend = CompileCounterWithBackend("aot_eager")
+    activation = torch.compile(lambda x: F.gelu(x) * x, backend=backend, fullgraph=True)
+    model = nn.Sequential(*(nn.Sequential(Mlp(), Calls(activation)) for _ in range(4)))
+    profile = autoac.profile(model, SAMPLE)
+    plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine)
+    assert any(region.wrapped for region in plan.regions)
+    with plan.applied(model):
+        for _ in range(3):
+            found = backend.frame_count
+            torch._dynamo.reset()  # what is skipped stays so
+            gradients(model)
+            assert backend.frame_count > found
+    torch._dynamo.reset()
+
+
 class InTwo(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,15 @@
 """The optimizer's part of the step: its state is resident, and what its `step()` takes is part of the peak."""
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import autoac
 from autoac.measure import measure_peak, unique_storage_bytes
@@ -218,6 +222,79 @@ def test_an_optimizer_with_attributes_of_its_own():
     assert not optimizer.state
     assert profile.resident_bytes - plain.resident_bytes == 4 * sum(p.numel() for p in model.parameters())
     assert scheduler.last_epoch == 0
+
+
+class Counts(torch.optim.SGD):
+    """Counts its steps in objects that a copy of it shares: settings of its group, and attributes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01)
+        group = self.param_groups[0]
+        group["step"], group["steps"], group["inner"] = torch.zeros(()), [], {"n": 0}
+        self.tensor, self.array, self.seen = torch.zeros(1), np.zeros(1), {0}
+        self.inner, self.queue = ({"t": torch.zeros(())}, [[0]]), deque([0], maxlen=2)
+        self.counter = SimpleNamespace(n=0)
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        group = self.param_groups[0]
+        group["step"].add_(1)
+        group["steps"].append(1)
+        group["inner"]["n"] += 1
+        self.tensor += 1
+        self.array += 1
+        self.seen.add(len(self.seen))
+        self.inner[0]["t"].add_(1)
+        self.inner[1][0][0] += 1
+        self.queue.append(self.queue[-1] + 1)
+        self.counter.n += 1
+
+    def counts(self) -> dict[str, Any]:
+        group = self.param_groups[0]
+        return {
+            "settings": (group["step"].item(), len(group["steps"]), group["inner"]["n"]),
+            "attributes": (self.tensor.item(), self.array.item(), len(self.seen), self.counter.n),
+            "nested": (self.inner[0]["t"].item(), self.inner[1][0][0], list(self.queue)),
+        }
+
+
+def test_an_optimizers_own_counts_stay():
+    model, x = nn.Linear(64, 64), torch.randn(8, 64)
+    optimizer, other = Counts(model.parameters()), Counts(nn.Linear(64, 64).parameters())
+    other.step()
+    assert optimizer.counts() != other.counts()
+    autoac.profile(model, x, optimizer=optimizer)
+    optimizer.step()
+    assert optimizer.counts() == other.counts()
+
+
+class Compiled(torch.optim.Optimizer):
+    """Its step is a compiled function, as optimizers of language models have them."""
+
+    def __init__(self, params: Any, backend: Any) -> None:
+        super().__init__(params, {})
+        self.update = torch.compile(lambda p, g: p.sub_(g, alpha=0.01), backend=backend, fullgraph=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.update(parameter, parameter.grad)
+
+
+def test_an_optimizers_compiled_functions_stay_compiled():
+    """Dynamo would skip a function for good that it met under a dispatch mode."""
+    model, x = nn.Linear(64, 64), torch.randn(8, 64)
+    backend = CompileCounter()
+    optimizer = Compiled(model.parameters(), backend)
+    handle = autoac.auto(model, 10**9)
+    for _ in range(3):
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.plan is not None
+    assert "of the optimizer" not in str(handle.plan.notes)
+    assert backend.frame_count == 2  # one for each shape
+    torch._dynamo.reset()
 
 
 class LooksBack(torch.optim.SGD):

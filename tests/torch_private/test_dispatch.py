@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,9 +54,27 @@ def test_our_modes_are_not_wrapped_by_the_compiler():
     assert (
         inspect.unwrap(Seen.__torch_dispatch__) is not Seen.__torch_dispatch__
     )  # what would be without our wish
-    for name in ("_should_skip_dynamo", "ignore_compile_internals", "supports_higher_order_operators"):
+    for name in ("_should_skip_dynamo", "supports_higher_order_operators"):
         assert hasattr(TorchDispatchMode, name)
-    assert Tape.ignore_compile_internals() is True
+
+
+def test_functions_are_compiled_under_our_modes():
+    class Ours(torch_private.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    def is_compiled_under(mode: TorchDispatchMode) -> bool:
+        backend = CompileCounter()
+        function = torch.compile(lambda x: x.sin(), backend=backend)
+        with mode:
+            function(torch.ones(2))
+        function(torch.ones(2))
+        torch._dynamo.reset()
+        return backend.frame_count == 1
+
+    assert is_compiled_under(Ours())
+    assert not is_compiled_under(Seen())
+    assert issubclass(Tape, torch_private.DispatchMode)
 
 
 def test_a_mode_that_the_compiler_leaves_alone():

@@ -28,7 +28,7 @@ from autoac.device import device_for
 from autoac.execute.cross_entropy.chunked import can_be_chunked, chunked_cross_entropy, have_rows
 from autoac.execute.cross_entropy.delayed import Delayed, may_delay
 from autoac.torch_private import (
-    TorchDispatchMode,
+    DispatchMode,
     being_jit_traced,
     being_traced,
     disable_dispatch_modes,
@@ -150,7 +150,7 @@ def _tried_cast(input: torch.Tensor, target: torch.Tensor) -> bool:
     return seen.dtypes == [torch.float32]
 
 
-class _Softmaxes(TorchDispatchMode):
+class _Softmaxes(DispatchMode):
     """Mode that notes the types that `_log_softmax` reads; no other mode sees the ops."""
 
     def __init__(self) -> None:

@@ -6,7 +6,8 @@ NOTE [ Replay ]
   1. The first unpack of any tensor in a region replays the region's records in order, below autograd. That moment is
      known from the profile, so the simulator can be exact. Records that no living handle depends on are not run.
   2. A recomputed tensor is dropped after the last record that reads it; handles keep what they wait for. A record is
-     dropped as soon as it has run, unless backward retains the graph: then a second backward replays again.
+     dropped as soon as it has run, unless backward keeps the graph: then handles drop what they have given out, and the
+     first unpack of any tensor in the region by another backward replays again.
   3. A random op draws the same numbers again, see NOTE [ Random numbers ] in `randoms`.
   4. The ops that ran are replayed: autocast, Python side effects and changed globals do not matter. A batch norm is
      replayed without its running statistics. Grad mode is restored, because some kernels read it: oneDNN's LSTM makes
@@ -35,6 +36,7 @@ from autoac.torch_private import (
     backward_keeps_graph,
     call_below_autograd,
     counted_version,
+    current_backward,
     disable_dispatch_modes,
     untraced,
 )
@@ -52,7 +54,7 @@ def unpack(packed: Any) -> torch.Tensor:
     if type(packed) is Handle:
         return packed.unpack()
     tensor, version, call = packed
-    if call.pending:
+    if call.pending or call.is_another_backward():
         call.replay(backward_keeps_graph())
     if version >= 0 and counted_version(tensor) != version:
         raise RuntimeError(MODIFIED.format(where=call.program.where))
@@ -71,6 +73,7 @@ class ReplayCall:
         "program",
         "recording",
         "records",
+        "replayed_in",
         "slots",
         "streams",
     )
@@ -82,6 +85,7 @@ class ReplayCall:
         self.held: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # the storages that records hold, by key
         self.recording = True  # the region's forward is still running
         self.pending = False  # recorded and not yet replayed
+        self.replayed_in: int | None = None  # the backward of the last replay if it has kept the graph
         self.lock = threading.Lock()
         self.flags: KernelFlags = ()  # the current ones during the replay
         self.streams = streams_of_call(program.region)  # None if no GPU is in use
@@ -103,14 +107,22 @@ class ReplayCall:
         """Whether the records are still there; a backward that frees its part of the graph drops all of them."""
         return not self.records or self.records[0] is not None
 
+    def is_another_backward(self) -> bool:
+        """Whether the running backward is another one than that of the last replay, which has kept the graph."""
+        return self.replayed_in is not None and self.replayed_in != current_backward()
+
     def replay(self, keep_graph: bool, wanted: Handle | None = None) -> None:
         """Run the recorded ops that living handles depend on, and give the handles their tensors."""
         with self.lock:
-            if not self.pending and (wanted is None or wanted.tensor is not None):
+            again = self.is_another_backward()
+            if not (self.pending or again or (wanted is not None and wanted.tensor is None)):
                 return  # another thread was first
             if not self.can_replay:
                 raise RuntimeError(_LOST.format(where=self.program.where))
+            if again:
+                self._drop()
             self.pending = False
+            self.replayed_in = current_backward() if keep_graph and not self.recording else None
             self.program.following.tell()  # for steps that do not call the root
             self.flags = kernel_flags()
             last_use = self._schedule()
@@ -121,6 +133,13 @@ class ReplayCall:
                 # A backward inside the region's own forward replays the records so far, unseen by the recording.
                 with disable_dispatch_modes():
                     call_below_autograd(self._run, last_use, keep_graph)
+
+    def _drop(self) -> None:
+        """Drop the tensors that the backward before this one has not used."""
+        for slot in self.slots:
+            for ref in slot.handles:
+                if (handle := ref()) is not None:
+                    handle.tensor = None
 
     def _schedule(self) -> list[list[Slot] | None]:
         """Per record the slots that no later one reads; None if it need not run."""

@@ -52,10 +52,6 @@ class Recording(UnwrappedDispatchMode):
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
     def __init__(self, call: ReplayCall):
         super().__init__()
         self.call = call

@@ -182,7 +182,7 @@ class Handle:
 
     def unpack(self) -> torch.Tensor:
         keep_graph = backward_keeps_graph() or self.call.recording
-        if self.tensor is None or self.call.pending:
+        if self.tensor is None or self.call.pending or self.call.is_another_backward():
             self.call.replay(keep_graph, wanted=self)
         if self.modified:
             raise RuntimeError(MODIFIED.format(where=self.call.program.where))

@@ -46,7 +46,7 @@ from autoac.ops.arguments import held_in
 from autoac.ops.generators import generators_of
 from autoac.ops.info import OpInfo, op_info, read_tensors, tensors_in, written_tensors
 from autoac.torch_private import (
-    TorchDispatchMode,
+    DispatchMode,
     any_autocast,
     being_traced,
     bypassing_hooks,
@@ -291,7 +291,7 @@ class _DrawingOnHost:
             self.policy.program.draws_on_host = False
 
 
-class _Refusing(TorchDispatchMode):
+class _Refusing(DispatchMode):
     """Refuses to run ops again whose inputs have changed; with early stop they may not run.
 
     Args:
@@ -320,7 +320,7 @@ class _Refusing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _CountedWrites(TorchDispatchMode):
+class _CountedWrites(DispatchMode):
     """Writes to lists of tensors bump version counters, see `counted_writes`."""
 
     supports_higher_order_operators = True
@@ -332,7 +332,7 @@ class _CountedWrites(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
-class _AdditionalCasts(TorchDispatchMode):
+class _AdditionalCasts(DispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, known: set[int]):
@@ -346,7 +346,7 @@ class _AdditionalCasts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _CastsOfShards(TorchDispatchMode):
+class _CastsOfShards(DispatchMode):
     """Adds the sharded weights that the first run casts itself to the policy, which sees local tensors only."""
 
     supports_higher_order_operators = True

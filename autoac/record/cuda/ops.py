@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from autoac.execute.cross_entropy.lean import LeavesLosses
 from autoac.record.cuda.attention import Capability, attention
 from autoac.record.cuda.autocast import CASTS, casting, in_float32, in_half
-from autoac.torch_private import CAN_REPLACE_CASTS, TorchDispatchMode, any_autocast, call_below_autograd
+from autoac.torch_private import CAN_REPLACE_CASTS, DispatchMode, any_autocast, call_below_autograd
 from autoac_solver.records.devices import DeviceTable
 
 _ATEN = torch.ops.aten
@@ -129,7 +129,7 @@ _RECURRENT = {torch.gru, torch.rnn_tanh, torch.rnn_relu}
 """The CPU runs these as many small ops. `lstm` is one op there, too, whose workspace is not known."""
 
 
-class CudaResults(TorchDispatchMode):
+class CudaResults(DispatchMode):
     """Mode in which norms of half precision keep their statistics in float32, as CUDA's kernels do.
 
     Below autograd, right above the fake mode. (The CPU's kernels return them in the input's type.)

@@ -16,6 +16,7 @@ from autoac.record.tape.clock import Clock
 from autoac.record.tape.saved import SavedTensors
 from autoac.record.tape.storages import Storages
 from autoac.torch_private import (
+    backward_keeps_graph,
     current_node,
     held_once_as_argument,
     in_backward,
@@ -72,6 +73,7 @@ class Formulas:
                 row["dropped"] = NEVER
             elif row["dropped"] == NEVER:
                 row["dropped"] = self.clock.tick
+        self.saved.unpacks.fits(info.name in FITTING_OPS)
 
     def in_place(self, info: OpInfo, args: Any) -> bool:
         """Whether this is autograd's own op, and runs in place when no dispatch mode is active.
@@ -111,11 +113,12 @@ class Formulas:
     def note_scalar(self, info: OpInfo, args: Any) -> None:
         """Record a Python number that autograd saves for backward as a tensor that no mode and no hook sees.
 
-        It is freed when its node has run. If no op of that node is seen, it counts until the end of the step.
+        It is freed when its node has run in a backward that does not keep the graph. If no op of that node is seen
+        then, it counts until the end of the step.
         """
         if in_backward():
             row = self._scalars.get(sequence_of(current_node()))
-            if row is not None:
+            if row is not None and not backward_keeps_graph():
                 row["free"] = self.clock.tick + 1
             return
         if info.name in _SAVES_NUMBERS and self.storages.device.type == "cpu" and torch.is_grad_enabled():

@@ -16,6 +16,7 @@ from autoac.record.guard import Guard
 from autoac.record.tape.calls import ModuleCalls, name_of, sequence_of
 from autoac.record.tape.clock import Clock, Suspended
 from autoac.record.tape.storages import Storages
+from autoac.record.tape.unpacks import Unpacks
 from autoac.record.unseen import UnseenWrites
 from autoac.torch_private import (
     COMPILED_NODE,
@@ -50,6 +51,7 @@ class SavedTensors:
         self.rows: list[dict[str, Any]] = []
         self._unpacked: list[int] = []  # by the node that unpacked last
         self._unpacked_in: dict[int, int] = {}  # saved tensor -> the backward that unpacked it last
+        self.unpacks = Unpacks(clock)
         self._outside = ReplayCall(Program("", ()))
         self.guard: Guard | None = None
         self.unseen: UnseenWrites | None = None
@@ -128,9 +130,13 @@ class SavedTensors:
         row = None if watched.saved is None else self.rows[watched.index]
         if row is not None and row["unpacked"] == NEVER:
             self._first_unpack(row, watched.index)
+            tick = row["unpacked"]
         elif row is not None:
             row["dropped"] = NEVER  # another backward
+            self.storages.poll()
+            tick = self.clock.next()
         if row is not None and in_backward():
+            self.unpacks.add(watched.index, tick)
             backward = current_backward()
             if self._unpacked_in.get(watched.index) == backward:
                 self.calls.unpacked_twice(row["module"])

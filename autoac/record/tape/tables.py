@@ -38,6 +38,7 @@ def finish(
     """
     end = _close(tape)
     gathered = tape.storages.gathered
+    kept = [index for index, row in enumerate(tape.saved.rows) if row["storage"] not in gathered]
     known = {index: names[key] for key, index in tape.storages.by_key() if key in names}
     known |= dict.fromkeys(gathered, ("Parameter", GATHERED))
     return {
@@ -48,7 +49,8 @@ def finish(
         "storage_table": tuple(
             _storage(row, *known.get(index, _kind(row))) for index, row in enumerate(tape.storages.rows)
         ),
-        "saved": tuple(Saved(**row) for row in tape.saved.rows if row["storage"] not in gathered),
+        "saved": tuple(Saved(**tape.saved.rows[index]) for index in kept),
+        "unpacks": tape.saved.unpacks.table(kept, [row["released"] for row in tape.saved.rows]),
         "calls": tuple(ModuleCall(**row) for row in tape.calls.rows),
         "op_fingerprint": _fingerprint(row["name"] for row in tape.ops),
         "sample": tape.sample,

@@ -49,8 +49,8 @@ from autoac.record.tape.storages import Storages
 from autoac.step.inputs import autocast_in, described, larger, without_autocast
 from autoac.step.restore import tensors_of
 from autoac.torch_private import (
+    DispatchMode,
     HigherOrderOperator,
-    TorchDispatchMode,
     behind_transforms,
     counted_writes,
     disable_dispatch_modes,
@@ -92,7 +92,7 @@ _NOTHING: dict[str, Any] = {
 """What is not known of an op's row."""
 
 
-class Tape(TorchDispatchMode):
+class Tape(DispatchMode):
     """The dispatch mode that records a step, below all modes that the step enters.
 
     Args:
@@ -102,10 +102,6 @@ class Tape(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(
         self,
@@ -159,6 +155,7 @@ class Tape(TorchDispatchMode):
         if self.gloo:
             wait_for_gloo(self.gloo)
         self.storages.poll()
+        self.saved.unpacks.node_runs()
         info = op_info(func)
         return (self._view if info.ignored else self._op)(func, info, args, kwargs)
 

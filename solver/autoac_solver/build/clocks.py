@@ -63,9 +63,9 @@ def _pieces(draft: Draft, model: EngineModel, problem: Problem, loss: int) -> It
 def _record_s(draft: Draft, problem: Problem, index: int) -> float:
     """Seconds of the engine's bookkeeping per rerun op of a group, without the op's own time."""
     group = problem.groups[index]
-    rerun = draft.regions[group.region].window.rerun
-    ops = _rerunning(group.ops, rerun)
-    time_s = max((option.time_s for option in group.options), default=0.0)
+    windows = draft.regions[group.region].windows
+    ops = _rerunning(group.ops, windows[0].rerun)
+    time_s = max((option.time_s for option in group.options), default=0.0) / len(windows)
     again_s = sum(draft.step.profile.tape[op].again_s for op in ops)
     return max(0.0, time_s - again_s) / len(ops) if ops else 0.0
 

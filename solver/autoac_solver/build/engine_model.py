@@ -35,6 +35,7 @@ class EngineModel(Protocol):
         runs_code_twice: the region's Python code runs again.
         one_random_state: a region's random ops are all saved or all recomputed.
         stops_early: a second run ends with the last tensor that autograd saves.
+        repeats: each further backward over a graph that was kept recomputes a region anew.
         compiles: regions are compiled; the decision is among their measured points.
         unsupported: what plans for it cannot have, and the message that refuses it: see `engines/compile.py`.
     """
@@ -45,6 +46,7 @@ class EngineModel(Protocol):
     runs_code_twice: bool
     one_random_state: bool
     stops_early: bool
+    repeats: bool
     compiles: bool
     unsupported: Mapping[str, str]
 

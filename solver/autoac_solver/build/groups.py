@@ -128,7 +128,7 @@ class Groups:
         if record.side_effect and self._engine.runs_code_twice:
             yield f"under engine {self._engine.name} the op would have its side effect twice"
         for storage in record.reads:
-            if not self._step.written_after(storage, record.tick, region.begin_backward):
+            if not self._step.written_after(storage, record.tick, region.windows[-1].begin):
                 continue
             owner = self.of_storage.get(storage, -1)
             if self.region_of.get(storage) is not region or owner < 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autoac_solver.build.engine_model import EngineModel
 from autoac_solver.build.step import Step
-from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, Profile
+from autoac_solver.records.profile import NEVER, SHARDED, STREAMS, Profile, Unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,19 @@ class RegionRefusal:
 
 @dataclass
 class Window:
-    """The window of a region's replay: positions [first, end) of the axis, before its first unpack.
+    """The window of a region's replay: positions [first, end) of the axis, before its first unpack in a backward.
 
     Args:
+        begin: tick of that unpack.
+        keeps: whether this backward keeps the graph. If not, it releases what it uses.
+        uses: saved tensor -> tick at which the last node that uses it in this backward drops it, if it keeps the graph.
         rerun: op that may run again -> its position, in order.
         rerun_ticks: the ticks of these ops.
     """
 
+    begin: int
+    keeps: bool = False
+    uses: dict[int, int] = field(default_factory=dict)
     first: int = -1
     end: int = -1
     rerun: dict[int, int] = field(default_factory=dict)
@@ -46,7 +52,8 @@ class Region:
         begin_backward: tick of the first unpack of its saved tensors after its forward; `NEVER` if there is none.
         last_save, last_release: ticks at which autograd saves the last and releases the last of its saved tensors.
         index: index among the problem's regions.
-        window: where its ops run again; filled in by `Axis`.
+        windows: where its ops run again: the first from `begin_backward` on, the others in further backwards over a
+            graph that was kept. `Axis` fills them in.
         spares: whether its ops after the last save need no decision, see `Groups.spared`.
     """
 
@@ -61,8 +68,29 @@ class Region:
         self.last_save = max((s.tick for s in saved), default=NEVER)
         self.last_release = max((s.released for s in saved), default=NEVER)
         self.index = -1
-        self.window = Window()
+        self.windows = self._windows(step)
         self.spares = False
+
+    @property
+    def window(self) -> Window:
+        """The first window."""
+        return self.windows[0]
+
+    def _windows(self, step: Step) -> list[Window]:
+        found = [Window(self.begin_backward)]
+        began: Unpack | None = None  # the use that has begun the last window
+        for unpack in step.unpacks(self.saved):
+            if unpack.tick < self.end:
+                continue
+            if began is None:
+                began = unpack
+            elif began.keeps and unpack.backward != began.backward:
+                found.append(Window(unpack.tick))
+                began = unpack
+            found[-1].keeps = began.keeps
+            if began.keeps:
+                found[-1].uses[unpack.saved] = unpack.dropped
+        return found
 
     def owns(self, tick: int) -> bool:
         """Whether a tick is inside the call."""
@@ -81,6 +109,8 @@ def choose_regions(
     for call in calls:
         region = Region(step, call)
         reason = next(_why_no_region(step, region, engine), "")
+        if not engine.repeats:
+            del region.windows[1:]
         if reason:
             refused.append(RegionRefusal(call, reason))
         else:

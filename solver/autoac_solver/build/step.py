@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from autoac_solver.build.engine_model import Costs, costs_of
-from autoac_solver.records.profile import NEVER, Profile
+from autoac_solver.records.profile import NEVER, Profile, Unpack
 
 
 class Step:
@@ -29,6 +29,9 @@ class Step:
                 self._writes.setdefault(storage, []).append(op.tick)
         self._costs: dict[str, Any] = {}
         self._saves = sorted((s.tick, i) for i, s in enumerate(profile.saved))
+        self._unpacks: dict[int, list[Unpack]] = {}  # by saved tensor
+        for unpack in profile.unpacks:
+            self._unpacks.setdefault(unpack.saved, []).append(unpack)
 
     def costs_of(self, engine: str, kind: type[Costs]) -> Costs:
         """See `engine_model.costs_of`."""
@@ -44,6 +47,11 @@ class Step:
         """Indices of the tensors that autograd saves at ticks in [start, end), in order."""
         first, last = bisect_left(self._saves, (start, -1)), bisect_left(self._saves, (end, -1))
         return [index for _, index in self._saves[first:last]]
+
+    def unpacks(self, saves: Iterable[int]) -> list[Unpack]:
+        """The rows of `Profile.unpacks` of these saved tensors, in order."""
+        found = [unpack for index in saves for unpack in self._unpacks.get(index, ())]
+        return sorted(found, key=lambda unpack: unpack.tick)
 
     def written_after(self, storage: int, tick: int, before: int) -> bool:
         """Whether a storage is written at a tick strictly between `tick` and `before`."""

@@ -34,7 +34,7 @@ from autoac_solver.records.profile import PROFILE, Profile
 from autoac_solver.records.units import parse_bytes, parse_overhead
 
 SCHEMA = "autoac.tradeoff"
-SCHEMA_VERSION = 13  # always the version of the profile in it
+SCHEMA_VERSION = 14  # always the version of the profile in it
 
 COLUMNS = [
     *("budget_bytes", "peak_bytes", "extra_s", "overhead", "bound", "status", "regions"),

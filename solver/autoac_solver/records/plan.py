@@ -28,7 +28,7 @@ from autoac_solver.records.policies import APPLIED_POLICY, AppliedPolicy
 from autoac_solver.records.profile import PROFILE, Profile
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 17  # 16, 17: the profile's twelfth and thirteenth version
+SCHEMA_VERSION = 18  # 17, 18: the profile's thirteenth and fourteenth version
 
 Steps = tuple[tuple[str, bool], ...]
 

@@ -1,5 +1,7 @@
 """Ways to go backward: several losses, accumulation, `torch.autograd.grad`, twice, through gradients, not at all."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,7 +79,11 @@ def test_several_losses_one_after_the_other():
 
 
 def test_several_losses_one_after_the_other_are_refused_under_sac():
+    """By the planner if the profiled step has them, otherwise by torch."""
     case = Case(TwoHeads, lambda model: model(X), REGIONS, backward=one_by_one)
+    plan = plan_with(case, "sac", all_but_tanh)
+    assert {region.name for region in plan.regions} == {"heads.0", "heads.1"}
+    case = dataclasses.replace(case, profiled_backward=lambda losses: sum(losses).backward())
     plan = plan_with(case, "sac", all_but_tanh)
     with pytest.raises(RuntimeError, match="You are only allowed to backward once on any region"):
         run(case, plan)

@@ -54,6 +54,7 @@ class Compile:
     runs_code_twice = False
     one_random_state = False
     stops_early = False
+    repeats = True
     compiles = True
     unsupported: Mapping[str, str] = UNSUPPORTED
 
@@ -64,6 +65,8 @@ class Compile:
         call = step.profile.spans[region.call]
         if call.changes_arguments:
             yield "it changes an object among its arguments (a cache of keys and values, say)"
+        if len(region.windows) > 1:
+            yield "a second backward goes over its graph, which compiled code refuses"
         table = step.profile.compiled
         if table is None:  # regions to be compiled are chosen
             if call.once not in ("", UNRULED, UNPACKED_TWICE):

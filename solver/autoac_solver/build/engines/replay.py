@@ -4,11 +4,13 @@ A storage is freed when Python and the rest of the step release it, but lives on
   - until autograd releases it, if autograd saved it: always if another region or code outside of regions saved it; if
     its own region saved it, only while its group is saved (for a recomputed group the replayed copy lives until then);
   - until the replay of an op that reads it, if that op is recomputed and the storage is not (or is another region's).
+Where a backward keeps the graph, a replayed copy lives only until that backward has used it (until the next
+replay, if it does not), and the next backward replays again. What replays read is kept until the graph is released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoac_solver.build.built import Built, RegionTape
@@ -55,6 +57,7 @@ class Replay:
     runs_code_twice = False
     one_random_state = False
     stops_early = False
+    repeats = True
     compiles = False
     unsupported = NOTHING
 
@@ -69,7 +72,7 @@ class Replay:
 
     def again_s(self, step: Step, region: Region, ops: Sequence[int]) -> float:
         again_s = sum(step.profile.tape[op].again_s for op in ops)
-        return again_s + len(ops) * step.costs_of(self.name, ReplayCosts).record
+        return len(region.windows) * (again_s + len(ops) * step.costs_of(self.name, ReplayCosts).record)
 
     def wanted(self, op: Op, storages: set[int]) -> bool:
         return not storages.isdisjoint((*op.creates, *op.writes))
@@ -106,28 +109,56 @@ def lives_of(draft: Draft, use: Use, makers: Mapping[int, int]) -> Iterator[Life
     start, end, own_end = draft.life(use.storage, use.saves)
     recomputable = groups.is_decided(use.storage)
     kept: list[Extension] = []
-    again: list[Extension] = []
+    own_reads: list[int] = []  # reads that run again beside the storage's own ops
     if own_end != NEVER:
         kept.append(Extension(own_end, when_saved(group)))
-        again.append(Extension(own_end))
     for op in use.reads:
         reader = groups.of_op[op]
         home = draft.regions[groups.all[reader].region]
         if op not in home.window.rerun or groups.all[reader].must_save:
             continue
-        until = home.window.rerun[op] + 1
+        until = draft.axis.recorded_until(home, op)
         if home is not region or not recomputable:
             kept.append(Extension(until, when_recomputed(reader)))
-        elif reader == group:
-            again.append(Extension(until))
-        else:
-            if until > own_end:
-                kept.append(Extension(until, when_recomputed(reader) & when_saved(group)))
-            again.append(Extension(until, when_recomputed(reader)))
+            continue
+        own_reads.append(op)
+        if reader != group and until > own_end:
+            kept.append(Extension(until, when_recomputed(reader) & when_saved(group)))
     yield lifetime(size, start, end, ALWAYS, kept, use.storage)
-    if recomputable and region is not None:
-        first = region.window.rerun[makers[use.storage]]
+    if not recomputable or region is None:
+        return
+    for number, window in enumerate(region.windows):
+        first = window.rerun[makers[use.storage]]
+        again = []
+        if (until := _used_until(draft, region, number, use.saves)) != NEVER:
+            again.append(Extension(until))
+        for op in own_reads:
+            when = ALWAYS if groups.of_op[op] == group else when_recomputed(groups.of_op[op])
+            again.append(Extension(window.rerun[op] + 1, when))
         yield lifetime(size, first, first + 1, when_recomputed(group), again, use.storage)
+
+
+def _used_until(draft: Draft, region: Region, number: int, saves: Iterable[int]) -> int:
+    """The position until which autograd's handles keep a storage that one of a region's replays has made.
+
+    Args:
+        number: of the replay.
+        saves: the saved tensors on the storage.
+
+    Returns:
+        `NEVER` if the region saves none of them.
+    """
+    window, later = region.windows[number], region.windows[number + 1 :]
+    found = [NEVER]
+    for index in saves:
+        saved = draft.step.profile.saved[index]
+        if not region.owns(saved.tick):
+            continue
+        if index in window.uses:
+            found.append(draft.axis.position(window.uses[index]))
+        else:
+            found.append(later[0].first if later else draft.axis.position(saved.released))
+    return max(found)
 
 
 def lives_of_ops(draft: Draft, hidden: Container[int] = ()) -> Iterator[Lifetime]:
@@ -138,6 +169,7 @@ def lives_of_ops(draft: Draft, hidden: Container[int] = ()) -> Iterator[Lifetime
     """
     axis, groups, profile = draft.axis, draft.groups, draft.step.profile
     on_cpu = kind_of(profile.device) == "cpu"
+    last = {op: at for at, (op, again) in enumerate(zip(axis.op, axis.replayed, strict=True)) if again}
     for position, (op, again) in enumerate(zip(axis.op, axis.replayed, strict=True)):
         record = profile.tape[op]
         group = groups.of_op.get(op, -1)
@@ -145,7 +177,8 @@ def lives_of_ops(draft: Draft, hidden: Container[int] = ()) -> Iterator[Lifetime
             continue
         exists = when_recomputed(group) if again else ALWAYS
         stashed = record.random_bytes if again and on_cpu else 0
-        if stashed:
-            yield Lifetime(stashed, axis.forward[op], position + 1, exists)
+        if stashed and position == last[op]:
+            until = axis.recorded_until(draft.regions[groups.all[group].region], op)
+            yield Lifetime(stashed, axis.forward[op], until, exists)
         if record.workspace_bytes + stashed:
             yield Lifetime(record.workspace_bytes + stashed, position, position + 1, exists)

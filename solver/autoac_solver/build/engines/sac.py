@@ -51,6 +51,7 @@ class Sac:
     runs_code_twice = True
     one_random_state = True
     stops_early = True
+    repeats = False
     compiles = False
     unsupported = NOTHING
 
@@ -67,6 +68,8 @@ class Sac:
             yield "code in it that torch does not see writes a tensor, and would write the saved one a second time"
         if call.once == UNRULED:
             yield "it runs a higher-order op (`torch.cond`, say) that torch's selective checkpointing has no rule for"
+        if len(region.windows) > 1:
+            yield "a second backward goes over its graph, which selective checkpointing refuses where a value is saved"
         if _changes_what_would_be_saved(step.profile, region.ops):
             yield "an op in it changes the size of a tensor, of which selective checkpointing saves the old size"
         yield from refuses_second_run(step, region)

@@ -39,6 +39,7 @@ from autoac_solver.records.profile.rows import (
     Part,
     Saved,
     Storage,
+    Unpack,
 )
 
 __all__ = [
@@ -75,4 +76,5 @@ __all__ = [
     "Profile",
     "Saved",
     "Storage",
+    "Unpack",
 ]

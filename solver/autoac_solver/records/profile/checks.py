@@ -39,6 +39,17 @@ def check(profile: Profile) -> None:
             saved.unpacked == NEVER or saved.tick <= saved.unpacked <= profile.end,
             "a saved tensor is used before it is saved, or after the step",
         )
+    _check_unpacks(profile)
+
+
+def _check_unpacks(profile: Profile) -> None:
+    last_tick = -1
+    for unpack in profile.unpacks:
+        _demand(_refers(profile.saved, unpack.saved), "a use in backward is of no saved tensor")
+        saved = profile.saved[unpack.saved]
+        in_order = last_tick < unpack.tick <= unpack.dropped and saved.unpacked <= unpack.tick
+        _demand(in_order and unpack.dropped <= saved.released, "a use in backward is out of order")
+        last_tick = unpack.tick
 
 
 def _check_ops(profile: Profile) -> None:

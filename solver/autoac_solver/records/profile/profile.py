@@ -33,10 +33,11 @@ from autoac_solver.records.profile.rows import (
     Part,
     Saved,
     Storage,
+    Unpack,
 )
 
 SCHEMA = "autoac.profile"
-SCHEMA_VERSION = 13  # 12: where the host waits; 13: what compiled regions alone hold
+SCHEMA_VERSION = 14  # 13: what compiled regions alone hold; 14: backwards that keep the graph
 
 EngineCosts = dict[str, dict[str, Seconds]]
 """Seconds of the engines' bookkeeping on the profile's machine: engine name -> part -> seconds.
@@ -61,6 +62,8 @@ class Profile(Shown):
         tape: the ops in order.
         storage_table, saved, calls: rows of `Storage`, `Saved` and `ModuleCall`.
         parts: parts of the calls, rows of `Part`.
+        unpacks: all uses of saved tensors in backward, rows of `Unpack` in the order of their ticks, if a backward kept
+            the graph; else empty.
         signatures: overload, shapes, dtypes and scalars of the distinct ops, as text.
         mode: "real" if the step ran on real tensors, "fake" if it was recorded from shapes alone.
         device_name: readable name of the device, "" if unknown.
@@ -109,6 +112,7 @@ class Profile(Shown):
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
     parts: tuple[Part, ...] = field(default=(), repr=False)
     tails: tuple[Part, ...] = field(default=(), repr=False)
+    unpacks: tuple[Unpack, ...] = field(default=(), repr=False)
 
     @property
     def resident_bytes(self) -> int:
@@ -352,6 +356,7 @@ _TABLES: dict[str, Any] = {
     "calls": ModuleCall,
     "parts": Part,
     "tails": Part,
+    "unpacks": Unpack,
 }
 
 

@@ -188,6 +188,25 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Unpack:
+    """A use of a saved tensor in one of a step's backwards, some of which keep the graph.
+
+    Args:
+        saved: index of the saved tensor.
+        tick: the tick of the use; the first one's is `Saved.unpacked`.
+        dropped: tick at which the autograd node drops the unpacked tensor; see `Saved.dropped`.
+        backward: number of the backward in the step.
+        keeps: whether this backward keeps the graph (`retain_graph`, `create_graph`), so that another may follow.
+    """
+
+    saved: int
+    tick: int
+    dropped: int
+    backward: Size
+    keeps: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleCall:
     """One call of a module's forward.
 

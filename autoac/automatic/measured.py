@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from autoac.automatic.report import peak_in_a_line, sized_by_values
+from autoac.automatic.report import may_take_more, peak_in_a_line
 from autoac.automatic.wanted import Wanted
 from autoac.device import device_for
 from autoac.measure import ONE_AT_A_TIME, Taken, measuring
@@ -138,7 +138,7 @@ class Measured:
         self.peak_bytes = self.plan = self.exceeded = None
         # In the first step the compiler may run; in the second one of a loop DDP makes its buckets anew.
         is_compiled = compiles(plan.engine)
-        skipped, again = (1 + is_first, False) if is_compiled else (0, sized_by_values(plan))
+        skipped, again = (1 + is_first, False) if is_compiled else (0, may_take_more(plan))
         table = plan.record.profile.storage_table
         gradients = any(s.is_gradient_before or (s.kind == "Gradient" and s.alloc == 0) for s in table)
         self.step = StepPeak(self._model, self._wanted.measure, skipped, again, gradients)
@@ -157,7 +157,7 @@ class Measured:
 
     def note_excess(self, plan: Plan) -> bool:
         """Note that a step under this plan took more than the budget; returns whether a new plan is to be made."""
-        if self._wanted.on_larger == "replan" and sized_by_values(plan):
+        if self._wanted.on_larger == "replan" and may_take_more(plan):
             self.exceeded = plan
         return self.exceeded is not None
 

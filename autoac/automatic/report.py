@@ -70,13 +70,14 @@ def in_a_line(verb: str, plan: Plan) -> str:
     )
 
 
-def sized_by_values(plan: Plan) -> bool:
-    """Whether a later step may take more than the recorded one: values decide on sizes, or a number that was drawn may.
+def may_take_more(plan: Plan) -> bool:
+    """Whether a later step like the recorded one may take more.
 
-    Such a number may be how many tokens a step drops; mostly it decides on nothing of the kind, so it is not warned of.
+    Values decide on sizes, or a number that was drawn may (how many tokens a step drops; mostly it decides on nothing
+    of the kind, so it is not warned of), or calls of different sizes come before one backward.
     """
     profile = plan.record.profile
-    return SIZED_BY_VALUES in profile.facts or ONE_DRAW in profile.notes
+    return SIZED_BY_VALUES in profile.facts or ONE_DRAW in profile.notes or profile.has_unequal_calls_at_once
 
 
 def words_on_no_plan_since(error: Exception) -> str:
@@ -95,7 +96,12 @@ def words_over_budget(
         is_least: whether no other plan has room for such a step.
     """
     peak = peak_in_a_line(plan, measured_bytes)
-    by = "values" if SIZED_BY_VALUES in plan.record.profile.facts else "a number that is drawn, it seems,"
+    profile = plan.record.profile
+    if profile.has_unequal_calls_at_once:
+        why = "Calls of different sizes come before one backward in this loop's steps"
+    else:
+        by = "values" if SIZED_BY_VALUES in profile.facts else "a number that is drawn, it seems,"
+        why = f"Sizes of tensors depend on {by} in this loop's steps"
     if compiles:
         return (
             f"no plan of compiled regions was measured to be within the budget: {peak}. Leave headroom=, or take "
@@ -103,13 +109,13 @@ def words_over_budget(
         )
     if is_least:
         return (
-            f"a step under the plan took more than the budget: {peak}. Sizes of tensors depend on {by} in this "
-            "loop's steps, and no plan has room for one like that: raise the budget, or take smaller batches."
+            f"a step under the plan took more than the budget: {peak}. {why}, and no plan has room for one like that: "
+            "raise the budget, or take smaller batches."
         )
-    if sized_by_values(plan):
+    if may_take_more(plan):
         return (
-            f"a step under the plan took more than the budget: {peak}. Sizes of tensors depend on {by} in this "
-            "loop's steps: leave headroom=; with on_larger='replan' it is planned again for what was measured."
+            f"a step under the plan took more than the budget: {peak}. {why}: leave headroom=; with "
+            "on_larger='replan' it is planned again for what was measured."
         )
     return (
         f"a step under the plan took more than the budget: {peak}. Leave headroom=, or find out what differs from the "
@@ -119,10 +125,10 @@ def words_over_budget(
 
 def peak_in_a_line(plan: Plan, measured_bytes: int) -> str:
     """The measured peak of a planned step beside the predicted one."""
-    return (
-        f"measured peak {format_bytes(measured_bytes)}, predicted {format_bytes(plan.predicted_peak_bytes)}, budget "
-        f"{format_bytes(plan.budget_bytes)}"
-    )
+    measured, budget = format_bytes(measured_bytes), format_bytes(plan.budget_bytes)
+    over = measured_bytes - plan.budget_bytes
+    more = f" ({over} bytes above the budget)" if over > 0 and measured == budget else ""
+    return f"measured peak {measured}{more}, predicted {format_bytes(plan.predicted_peak_bytes)}, budget {budget}"
 
 
 def refusal(report: Report) -> AutoacError | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoac.automatic.recording import MOST_RECORDINGS, StepRecording
-from autoac.automatic.report import sized_by_values
+from autoac.automatic.report import may_take_more
 from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_newcomers
 from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH, GraphOfBackward, before_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
@@ -224,7 +224,7 @@ class Watch:
 
     def began_with_more(self, recording: StepRecording) -> bool:
         """Whether the first step, for which the plan is, ran ops that none has run since: another one is recorded."""
-        may_vary = VARYING in self._plan.record.step.facts or sized_by_values(self._plan)
+        may_vary = VARYING in self._plan.record.step.facts or may_take_more(self._plan)
         is_first = self._is_first and recording.began == 1
         return is_first and not may_vary and self._less_in_a_row >= _LESS_IN_A_ROW
 

@@ -110,7 +110,8 @@ def notes_if_calls_differ(tape: Tape) -> list[str]:
         return []
     return [
         f"calls of different sizes in the step: {'; '.join(tape.root_calls)}. A call runs under the decisions for the "
-        f"smallest of these that is no smaller. {IN_ITS_ORDER}"
+        "smallest of these that is no smaller (of calls before one backward, under those for its place). "
+        f"{IN_ITS_ORDER}"
     ]
 
 

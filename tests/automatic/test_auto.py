@@ -189,6 +189,28 @@ def with_computed_weights(model: Blocks, optimizer: Any, x: torch.Tensor, y: tor
     optimizer.zero_grad()
 
 
+def with_a_forward_for_the_step(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    """As sentence-transformers' losses look at layers: a forward is put on a module, and taken off before backward."""
+    block, calls = model.blocks[0], []
+    original = block.forward
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        assert len(calls) == 1
+        return original(*args, **kwargs)
+
+    block.forward = noting
+    try:
+        loss = F.cross_entropy(model(x), y)
+    finally:
+        block.forward = original
+    assert calls
+    calls.clear()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 LOOPS: dict[str, Callable[[], Step]] = {
     "bare": lambda: bare,
     "accumulating": lambda: accumulating,
@@ -205,6 +227,7 @@ LOOPS: dict[str, Callable[[], Step]] = {
     "two views and a lone call": LoneCall,
     "perturbed weights": lambda: perturbed,
     "computed weights": lambda: with_computed_weights,
+    "a forward for the step": lambda: with_a_forward_for_the_step,
 }
 
 
@@ -646,6 +669,30 @@ def test_calls_before_one_backward_are_planned_for_in_their_order():
     with pytest.raises(ValueError, match="The call was not run"):
         both_then_backward(model, optimizer, 64, 16)
     handle.remove()
+
+
+def test_a_larger_call_before_one_backward_keeps_the_decisions_of_its_place():
+    """The call that goes backward first saves the most, and is no model for the others."""
+    model = make(blocks=4).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(66, WIDTH)
+
+    def step(*sizes: int) -> None:
+        sum(model(x[:size]).mean() for size in sizes).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    handle = autoac.auto(model, ENOUGH)
+    for _ in range(2):
+        step(32, 64)
+    assert handle.plan is not None
+    profile = handle.plan.record.profile
+    handle.remove()
+    with autoac.solve(profile, profile.least_peak_bytes).applied(model) as planned:
+        step(32, 64)
+        as_planned, larger = (measure_peak(partial(step, n, 64)).peak_above_start_bytes for n in (32, 33))
+        assert larger < 1.05 * as_planned
+        assert planned is model
 
 
 def test_recording_for_larger_later_micro_batches_ends():

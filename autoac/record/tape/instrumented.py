@@ -63,10 +63,15 @@ stack = _Stack()
 
 
 class _Watch:
-    """The recording forward of a module. It is dropped when the module is copied or pickled."""
+    """The recording forward of a module. It is dropped when the module is copied or pickled.
+
+    Attributes:
+        is_over: the recording has ended. Code that has put a forward of its own over this one may still call it.
+    """
 
     def __init__(self, run: Callable[..., Any]):
         self.run = run
+        self.is_over = False
         # For modules that a compiled function calls: the compiler must not trace the recording.
         self.run_eagerly = disable_dynamo(run, "autoac records this step as eager mode runs it")
 
@@ -89,7 +94,7 @@ def _recorded_forward(
         watch: None in a copy of the module.
     """
     module = called_module(bound)
-    if watch is None or module is not bound:
+    if watch is None or watch.is_over or module is not bound:
         return (own or functools.partial(type(module).forward, module))(*args, **kwargs)
     return (watch.run_eagerly if torch.compiler.is_compiling() else watch.run)(*args, **kwargs)
 
@@ -139,9 +144,9 @@ class Instrumented:
             seen.__enter__()
             restorer.later(seen.__exit__, None, None, None)
             for name, module in self.modules:
-                restorer.later(_put_forward, module, module.__dict__.get("forward"))
                 own = module.__dict__.get("forward")
                 watch = _Watch(self._wrapper(name, module, own))
+                restorer.later(_put_forward, module, own, watch)
                 # As a partial, whose arguments a copy of the module copies; see `execute.forwards`.
                 module.__dict__["forward"] = functools.partial(_recorded_forward, module, own, watch)
             yield
@@ -202,8 +207,12 @@ class Instrumented:
         return result
 
 
-def _put_forward(module: torch.nn.Module, original: Any) -> None:
-    """Restore a module's own attribute `forward`; None if it had none."""
+def _put_forward(module: torch.nn.Module, original: Any, watch: _Watch) -> None:
+    """Restore a module's own attribute `forward`; None if it had none. One put on by other code since stays."""
+    watch.is_over = True
+    current = module.__dict__.get("forward")
+    if not isinstance(current, functools.partial) or watch not in current.args:
+        return
     if original is None:
         module.__dict__.pop("forward", None)
     else:

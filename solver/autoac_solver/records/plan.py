@@ -112,7 +112,8 @@ class RootCalls:
     Args:
         before: module -> number of its calls before each call of the root module.
         fresh: number of root calls before the first gradient, see `Profile.calls_below_root`.
-        elements: elements that each root call is given, if they are not all equal; else ().
+        elements: elements that each root call is given, if they are not all equal and a call uses the decisions for
+            one of its size; else ().
     """
 
     before: Mapping[str, tuple[int, ...]]

@@ -155,8 +155,11 @@ def _several(profile: Profile, regions: Sequence[RegionPlan]) -> RootCalls | Non
     wrapped = dict.fromkeys(parts.get(region.fqn, region.fqn) for region in regions if region.wrapped)
     names = [fqn for fqn in wrapped if calls[fqn] > 1]
     found = profile.calls_below_root(names) if names else None
-    sizes = profile.call_elements
-    return None if found is None else RootCalls(*found, elements=sizes if len(set(sizes)) > 1 else ())
+    if found is None:
+        return None
+    # Calls that are alive together go backward in an order of their own: each keeps the decisions of its place.
+    has_places = len(set(profile.call_elements)) < 2 or profile.has_unequal_calls_at_once
+    return RootCalls(*found, elements=() if has_places else profile.call_elements)
 
 
 def settled(built: Built, decisions: Sequence[int]) -> tuple[int, ...]:

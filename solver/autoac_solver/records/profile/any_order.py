@@ -32,7 +32,7 @@ _STAYS = "Parameter", "Buffer", "Gradient", "Optstate"
 def in_any_order(profile: Profile) -> Profile:
     """The profile with calls in any order; itself if they are equal, or if one begins before another's backward."""
     roots = [call for call in profile.calls if not call.fqn and call.grad]
-    if profile.any_order or len(set(profile.call_elements)) < 2 or _overlap(profile, roots):
+    if profile.any_order or len(set(profile.call_elements)) < 2 or calls_overlap(profile):
         return profile
     found = _gradients_first(profile, roots[0].start)
     found += _left(profile, roots)
@@ -41,9 +41,9 @@ def in_any_order(profile: Profile) -> Profile:
     return replace(profile, storage_table=tuple(found), notes=notes, any_order=True)
 
 
-def _overlap(profile: Profile, roots: list[ModuleCall]) -> bool:
-    """Whether the graph of a call is alive when a later one begins."""
-    starts = [root.start for root in roots]
+def calls_overlap(profile: Profile) -> bool:
+    """Whether the graph of a call of the root module is alive when a later one begins."""
+    starts = [call.start for call in profile.calls if not call.fqn and call.grad]
     return any(
         bisect_left(starts, saved.tick) != bisect_left(starts, saved.released) for saved in profile.saved
     )

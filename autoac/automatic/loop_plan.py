@@ -31,8 +31,9 @@ from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import LOGGER
 from autoac.step.model import unwrapped
+from autoac.step.uncompiled import compiled_modules
 from autoac_solver.plan.recorded.transfer import outcome_of
-from autoac_solver.records.engines import compiles
+from autoac_solver.records.engines import SAC, compiles
 from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError, ProfilingError
 from autoac_solver.records.profile import Profile
 
@@ -261,8 +262,13 @@ class LoopPlan:
             raise
 
     def _put_new_plan_on(self, plan: Plan, verb: str, is_first: bool = False) -> None:
-        self._measured.begin(plan, is_first)
+        self._measured.begin(plan, is_first, runs_compiled=self._runs_compiled(plan))
         self._put_plan_on(plan, verb)
+
+    def _runs_compiled(self, plan: Plan) -> bool:
+        """Whether modules that the user has compiled run compiled under the plan, in one process."""
+        stay_compiled = plan.engine == SAC and bool(compiled_modules(self._given))
+        return stay_compiled and not self._across.several
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:
         if self._compiling is not None:
@@ -316,8 +322,12 @@ class LoopPlan:
                 self._watch.takes_more = True
                 return
             is_corrected = not self._compiling.is_unlike
-        if peak > plan.budget_bytes and not (self._compiling is None and self._measured.note_excess(plan)):
-            self._warn("over budget", words_over_budget(plan, peak, compiles=is_corrected))
+        if peak <= plan.budget_bytes or (self._compiling is None and self._measured.note_excess(plan)):
+            return
+        if self._compiling is None and (corrected := self._measured.corrected(plan)) is not None:
+            self._corrected = corrected
+            return
+        self._warn("over budget", words_over_budget(plan, peak, compiles=is_corrected))
 
     def _make_room(self) -> None:
         """React to a step that took more than the budget because of values in it."""
@@ -335,7 +345,9 @@ def _stay_over_budget(loop: LoopPlan, plan: Plan | None) -> None:
     """No plan has room for a step that took more than the budget: go on under this one."""
     assert plan is not None
     assert loop._measured.peak_bytes is not None
-    loop._warn("over budget", words_over_budget(plan, loop._measured.peak_bytes, is_least=True))
+    is_compiled = loop._runs_compiled(plan)
+    words = words_over_budget(plan, loop._measured.peak_bytes, is_least=True, runs_compiled=is_compiled)
+    loop._warn("over budget", words)
     loop._measured.no_more()
     if loop._plan is None:
         loop._put_plan_on(plan, _STAYS)

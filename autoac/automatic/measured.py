@@ -1,4 +1,4 @@
-"""Measured peaks of a loop's steps, and what follows where values decide on sizes, as where tokens choose experts."""
+"""Measured peaks of a loop's steps, and what follows from those that are not as predicted."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from autoac.step.model import device_of, gradient_of
 from autoac.torch_private import is_profiled
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.profile import Profile
+
+_MOST_CORRECTIONS = 3
+"""Plans of compiled modules that are made with more room."""
 
 _MOST_BETWEEN = 64
 """Where steps are measured again and again, at most so many are not measured between two that are."""
@@ -111,6 +114,9 @@ class Measured:
     After a step that exceeded the budget because of values in it another one is recorded, and the larger of the two is
     planned for. If that was done too often, the next plan leaves room for the difference.
 
+    Under *sac*, modules that the user has compiled stay compiled, and what their code takes is not known before it is
+    measured: the plan after a step that exceeded the budget leaves room for the difference.
+
     Args:
         model: without wrappers.
 
@@ -128,20 +134,25 @@ class Measured:
         self.exceeded: Plan | None = None
         self._model = model
         self._wanted = wanted
+        self._corrections = 0
+        self._is_corrected = False  # by what is measured of compiled modules
 
-    def begin(self, plan: Plan, is_first: bool) -> None:
-        """Measure steps under a new plan, if that is wanted.
+    def begin(self, plan: Plan, is_first: bool, runs_compiled: bool) -> None:
+        """Measure steps under a new plan, if that is wanted, or modules are compiled.
 
         Args:
             is_first: whether the loop begins with it.
+            runs_compiled: whether modules that the user has compiled run under it, in one process.
         """
         self.peak_bytes = self.plan = self.exceeded = None
+        self._is_corrected = runs_compiled and self._corrections < _MOST_CORRECTIONS
         # In the first step the compiler may run; in the second one of a loop DDP makes its buckets anew.
-        is_compiled = compiles(plan.engine)
+        is_compiled = compiles(plan.engine) or runs_compiled
         skipped, again = (1 + is_first, False) if is_compiled else (0, may_take_more(plan))
         table = plan.record.profile.storage_table
         gradients = any(s.is_gradient_before or (s.kind == "Gradient" and s.alloc == 0) for s in table)
-        self.step = StepPeak(self._model, self._wanted.measure, skipped, again, gradients)
+        is_wanted = self._wanted.measure or self._is_corrected
+        self.step = StepPeak(self._model, is_wanted, skipped, again, gradients)
 
     def no_more(self) -> None:
         """Measure no step from here on."""
@@ -160,6 +171,14 @@ class Measured:
         if self._wanted.on_larger == "replan" and may_take_more(plan):
             self.exceeded = plan
         return self.exceeded is not None
+
+    def corrected(self, plan: Plan) -> tuple[Profile, Wanted] | None:
+        """The profile to plan for and the arguments, after a step of compiled modules took more than the budget."""
+        if not self._is_corrected:
+            return None
+        self._corrections += 1
+        self.exceeded = plan
+        return self.with_room()
 
     def larger(self, profile: Profile) -> Profile:
         """This newly recorded step, or the one that was planned for before, if it keeps more."""

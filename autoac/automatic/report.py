@@ -87,17 +87,25 @@ def words_on_no_plan_since(error: Exception) -> str:
 
 
 def words_over_budget(
-    plan: Plan, measured_bytes: int, *, compiles: bool = False, is_least: bool = False
+    plan: Plan,
+    measured_bytes: int,
+    *,
+    compiles: bool = False,
+    is_least: bool = False,
+    runs_compiled: bool = False,
 ) -> str:
     """The warning about a measured step that took more than the budget.
 
     Args:
         compiles: whether the step was as recorded, and the plan is one of compiled regions.
         is_least: whether no other plan has room for such a step.
+        runs_compiled: whether modules that the user has compiled run in it.
     """
     peak = peak_in_a_line(plan, measured_bytes)
     profile = plan.record.profile
-    if profile.has_unequal_calls_at_once:
+    if runs_compiled:
+        why = "Compiled modules take more than their ops would one by one"
+    elif profile.has_unequal_calls_at_once:
         why = "Calls of different sizes come before one backward in this loop's steps"
     else:
         by = "values" if SIZED_BY_VALUES in profile.facts else "a number that is drawn, it seems,"

@@ -128,19 +128,8 @@ class SavedTensors:
         if self.unseen is not None and in_backward():
             self.unseen.backward_begins()
         row = None if watched.saved is None else self.rows[watched.index]
-        if row is not None and row["unpacked"] == NEVER:
-            self._first_unpack(row, watched.index)
-            tick = row["unpacked"]
-        elif row is not None:
-            row["dropped"] = NEVER  # another backward
-            self.storages.poll()
-            tick = self.clock.next()
-        if row is not None and in_backward():
-            self.unpacks.add(watched.index, tick)
-            backward = current_backward()
-            if self._unpacked_in.get(watched.index) == backward:
-                self.calls.unpacked_twice(row["module"])
-            self._unpacked_in[watched.index] = backward
+        if row is not None:
+            self._is_unpacked(row, watched.index)
         with Suspended(self.clock):
             tensor = replay_unpack(watched.packed)
             if self.guard is not None:
@@ -149,9 +138,22 @@ class SavedTensors:
             self.storages.recomputed(local_part(tensor), row["storage"])
         return tensor
 
-    def _first_unpack(self, row: dict[str, Any], index: int) -> None:
+    def _is_unpacked(self, row: dict[str, Any], index: int) -> None:
         self.storages.poll()
-        row["unpacked"] = self.clock.next()
+        tick = self.clock.next()
+        if row["unpacked"] == NEVER:
+            row["unpacked"] = tick
+            self._first_unpack(row, index)
+        else:
+            row["dropped"] = NEVER  # another backward
+        if in_backward():
+            self.unpacks.add(index, tick)
+            backward = current_backward()
+            if self._unpacked_in.get(index) == backward:
+                self.calls.unpacked_twice(row["module"])
+            self._unpacked_in[index] = backward
+
+    def _first_unpack(self, row: dict[str, Any], index: int) -> None:
         node = current_node()
         if sequence_of(node) != self.calls.node_that_unpacked_last:
             self._unpacked = []

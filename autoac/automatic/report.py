@@ -19,7 +19,7 @@ from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.profile import OWN_CHECKPOINTING, SIZED_BY_VALUES
+from autoac_solver.records.profile import OWN_CHECKPOINTING, SIZED_BY_VALUES, has_unequal_calls_at_once
 
 
 class Once:
@@ -77,7 +77,7 @@ def may_take_more(plan: Plan) -> bool:
     of the kind, so it is not warned of), or calls of different sizes come before one backward.
     """
     profile = plan.record.profile
-    return SIZED_BY_VALUES in profile.facts or ONE_DRAW in profile.notes or profile.has_unequal_calls_at_once
+    return SIZED_BY_VALUES in profile.facts or ONE_DRAW in profile.notes or has_unequal_calls_at_once(profile)
 
 
 def words_on_no_plan_since(error: Exception) -> str:
@@ -105,7 +105,7 @@ def words_over_budget(
     profile = plan.record.profile
     if runs_compiled:
         why = "Compiled modules take more than their ops would one by one"
-    elif profile.has_unequal_calls_at_once:
+    elif has_unequal_calls_at_once(profile):
         why = "Calls of different sizes come before one backward in this loop's steps"
     else:
         by = "values" if SIZED_BY_VALUES in profile.facts else "a number that is drawn, it seems,"

@@ -224,9 +224,9 @@ class Watch:
 
     def began_with_more(self, recording: StepRecording) -> bool:
         """Whether the first step, for which the plan is, ran ops that none has run since: another one is recorded."""
-        may_vary = VARYING in self._plan.record.step.facts or may_take_more(self._plan)
-        is_first = self._is_first and recording.began == 1
-        return is_first and not may_vary and self._less_in_a_row >= _LESS_IN_A_ROW
+        if not (self._is_first and recording.began == 1 and self._less_in_a_row >= _LESS_IN_A_ROW):
+            return False
+        return VARYING not in self._plan.record.step.facts and not may_take_more(self._plan)
 
     def _unlike_the_plan(self, recordings: int) -> Finding | None:
         """What the step before had that the planned one had not; several things of one step count once."""

@@ -342,8 +342,10 @@ def test_in_a_compiled_method_the_compiler_traces_no_code_of_ours(engine):
     torch.manual_seed(0)
     model = nn.Sequential(*(InTwo() for _ in range(4)))
     expected = gradients(model)
-    model[0].forward = torch.compile(model[0].forward, backend="aot_eager")
-    model[1].run = torch.compile(model[1].run, backend="aot_eager")
+    first, second = model[0], model[1]
+    assert isinstance(second, InTwo)
+    first.forward = torch.compile(first.forward, backend="aot_eager")
+    second.run = torch.compile(second.run, backend="aot_eager")
     profile = autoac.profile(model, SAMPLE)
     plan = autoac.solve(profile, least_bytes(profile, engine), engine=engine)
     with plan.applied(model):

@@ -276,7 +276,7 @@ class Compiled(torch.optim.Optimizer):
         self.update = torch.compile(lambda p, g: p.sub_(g, alpha=0.01), backend=backend, fullgraph=True)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             self.update(parameter, parameter.grad)
 

@@ -124,7 +124,7 @@ def norms_at_one_layer(model: nn.Module, x: torch.Tensor) -> None:
     output, weight = model(x), list(model.parameters())[-2]
     losses = output.square().mean(), output.abs().mean()
     norms = [torch.autograd.grad(loss, weight, retain_graph=True)[0].norm() for loss in losses]
-    sum(loss / norm for loss, norm in zip(losses, norms, strict=True)).backward()
+    torch.stack([loss / norm for loss, norm in zip(losses, norms, strict=True)]).sum().backward()
 
 
 def accumulation(model: nn.Module, x: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ import pulp
 from autoac_solver.optimise.algebra import Algebra
 from autoac_solver.optimise.backends import LinearProgram
 from autoac_solver.optimise.memory import MemoryModel, MemoryRow
-from autoac_solver.problem.problem import SAVE, Literal, Problem
+from autoac_solver.problem.problem import RECOMPUTE, SAVE, Literal, Problem
 
 _COST_RANGE = 1e4
 """The objective's scale, the sum of all costs: solvers work to absolute tolerances of about 1e-6."""
@@ -88,6 +89,20 @@ class Formulation:
         choices = [self._column[twin + 1] for twin in algebra.twin]
         regions = [self._column[algebra.variables.wrapped(k)] for k in range(len(self._problem.regions))]
         return values[choices + regions]
+
+    @property
+    def counts(self) -> set[int]:
+        """The columns that count regions for `split`; outside of it they restrict nothing."""
+        return set(self._counts.values())
+
+    @property
+    def lone(self) -> list[int]:
+        """The columns of groups that are the only one of their region and have two options, such as that of losses."""
+        groups = self._problem.groups
+        sizes = Counter(group.region for group in groups)
+        alone = (i for i, g in enumerate(groups) if sizes[g.region] == 1 and len(g.options) == 2)
+        literals = dict.fromkeys(abs(self._algebra.literal(Literal(index, RECOMPUTE))) for index in alone)
+        return [self._column[literal] for literal in literals if literal in self._column]
 
     def seconds(self, objective: float) -> float:
         """An objective value in seconds."""

@@ -22,6 +22,7 @@ from typing import Literal
 import numpy as np
 
 from autoac_solver.optimise.algebra import Algebra, Variables
+from autoac_solver.optimise.apart import run_apart
 from autoac_solver.optimise.backends import INFEASIBLE, STOPPED, Job, SolverResult, choose_backend
 from autoac_solver.optimise.formulation import Formulation
 from autoac_solver.optimise.memory import MemoryModel
@@ -275,7 +276,11 @@ class Search:
             return STOPPED
         integer = phase != "relaxation"
         start = self._start_values(formulation) if integer else None
-        outcome = self.task.backend.run(Job(formulation.program, integer, gap, self.task.deadline, start))
+        job = Job(formulation.program, integer, gap, self.task.deadline, start)
+        if phase == "plan" and not formulation.is_split:
+            outcome = run_apart(self.task.backend, job, formulation.counts, formulation.lone)
+        else:
+            outcome = self.task.backend.run(job)
         self.task.rounds += integer
         self.learn(formulation, outcome)
         self.tell(phase, formulation)

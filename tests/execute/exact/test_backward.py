@@ -83,7 +83,7 @@ def test_several_losses_one_after_the_other_are_refused_under_sac():
     case = Case(TwoHeads, lambda model: model(X), REGIONS, backward=one_by_one)
     plan = plan_with(case, "sac", all_but_tanh)
     assert {region.name for region in plan.regions} == {"heads.0", "heads.1"}
-    case = dataclasses.replace(case, profiled_backward=lambda losses: sum(losses).backward())
+    case = dataclasses.replace(case, profiled_backward=lambda losses: torch.stack(losses).sum().backward())
     plan = plan_with(case, "sac", all_but_tanh)
     with pytest.raises(RuntimeError, match="You are only allowed to backward once on any region"):
         run(case, plan)

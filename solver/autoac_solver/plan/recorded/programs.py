@@ -18,7 +18,7 @@ from autoac_solver.problem.problem import RECOMPUTE, SAVE
 from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.plan import CallProgram, PlanRecord, RegionPlan, RootCalls, StepFacts
-from autoac_solver.records.profile import NEVER, Profile
+from autoac_solver.records.profile import NEVER, Profile, has_unequal_calls_at_once
 
 
 def programs(profile: Profile, built: Built, decisions: Sequence[int]) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _several(profile: Profile, regions: Sequence[RegionPlan]) -> RootCalls | Non
     if found is None:
         return None
     # Calls that are alive together go backward in an order of their own: each keeps the decisions of its place.
-    has_places = len(set(profile.call_elements)) < 2 or profile.has_unequal_calls_at_once
+    has_places = len(set(profile.call_elements)) < 2 or has_unequal_calls_at_once(profile)
     return RootCalls(*found, elements=() if has_places else profile.call_elements)
 
 

@@ -7,7 +7,7 @@ tensors refer to each other by index.
 On disk a profile is JSON in columns, with a schema version. Loading a file runs no code from it.
 """
 
-from autoac_solver.records.profile.any_order import IN_ITS_ORDER
+from autoac_solver.records.profile.any_order import IN_ITS_ORDER, has_unequal_calls_at_once
 from autoac_solver.records.profile.profile import PROFILE, EngineCosts, Profile
 from autoac_solver.records.profile.rows import (
     BUCKETS,
@@ -77,4 +77,5 @@ __all__ = [
     "Saved",
     "Storage",
     "Unpack",
+    "has_unequal_calls_at_once",
 ]

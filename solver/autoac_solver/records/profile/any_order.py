@@ -32,7 +32,7 @@ _STAYS = "Parameter", "Buffer", "Gradient", "Optstate"
 def in_any_order(profile: Profile) -> Profile:
     """The profile with calls in any order; itself if they are equal, or if one begins before another's backward."""
     roots = [call for call in profile.calls if not call.fqn and call.grad]
-    if profile.any_order or len(set(profile.call_elements)) < 2 or calls_overlap(profile):
+    if profile.any_order or len(set(profile.call_elements)) < 2 or has_unequal_calls_at_once(profile):
         return profile
     found = _gradients_first(profile, roots[0].start)
     found += _left(profile, roots)
@@ -41,8 +41,10 @@ def in_any_order(profile: Profile) -> Profile:
     return replace(profile, storage_table=tuple(found), notes=notes, any_order=True)
 
 
-def calls_overlap(profile: Profile) -> bool:
-    """Whether the graph of a call of the root module is alive when a later one begins."""
+def has_unequal_calls_at_once(profile: Profile) -> bool:
+    """Whether calls of the root module differ in size, and the graph of one is alive when a later one begins."""
+    if len(set(profile.call_elements)) < 2:
+        return False
     starts = [call.start for call in profile.calls if not call.fqn and call.grad]
     return any(
         bisect_left(starts, saved.tick) != bisect_left(starts, saved.released) for saved in profile.saved

@@ -22,7 +22,7 @@ from autoac_solver.records.disk.schema import checked, columns, document, fields
 from autoac_solver.records.errors import ProfileError
 from autoac_solver.records.format import format_bytes, format_seconds
 from autoac_solver.records.names import PART
-from autoac_solver.records.profile.any_order import calls_overlap, in_any_order
+from autoac_solver.records.profile.any_order import in_any_order
 from autoac_solver.records.profile.checks import check
 from autoac_solver.records.profile.rows import (
     FACTS,
@@ -188,11 +188,6 @@ class Profile(Shown):
         calls are equal, or if one begins before the backward of another.
         """
         return in_any_order(self)
-
-    @functools.cached_property
-    def has_unequal_calls_at_once(self) -> bool:
-        """Whether calls of the root module differ in size, and one begins before the backward of another."""
-        return len(set(self.call_elements)) > 1 and calls_overlap(self)
 
     @functools.cached_property
     def _class_of(self) -> dict[str, str]:

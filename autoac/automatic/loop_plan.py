@@ -159,7 +159,7 @@ class LoopPlan:
         if is_of_another(recorded, self._model) and self._record_again():
             LOGGER.info("the model has changed since the recorded step began: recording this step")
             return
-        profile = self._measured.larger(self._counted())
+        profile = self._measured.larger(self._counted((args, kwargs)))
         kept, self._kept = self._kept, None
         if kept is not None and self._kept_for_less and self._may_do(kept, profile):
             self._put_plan_on(
@@ -189,9 +189,11 @@ class LoopPlan:
                     self._put_plan_on(kept, _STAYS)
                 else:
                     self._take(plan, args, kwargs, save=False, verb=_LEAST)
-            elif not (self._recording.ended_early and self._record_again()):  # of a part?
+            elif self._recording.ended_early and self._record_again():  # of a part?
+                _lesser(error, profile, self._recording)
+            else:
                 _remove_for(error, self)
-                raise
+                raise _lesser(error, profile, self._recording) from None
         except AutoacError as error:
             _remove_for(error, self)
             raise
@@ -225,9 +227,13 @@ class LoopPlan:
         save = wanted is self._wanted
         self._take(plan, args, kwargs, save, verb="planned again, from the measured peak,")
 
-    def _counted(self) -> Profile:
-        """The recorded step with its optimizers; drops the recording."""
-        profile = self._optimizers.counted(self._recording.taken())
+    def _counted(self, given: Any = ()) -> Profile:
+        """The recorded step with its optimizers; drops the recording.
+
+        Args:
+            given: what the model is called with now.
+        """
+        profile = self._optimizers.counted(self._recording.taken(given))
         self._optimizers.hold(False)
         self._provisional = None
         self._watch.uncounted = False
@@ -341,6 +347,17 @@ class LoopPlan:
             self._corrected = self._measured.with_room()
 
 
+def _lesser(
+    error: InfeasibleBudgetError, profile: Profile, recording: StepRecording
+) -> InfeasibleBudgetError:
+    """Note the refusal of a recorded step; returns the least one of steps with the same ops."""
+    before = recording.refused
+    if before is not None and before[0] == profile.op_fingerprint:
+        error = min(before[1], error, key=lambda refusal: refusal.minimum_bytes)
+    recording.refused = profile.op_fingerprint, error
+    return error
+
+
 def _stay_over_budget(loop: LoopPlan, plan: Plan | None) -> None:
     """No plan has room for a step that took more than the budget: go on under this one."""
     assert plan is not None
@@ -384,7 +401,7 @@ def _settle_with(loop: LoopPlan, meeting: Meeting, args: Any, kwargs: Any) -> No
     profile, saved, at_hand = None, None, on or (kept if loop._kept_for_less else None)
     loop._kept = None
     if recorded:
-        profile = loop._measured.larger(loop._counted())
+        profile = loop._measured.larger(loop._counted((args, kwargs)))
     elif at_hand is None and meeting.is_first and not recording.count:
         saved = wanted.saved(loop._model)
     is_saved = meeting.any(saved is not None)

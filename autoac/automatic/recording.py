@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,9 @@ from autoac.progress import LOGGER
 from autoac.record.cuda.cublas import with_workspaces
 from autoac.record.live import InUse, LiveStep, with_leftovers
 from autoac.step.model import number_of_gradients, runs_compiled, unwrapped
+from autoac.step.restore import tensors_of
 from autoac.torch_private import any_autocast, local_part, storage_key
-from autoac_solver.records.errors import ProfilingError
+from autoac_solver.records.errors import InfeasibleBudgetError, ProfilingError
 from autoac_solver.records.profile import Profile
 
 MOST_RECORDINGS = 3
@@ -93,6 +94,8 @@ class StepRecording:
         self._has_recorded = False  # a step, to its end
         self._ends_with_calls = False  # whether each call that follows a backward begins a step
         self.began = 0  # recordings begun since there is this object
+        # The step that no plan fits, by its ops, and why; another one was recorded then.
+        self.refused: tuple[str, InfeasibleBudgetError] | None = None
 
     @property
     def is_on(self) -> bool:
@@ -251,10 +254,13 @@ class StepRecording:
             with self._on_top.aside():
                 live.give_up()
 
-    def taken(self) -> Profile:
+    def taken(self, given: Any) -> Profile:
         """The profile, with the tensors of its step that the loop still holds; drops it here.
 
         To be called within the model's call that begins the next step.
+
+        Args:
+            given: what that call is given.
         """
         assert self.profile is not None
         profile = with_leftovers(
@@ -262,6 +268,7 @@ class StepRecording:
             self._survivors,
             storages_of_caller(self.returned),
             storages_of_modules(self._model),
+            _keys(tensors_of(given)),
         )
         self.forget()
         return profile
@@ -316,8 +323,7 @@ def storages_of_caller(returned: int) -> frozenset[int]:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame = frame.f_back
     values = [] if frame is None else _locals_of(frame)
-    parts = [local_part(tensor) for value in values for tensor in _tensors_in(value, _MOST_NESTED, returned)]
-    return frozenset(storage_key(part) for part in parts if part.layout is torch.strided)
+    return _keys(tensor for value in values for tensor in _tensors_in(value, _MOST_NESTED, returned))
 
 
 def storages_of_modules(model: torch.nn.Module) -> dict[int, str]:
@@ -325,9 +331,15 @@ def storages_of_modules(model: torch.nn.Module) -> dict[int, str]:
     found = {}
     for name, module in model.named_modules():
         own = vars(module).values()
-        parts = [local_part(tensor) for value in own for tensor in _tensors_in(value, _MOST_NESTED, 0)]
-        found |= {storage_key(part): name for part in parts if part.layout is torch.strided}
+        keys = _keys(tensor for value in own for tensor in _tensors_in(value, _MOST_NESTED, 0))
+        found |= dict.fromkeys(keys, name)
     return found
+
+
+def _keys(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Keys of the storages of these."""
+    parts = map(local_part, tensors)
+    return frozenset(storage_key(part) for part in parts if part.layout is torch.strided)
 
 
 def _locals_of(frame: types.FrameType) -> list[Any]:

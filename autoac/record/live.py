@@ -16,6 +16,7 @@ import contextlib
 import functools
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -398,6 +399,7 @@ def with_leftovers(
     survivors: dict[int, weakref.ref[torch.UntypedStorage]],
     rebound: Collection[int],
     kept_by: Mapping[int, str],
+    given: Collection[int] = (),
 ) -> Profile:
     """The profile of a step that begins while the loop still holds tensors of the previous step, such as its output.
 
@@ -410,7 +412,10 @@ def with_leftovers(
         survivors: storages that were alive at the step's end.
         rebound: keys of the storages in local variables of the code that calls the model.
         kept_by: modules' names, by the keys of the storages in their attributes.
+        given: keys of the storages that the next step is called with, such as the state of a recurrent network. The
+            recorded step has had such inputs, too: they are counted already.
     """
+    inputs = Counter(s.bytes for s in profile.storage_table if s.kind == "Input" and s.alloc <= 0)
     last = max((op.tick for op in profile.tape if op.backward), default=profile.end)
     released = [
         storage for storage in profile.storage_table if storage.kind == "Input" and storage.free < profile.end
@@ -426,6 +431,9 @@ def with_leftovers(
     again = []
     for storage, kept in left:
         key = key_of_storage(kept)
+        if key in given and inputs[storage.bytes]:
+            inputs[storage.bytes] -= 1
+            continue
         makers = [call for call in profile.calls if call.start <= storage.alloc <= call.end]
         ends = [call.end for call in makers if call.fqn == kept_by.get(key, "")]
         # The data loader is one batch ahead: the recorded step began with such a batch too, which is counted already.

@@ -160,7 +160,7 @@ def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> _Fa
     ]
     shared += [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
     with (
-        unchanged(shared),
+        unchanged(shared, {kind.__module__ for kind in type(optimizer).__mro__} - {"builtins"}),
         _uncompiled(),
         fakes_as_parameters(parameters),
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -178,7 +178,7 @@ def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> _Fa
         own = {name: value for name, value in vars(optimizer).items() if name not in vars(fake)}
         own.pop("step", None)
         vars(fake).update(
-            {name: copy.copy(v) if isinstance(v, (dict, list)) else v for name, v in own.items()}
+            {name: copy.copy(v) if issubclass(type(v), (dict, list)) else v for name, v in own.items()}
         )
         vars(fake).update(state=defaultdict(dict), param_groups=groups)
         steps = _FakeSteps(fake, device)

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from autoac.step.restore import put_back, values_kept
+from autoac.step.restore import is_plain, put_back, values_kept
 
 _MOST_OBJECTS = 10_000
 _MOST_ELEMENTS = 4096
-_NOT_ENTERED = (
-    torch.nn.Module,
-    torch.optim.Optimizer,
-    types.ModuleType,
-    types.FunctionType,
-    types.MethodType,
-    type,
-)
+_DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
 
 
 @contextlib.contextmanager
-def unchanged(roots: Iterable[Any]) -> Iterator[None]:
+def unchanged(roots: Iterable[Any], modules: Collection[str]) -> Iterator[None]:
     """Context: what these objects lead to is afterwards as it was.
 
-    That is: contents of dictionaries, lists and sets, attributes of objects, and values of tensors on the CPU and of
-    numpy arrays, if these are small. Modules, optimizers and functions are not entered. Of many objects, the nearest
-    count.
+    That is: contents of dictionaries, lists, queues and sets, attributes of objects, and values of tensors on the CPU
+    and of numpy arrays, if these are small. Of many objects, the nearest count.
+
+    Args:
+        modules: names of the Python modules whose objects have attributes of interest. Those of others, such as loggers
+            and thread pools, may belong to other threads, and are not entered.
     """
     undo: list[Callable[[], None]] = []
     tensors: list[torch.Tensor] = []
@@ -39,29 +35,33 @@ def unchanged(roots: Iterable[Any]) -> Iterator[None]:
     queue = deque(roots)
     while queue and len(seen) < _MOST_OBJECTS:
         found = queue.popleft()
-        if id(found) in seen or isinstance(found, _NOT_ENTERED):
+        kind = type(found)
+        if id(found) in seen:
             continue
         seen[id(found)] = found
-        if isinstance(found, torch.Tensor):
-            if found.device.type == "cpu" and found.numel() <= _MOST_ELEMENTS and not found.requires_grad:
+        if issubclass(kind, torch.Tensor):
+            on_cpu = is_plain(found) and found.device.type == "cpu" and not found.requires_grad
+            if on_cpu and found.numel() <= _MOST_ELEMENTS:
                 tensors.append(found)
-            continue
-        if isinstance(found, np.ndarray):
+        elif kind is np.ndarray:
             if found.size <= _MOST_ELEMENTS and found.flags.writeable:
                 undo.append(_array(found))
-            continue
-        if isinstance(found, dict):
+        elif kind in _DICTIONARIES:
             undo.append(_dictionary(found))
             queue.extend(found.values())
-        elif isinstance(found, (list, deque)):
+        elif kind in (list, deque):
             undo.append(_sequence(found))
             queue.extend(found)
-        elif isinstance(found, set):
+        elif kind is set:
             undo.append(_set(found))
-        elif isinstance(found, tuple):
+        elif issubclass(kind, tuple):
             queue.extend(found)
-        if isinstance(attributes := getattr(found, "__dict__", None), dict):
-            queue.append(attributes)
+        elif (
+            kind is types.SimpleNamespace
+            or kind.__module__ in modules
+            or hasattr(kind, "__dataclass_fields__")
+        ) and not issubclass(kind, (torch.nn.Module, torch.optim.Optimizer, type)):
+            queue.append(vars(found) if hasattr(found, "__dict__") else {})
     with values_kept(tensors):
         try:
             yield
@@ -82,9 +82,11 @@ def _dictionary(place: dict[Any, Any]) -> Callable[[], None]:
     before = list(place.items())
 
     def restore() -> None:
-        if not _same(_flat(place.items()), _flat(before)):
-            place.clear()
-            place.update(before)
+        if _same(_flat(place.items()), _flat(before)):
+            return
+        place.clear()
+        for name, value in before:  # `update` of a Counter would count
+            place[name] = value
 
     return restore
 

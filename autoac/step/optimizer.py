@@ -65,7 +65,9 @@ def _check_is_no_proxy(optimizer: Any) -> None:
     passed_on = [
         name for name in ("param_groups", "state") if name not in own or _is_property(optimizer, name)
     ]
-    inner = next((name for name, value in own.items() if isinstance(value, torch.optim.Optimizer)), None)
+    inner = next(
+        (name for name, value in own.items() if issubclass(type(value), torch.optim.Optimizer)), None
+    )
     if not passed_on and inner is None:
         return
     why = (

@@ -1,6 +1,7 @@
 """The optimizer's part of the step: its state is resident, and what its `step()` takes is part of the peak."""
 
-from collections import deque
+import queue
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +225,11 @@ def test_an_optimizer_with_attributes_of_its_own():
     assert scheduler.last_epoch == 0
 
 
+class Tally:
+    def __init__(self) -> None:
+        self.n = 0
+
+
 class Counts(torch.optim.SGD):
     """Counts its steps in objects that a copy of it shares: settings of its group, and attributes."""
 
@@ -233,7 +239,10 @@ class Counts(torch.optim.SGD):
         group["step"], group["steps"], group["inner"] = torch.zeros(()), [], {"n": 0}
         self.tensor, self.array, self.seen = torch.zeros(1), np.zeros(1), {0}
         self.inner, self.queue = ({"t": torch.zeros(())}, [[0]]), deque([0], maxlen=2)
-        self.counter = SimpleNamespace(n=0)
+        self.counter, self.tally = Tally(), SimpleNamespace(n=Counter({"steps": 0}))
+        # Not to be touched: of other threads, or odd.
+        self.pool = queue.Queue()
+        self.sparse = torch.eye(2).to_sparse()
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -248,12 +257,15 @@ class Counts(torch.optim.SGD):
         self.inner[1][0][0] += 1
         self.queue.append(self.queue[-1] + 1)
         self.counter.n += 1
+        self.tally.n["steps"] += 1
+        self.pool.put(len(group["steps"]))
 
     def counts(self) -> dict[str, Any]:
         group = self.param_groups[0]
         return {
             "settings": (group["step"].item(), len(group["steps"]), group["inner"]["n"]),
-            "attributes": (self.tensor.item(), self.array.item(), len(self.seen), self.counter.n),
+            "attributes": (self.tensor.item(), self.array.item(), len(self.seen)),
+            "objects": (self.counter.n, dict(self.tally.n)),
             "nested": (self.inner[0]["t"].item(), self.inner[1][0][0], list(self.queue)),
         }
 
@@ -264,6 +276,7 @@ def test_an_optimizers_own_counts_stay():
     other.step()
     assert optimizer.counts() != other.counts()
     autoac.profile(model, x, optimizer=optimizer)
+    assert optimizer.pool.qsize() > 1  # a queue may be another thread's
     optimizer.step()
     assert optimizer.counts() == other.counts()
 

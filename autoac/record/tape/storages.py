@@ -98,6 +98,9 @@ class Storages:
         self.released: Callable[[int], None] = lambda index: None  # called when only aliases hold a storage
         self.in_host_memory: set[int] = set()  # rows of storages in `host_memory`
         self.gathered: set[int] = set()  # rows of storages between two manual resizes
+        self.borrowed: set[int] = (
+            set()
+        )  # rows of memory of other libraries, such as numpy's, that the step has met
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
 
     # -- lookup ------------------------------------------------------------------------------------------------
@@ -224,6 +227,8 @@ class Storages:
         on_device = tensor.device.type == self.device.type  # a fake tensor's storage says meta
         if alloc != NEVER:
             host_memory.made(storage)
+        elif tensor.device.type == "cpu" and not storage.resizable():
+            self.borrowed.add(index)
         if on_device and host_memory.holds(storage):
             self.in_host_memory.add(index)
             on_device = False

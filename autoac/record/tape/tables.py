@@ -41,6 +41,10 @@ def finish(
     kept = [index for index, row in enumerate(tape.saved.rows) if row["storage"] not in gathered]
     known = {index: names[key] for key, index in tape.storages.by_key() if key in names}
     known |= dict.fromkeys(gathered, ("Parameter", GATHERED))
+    # Memory that torch's allocator does not know, and that is gone after the step: made for it, as by `from_numpy`.
+    for index in tape.storages.borrowed - known.keys():
+        if tape.storages.rows[index]["free"] < end:
+            tape.storages.rows[index]["bytes"] = 0
     return {
         "end": end,
         "views_s": len(tape.view_times) * statistics.median(tape.view_times or [0.0]),

@@ -24,6 +24,7 @@ _LEAST_COLUMNS = 50
 _MOST_LINKS = 16
 """Columns that are tried as links."""
 _NONE = -1
+_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class _Row:
     terms: Mapping[int, float]
     sense: int
     right: float
+
+    def holds(self, values: np.ndarray) -> bool:
+        excess = sum(value * values[column] for column, value in self.terms.items()) - self.right
+        at_most = self.sense == pulp.LpConstraintGE or excess <= _TOLERANCE
+        return at_most and (self.sense == pulp.LpConstraintLE or excess >= -_TOLERANCE)
 
 
 def run_apart(backend: Backend, job: Job, ignored: AbstractSet[int], links: Sequence[int]) -> SolverResult:
@@ -83,6 +89,8 @@ def _solve(
     values, status = np.zeros(len(costs)), "solved"
     for column, value in fixed.items():
         values[column] = value
+    if any(row.terms.keys() <= fixed.keys() and not row.holds(values) for row in rows):
+        return INFEASIBLE
     bound = float(costs @ values)
     for number, part in enumerate(parts):
         own = replace(

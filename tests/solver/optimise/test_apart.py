@@ -42,7 +42,11 @@ def blocks(seed: int, linked: bool) -> tuple[Job, np.ndarray, np.ndarray, np.nda
             row[block * SIZE : (block + 1) * SIZE] = draw.integers(1, 6, SIZE)
             row[LINK] = draw.integers(-4, 5) if linked else 0
             rows.append(row)
-    left, right = np.array(rows), draw.integers(3, 14, len(rows)).astype(float)
+    right = draw.integers(3, 14, len(rows)).astype(float)
+    if linked and seed % 3 == 0:  # of the link alone
+        rows.append(np.append(np.zeros(LINK), 1.0))
+        right = np.append(right, 1.0)
+    left = np.array(rows)
     model = pulp.LpProblem("blocks", pulp.LpMinimize)
     columns = [model.add_variable(f"x{i}", 0.0, 1.0, pulp.LpInteger) for i in range(LINK + 1)]
     for row, least in zip(left, right, strict=True):

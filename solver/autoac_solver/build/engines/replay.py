@@ -28,7 +28,7 @@ from autoac_solver.problem.problem import (
 from autoac_solver.records.devices import kind_of
 from autoac_solver.records.disk.limits import Seconds
 from autoac_solver.records.engines import REPLAY
-from autoac_solver.records.profile import NEVER, Op, Profile
+from autoac_solver.records.profile import NEVER, UNPACKED_TWICE, Op, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,12 @@ class Replay:
         return None
 
     def refuses(self, step: Step, region: Region) -> Iterator[str]:
-        return iter(())
+        keeps = any(window.keeps for window in region.windows)
+        if keeps and step.profile.spans[region.call].once == UNPACKED_TWICE:
+            yield (
+                "a backward in it that keeps the graph reads `ctx.saved_tensors` twice, for which it would be computed "
+                "again each time: read them once"
+            )
 
     def reruns(self, step: Step, region: Region, op: int) -> bool:
         return True

@@ -19,6 +19,7 @@ from autoac.execute.attach import restart_calls
 from autoac.execute.on_top import OnTop, owner_of
 from autoac.plans import Plan
 from autoac.progress import LOGGER
+from autoac.record.recorder import raise_if_by_torch_func
 from autoac.step.model import has_gradients
 from autoac.torch_private import in_backward
 
@@ -118,8 +119,9 @@ class Auto(LoopPlan):
             if self._plan is not None:
                 self._watch.returned(result)
             return result
-        except BaseException:
+        except BaseException as error:
             self._abandon_step()
+            raise_if_by_torch_func(error)
             raise
         finally:
             self._running = False
@@ -136,8 +138,8 @@ class Auto(LoopPlan):
         Not evaluation, not a second run in backward, not within another call, and not of a model that is frozen for now
         (a discriminator in its generator's step).
         """
-        is_step = self._model.training and torch.is_grad_enabled() and not in_backward() and not self._running
-        return is_step and not is_frozen(self._model)
+        is_step = self._model.training and torch.is_grad_enabled() and not self._running
+        return is_step and not self._recording.is_in_backward() and not is_frozen(self._model)
 
     def _about_to_be_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle a call of the model before FSDP2 has gathered anything for it; none of those that `verify` makes."""

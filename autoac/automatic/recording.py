@@ -22,7 +22,7 @@ from autoac.record.cuda.cublas import with_workspaces
 from autoac.record.live import InUse, LiveStep, with_leftovers
 from autoac.step.model import number_of_gradients, runs_compiled, unwrapped
 from autoac.step.restore import tensors_of
-from autoac.torch_private import any_autocast, local_part, storage_key
+from autoac.torch_private import any_autocast, in_backward, local_part, storage_key
 from autoac_solver.records.errors import InfeasibleBudgetError, ProfilingError
 from autoac_solver.records.profile import Profile
 
@@ -93,6 +93,7 @@ class StepRecording:
         self._gradients = 0  # parameters that had one when the step began
         self._has_recorded = False  # a step, to its end
         self._ends_with_calls = False  # whether each call that follows a backward begins a step
+        self.is_called_in_backward = False  # which counts as no call of a step
         self.began = 0  # recordings begun since there is this object
         # The step that no plan fits, by its ops, and why; another one was recorded then.
         self.refused: tuple[str, InfeasibleBudgetError] | None = None
@@ -281,6 +282,12 @@ class StepRecording:
         self.is_late = True
         self.count -= 1
 
+    def is_in_backward(self) -> bool:
+        """Whether a call of the model comes in backward; notes it."""
+        is_second_run = in_backward()
+        self.is_called_in_backward |= is_second_run
+        return is_second_run
+
     def drop(self) -> None:
         """Drop the profile, as if that step had not been recorded."""
         self.forget()
@@ -298,7 +305,12 @@ class StepRecording:
         self._unseen_steps += 1
         if self._unseen_steps < _MOST_UNPLANNED:
             return
-        if not self.is_on and not self.count:
+        if not self.is_on and not self.count and self.is_called_in_backward:
+            why = (
+                "it is called with gradients on in backward only (by a loss that caches gradients, or in a checkpoint "
+                "around it), where no step can be recorded: use the loss without that, and the plan saves the memory"
+            )
+        elif not self.is_on and not self.count:
             why = (
                 "it was not called in train mode and with gradients on since (compiled later, or by its parts?): call "
                 "autoac.auto for the module that the loop calls, after torch.compile"

@@ -298,15 +298,20 @@ def _failures_located(tape: Tape, step: TrainingStep) -> Iterator[None]:
     except ProfilingError:
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and _NO_HOOKS in str(error):
-            raise ProfilingError(
-                "the model takes gradients by torch.func (grad, vjp, jacrev, hessian), inside of which torch "
-                "allows no hooks on saved tensors; autoac needs these, to record a step as well as to run its plans. "
-                "Use torch.autograd.grad(..., create_graph=True) there. The model is as it was."
-            ) from error
+        raise_if_by_torch_func(error)
         op, module = tape.failed_at or ("", "")
         add_note(error, step, (f"at {op}, in {module}, " if op else "") + "while it was recorded")
         raise
+
+
+def raise_if_by_torch_func(error: BaseException) -> None:
+    """Raise an error that names the cause if a recorded step takes gradients by torch.func."""
+    if isinstance(error, RuntimeError) and _NO_HOOKS in str(error):
+        raise ProfilingError(
+            "the model takes gradients by torch.func (grad, vjp, jacrev, hessian), inside of which torch "
+            "allows no hooks on saved tensors; autoac needs these, to record a step as well as to run its plans. "
+            "Use torch.autograd.grad(..., create_graph=True) there. The model is as it was."
+        ) from error
 
 
 def _run(

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -510,6 +511,54 @@ def test_removed_while_it_records():
     output.sum().backward()
 
 
+def test_a_model_that_is_called_in_backward_only_is_told():
+    """As by losses that cache gradients."""
+    model = make(blocks=2).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, ENOUGH)
+
+    def step(x: torch.Tensor) -> None:
+        with torch.no_grad():
+            output = model(x).requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(output.square().mean(), output)
+        loss = torch.zeros((), requires_grad=True)
+
+        def again(_: torch.Tensor) -> None:
+            with torch.enable_grad():
+                model(x).backward(gradient)
+
+        loss.register_hook(again)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    *_, (x, _) = batches(1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            step(x)
+    assert ["in backward only" in str(warning.message) for warning in told] == [True]
+    assert handle.plan is None
+
+
+def test_gradients_by_torch_func_are_refused_with_advice():
+    class Weighted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make(blocks=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).mean() * torch.func.grad(torch.cos)(x[0, 0].detach())
+
+    model = Weighted().train()
+    handle = autoac.auto(model, ENOUGH)
+    with pytest.raises(autoac.ProfilingError, match=r"torch\.func .*torch\.autograd\.grad"):
+        model(torch.randn(BATCH, WIDTH))
+    handle.remove()
+    model(torch.randn(BATCH, WIDTH)).backward()
+
+
 def test_failed_step_is_not_recorded():
     model = make().train()
     handle = autoac.auto(model, ENOUGH)
@@ -531,6 +580,48 @@ def test_forward_without_backward_is_not_the_step():
         bare(model, optimizer, x, y)
     assert handle.plan is not None
     assert len([call for call in handle.plan.record.profile.calls if call.fqn == ""]) == 1
+
+
+def test_a_recurrent_state_counts_once():
+    """It is an input of the next step, as the one that it replaces was of the recorded step."""
+    torch.manual_seed(0)
+    model = nn.LSTM(32, 64, num_layers=2).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, ENOUGH, measure=True)
+    state = (torch.zeros(2, 16, 64), torch.zeros(2, 16, 64))
+    for _ in range(4):
+        output, state = model(torch.randn(12, 16, 32), state)
+        output.square().mean().backward()
+        del output
+        state = tuple(one.detach() for one in state)
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = handle.plan
+    assert plan is not None
+    assert "left by the step before" not in {s.name for s in plan.record.profile.storage_table}
+    assert handle.measured_peak_bytes is not None
+    assert handle.measured_peak_bytes <= plan.predicted_peak_bytes
+
+
+def test_memory_that_numpy_has_made_in_the_step_is_not_taken_for_older():
+    class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.table = make(blocks=2), np.ones((BATCH, WIDTH), np.float32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * torch.from_numpy(self.table)[:1].clone()
+
+    torch.manual_seed(0)
+    model = Table().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, ENOUGH, measure=True)
+    for x, _ in batches(4):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.plan is not None
+    assert handle.measured_peak_bytes == handle.plan.predicted_peak_bytes
 
 
 def test_impossible_budget_is_told_in_the_second_step_and_the_model_is_free():

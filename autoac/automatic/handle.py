@@ -135,8 +135,7 @@ class Auto(LoopPlan):
     def _counts(self) -> bool:
         """Whether a call now is the loop's.
 
-        Not evaluation, not a second run in backward, not within another call, and not of a model that is frozen for now
-        (a discriminator in its generator's step).
+        Not evaluation, a second run in backward, a call within another one, nor of a model that is frozen for now.
         """
         is_step = self._model.training and torch.is_grad_enabled() and not self._running
         return is_step and not self._recording.is_in_backward() and not is_frozen(self._model)
@@ -250,9 +249,10 @@ class Auto(LoopPlan):
             return
         self._recording.pause(False)
         may_be_counted = self._was_saved or optimizer in self._replacing
-        # It has its state now.
+        if self._plan is not None:
+            self._watch.step_is_over()
         if self._plan is not None and may_be_counted and optimizer not in self._stepped:
-            self._stepped.add(optimizer)
+            self._stepped.add(optimizer)  # it has its state now
             self._watch.uncounted |= not counts_optimizer(self._plan.record.profile, optimizer)
         if self._measured.step.is_running and self._cycle.is_over:
             self._tell_peak(self._measured.step.end())

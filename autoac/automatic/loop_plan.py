@@ -336,11 +336,11 @@ class LoopPlan:
         self._warn("over budget", words_over_budget(plan, peak, compiles=is_corrected))
 
     def _make_room(self) -> None:
-        """React to a step that took more than the budget because of values in it."""
+        """React to a step that took more than the budget, as steps like the recorded one may."""
         exceeded = self._measured.exceeded
         if self._record_again():
             self._measured.exceeded = exceeded
-            LOGGER.info("a step took more than the budget, by values in it: recording another one")
+            LOGGER.info("a step took more than the budget: recording another one")
         elif self._across.several:  # whose plans have the same headroom
             _stay_over_budget(self, self._plan)
         else:

@@ -135,7 +135,7 @@ class Measured:
         self._model = model
         self._wanted = wanted
         self._corrections = 0
-        self._is_corrected = False  # by what is measured of compiled modules
+        self._runs_compiled = False
 
     def begin(self, plan: Plan, is_first: bool, runs_compiled: bool) -> None:
         """Measure steps under a new plan, if that is wanted, or modules are compiled.
@@ -145,13 +145,13 @@ class Measured:
             runs_compiled: whether modules that the user has compiled run under it, in one process.
         """
         self.peak_bytes = self.plan = self.exceeded = None
-        self._is_corrected = runs_compiled and self._corrections < _MOST_CORRECTIONS
+        self._runs_compiled = runs_compiled
         # In the first step the compiler may run; in the second one of a loop DDP makes its buckets anew.
-        is_compiled = compiles(plan.engine) or runs_compiled
-        skipped, again = (1 + is_first, False) if is_compiled else (0, may_take_more(plan))
+        skipped = 1 + is_first if compiles(plan.engine) or runs_compiled else 0
+        again = not compiles(plan.engine) and may_take_more(plan)
         table = plan.record.profile.storage_table
         gradients = any(s.is_gradient_before or (s.kind == "Gradient" and s.alloc == 0) for s in table)
-        is_wanted = self._wanted.measure or self._is_corrected
+        is_wanted = self._wanted.measure or runs_compiled
         self.step = StepPeak(self._model, is_wanted, skipped, again, gradients)
 
     def no_more(self) -> None:
@@ -174,7 +174,7 @@ class Measured:
 
     def corrected(self, plan: Plan) -> tuple[Profile, Wanted] | None:
         """The profile to plan for and the arguments, after a step of compiled modules took more than the budget."""
-        if not self._is_corrected:
+        if not self._runs_compiled or self._corrections == _MOST_CORRECTIONS:
             return None
         self._corrections += 1
         self.exceeded = plan

@@ -68,8 +68,8 @@ class Wanted:
 
     def with_room(self, profile: Profile, lacking_bytes: int) -> Wanted:
         """The same with more headroom, for steps that take so much more than this recorded one."""
-        _, headroom_bytes = limits(self.budget, self.headroom, profile.device_bytes or None)
-        return replace(self, headroom=headroom_bytes + lacking_bytes)
+        budget_bytes, headroom_bytes = limits(self.budget, self.headroom, profile.device_bytes or None)
+        return replace(self, headroom=min(headroom_bytes + lacking_bytes, budget_bytes - 1))
 
     def saved(self, model: torch.nn.Module) -> Plan | None:
         """The plan that an earlier run saved, if it is for this model and these arguments.

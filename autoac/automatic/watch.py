@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 
 from autoac.automatic.recording import MOST_RECORDINGS, StepRecording
 from autoac.automatic.report import may_take_more
+from autoac.execute.attach import put_on_again
 from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_newcomers
 from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH, GraphOfBackward, before_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
@@ -280,6 +282,12 @@ class Watch:
         if self._on_larger == "error":
             raise Refused(f"{words}. The call was not run.")
         return Finding("larger in its place", f"{words}, or leave headroom (headroom=).")
+
+    def step_is_over(self) -> None:
+        """Have the plan's forwards where they were: see `put_on_again`."""
+        for name in self._plan.placement.carriers:
+            with contextlib.suppress(AttributeError):  # the loop has taken the module out
+                put_on_again(self._model.get_submodule(name))
 
     def not_called(self, optimizer: Any) -> Finding | None:
         """An optimizer steps under the plan, and has done so time and again since the model was last called."""

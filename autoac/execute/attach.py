@@ -22,6 +22,7 @@ from autoac.torch_private import disable_dynamo, has_process_group, in_stage_set
 from autoac.torch_private.called import called_module
 from autoac_solver.records.errors import PlanMismatchError
 from autoac_solver.records.names import region_in_words
+from autoac_solver.records.plan import RootCalls
 
 
 class PlannedRegion:
@@ -127,7 +128,7 @@ class Root:
         offsets: for each module that is called several times, the number of its calls in the step before each root
             call.
         fresh: number of root calls before the first `.grad` exists; a backward by `torch.autograd.grad` leaves none.
-        elements: elements that each root call is given, if they are not all equal; else ().
+        elements, at_once: as for `RootCalls`.
         forward: the root's own instance attribute `forward` if it had one, else None.
         plan_id: identifies the plan.
     """
@@ -137,21 +138,24 @@ class Root:
         offsets: Mapping[str, Sequence[int]],
         fresh: int,
         elements: Sequence[int],
+        at_once: bool,
         forward: Any,
         plan_id: str,
     ):
         self.offsets = {name: tuple(counts) for name, counts in offsets.items()}
         self.fresh = fresh
         self.elements = tuple(elements)
+        self.at_once = at_once
         self.forward = forward
         self.plan_id = plan_id
         self.calls = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Root:
-        return Root(self.offsets, self.fresh, self.elements, copy.deepcopy(self.forward, memo), self.plan_id)
+        forward = copy.deepcopy(self.forward, memo)
+        return Root(self.offsets, self.fresh, self.elements, self.at_once, forward, self.plan_id)
 
     def __reduce__(self) -> Any:
-        return Root, (self.offsets, self.fresh, self.elements, self.forward, self.plan_id)
+        return Root, (self.offsets, self.fresh, self.elements, self.at_once, self.forward, self.plan_id)
 
     def next_call(self, module: torch.nn.Module) -> int:
         """Index within the step of this root call, in this thread."""
@@ -172,10 +176,13 @@ class Root:
     def fitting(self, place: int, elements: int) -> int:
         """Index of the planned root call whose programs a call of this size uses.
 
-        The smallest planned size of at least `elements`; among equal ones the call's own place; else the largest.
+        The smallest planned size of at least `elements`; among equal ones the call's own place; else the largest. Of
+        calls that are alive together, the call's own place, unless just this size was planned at another one.
         """
         if not self.elements or self.elements[place] == elements:
             return place
+        if self.at_once:
+            return self.elements.index(elements) if elements in self.elements else place
         fits = [call for call, planned in enumerate(self.elements) if planned >= elements]
         if not fits:
             return max(range(len(self.elements)), key=self.elements.__getitem__)
@@ -224,15 +231,10 @@ def restart_calls(model: torch.nn.Module, told: bool, skipped: int = 0) -> None:
             root.restart(told, skipped)
 
 
-def attach_root(
-    model: torch.nn.Module,
-    offsets: Mapping[str, Sequence[int]],
-    fresh: int,
-    elements: Sequence[int],
-    plan_id: str,
-) -> None:
-    """Make each call of the model reset its modules' call counts. Call it last; arguments as for `Root`."""
-    root = Root(offsets, fresh, elements, model.__dict__.get("forward"), plan_id)
+def attach_root(model: torch.nn.Module, calls: RootCalls, plan_id: str) -> None:
+    """Make each call of the model reset its modules' call counts. Call it last."""
+    own = model.__dict__.get("forward")
+    root = Root(calls.before, calls.fresh, calls.elements, calls.at_once, own, plan_id)
     put_forward(model, root_forward, root, ROOT_KEY)
 
 
@@ -314,6 +316,30 @@ def detach(module: torch.nn.Module) -> None:
             module.__dict__["forward"] = carried.forward
         # Last: the plan's forward needs the entry until then, and an interrupted `detach` can be called again.
         del module.__dict__[key]
+
+
+def put_on_again(module: torch.nn.Module) -> None:
+    """Put a plan's forward on a module again if it is gone, and nothing but the class's own forward is there.
+
+    A loop may put a forward of its own on a module for a part of its step. If the plan comes on in that part, its
+    forward goes with the loop's.
+    """
+    own = module.__dict__.get("forward")
+    if own is not None and getattr(own, "__func__", None) is not type(module).forward:
+        return
+    region: PlannedRegion | None = module.__dict__.get(REGION_KEY)
+    side: LossSide | None = module.__dict__.get(LOSS_KEY)
+    root: Root | None = module.__dict__.get(ROOT_KEY)
+    if side is not None:  # the innermost first
+        side.forward = own
+        put_forward(module, loss_side_forward, side, LOSS_KEY)
+    if region is not None:
+        region.forward = module.__dict__.get("forward")
+        function = apart_forward if any(program.apart for program in region.programs) else forward
+        put_forward(module, function, region)
+    if root is not None:
+        root.forward = module.__dict__.get("forward")
+        put_forward(module, root_forward, root, ROOT_KEY)
 
 
 def covered(module: torch.nn.Module) -> bool:

@@ -153,7 +153,7 @@ class Placement:
             self.carriers = self._unplanned.carriers = tuple(own)
             self._on = _WeakModel(inner)
             if (several := self.record.several) is not None:
-                attach_root(inner, several.before, several.fresh, several.elements, self.plan_id)
+                attach_root(inner, several, self.plan_id)
         except BaseException:
             self._detach(inner, filter(planned, inner.modules()))
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from autoac.torch_private import (
     DataDependentOutputException,
     DispatchMode,
     FakeTensorMode,
+    compiler_off,
     fakes_as_parameters,
     key_of_storage,
     local_part,
@@ -161,7 +161,7 @@ def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> _Fa
     shared += [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
     with (
         unchanged(shared, {kind.__module__ for kind in type(optimizer).__mro__} - {"builtins"}),
-        _uncompiled(),
+        compiler_off(),
         fakes_as_parameters(parameters),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
@@ -187,19 +187,6 @@ def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> _Fa
         if steps.given.isdisjoint(stand_ins):
             raise TypeError("its step uses none of its own parameters: does it wrap another optimizer?")
     return steps
-
-
-def _uncompiled() -> contextlib.AbstractContextManager[Any]:
-    """Context: functions of `torch.compile` run uncompiled.
-
-    Under a dispatch mode Dynamo would skip them, from then on and for good; with `fullgraph=True` that is an error.
-    """
-    # If Dynamo was not imported, nothing can have been compiled. Importing it is slow.
-    return (
-        torch.compiler.set_stance("force_eager")
-        if "torch._dynamo" in sys.modules
-        else contextlib.nullcontext()
-    )
 
 
 def _largest_count(optimizer: torch.optim.Optimizer) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -44,6 +45,45 @@ def untraced(function: Function) -> Function:
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+class _CompilerOff:
+    """Switches the compiler off as long as any thread wants that: torch's switch is one for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._off: Any = None
+
+    @untraced
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._off = torch.compiler.set_stance("force_eager")
+
+    @untraced
+    def __exit__(self, *_: Any) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._off.__exit__(None, None, None)
+
+
+_OFF = _CompilerOff()
+
+
+@untraced
+def compiler_off() -> contextlib.AbstractContextManager[None]:
+    """Context: functions of `torch.compile` run uncompiled.
+
+    Under most dispatch modes Dynamo skips a function that it meets, from then on and for good; with `fullgraph=True`
+    that is an error. Code that Dynamo runs piece by piece, after a graph break, is not affected.
+
+    Source: `set_stance` (torch/_dynamo/decorators.py).
+    """
+    # If Dynamo was not imported, nothing can have been compiled. Importing it is slow.
+    return _OFF if "torch._dynamo" in sys.modules else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -582,6 +582,21 @@ def test_forward_without_backward_is_not_the_step():
     assert len([call for call in handle.plan.record.profile.calls if call.fqn == ""]) == 1
 
 
+def test_a_plan_that_came_on_over_a_forward_for_the_step_stays_on():
+    model = make(blocks=4).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    profile = Run(bare, ENOUGH).plan.record.profile
+    handle = autoac.auto(model, (profile.least_peak_bytes + profile.peak_bytes) // 2, regions=["blocks.0"])
+    for x, y in batches(3):
+        with_a_forward_for_the_step(model, optimizer, x, y)
+    plan = handle.plan
+    assert plan is not None
+    assert plan.placement.can_detach(model)
+    assert "forward" in vars(model.blocks[0])
+    handle.remove()
+    assert model.blocks[0].forward == type(model.blocks[0]).forward.__get__(model.blocks[0])
+
+
 def test_a_recurrent_state_counts_once():
     """It is an input of the next step, as the one that it replaces was of the recorded step."""
     torch.manual_seed(0)
@@ -725,8 +740,12 @@ def test_micro_batches_of_drawn_sizes_stay_within_the_budget(engine: Any):
 
 
 def test_a_call_runs_under_the_decisions_for_the_smallest_that_is_no_smaller():
-    root = Root({}, 1, (8, 4, 8, 2), None, "")
+    root = Root({}, 1, (8, 4, 8, 2), False, None, "")
     places = {8: [0, 0, 2, 0], 4: [1] * 4, 2: [3] * 4, 1: [3] * 4, 3: [1] * 4, 9: [0] * 4}
+    for elements, expected in places.items():
+        assert [root.fitting(place, elements) for place in range(4)] == expected
+    root = Root({}, 1, (8, 4, 8, 2), True, None, "")
+    places = {8: [0, 0, 2, 0], 4: [1] * 4, 2: [3] * 4, 3: [0, 1, 2, 3], 9: [0, 1, 2, 3]}
     for elements, expected in places.items():
         assert [root.fitting(place, elements) for place in range(4)] == expected
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from autoac import torch_private
 
@@ -57,6 +58,34 @@ def test_untraced():
     torch._dynamo.reset()
     assert torch_private.untraced(pack) is pack
     assert not seen_by_the_compiler(pack)
+    torch._dynamo.reset()
+
+
+def test_compiler_off():
+    """Until the last thread that wants it off is done."""
+    backend = CompileCounter()
+    function = torch.compile(lambda x: x.sin(), backend=backend, fullgraph=True)
+    first, second = torch_private.compiler_off(), torch_private.compiler_off()
+    with first:
+        with second:
+            function(torch.ones(2))
+        function(torch.ones(2))
+    assert backend.frame_count == 0
+    function(torch.ones(2))
+    assert backend.frame_count == 1
+    torch._dynamo.reset()
+    entered = []
+
+    @torch.compile(backend="eager")
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):  # a break within a loop: the frame is skipped
+            torch._dynamo.graph_break()
+            with torch_private.compiler_off():
+                entered.append(x)
+        return x.sin()
+
+    broken(torch.ones(2))
+    assert len(entered) == 2
     torch._dynamo.reset()
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointError, set_checkpo
 
 from autoac.ops.info import op_info, read_tensors
 from autoac.torch_private import (
-    DispatchMode,
+    TorchDispatchMode,
     checkpoint_debug_enabled,
     is_sharded_type,
     is_wait,
@@ -64,7 +64,7 @@ class Entry:
         return self.name == other.name and self.reads == other.reads
 
 
-class OpLog(DispatchMode):
+class OpLog(TorchDispatchMode):
     """Logs the ops that run under it, except kinds of which checkpointing adds its own.
 
     Args:

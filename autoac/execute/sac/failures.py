@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoac.torch_private import (
-    DispatchMode,
+    TorchDispatchMode,
     is_sharded_type,
     is_wait,
     is_wrap,
@@ -28,7 +28,7 @@ _PASSED = (
 )
 
 
-class FailingAgain(DispatchMode):
+class FailingAgain(TorchDispatchMode):
     """Dispatch mode of the second run, see NOTE [ Ops that raise ]. To be entered after all modes that count ops.
 
     Args:

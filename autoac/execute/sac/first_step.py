@@ -30,7 +30,7 @@ from autoac.execute.until_released import UntilReleased
 from autoac.ops.info import OpInfo, op_info, tensors_in, written_tensors
 from autoac.ops.private_results import may_stay_unwritten
 from autoac.torch_private import (
-    DispatchMode,
+    TorchDispatchMode,
     is_sharded_type,
     key_of_storage,
     local_part,
@@ -197,7 +197,7 @@ def _is_final(ref: weakref.ref[_Packed], tensor: torch.Tensor) -> None:
         packed.checksum = checksum_in_little_memory(tensor)
 
 
-class _Polling(DispatchMode):
+class _Polling(TorchDispatchMode):
     """Lets go of the saved tensors that nothing else holds, before each op of the first run."""
 
     supports_higher_order_operators = True
@@ -227,7 +227,7 @@ def _is_on(known: weakref.ref[torch.UntypedStorage] | None, tensor: torch.Tensor
     return storage is not None and key_of_storage(storage) == storage_key(local_part(tensor))
 
 
-class Comparing(DispatchMode):
+class Comparing(TorchDispatchMode):
     """Dispatch mode of the second run."""
 
     supports_higher_order_operators = True

@@ -24,7 +24,7 @@ from autoac.execute.checksums import checksum_in_little_memory
 from autoac.ops.generators import disturbed, generators_of
 from autoac.ops.info import OpInfo, op_info, tensors_in
 from autoac.step.restore import host_random_states
-from autoac.torch_private import DispatchMode, is_sharded_type, on_fake_tensors
+from autoac.torch_private import TorchDispatchMode, is_sharded_type, on_fake_tensors
 
 Result = tuple[Any, ...]
 """The properties of a random op's result that are compared between the two runs."""
@@ -41,7 +41,7 @@ class Drawn:
         self.results.setdefault(func, deque()).append(_compared(info, args, kwargs, result))
 
 
-class DrawingTheSame(DispatchMode):
+class DrawingTheSame(TorchDispatchMode):
     """Compares random ops with the first run's. To be entered before selective checkpointing, so that it sees only the
     ops that run again.
 

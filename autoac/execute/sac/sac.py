@@ -46,10 +46,11 @@ from autoac.ops.arguments import held_in
 from autoac.ops.generators import generators_of
 from autoac.ops.info import OpInfo, op_info, read_tensors, tensors_in, written_tensors
 from autoac.torch_private import (
-    DispatchMode,
+    TorchDispatchMode,
     any_autocast,
     being_traced,
     bypassing_hooks,
+    compiler_off,
     counted_writes,
     detach_sharing_version,
     disable_dispatch_modes,
@@ -145,7 +146,8 @@ def contexts(
     policy.state = state
     if threading.active_count() > 1 and not (policy.streams is not None and policy.streams.capturing):
         policy.drawn = Drawn()
-    firsts = [first_run(), first, *([] if log is None else [log])]
+    # A compiled function may write the buffer of an op again that is saved as the op's result.
+    firsts = [compiler_off(), first_run(), first, *([] if log is None else [log])]
     if program.draws_on_host is not False:
         firsts.append(_DrawingOnHost(policy, module))
     if compares is not None:
@@ -234,6 +236,7 @@ class _SecondRun:
             torch.clear_autocast_cache()
             parts.append(_AdditionalCasts(self.casts))
         with contextlib.ExitStack() as entered:
+            entered.enter_context(compiler_off())
             if self.flags != kernel_flags():
                 entered.enter_context(with_kernel_flags(self.flags))
             if self.state is not None:
@@ -291,7 +294,7 @@ class _DrawingOnHost:
             self.policy.program.draws_on_host = False
 
 
-class _Refusing(DispatchMode):
+class _Refusing(TorchDispatchMode):
     """Refuses to run ops again whose inputs have changed; with early stop they may not run.
 
     Args:
@@ -320,7 +323,7 @@ class _Refusing(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _CountedWrites(DispatchMode):
+class _CountedWrites(TorchDispatchMode):
     """Writes to lists of tensors bump version counters, see `counted_writes`."""
 
     supports_higher_order_operators = True
@@ -332,7 +335,7 @@ class _CountedWrites(DispatchMode):
             return func(*args, **kwargs)
 
 
-class _AdditionalCasts(DispatchMode):
+class _AdditionalCasts(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, known: set[int]):
@@ -346,7 +349,7 @@ class _AdditionalCasts(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _CastsOfShards(DispatchMode):
+class _CastsOfShards(TorchDispatchMode):
     """Adds the sharded weights that the first run casts itself to the policy, which sees local tensors only."""
 
     supports_higher_order_operators = True

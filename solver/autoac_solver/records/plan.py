@@ -112,13 +112,14 @@ class RootCalls:
     Args:
         before: module -> number of its calls before each call of the root module.
         fresh: number of root calls before the first gradient, see `Profile.calls_below_root`.
-        elements: elements that each root call is given, if they are not all equal and a call uses the decisions for
-            one of its size; else ().
+        elements: elements that each root call is given, if they are not all equal; else ().
+        at_once: calls are alive together, so that each has decisions for its place in the order of backward.
     """
 
     before: Mapping[str, tuple[int, ...]]
     fresh: Size
     elements: tuple[Size, ...] = ()
+    at_once: bool = False
 
 
 @dataclass(frozen=True)

@@ -157,9 +157,8 @@ def _several(profile: Profile, regions: Sequence[RegionPlan]) -> RootCalls | Non
     found = profile.calls_below_root(names) if names else None
     if found is None:
         return None
-    # Calls that are alive together go backward in an order of their own: each keeps the decisions of its place.
-    has_places = len(set(profile.call_elements)) < 2 or has_unequal_calls_at_once(profile)
-    return RootCalls(*found, elements=() if has_places else profile.call_elements)
+    sizes = profile.call_elements if len(set(profile.call_elements)) > 1 else ()
+    return RootCalls(*found, elements=sizes, at_once=has_unequal_calls_at_once(profile))
 
 
 def settled(built: Built, decisions: Sequence[int]) -> tuple[int, ...]:

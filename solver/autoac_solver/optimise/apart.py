@@ -96,6 +96,7 @@ def _solve(
         own = replace(
             job,
             program=_program(job.program, rows, part, fixed),
+            integer=any(job.program.variables[column].cat == pulp.LpInteger for column in part),
             gap=job.gap * weights[number] / (sum(weights) or 1.0),
             deadline=time.monotonic() + job.left_s() / (len(parts) - number),
             start=None if job.start is None else job.start[part],

@@ -103,6 +103,17 @@ def test_the_start_is_kept_where_time_runs_out(monkeypatch: pytest.MonkeyPatch):
     assert outcome.bound <= brute_force(costs, left, right)
 
 
+def test_a_part_without_integers_has_its_bound(monkeypatch: pytest.MonkeyPatch):
+    """Solvers give no bound of an integer program that has none."""
+    monkeypatch.setattr(apart, "_LEAST_COLUMNS", 2)
+    job, costs, left, right = feasible()
+    for column in job.program.variables[:SIZE]:
+        column.cat = pulp.LpContinuous
+    outcome = run_apart(Counted(), job, set(), [LINK])
+    assert outcome.values is not None
+    assert outcome.bound == pytest.approx(costs @ outcome.values, abs=1e-3)
+
+
 def test_what_does_not_fall_apart_is_solved_as_a_whole():
     job, costs, left, right = feasible()
     backend = Counted()

@@ -106,7 +106,7 @@ def test_the_start_is_kept_where_time_runs_out(monkeypatch: pytest.MonkeyPatch):
 def test_a_part_without_integers_has_its_bound(monkeypatch: pytest.MonkeyPatch):
     """Solvers give no bound of an integer program that has none."""
     monkeypatch.setattr(apart, "_LEAST_COLUMNS", 2)
-    job, costs, left, right = feasible()
+    job, costs, *_ = feasible()
     for column in job.program.variables[:SIZE]:
         column.cat = pulp.LpContinuous
     outcome = run_apart(Counted(), job, set(), [LINK])

@@ -144,7 +144,7 @@ class Watch:
         # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, profile.called)
         self._by_place = _by_place(plan)
-        self._graph_of_backward.is_made = False
+        self._graph_of_backward.is_made = self._graph_of_backward.is_kept = False
         self._planned_calls = sum(not call.fqn and call.grad for call in profile.calls)
         self._calls = 0  # of the step that runs
 
@@ -233,8 +233,9 @@ class Watch:
     def _unlike_the_plan(self, recordings: int) -> Finding | None:
         """What the step before had that the planned one had not; several things of one step count once."""
         larger, calls_others, takes_more = self._larger_later, bool(self._newcomers), self.takes_more
-        makes_graph = self._graph_of_backward.is_made
+        makes_graph, keeps_graph = self._graph_of_backward.is_made, self._graph_of_backward.is_kept
         self._larger_later = self._graph_of_backward.is_made = self.takes_more = False
+        self._graph_of_backward.is_kept = False
         others = self._new_modules(recordings) if calls_others else None
         if larger:
             words = "a later micro-batch of a step was larger than planned for: recording this step"
@@ -242,6 +243,9 @@ class Watch:
         if makes_graph and GRAPH_OF_BACKWARD not in self._plan.record.profile.facts:
             words = f"the step before {WITH_A_GRAPH}: recording this step"
             return Finding("graph", log=words, plan_may_do=True)
+        if keeps_graph and not self._plan.record.profile.unpacks:
+            words = "the step before kept its graph (retain_graph), and the recorded one did not: recording this step"
+            return Finding("kept graph", log=words, plan_may_do=True)
         if takes_more and others is None:
             words = (
                 "a region was compiled anew for the same inputs, so something else has changed in it, and the step "

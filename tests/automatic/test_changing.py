@@ -249,6 +249,29 @@ def test_more_calls_before_a_backward_than_recorded_are_told():
     assert handle.plan is not None
 
 
+def test_a_later_step_that_keeps_its_graph_is_recorded_and_planned_for():
+    """What it recomputes for one of its losses, it recomputes for the other."""
+    torch.manual_seed(0)
+    model = make(blocks=4).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(model, 10**9)
+    x = torch.randn(BATCH, WIDTH)
+
+    def step(keeps: bool) -> None:
+        output = model(x)
+        if keeps:
+            output.abs().mean().backward(retain_graph=True)
+        output.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seen = []
+    for keeps in (False, False, True, True, True):
+        step(keeps)
+        seen.append(handle.plan is not None and bool(handle.plan.record.profile.unpacks))
+    assert seen == [False, False, False, False, True]
+
+
 @pytest.mark.filterwarnings("ignore:this step goes backward with create_graph=True")
 def test_a_second_derivative_in_every_third_step_is_planned_for():
     """As of a gradient penalty. The step after the first one is recorded, and then the one that is due."""

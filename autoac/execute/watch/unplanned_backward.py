@@ -16,7 +16,7 @@ import torch
 
 from autoac.step.autocast import backward_is_as_planned
 from autoac.step.restore import tensors_of
-from autoac.torch_private import any_autocast, inside_autocast, remove_forward_hooks
+from autoac.torch_private import any_autocast, backward_keeps_graph, inside_autocast, remove_forward_hooks
 from autoac.warned import warn
 
 _INSIDE_AUTOCAST = (
@@ -38,16 +38,18 @@ class GraphOfBackward:
 
     Attributes:
         is_made: a backward has made a graph of its own (`create_graph`).
+        is_kept: a backward has kept the graph (`retain_graph`).
     """
 
-    __slots__ = ("is_made",)
+    __slots__ = ("is_kept", "is_made")
 
     def __init__(self) -> None:
-        self.is_made = False
+        self.is_made = self.is_kept = False
 
     def __call__(self, gradients: Any) -> None:
         """A node is about to run."""
         self.is_made |= torch.is_grad_enabled()
+        self.is_kept |= backward_keeps_graph()
 
 
 def before_backward(result: Any, hook: Callable[[Any], None]) -> None:

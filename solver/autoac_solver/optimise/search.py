@@ -277,7 +277,7 @@ class Search:
         integer = phase != "relaxation"
         start = self._start_values(formulation) if integer else None
         job = Job(formulation.program, integer, gap, self.task.deadline, start)
-        if phase == "plan" and not formulation.is_split:
+        if integer and not formulation.minimise_peak and not formulation.is_split:
             outcome = run_apart(self.task.backend, job, formulation.counts, formulation.lone)
         else:
             outcome = self.task.backend.run(job)

@@ -27,13 +27,14 @@ from autoac.automatic.report import (
 )
 from autoac.automatic.wanted import Wanted, is_of_another, needs_no_more
 from autoac.automatic.watch import Finding, Watch
+from autoac.execute.engines import ENGINES
 from autoac.execute.on_top import OnTop
 from autoac.plans import Plan
 from autoac.progress import LOGGER
 from autoac.step.model import unwrapped
 from autoac.step.uncompiled import compiled_modules
 from autoac_solver.plan.recorded.transfer import outcome_of
-from autoac_solver.records.engines import SAC, compiles
+from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError, ProfilingError
 from autoac_solver.records.profile import Profile
 
@@ -273,7 +274,7 @@ class LoopPlan:
 
     def _runs_compiled(self, plan: Plan) -> bool:
         """Whether modules that the user has compiled run compiled under the plan, in one process."""
-        stay_compiled = plan.engine == SAC and bool(compiled_modules(self._given))
+        stay_compiled = ENGINES[plan.engine].is_policy and bool(compiled_modules(self._given))
         return stay_compiled and not self._across.several
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:

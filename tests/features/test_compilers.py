@@ -358,6 +358,7 @@ def test_in_a_compiled_method_the_compiler_traces_no_code_of_ours(engine):
 
 
 @quiet
+@torch._dynamo.config.patch(recompile_limit=64)  # a form for each of the modes and hooks of a profiled step
 def test_compiled_functions_of_a_region(engine):
     """They run compiled under replay, and uncompiled under sac; they are compiled again when the plan is gone."""
     torch.manual_seed(0)

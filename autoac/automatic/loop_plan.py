@@ -191,10 +191,10 @@ class LoopPlan:
                 else:
                     self._take(plan, args, kwargs, save=False, verb=_LEAST)
             elif self._recording.ended_early and self._record_again():  # of a part?
-                _lesser(error, profile, self._recording)
+                _note_refusal(error, profile, self._recording)
             else:
                 _remove_for(error, self)
-                raise _lesser(error, profile, self._recording) from None
+                raise _note_refusal(error, profile, self._recording) from None
         except AutoacError as error:
             _remove_for(error, self)
             raise
@@ -348,7 +348,7 @@ class LoopPlan:
             self._corrected = self._measured.with_room()
 
 
-def _lesser(
+def _note_refusal(
     error: InfeasibleBudgetError, profile: Profile, recording: StepRecording
 ) -> InfeasibleBudgetError:
     """Note the refusal of a recorded step; returns the least one of steps with the same ops."""

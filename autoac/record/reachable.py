@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoac.step.restore import is_plain, put_back, values_kept
+from autoac.step.restore import is_plain, put_back, same_items, values_kept
 
 _MOST_OBJECTS = 10_000
 _MOST_ELEMENTS = 4096
@@ -82,7 +82,7 @@ def _dictionary(place: dict[Any, Any]) -> Callable[[], None]:
     before = list(place.items())
 
     def restore() -> None:
-        if _same(_flat(place.items()), _flat(before)):
+        if same_items(list(place.items()), before):
             return
         place.clear()
         for name, value in before:  # `update` of a Counter would count
@@ -95,7 +95,7 @@ def _sequence(place: list[Any] | deque[Any]) -> Callable[[], None]:
     before = list(place)
 
     def restore() -> None:
-        if not _same(place, before):
+        if not same_items(list(place), before):
             place.clear()
             place.extend(before)
 
@@ -111,12 +111,3 @@ def _set(place: set[Any]) -> Callable[[], None]:
             place.update(before)
 
     return restore
-
-
-def _flat(items: Iterable[tuple[Any, Any]]) -> list[Any]:
-    return [one for item in items for one in item]
-
-
-def _same(found: Iterable[Any], before: Iterable[Any]) -> bool:
-    """Whether they are the same objects in the same order."""
-    return list(map(id, found)) == list(map(id, before))

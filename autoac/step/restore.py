@@ -363,7 +363,7 @@ def _restore(module: torch.nn.Module, attributes: dict[str, tuple[Any, list[Any]
     module.__dict__.clear()
     for name, (value, contents) in attributes.items():
         module.__dict__[name] = value
-        if contents is None or _same_items(_contents(value), contents):
+        if contents is None or same_items(_contents(value), contents):
             continue  # no needless writes: some dictionaries are frozen
         if isinstance(value, list):
             value[:] = contents
@@ -372,7 +372,7 @@ def _restore(module: torch.nn.Module, attributes: dict[str, tuple[Any, list[Any]
             value.update(contents)
 
 
-def _same_items(found: list[Any], contents: list[Any]) -> bool:
+def same_items(found: list[Any], contents: list[Any]) -> bool:
     """Whether they are the same objects in the same order; for pairs, their keys and values."""
     return len(found) == len(contents) and all(
         a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))

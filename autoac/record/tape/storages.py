@@ -98,9 +98,8 @@ class Storages:
         self.released: Callable[[int], None] = lambda index: None  # called when only aliases hold a storage
         self.in_host_memory: set[int] = set()  # rows of storages in `host_memory`
         self.gathered: set[int] = set()  # rows of storages between two manual resizes
-        self.borrowed: set[int] = (
-            set()
-        )  # rows of memory of other libraries, such as numpy's, that the step has met
+        # Rows of memory of other libraries, such as numpy's, that the step has met.
+        self.borrowed: set[int] = set()
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
 
     # -- lookup ------------------------------------------------------------------------------------------------

@@ -250,7 +250,7 @@ def _be_present(store: Any, key: str, over: threading.Event) -> None:
         store.set(key, str(count))
         if over.wait(_BEAT_S):
             if not _process_ends.is_set():  # then it has died, to ranks that wait for it
-                store.delete_key(key)
+                store.set(key, "")  # no deletion: another rank that has just seen the key would wait for it
             return
 
 

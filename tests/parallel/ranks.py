@@ -49,7 +49,12 @@ def run_ranks(
     try:
         while any(process.poll() is None for process in started):
             crashed = [rank for rank, process in enumerate(started) if process.poll() in _CRASHES]
-            if crashed or time.monotonic() > until:
+            hang = not crashed and time.monotonic() > until
+            if hang:
+                for process in started:
+                    process.send_signal(signal.SIGABRT)  # each rank's log says where it waits
+                    process.wait()
+            if crashed or hang:
                 logs = "\n".join(log_of(folder, rank) for rank in crashed or range(size))
                 raise AssertionError(
                     f"ranks {crashed} crashed:\n{logs}" if crashed else f"the ranks hang:\n{logs}"

@@ -44,7 +44,7 @@ from autoac.torch_private import (
     gloo_threads,
     gloo_unhurried,
     key_of_storage,
-    local_part,
+    parts_of,
     quiet_profiler,
     raw_events,
     sparse_parts,
@@ -166,7 +166,8 @@ def unique_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages under some tensors, each storage counted once however many tensors share it.
 
     Args:
-        tensors: strided or sparse tensors, on any device; views count with their whole storage.
+        tensors: strided or sparse tensors, on any device, or wrapper subclasses that keep their values in such
+            (quantized weights); views count with their whole storage.
     """
     # A storage's address in memory is no identity: all empty storages, and all on the meta device, are at 0.
     by_storage = {key_of_storage(s): s.nbytes() for t in tensors for s in _storages(t)}
@@ -174,12 +175,13 @@ def unique_storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    if tensor.layout == torch.strided:
-        yield tensor.untyped_storage()
-    elif tensor.layout == torch.sparse_coo:
-        yield from (part.untyped_storage() for part in sparse_parts(tensor))
-    else:
-        raise ValueError(f"cannot count the bytes of a tensor with layout {tensor.layout}")
+    for part in parts_of(tensor):
+        if part.layout == torch.strided:
+            yield part.untyped_storage()
+        elif part.layout == torch.sparse_coo:
+            yield from (inside.untyped_storage() for inside in sparse_parts(part))
+        else:
+            raise ValueError(f"cannot count the bytes of a tensor with layout {part.layout}")
 
 
 class Taken:
@@ -401,7 +403,7 @@ def present_storages(device: torch.device) -> list[torch.UntypedStorage]:
             try:
                 storages |= {
                     key_of_storage(s): s
-                    for s in _storages(local_part(tensor))
+                    for s in _storages(tensor)
                     if s.device.type == device.type
                 }
             except (ValueError, RuntimeError, NotImplementedError):

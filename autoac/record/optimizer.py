@@ -14,7 +14,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoac.device import device_for
-from autoac.measure import unique_storage_bytes
 from autoac.ops.info import tensors_in
 from autoac.ops.signatures import Signature, flops_of
 from autoac.price.engine_costs import device_rates
@@ -30,6 +29,7 @@ from autoac.torch_private import (
     FakeTensorMode,
     compiler_off,
     fakes_as_parameters,
+    is_wrapper_type,
     key_of_storage,
     local_part,
     schema_of,
@@ -92,7 +92,8 @@ def with_optimizer(
     """The profile of the step with this optimizer's `step()` at its end.
 
     The state counts as resident: it exists in every step but the first. A copy of the optimizer takes some steps on
-    fake tensors, which allocates nothing and leaves the optimizer and the parameters untouched. A value that it reads
+    fake tensors, which allocates nothing and leaves the optimizer and the parameters untouched. If the optimizer's own
+    state takes more (its parameters have another dtype while it steps), that counts. A value that it reads
     on the host (its count of steps, a norm to scale by) is taken to be 1 in the first two. If it reads any, or counts
     its steps in Python, late steps follow, with large values; the step that takes most counts.
 
@@ -122,7 +123,23 @@ def with_optimizer(
         note += f"; it looks at values, for which 1 and {LATE_STEP} stood"
     if steps.failed_late:
         note += "; its late steps failed on fake tensors and are not counted"
-    return _with_step(profile, name, steps.state_bytes, step_bytes, note)
+    return _with_step(
+        profile, name, max(steps.state_bytes, _present_bytes(optimizer, device.type)), step_bytes, note
+    )
+
+
+def _present_bytes(optimizer: torch.optim.Optimizer, device: str) -> int:
+    """Bytes of the optimizer's state as it is now, without what it shares with its parameters and their gradients."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    theirs = here([*parameters, *(p.grad for p in parameters if p.grad is not None)])
+    shared, own = _storage_sizes(theirs), _storage_sizes(state_tensors(optimizer, device))
+    allocated = device_for(torch.device(device)).allocated_bytes
+    return sum(allocated(size) for key, size in own.items() if key not in shared)
+
+
+def _storage_sizes(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    strided = (tensor for tensor in tensors if tensor.layout is torch.strided)
+    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in strided}
 
 
 def _with_step(profile: Profile, name: str, state_bytes: int, step_bytes: int, note: str) -> Profile:
@@ -245,8 +262,8 @@ class _FakeSteps:
             with live:
                 self.optimizer.step()
         finally:
-            storages = {storage_key(t): t for t in state_tensors(self.optimizer, self.device)}.values()
-            self.state_bytes = sum(self._allocated(unique_storage_bytes([tensor])) for tensor in storages)
+            sizes = _storage_sizes(state_tensors(self.optimizer, self.device))
+            self.state_bytes = sum(map(self._allocated, sizes.values()))
             self.given |= live.given
 
     def take_early_and_late(self, n_taken: int) -> None:
@@ -349,9 +366,12 @@ class _LiveBytes(DispatchMode):
 
     def peak_with(self, workspace_bytes: dict[Signature, int]) -> int:
         """The peak if these ops have these workspaces."""
-        return max([self.peak_bytes, *(self.calls[op][0] + size for op, size in workspace_bytes.items())])
+        own = (live[0] + workspace_bytes.get(op, 0) for op, (live, *_) in self.calls.items())
+        return max(self.peak_bytes, max(own, default=0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_wrapper_type, types)):
+            return NotImplemented  # its own dispatch is next; the ops that it runs on its parts come here
         kwargs = kwargs or {}
         given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
         for tensor in given:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoac.torch_private import is_sharded_type, is_unit, local_part, own_class, set_units_up
+from autoac.torch_private import is_sharded_type, is_unit, own_class, parts_of, set_units_up
 
 _SHOWN = 3
 
@@ -115,5 +115,5 @@ def _unit_of(model: torch.nn.Module, name: str) -> torch.nn.Module | None:
 
 
 def here(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The local parts of these tensors: the shards of sharded ones."""
-    return [local_part(tensor) for tensor in tensors]
+    """The plain tensors of this process that these keep their values in: shards, and the parts of quantized ones."""
+    return [part for tensor in tensors for part in parts_of(tensor)]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch._prims_common
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -51,6 +51,14 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Source: `Tensor._indices`, `Tensor._values` (aten/src/ATen/native/sparse/SparseTensor.cpp).
     """
     return tensor._indices(), tensor._values()
+
+
+def is_wrapper_type(kind: type) -> bool:
+    """Whether tensors of this type keep their values in others (quantized, distributed), see `parts_of`.
+
+    Source: `is_traceable_wrapper_subclass_type` in torch/utils/_python_dispatch.py.
+    """
+    return kind is not torch.Tensor and is_traceable_wrapper_subclass_type(kind)
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -18,8 +18,10 @@ from autoac.torch_private import (
     current_node,
     in_backward,
     is_fake,
+    is_wrapper_type,
     key_of_storage,
     local_part,
+    parts_of,
     storage_key,
     storage_users,
 )
@@ -114,11 +116,18 @@ class Storages:
             return None
         local = local_part(tensor)
         known = self.known(local)
+        if known is None and is_wrapper_type(type(local)):
+            known = self._known_part(local)
         if known is not None:
             return known
         if tensor.is_leaf and tensor.requires_grad:
             self.before.keep_gradient(tensor)
         return self._register(local, NEVER)
+
+    def _known_part(self, tensor: torch.Tensor) -> int | None:
+        """Index of the largest storage that a wrapper subclass was put together from, outside of any op."""
+        indices = [index for part in parts_of(tensor) if (index := self.known(part)) is not None]
+        return max(indices, key=lambda index: self.rows[index]["bytes"], default=None)
 
     def indices_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Indices of the storages of these, in order."""
@@ -140,7 +149,7 @@ class Storages:
         """Bytes of the storages of these, by index."""
         on_device = [tensor for tensor in tensors if tensor.device.type == self.device.type]
         return {
-            index: allocated_bytes(tensor.untyped_storage().nbytes(), self.device)
+            index: self._bytes_of(tensor)
             for tensor in on_device
             if (index := self.index_of(tensor)) is not None and index not in self.in_host_memory
         }
@@ -167,7 +176,9 @@ class Storages:
         for tensor in map(local_part, tensors):
             if tensor.layout is not torch.strided:
                 self.not_counted(tensor)
-            elif self.known(tensor) is None:
+            elif self.known(tensor) is None and not (
+                is_wrapper_type(type(tensor)) and self._known_part(tensor) is not None
+            ):
                 created.append(self._register(tensor, self.clock.tick if tick is None else tick))
         return created
 
@@ -233,7 +244,7 @@ class Storages:
             on_device = False
         self.rows.append(
             {
-                "bytes": allocated_bytes(storage.nbytes(), self.device) if on_device else 0,
+                "bytes": self._bytes_of(tensor) if on_device else 0,
                 "alloc": alloc,
                 "free": NEVER,
                 "backward": in_backward(),
@@ -242,6 +253,11 @@ class Storages:
         self._watch(storage, index)
         self._born_in[index] = sequence_of(current_node())
         return index
+
+    def _bytes_of(self, tensor: torch.Tensor) -> int:
+        """Bytes of the tensor's storage; that of a wrapper subclass (quantized) has a size and no memory."""
+        storages = {storage_key(part): part.untyped_storage().nbytes() for part in parts_of(tensor)}
+        return sum(allocated_bytes(size, self.device) for size in storages.values())
 
     def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
         key = key_of_storage(storage)

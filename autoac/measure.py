@@ -401,11 +401,7 @@ def present_storages(device: torch.device) -> list[torch.UntypedStorage]:
     for tensor in tensors:
         if tensor.device.type == device.type:
             try:
-                storages |= {
-                    key_of_storage(s): s
-                    for s in _storages(tensor)
-                    if s.device.type == device.type
-                }
+                storages |= {key_of_storage(s): s for s in _storages(tensor) if s.device.type == device.type}
             except (ValueError, RuntimeError, NotImplementedError):
                 continue  # an opaque subclass without a storage of its own
     return list(storages.values())

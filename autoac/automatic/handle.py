@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoac.automatic.ahead import Ahead
 from autoac.automatic.loop_plan import LoopPlan, keep_for_its_phase
@@ -21,6 +20,7 @@ from autoac.plans import Plan
 from autoac.progress import LOGGER
 from autoac.record.recorder import raise_if_by_torch_func
 from autoac.step.model import has_gradients
+from autoac.step.optimizer import around_steps
 from autoac.torch_private import in_backward
 
 _MOST_SHORT = 12
@@ -61,10 +61,9 @@ class Auto(LoopPlan):
         self._ahead = Ahead(model, self._about_to_be_called)
         self._ahead.put_on()
         before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
-        self._hooks = [
-            register_optimizer_step_pre_hook(lambda *a: f(*a) if (f := before()) else None),
-            register_optimizer_step_post_hook(lambda *a: f(*a) if (f := after()) else None),
-        ]
+        self._hooks = around_steps(
+            lambda *a: f(*a) if (f := before()) else None, lambda *a: f(*a) if (f := after()) else None
+        )
         weakref.finalize(self, _remove, self._hooks)
         self._on_top.put_on()
 
@@ -272,7 +271,7 @@ class Auto(LoopPlan):
                 self._watch.uncounted = True
         if self._recording.went_backward and self._cycle.is_over:
             self._recording.end()
-            self._optimizers.hold(self._recording.profile is not None)
+            self._optimizers.hold(self._recording.has_step)
         elif self._recording.is_on:
             self._recording.pause(True)  # the record goes on after the optimizer
 

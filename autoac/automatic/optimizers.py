@@ -123,7 +123,9 @@ class Optimizers:
     def _with_state(self, profile: Profile, optimizer: Any) -> Profile:
         """The profile with an optimizer's state as it is now."""
         tensors = state_tensors(optimizer, device_of(self._model).type)
-        state = Storage(unique_storage_bytes(tensors), NEVER, profile.end, "Optstate", type(optimizer).__name__)
+        state = Storage(
+            unique_storage_bytes(tensors), NEVER, profile.end, "Optstate", type(optimizer).__name__
+        )
         return replace(profile, storage_table=(*profile.storage_table, state))
 
     def _swapped_out(self) -> list[torch.Tensor]:

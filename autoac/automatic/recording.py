@@ -85,6 +85,7 @@ class StepRecording:
         self._optimizers = optimizers
         self._warn = warn
         self._live: LiveStep | None = None
+        self._left_on: LiveStep | None = None  # given up in a compiled function's call
         self._survivors: dict[int, Any] = {}
         self._workspaces: dict[Any, int] = {}
         self._is_paused = False
@@ -107,6 +108,11 @@ class StepRecording:
     def went_backward(self) -> bool:
         """Whether the step that is being recorded has begun its backward."""
         return self._live is not None and self._live.tape.went_backward
+
+    @property
+    def has_step(self) -> bool:
+        """Whether a recorded step is over that has no plan yet."""
+        return self.profile is not None or (self._live is not None and self._live.has_stopped)
 
     @property
     def may_begin_again(self) -> bool:
@@ -178,7 +184,11 @@ class StepRecording:
         Returns:
             Whether the recording was given up: nothing came of its calls, and this call begins a step.
         """
+        self._take_off_what_is_left_on()
         if self._live is None:
+            return False
+        if self._live.has_stopped:
+            self.end()
             return False
         self.pause(False)  # an optimizer's step may have failed
         tape = self._live.tape
@@ -204,7 +214,7 @@ class StepRecording:
         return False
 
     def end(self) -> None:
-        """End the recording and make the step's profile."""
+        """End the recording and make the step's profile; only at the next call if the optimizer's step is compiled."""
         live = self._live
         assert live is not None
         # The loop has caught an error in backward, and its optimizer steps all the same.
@@ -216,6 +226,9 @@ class StepRecording:
                 "cannot end", "autoac: the step cannot be recorded: a mode or hooks were put on in it."
             )
             live.tape.clock.suspended += 1
+            return
+        if live.must_stay_on:
+            live.stop(self._optimizers.states_of_backward())
             return
         self._live = None
         self.skipped, self._given_up = self._given_up, 0
@@ -249,11 +262,22 @@ class StepRecording:
 
     def give_up(self) -> None:
         """Stop recording, without a profile."""
+        self._take_off_what_is_left_on()
         live, self._live = self._live, None
         self._given_up = 0
-        if live is not None:
+        if live is not None and live.must_stay_on:
+            live.tape.clock.suspended += 1
+            self._left_on = live
+        elif live is not None:
             with self._on_top.aside():
                 live.give_up()
+
+    def _take_off_what_is_left_on(self) -> None:
+        """Take off the modes of a step that was given up where they had to stay on."""
+        if self._left_on is not None and not self._left_on.must_stay_on and self._left_on.can_end:
+            left, self._left_on = self._left_on, None
+            with self._on_top.aside():
+                left.give_up()
 
     def taken(self, given: Any) -> Profile:
         """The profile, with the tensors of its step that the loop still holds; drops it here.

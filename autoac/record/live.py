@@ -66,6 +66,7 @@ from autoac.step.units import here, own_name
 from autoac.torch_private import (
     current_backward,
     in_backward,
+    in_compiled_call,
     is_profiled,
     key_of_storage,
     local_part,
@@ -241,6 +242,8 @@ class LiveStep:
         self.profiled = device_for(self.device).memory_events and is_profiled()
         self.survivors: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.fingerprint = model_fingerprint(model)  # some loops freeze parts of it within the step
+        self._began_compiled = False
+        self._stopped: Any = None  # what `stop` has found
 
     def begin(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], others: Iterable[torch.Tensor]) -> None:
         """Record from here on.
@@ -284,6 +287,7 @@ class LiveStep:
             stack.enter_context(interruptible())  # the user's own loop runs next
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(tape.saved.pack, tape.saved.unpack))
             stack.enter_context(tape)
+            self._began_compiled = in_compiled_call()
             self.started, self.disturbance = time.perf_counter(), Disturbance()
             self.contexts = stack.pop_all()
 
@@ -298,12 +302,22 @@ class LiveStep:
         hooks = top_saved_tensors_hooks()
         return top_dispatch_mode() is self.tape and hooks == (self.tape.saved.pack, self.tape.saved.unpack)
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether nothing more is recorded."""
+        return self._stopped is not None
+
+    @property
+    def must_stay_on(self) -> bool:
+        """Whether our dispatch mode cannot be taken off now, see `in_compiled_call`."""
+        return not self._began_compiled and in_compiled_call()
+
     def give_up(self) -> None:
         """Stop recording without a profile."""
         self.contexts.close()
 
-    def finish(self, states: Iterable[tuple[str, torch.Tensor]] = ()) -> Profile:
-        """Stop recording and make the profile.
+    def stop(self, states: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
+        """Record no more. Our modes and hooks stay on, idle, until `finish` or `give_up`.
 
         Args:
             states: of the optimizers that have stepped in backward, each tensor with its optimizer's name.
@@ -315,19 +329,35 @@ class LiveStep:
         guard, unseen = self.tape.saved.guard, self.tape.saved.unseen
         assert guard is not None
         assert unseen is not None
+        times = self.meter.times()
+        found = unseen.found()
+        unfit = mark(self.tape.ops, self.tape.calls, found)
+        self.buffers.compare(self.tape.kept.written)
+        unfit = (*unfit, *guard.mark(self.tape.ops, found), *self.buffers.mark(self.tape.calls))
+        tables = tape_tables.finish(self.tape, recorder.names_of(self.model), {}, times)
+        known = ((self.tape.storages.known(state), name) for name, state in states)
+        on_tape = {index: name for index, name in known if index is not None}
+        left = self.tape.storages.survivors(tables["end"])
+        self.survivors = {index: ref for index, ref in left.items() if index not in on_tape}
+        self.tape.clock.suspended += 1
+        self._stopped = elapsed, times, unfit, tables, on_tape
+
+    def finish(self, states: Iterable[tuple[str, torch.Tensor]] = ()) -> Profile:
+        """Stop recording and make the profile.
+
+        Args:
+            states: as for `stop`, if that was not called.
+
+        Raises:
+            ProfilingError: no backward ran.
+        """
         try:
-            times = self.meter.times()
-            found = unseen.found()
-            unfit = mark(self.tape.ops, self.tape.calls, found)
-            self.buffers.compare(self.tape.kept.written)
-            unfit = (*unfit, *guard.mark(self.tape.ops, found), *self.buffers.mark(self.tape.calls))
-            tables = tape_tables.finish(self.tape, recorder.names_of(self.model), {}, times)
-            known = ((self.tape.storages.known(state), name) for name, state in states)
-            on_tape = {index: name for index, name in known if index is not None}
-            left = self.tape.storages.survivors(tables["end"])
-            self.survivors = {index: ref for index, ref in left.items() if index not in on_tape}
+            if self._stopped is None:
+                self.stop(states)
         finally:
             self.contexts.close()
+        assert self._stopped is not None
+        elapsed, times, unfit, tables, on_tape = self._stopped
         tables["tape"] = tape_tables.timed(self.tape.ops, times, self.workspaces)
         # Storages from before the step that the loop frees in it, such as gradients cleared after forward.
         tables["storage_table"] = tuple(

@@ -6,12 +6,11 @@ import contextlib
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoac.device import device_for
 from autoac.ops.info import tensors_in
@@ -20,7 +19,7 @@ from autoac.price.engine_costs import device_rates
 from autoac.price.isolated_ops import workspaces_on_scratch
 from autoac.record.reachable import unchanged
 from autoac.step.model import free_bytes
-from autoac.step.optimizer import inner_optimizer
+from autoac.step.optimizer import around_steps, inner_optimizer
 from autoac.step.restore import tensors_of
 from autoac.step.units import here
 from autoac.torch_private import (
@@ -74,7 +73,7 @@ def states_made() -> Iterator[list[torch.optim.Optimizer]]:
         if optimizer.state and any(known is optimizer for known in without):
             found.append(optimizer)
 
-    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    hooks = around_steps(before, after)
     try:
         yield found
     finally:
@@ -255,7 +254,7 @@ class _FakeSteps:
 
     def take(self, value: int, keep: bool = True) -> None:
         """One step, in which `value` stands for what it reads on the host."""
-        live = _LiveBytes(self.device, value)
+        live = _LiveBytes(self.device, value, state_tensors(self.optimizer, self.device))
         if keep:
             self._kept.append((self.state_bytes, live))
         try:
@@ -346,6 +345,7 @@ class _LiveBytes(DispatchMode):
 
     Args:
         value: stands for every value that is read on the host. A truth value is true if this is 1.
+        state: tensors that the step may replace.
 
     Attributes:
         calls: ops that may take workspace: the most live bytes before or after one, its floating-point operations and
@@ -353,7 +353,7 @@ class _LiveBytes(DispatchMode):
         looked_at_values: whether the step read a tensor's value on the host.
     """
 
-    def __init__(self, device: str, value: int):
+    def __init__(self, device: str, value: int, state: Iterable[torch.Tensor] = ()):
         super().__init__()
         self.device = device
         self.value = value
@@ -363,10 +363,13 @@ class _LiveBytes(DispatchMode):
         self.looked_at_values = False
         self.given: set[int] = set()  # storages that ops were given
         self._known: dict[int, Any] = {}
+        for tensor in {storage_key(t): t for t in state if t.layout is torch.strided}.values():
+            storage = tensor.untyped_storage()
+            self._watch(storage, self._allocated(storage.nbytes()))
 
     def peak_with(self, workspace_bytes: dict[Signature, int]) -> int:
         """The peak if these ops have these workspaces."""
-        own = (live[0] + workspace_bytes.get(op, 0) for op, (live, *_) in self.calls.items())
+        own = (live + workspace_bytes.get(op, 0) for op, (live, *_) in self.calls.items())
         return max(self.peak_bytes, max(own, default=0))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -51,7 +51,7 @@ from autoac.step.restore import other_random_numbers, untouched
 from autoac.step.step import TrainingStep
 from autoac.step.uncompiled import compiled_modules, is_inside, uncompiled
 from autoac.step.units import has_units, here, own_name
-from autoac.torch_private import local_part, storage_key
+from autoac.torch_private import storage_key
 from autoac_solver.build.losses.cross_entropy import losses_in_modules
 from autoac_solver.plan.parts import with_parts
 from autoac_solver.records.errors import ProfilingError
@@ -360,12 +360,17 @@ def check_recorded(tables: dict[str, Any], is_whole: bool) -> None:
 def names_of(model: torch.nn.Module) -> dict[int, tuple[str, str]]:
     """Kind and name of the storages that belong to the model, by key."""
     names: dict[int, tuple[str, str]] = {}
+
+    def add(tensor: torch.Tensor, kind: str, name: str) -> None:
+        for plain in here([tensor]):
+            if plain.layout is torch.strided:
+                names.setdefault(storage_key(plain), (kind, name))
+
     for name, parameter in model.named_parameters():
         gradient = gradient_of(parameter)
-        if gradient is not None and gradient.layout is torch.strided:
-            names.setdefault(storage_key(local_part(gradient)), ("Gradient", name))
-        names.setdefault(storage_key(local_part(parameter)), ("Parameter", name))
+        if gradient is not None:
+            add(gradient, "Gradient", name)
+        add(parameter, "Parameter", name)
     for name, buffer in model.named_buffers():
-        if local_part(buffer).layout is torch.strided:
-            names.setdefault(storage_key(local_part(buffer)), ("Buffer", name))
+        add(buffer, "Buffer", name)
     return names

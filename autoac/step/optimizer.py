@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autoac.torch_private import disable_dynamo
 from autoac_solver.records.errors import ProfilingError
+
+Hook = Callable[..., Any]
 
 _HELD_AS = {
     "AcceleratedOptimizer": "optimizer",
@@ -18,6 +23,26 @@ _HELD_AS = {
 
 By name: neither library is imported here.
 """
+
+
+def around_steps(before: Hook, after: Hook | None = None) -> list[Any]:
+    """Put hooks before and after the `step()` of all optimizers; returns the handles that take them off.
+
+    A compiled step (`torch.compile(optimizer.step)`) calls them, too, outside of its graphs.
+    """
+    hooks = [register_optimizer_step_pre_hook(_outside_of_graphs(before))]
+    if after is not None:
+        hooks.append(register_optimizer_step_post_hook(_outside_of_graphs(after)))
+    return hooks
+
+
+def _outside_of_graphs(hook: Hook) -> Hook:
+    def run(
+        *args: Any,
+    ) -> Any:  # a function, which takes the attributes that the compiler sets, unlike a method
+        return hook(*args)
+
+    return disable_dynamo(run, "autoac looks at the optimizer before and after its step")
 
 
 def real_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:

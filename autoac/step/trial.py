@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autoac.step.optimizer import around_steps
 from autoac.step.restore import (
     Restorer,
     attributes_kept,
@@ -93,11 +93,12 @@ class OptimizerStates:
         return {name: (v, copy.deepcopy(v) if name in copied else v) for name, v in values.items()}
 
     def __enter__(self) -> None:
-        self._hook = register_optimizer_step_pre_hook(self._steps)
+        self._hooks = around_steps(self._steps)
 
     def __exit__(self, *_: Any) -> None:
         """Remove new state, and restore the earlier one."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         put_back(functools.partial(_restore, *known) for known in self._known)
 
 

@@ -47,6 +47,26 @@ def untraced(function: Function) -> Function:
     return function
 
 
+def in_compiled_call() -> bool:
+    """Whether code runs that a compiled function has called, outside of its graphs.
+
+    A dispatch mode that is put on or taken off there breaks all ops of the thread after the function's end, which
+    restores the dispatch keys from before it.
+
+    Source: `compile_wrapper` of `_TorchDynamoContext.__call__` (torch/_dynamo/eval_frame.py); the keys are those of
+    `torch._C._dispatch_tls_is_dispatch_key_included`.
+    """
+    frame = sys._getframe(1) if "torch._dynamo.eval_frame" in sys.modules else None
+    while frame is not None:
+        if (
+            frame.f_code.co_name == "compile_wrapper"
+            and frame.f_globals["__name__"] == "torch._dynamo.eval_frame"
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class _CompilerOff:
     """Switches the compiler off as long as any thread wants that: torch's switch is one for all threads."""
 

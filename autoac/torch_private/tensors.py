@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -73,6 +73,27 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for name in names:
         if isinstance(part := getattr(tensor, name), torch.Tensor):
             yield from parts_of(part)
+
+
+def taken_apart(
+    tensor: torch.Tensor,
+) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], torch.Tensor]] | None:
+    """The parts of a wrapper subclass, and a function that makes one like it of others; None if it is none.
+
+    Source: `TraceableWrapperSubclass` in torch/utils/_python_dispatch.py.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    kind, size, stride = cast("Any", type(tensor)), tensor.size(), tensor.stride()
+    names, context = cast("Any", tensor).__tensor_flatten__()
+    parts = [getattr(tensor, name) for name in names]
+    if not all(isinstance(part, torch.Tensor) for part in parts):
+        return None
+
+    def put_together(others: Iterable[torch.Tensor]) -> torch.Tensor:
+        return kind.__tensor_unflatten__(dict(zip(names, others, strict=True)), context, size, stride)
+
+    return parts, put_together
 
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")

@@ -212,6 +212,14 @@ def with_a_forward_for_the_step(model: Blocks, optimizer: Any, x: torch.Tensor, 
     optimizer.zero_grad()
 
 
+def with_a_compiled_optimizer(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the compiler's own
+        torch.compile(optimizer.step, backend="eager")()
+    optimizer.zero_grad()
+
+
 LOOPS: dict[str, Callable[[], Step]] = {
     "bare": lambda: bare,
     "accumulating": lambda: accumulating,
@@ -228,6 +236,7 @@ LOOPS: dict[str, Callable[[], Step]] = {
     "two views and a lone call": LoneCall,
     "perturbed weights": lambda: perturbed,
     "computed weights": lambda: with_computed_weights,
+    "compiled optimizer": lambda: with_a_compiled_optimizer,
     "a forward for the step": lambda: with_a_forward_for_the_step,
 }
 

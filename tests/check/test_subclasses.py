@@ -10,47 +10,12 @@ from torch import nn
 
 import autoac
 from autoac.check.equal import same
+from autoac.measure import unique_storage_bytes
 from autoac.step.restore import values_kept
 from autoac.torch_private import parts_of
+from tests.quantized import Quantized
 
-KNOWN = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default)
 X = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
-
-
-class Quantized(torch.Tensor):
-    """Rows of eight-bit integers with a scale each; linear layers can read it, and it can be detached and copied."""
-
-    @staticmethod
-    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Quantized:
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)
-
-    def __init__(self, values: torch.Tensor, scale: torch.Tensor):
-        self.integers, self.scale = values, scale
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> Quantized:
-        scale = weight.abs().amax(1, keepdim=True) / 127
-        return cls((weight / scale).round().to(torch.int8), scale)
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["integers", "scale"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, parts: dict[str, Any], *_: Any) -> Quantized:
-        return cls(parts["integers"], parts["scale"])
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear:
-            x, weight, *rest = args
-            return func(x, weight.integers.to(weight.scale.dtype) * weight.scale, *rest, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func in KNOWN, f"{cls.__name__} has no {func}"
-        return cls(func(args[0].integers), func(args[0].scale))
 
 
 class Adapted(nn.Module):
@@ -74,6 +39,51 @@ def test_verify(engine: str):
     plan = autoac.solve(profile, least.value.minimum_bytes, engine=engine)
     assert any(region.wrapped for region in plan.regions)
     report = plan.verify(model, X)
+    assert report.ok, report
+    assert report.measured_peak_bytes == report.predicted_peak_bytes
+
+
+def test_their_parts_count():
+    model = nn.Sequential(*(Adapted() for _ in range(4)))
+    profile = autoac.profile(model, X)
+    assert profile.resident_bytes == unique_storage_bytes([*model.parameters(), X])
+    weight = model[0].frozen.weight
+    assert unique_storage_bytes([weight]) == 32 * 32 + 32 * 4
+
+
+class Rounded(torch.autograd.Function):
+    """A product whose backward has the input in eight bits: put together outside of any op."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(Quantized.of(x), weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        return gradient @ weight.T, x.values().T @ gradient
+
+
+class RoundedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(Rounded.apply(torch.tanh(x), self.weight))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("engine", ["replay", "sac"])
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_saved_ones(engine: str, share: float):
+    model = nn.Sequential(*(RoundedLayer() for _ in range(6)))
+    profile = autoac.profile(model, X)
+    with pytest.raises(autoac.InfeasibleBudgetError) as least:
+        autoac.solve(profile, 1, engine=engine)
+    budget = int(least.value.minimum_bytes * (1 - share) + profile.peak_bytes * share)
+    report = autoac.solve(profile, budget, engine=engine).verify(model, X)
     assert report.ok, report
     assert report.measured_peak_bytes == report.predicted_peak_bytes
 

@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 import autoac
 from autoac.measure import measure_peak, unique_storage_bytes
+from tests.quantized import Quantized
 from tests.small_models import batch, least_bytes, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -328,12 +329,30 @@ class LooksBack(torch.optim.SGD):
             parameter.copy_(slow.lerp(parameter, 0.5))
 
 
+class Projects(torch.optim.SGD):
+    """Keeps few directions of each gradient, which it finds anew in every third step, as GaLore does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.01)
+        self.n_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            gradient, state = torch.atleast_2d(parameter.grad), self.state[parameter]
+            if self.n_steps % 3 == 0 or not state:
+                state["directions"] = (gradient.T @ gradient)[:, :4].contiguous()
+            parameter.sub_((gradient @ state["directions"] @ state["directions"].T).view_as(parameter))
+        self.n_steps += 1
+
+
 LATER: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     # Takes more from step 6 on.
     "RAdam": lambda p: torch.optim.RAdam(p, foreach=False),
     "RAdam, foreach": lambda p: torch.optim.RAdam(p, foreach=True),
     "ASGD": lambda p: torch.optim.ASGD(p, t0=3, foreach=False),
     "every fifth": LooksBack,
+    "other products in every third": Projects,
 }
 
 
@@ -359,6 +378,42 @@ def test_an_optimizer_that_takes_more_in_later_steps(name: str, n_before: int):
         )
     assert max(measured) <= plan.predicted_peak_bytes
     assert plan.predicted_peak_bytes == pytest.approx(max(measured), rel=1e-3)
+
+
+class LowBit(torch.optim.SGD):
+    """SGD with momentum, which is kept in eight bits."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            gradient = torch.atleast_2d(parameter.grad)
+            momentum = state["momentum"].values().mul_(0.9) if state else torch.zeros_like(gradient)
+            state["momentum"] = Quantized.of(momentum.add_(gradient))
+            parameter.sub_(momentum.view_as(parameter), alpha=0.1)
+
+
+@pytest.mark.parametrize("rows", [64, 4])
+def test_the_state_of_a_low_bit_optimizer_counts_with_its_parts(rows: int):
+    model, x = make(), batch()[:rows].clone()
+    optimizer = LowBit(model.parameters(), lr=0.1)
+    plan = autoac.plan(model, x, "1GB", optimizer=optimizer)
+    assert plan.predicted_peak_bytes == pytest.approx(measured_bytes(model, x, optimizer), rel=1e-3)
+    assert plan.resident_bytes == resident_bytes(model, x, optimizer)
+
+
+def test_a_state_in_another_dtype_than_its_parameters():
+    """As with float32 copies that are put in the parameters' place for the optimizer's step."""
+    model, x = make().bfloat16(), batch().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert autoac.profile(model, x, optimizer=optimizer).resident_bytes == resident_bytes(model, x, optimizer)
 
 
 def test_an_optimizer_that_branches_on_what_it_reads():

@@ -35,6 +35,26 @@ def test_in_compiled_autograd():
     torch._dynamo.reset()
 
 
+def test_in_compiled_call():
+    """There, what a compiled function's end restores is restored after all that is done."""
+    found = []
+
+    @torch.compiler.disable
+    def looks() -> None:
+        found.append(torch_private.in_compiled_call())
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        looks()
+        return x.cos()
+
+    assert not torch_private.in_compiled_call()
+    function(torch.ones(2))
+    torch.compile(function, backend="eager")(torch.ones(2))
+    assert found == [False, True]
+    torch._dynamo.reset()
+
+
 def test_untraced():
     """Dynamo looks at the hooks that C++ code calls within a function that it could not compile."""
 

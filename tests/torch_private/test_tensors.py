@@ -223,6 +223,13 @@ def test_parts_of_a_wrapper_subclass():
     a, b, c = torch.zeros(2), torch.ones(2), torch.ones(2)
     found = list(torch_private.parts_of(Pair(a, Pair(b, c))))  # nested ones too
     assert [id(part) for part in found] == [id(a), id(b), id(c)]
+    assert torch_private.is_wrapper_type(Pair)
+    assert not any(map(torch_private.is_wrapper_type, (torch.Tensor, nn.Parameter)))
+    pair = Pair(a, b)
+    parts, put_together = torch_private.taken_apart(pair)  # type: ignore[misc]
+    assert [id(part) for part in parts] == [id(a), id(b)]
+    assert put_together([b, c]).first is b  # type: ignore[attr-defined]
+    assert torch_private.taken_apart(a) is None
     assert list(map(id, torch_private.parts_of(a))) == [id(a)]
     assert len(list(torch_private.parts_of(nn.Parameter(a)))) == 1
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from autoac.execute.program import Program
+from autoac.execute.replay.held import Apart
 from autoac.execute.replay.randoms import draw_again
 from autoac.execute.replay.records import MODIFIED, Handle, Record, Slot
 from autoac.execute.streams import streams_of_call
@@ -53,6 +54,8 @@ def unpack(packed: Any) -> torch.Tensor:
     """The unpack hook: returns the tensor that `Recording.pack` was given."""
     if type(packed) is Handle:
         return packed.unpack()
+    if type(packed) is Apart:
+        return packed.put_together(map(unpack, packed.parts))
     tensor, version, call = packed
     if call.pending or call.is_another_backward():
         call.replay(backward_keeps_graph())

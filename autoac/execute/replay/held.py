@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from autoac.torch_private import base_of, detach_unseen, key_of_storage
+from autoac.torch_private import base_of, detach_unseen, is_sharded_type, key_of_storage, taken_apart
 
 
 def key_of(tensor: torch.Tensor) -> int:
@@ -32,6 +33,35 @@ def _ends_at(base: torch.Tensor, view: torch.Tensor) -> bool:
     Not if its node is a custom `autograd.Function`, which may hold the view that it made.
     """
     return type(base) is torch.nn.Parameter and not isinstance(view.grad_fn, BackwardCFunction)
+
+
+class Apart:
+    """Stands in, in autograd's graph, for a wrapper subclass (float8): its parts, each packed by itself.
+
+    Args:
+        parts: the packed ones.
+        put_together: makes the tensor of the unpacked ones.
+    """
+
+    __slots__ = ("parts", "put_together")
+
+    def __init__(self, parts: list[Any], put_together: Callable[[Iterable[torch.Tensor]], torch.Tensor]):
+        self.parts = parts
+        self.put_together = put_together
+
+    @classmethod
+    def packed(cls, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Apart | None:
+        """What autograd is to hold of this tensor; None if it is to be packed as one, as sharded and plain ones are.
+
+        Args:
+            pack: packs a part.
+        """
+        kind = type(tensor)
+        is_one = not is_foreign(kind) or is_sharded_type(kind) or tensor.layout is not torch.strided
+        if is_one or (tensor.is_leaf and tensor.requires_grad):
+            return None
+        found = taken_apart(tensor)
+        return None if found is None else cls([pack(part) for part in found[0]], found[1])
 
 
 def detach_foreign_too(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 
 from autoac.execute.program import CUT, END, Program
 from autoac.execute.replay.call import ReplayCall, unpack
-from autoac.execute.replay.held import detach_foreign_too, is_foreign, key_of, without_graph
+from autoac.execute.replay.held import Apart, detach_foreign_too, is_foreign, key_of, without_graph
 from autoac.execute.replay.randoms import Stash, drawing
 from autoac.execute.replay.records import Handle, Kept, Marks, Record, Slot
 from autoac.execute.streams import as_blocking, comes_to_host
@@ -316,7 +316,12 @@ class Recording(UnwrappedDispatchMode):
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook."""
-        local = tensor if type(tensor) is torch.Tensor else local_part(tensor)
+        if type(tensor) is torch.Tensor:
+            local = tensor
+        elif (apart := Apart.packed(tensor, self.pack)) is not None:
+            return apart
+        else:
+            local = local_part(tensor)
         key = key_of(local)
         slot = self.slots.get(key)
         if slot is None or slot.alive() is None or (key in self.raw and not slot.written):

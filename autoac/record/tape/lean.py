@@ -10,7 +10,7 @@ import torch
 
 from autoac.execute.program import Program
 from autoac.execute.replay import Handle, Record, Recording, ReplayCall, Slot
-from autoac.execute.replay.held import key_of
+from autoac.execute.replay.held import Apart, key_of
 from autoac.ops.geometry import clone_with_geometry
 from autoac.ops.info import OpInfo, op_info, read_tensors, written_tensors
 from autoac.ops.signatures import Signature
@@ -120,6 +120,8 @@ class LeanRecording(Recording):
         if self.saved.unseen is not None and self.saved.unseen.is_kept(local_part(tensor)):
             self.slots.pop(key_of(local_part(tensor)), None)
         packed = super().pack(tensor)
+        if type(packed) is Apart:
+            return packed  # the parts were watched
         if type(packed) is Handle and self.saved.guard is not None:
             self.saved.guard.packed(packed, tensor)
         if type(packed) is tuple:

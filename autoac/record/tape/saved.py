@@ -11,6 +11,7 @@ import torch
 from autoac.execute.program import Program
 from autoac.execute.replay import Handle, ReplayCall
 from autoac.execute.replay import unpack as replay_unpack
+from autoac.execute.replay.held import Apart
 from autoac.ops.geometry import with_geometry
 from autoac.record.guard import Guard
 from autoac.record.tape.calls import ModuleCalls, name_of, sequence_of
@@ -73,6 +74,8 @@ class SavedTensors:
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """The pack hook for code outside of the modules that the engine runs."""
+        if (apart := Apart.packed(tensor, self.pack)) is not None:
+            return apart
         self.is_saved(tensor)
         alias = self.alias(tensor)
         return self.watch(tensor, (alias, version_of(alias), self._outside))
@@ -123,8 +126,10 @@ class SavedTensors:
         return watched
 
     @untraced
-    def unpack(self, watched: _Watched) -> torch.Tensor:
+    def unpack(self, watched: _Watched | Apart) -> torch.Tensor:
         """The unpack hook."""
+        if type(watched) is Apart:
+            return watched.put_together(map(self.unpack, watched.parts))
         if self.unseen is not None and in_backward():
             self.unseen.backward_begins()
         row = None if watched.saved is None else self.rows[watched.index]

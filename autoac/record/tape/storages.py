@@ -111,23 +111,23 @@ class Storages:
         return self._by_key.get(storage_key(tensor))
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Index of the tensor's storage, None if it has none; a storage not seen so far is older than the step."""
+        """Index of the tensor's storage, None if it has none; a storage not seen so far is older than the step.
+
+        Of a wrapper subclass (quantized), that of its largest part.
+        """
         if tensor.layout is not torch.strided or (not self.on_fakes and is_fake(tensor)):
             return None
         local = local_part(tensor)
         known = self.known(local)
-        if known is None and is_wrapper_type(type(local)):
-            known = self._known_part(local)
         if known is not None:
             return known
+        if is_wrapper_type(type(local)):  # its own storage has a size, but no memory
+            return max(
+                self.indices_of(parts_of(local)), key=lambda index: self.rows[index]["bytes"], default=None
+            )
         if tensor.is_leaf and tensor.requires_grad:
             self.before.keep_gradient(tensor)
         return self._register(local, NEVER)
-
-    def _known_part(self, tensor: torch.Tensor) -> int | None:
-        """Index of the largest storage that a wrapper subclass was put together from, outside of any op."""
-        indices = [index for part in parts_of(tensor) if (index := self.known(part)) is not None]
-        return max(indices, key=lambda index: self.rows[index]["bytes"], default=None)
 
     def indices_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Indices of the storages of these, in order."""
@@ -147,11 +147,12 @@ class Storages:
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         """Bytes of the storages of these, by index."""
-        on_device = [tensor for tensor in tensors if tensor.device.type == self.device.type]
+        parts = (part for tensor in tensors for part in parts_of(tensor))
+        on_device = [part for part in parts if part.device.type == self.device.type]
         return {
-            index: self._bytes_of(tensor)
-            for tensor in on_device
-            if (index := self.index_of(tensor)) is not None and index not in self.in_host_memory
+            index: allocated_bytes(part.untyped_storage().nbytes(), self.device)
+            for part in on_device
+            if (index := self.index_of(part)) is not None and index not in self.in_host_memory
         }
 
     # -- allocation --------------------------------------------------------------------------------------------
@@ -173,13 +174,12 @@ class Storages:
             tick: when they were made, by default now.
         """
         created = []
-        for tensor in map(local_part, tensors):
-            if tensor.layout is not torch.strided:
-                self.not_counted(tensor)
-            elif self.known(tensor) is None and not (
-                is_wrapper_type(type(tensor)) and self._known_part(tensor) is not None
-            ):
-                created.append(self._register(tensor, self.clock.tick if tick is None else tick))
+        for tensor in tensors:
+            for part in [tensor] if tensor.layout is not torch.strided else parts_of(tensor):
+                if part.layout is not torch.strided:
+                    self.not_counted(part)
+                elif self.known(part) is None:
+                    created.append(self._register(part, self.clock.tick if tick is None else tick))
         return created
 
     def made_outside(self, tensor: torch.Tensor) -> None:
@@ -244,7 +244,7 @@ class Storages:
             on_device = False
         self.rows.append(
             {
-                "bytes": self._bytes_of(tensor) if on_device else 0,
+                "bytes": allocated_bytes(storage.nbytes(), self.device) if on_device else 0,
                 "alloc": alloc,
                 "free": NEVER,
                 "backward": in_backward(),
@@ -253,11 +253,6 @@ class Storages:
         self._watch(storage, index)
         self._born_in[index] = sequence_of(current_node())
         return index
-
-    def _bytes_of(self, tensor: torch.Tensor) -> int:
-        """Bytes of the tensor's storage; that of a wrapper subclass (quantized) has a size and no memory."""
-        storages = {storage_key(part): part.untyped_storage().nbytes() for part in parts_of(tensor)}
-        return sum(allocated_bytes(size, self.device) for size in storages.values())
 
     def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
         key = key_of_storage(storage)

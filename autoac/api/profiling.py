@@ -41,7 +41,7 @@ from autoac_solver.records.devices import DeviceTable, find_device, on_device
 from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.profile import IN_EVAL, NO_AUTOCAST_IN_BACKWARD, SIZED_BY_VALUES, Profile
+from autoac_solver.records.profile import IN_EVAL, NO_AUTOCAST_IN_BACKWARD, Profile, is_sized_by_values
 from autoac_solver.show import notebook  # noqa: F401  (makes profiles display in Jupyter)
 
 
@@ -134,6 +134,7 @@ def profile(
                         step.optimizer,
                         measure=table is None,
                         elsewhere=table.kind if table else "",
+                        model=model,
                     )
                 recorded = wrapped.with_lifetimes(recorded, model)
         if is_compiled:
@@ -181,7 +182,7 @@ def profile_each(
         for place, batch in enumerate(same, done):
             telling = part(told, share * place, share * (place + 1))
             profiles.append((batch, profile(model, batch, mode=mode, progress=telling, **options)))
-            if SIZED_BY_VALUES not in profiles[-1][1].facts:
+            if not is_sized_by_values(profiles[-1][1]):
                 break
         done += len(same)
     found = largest_first(profiles)

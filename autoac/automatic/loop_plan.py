@@ -25,7 +25,7 @@ from autoac.automatic.report import (
     words_on_no_plan_since,
     words_over_budget,
 )
-from autoac.automatic.wanted import Wanted, is_of_another, needs_no_more
+from autoac.automatic.wanted import Wanted, fits_under, is_of_another, needs_no_more
 from autoac.automatic.watch import Finding, Watch
 from autoac.execute.engines import ENGINES
 from autoac.execute.on_top import OnTop
@@ -166,6 +166,7 @@ class LoopPlan:
             self._put_plan_on(
                 kept, "the recorded step needs no more than the one before it: kept the plan of"
             )
+            self._watch.fits_too(profile.sample)
             return
         if self._compiling is None:
             with self._on_top.aside():
@@ -203,9 +204,7 @@ class LoopPlan:
 
     def _may_do(self, kept: Plan, profile: Profile) -> bool:
         """Whether the plan from before is good enough for a newly recorded step."""
-        if self._kept_by_outcome:
-            return outcome_of(kept.record, profile).fits
-        return needs_no_more(profile, kept.record.profile)
+        return fits_under(kept, profile) if self._kept_by_outcome else needs_no_more(profile, kept)
 
     def _plan_again(self, args: Any, kwargs: Any) -> None:
         """Put on the plan that a measured step has shown to be needed."""
@@ -399,7 +398,8 @@ def _settle_with(loop: LoopPlan, meeting: Meeting, args: Any, kwargs: Any) -> No
         loop._across.ask()  # else they meet until a step trains what it was recorded for
         return
     kept, on = loop._plan or loop._kept, loop._plan
-    profile, saved, at_hand = None, None, on or (kept if loop._kept_for_less else None)
+    profile, saved, fits_too = None, None, ""
+    at_hand = on or (kept if loop._kept_for_less else None)
     loop._kept = None
     if recorded:
         profile = loop._measured.larger(loop._counted((args, kwargs)))
@@ -418,8 +418,8 @@ def _settle_with(loop: LoopPlan, meeting: Meeting, args: Any, kwargs: Any) -> No
             return _in_spite_of(error, loop, kept, profile)
 
     if loop._compiling is None or is_saved:
-        if profile is not None and at_hand is not None and needs_no_more(profile, at_hand.record.profile):
-            profile = None
+        if profile is not None and at_hand is not None and needs_no_more(profile, at_hand):
+            fits_too, profile = profile.sample, None
         loop._take_plan_off()
         plan = meeting.one_plan(profile, saved or at_hand, make, goes_on=kept is not None)
     else:
@@ -438,6 +438,7 @@ def _settle_with(loop: LoopPlan, meeting: Meeting, args: Any, kwargs: Any) -> No
         loop._take(plan, args, kwargs, save=meeting.is_first)
     else:
         loop._take(plan, args, kwargs, save=False, verb=_LEAST)
+    loop._watch.fits_too(fits_too)
 
 
 def _remove_for(error: BaseException, loop: LoopPlan) -> None:

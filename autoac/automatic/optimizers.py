@@ -102,7 +102,7 @@ class Optimizers:
                 profile = self._with_state(profile, optimizer)
                 continue
             try:
-                profile = with_optimizer(profile, optimizer, measure=not is_profiled())
+                profile = with_optimizer(profile, optimizer, measure=not is_profiled(), model=self._model)
             except ProfilingError as error:
                 note = f"of the optimizer only its state is counted, as it is now: {error}"
                 self._warn("only its state", note)

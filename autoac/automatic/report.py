@@ -19,7 +19,12 @@ from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError
 from autoac_solver.records.format import format_bytes
-from autoac_solver.records.profile import OWN_CHECKPOINTING, SIZED_BY_VALUES, has_unequal_calls_at_once
+from autoac_solver.records.profile import (
+    OWN_CHECKPOINTING,
+    SIZED_BY_VALUES,
+    has_unequal_calls_at_once,
+    is_sized_by_values,
+)
 
 
 class Once:
@@ -38,12 +43,13 @@ class Once:
 def doubts(plan: Plan) -> Iterator[tuple[str, str]]:
     """Warnings for the owner of a loop when this plan is put on, each with a key."""
     profile = plan.record.profile
-    if SIZED_BY_VALUES in profile.facts and any(region.wrapped for region in plan.regions):
+    if is_sized_by_values(profile) and any(region.wrapped for region in plan.regions):
         yield (
             SIZED_BY_VALUES,
-            "sizes of tensors depend on values in this loop's steps, as where tokens choose experts (plan.notes says "
-            "in which modules): a step may take more than the recorded one, and exceed the budget. Leave "
-            "headroom=, or plan beforehand for several batches with autoac.Samples.",
+            "sizes of tensors depend on values in this loop's steps, as where tokens choose experts, or a loss leaves "
+            "out masked ones (plan.notes says where): a step may take more than the recorded one, and exceed the "
+            "budget. Leave headroom=, measure steps and plan anew (measure=True, on_larger='replan'), or plan "
+            "beforehand for several batches with autoac.Samples.",
         )
     engine = engine_model(plan.engine)
     recomputes = any(region.wrapped for region in plan.regions)
@@ -77,7 +83,7 @@ def may_take_more(plan: Plan) -> bool:
     of the kind, so it is not warned of), or calls of different sizes come before one backward.
     """
     profile = plan.record.profile
-    return SIZED_BY_VALUES in profile.facts or ONE_DRAW in profile.notes or has_unequal_calls_at_once(profile)
+    return is_sized_by_values(profile) or ONE_DRAW in profile.notes or has_unequal_calls_at_once(profile)
 
 
 def words_on_no_plan_since(error: Exception) -> str:
@@ -108,7 +114,7 @@ def words_over_budget(
     elif has_unequal_calls_at_once(profile):
         why = "Calls of different sizes come before one backward in this loop's steps"
     else:
-        by = "values" if SIZED_BY_VALUES in profile.facts else "a number that is drawn, it seems,"
+        by = "values" if is_sized_by_values(profile) else "a number that is drawn, it seems,"
         why = f"Sizes of tensors depend on {by} in this loop's steps"
     if compiles:
         return (

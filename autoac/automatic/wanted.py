@@ -17,8 +17,9 @@ from autoac.progress import LOGGER
 from autoac.step.inputs import elements_in
 from autoac.step.model import device_bytes, device_of, model_fingerprint
 from autoac_solver.plan.planning import limits
+from autoac_solver.plan.recorded.transfer import outcome_of
 from autoac_solver.records.devices import kind_of
-from autoac_solver.records.engines import EngineName
+from autoac_solver.records.engines import EngineName, compiles
 from autoac_solver.records.errors import StalePlanError
 from autoac_solver.records.profile import Profile
 
@@ -125,14 +126,22 @@ def is_of_another(profile: Profile, model: torch.nn.Module) -> bool:
     return profile.model_fingerprint != model_fingerprint(model)
 
 
-def needs_no_more(profile: Profile, other: Profile) -> bool:
-    """Whether a step calls no more modules, no more often and with no more elements, than another, and takes no more.
+def needs_no_more(profile: Profile, plan: Plan) -> bool:
+    """Whether a step calls no more modules, and no more often, than the one a plan was made for, and takes no more.
 
+    With more elements it has to fit under the plan: they may be those of indices, of which more make shorter sequences.
     What the loop still holds when a step begins makes small differences.
     """
+    other = plan.record.profile
     fewer = len(profile.called) <= len(other.called) and _calls(profile) <= _calls(other)
     takes_less = profile.peak_bytes <= _ABOUT_EQUAL * other.peak_bytes
-    return fewer and takes_less and elements_in(profile.sample) <= elements_in(other.sample)
+    has_fewer = elements_in(profile.sample) <= elements_in(other.sample)
+    return fewer and takes_less and (has_fewer or fits_under(plan, profile))
+
+
+def fits_under(plan: Plan, profile: Profile) -> bool:
+    """Whether another step is within the budget under a plan; of compiled regions that is not known."""
+    return not compiles(plan.engine) and outcome_of(plan.record, profile).fits
 
 
 def _calls(profile: Profile) -> int:

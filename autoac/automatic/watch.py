@@ -17,7 +17,7 @@ from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_n
 from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH, GraphOfBackward, before_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
-from autoac.step.inputs import described, elements_of, without_autocast
+from autoac.step.inputs import described, elements_in, elements_of, without_autocast
 from autoac.step.model import has_gradients
 from autoac_solver.records.profile import GRAPH_OF_BACKWARD, VARYING
 
@@ -147,6 +147,11 @@ class Watch:
         self._graph_of_backward.is_made = self._graph_of_backward.is_kept = False
         self._planned_calls = sum(not call.fqn and call.grad for call in profile.calls)
         self._calls = 0  # of the step that runs
+
+    def fits_too(self, sample: str) -> None:
+        """Take a step of this sample for one that the plan was made for."""
+        self._unplanned.elements = max(self._unplanned.elements, elements_in(sample))
+        self._most = max(self._most, self._unplanned.elements)
 
     def take_off(self) -> None:
         """Stop checking, when the plan is taken off."""
@@ -331,7 +336,8 @@ class Watch:
         if self._on_larger == "warn":
             return Finding("larger", f"{words}, or use on_larger='replan'.")
         if begins:
-            return Finding("larger", log=f"{words}: recording this step to plan anew", is_new=True)
+            log = f"{words}: recording this step to plan anew"
+            return Finding("larger", log=log, is_new=True, plan_may_do=True)
         self._times_later += 1  # in the middle of a step, where no recording can begin
         if self._times_later > MOST_RECORDINGS:
             return Finding(

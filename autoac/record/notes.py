@@ -118,13 +118,21 @@ def notes_if_calls_differ(tape: Tape) -> list[str]:
 def notes_if_sized_by_values(tape: Tape) -> list[str]:
     """A note if shapes in the step depend on the values of its batch."""
     modules, ops = tape.calls.with_sizes_by_values()
-    if not modules:
-        return []
+    found = []
+    if modules:
+        found.append(f"({', '.join(ops)}) in {_some(modules)}, as where tokens choose experts")
+    if is_loss_sized_by_values(tape):
+        found.append("outside of the model's modules, as in a loss that leaves out masked tokens")
     return [
-        f"sizes of tensors depend on values ({', '.join(ops)}) in {_some(modules)}, as where tokens choose experts: "
-        "other batches of the same shapes may take more memory than this one. Plan for several of them, with "
-        "autoac.Samples([...]), or leave headroom"
+        f"sizes of tensors depend on values {where}: other batches of the same shapes may take more memory than this "
+        "one. Plan for several of them, with autoac.Samples([...]), or leave headroom"
+        for where in found
     ]
+
+
+def is_loss_sized_by_values(tape: Tape) -> bool:
+    """Whether autograd saves a tensor made outside of modules whose shape depends on values, or a mask for one."""
+    return not tape.sized_by_values.isdisjoint(row["storage"] for row in tape.saved.rows)
 
 
 def notes_if_drawn_on_host(tape: Tape) -> list[str]:

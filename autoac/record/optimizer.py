@@ -6,7 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from autoac.ops.signatures import Signature, flops_of
 from autoac.price.engine_costs import device_rates
 from autoac.price.isolated_ops import workspaces_on_scratch
 from autoac.record.reachable import unchanged
-from autoac.step.model import free_bytes
+from autoac.step.model import free_bytes, gradient_of
 from autoac.step.optimizer import around_steps, inner_optimizer
 from autoac.step.restore import tensors_of
 from autoac.step.units import here
@@ -87,6 +87,7 @@ def with_optimizer(
     measure: bool = True,
     elsewhere: str = "",
     in_host_memory: bool = False,
+    model: torch.nn.Module | None = None,
 ) -> Profile:
     """The profile of the step with this optimizer's `step()` at its end.
 
@@ -101,6 +102,7 @@ def with_optimizer(
         elsewhere: the kind of device that the profile stands for, if it is another than the model's: "cuda". There
             optimizers run other ops (`_foreach`, over all parameters at once) with larger temporaries.
         in_host_memory: the parameters and the optimizer are there, so that nothing of them is on the device.
+        model: the one that it trains, see `_untrained`; None if all of the parameters that require gradients get some.
 
     Raises:
         ProfilingError: the optimizer cannot be run on fake tensors.
@@ -110,7 +112,8 @@ def with_optimizer(
     if in_host_memory:
         return _with_step(profile, name, 0, 0, f"{name}.step() runs on the CPU, and its time is not counted")
     try:
-        steps = _fake_steps(optimizer, device.type, elsewhere or device.type)
+        untrained = set() if model is None else _untrained(optimizer, model, profile)
+        steps = _fake_steps(optimizer, device.type, elsewhere or device.type, untrained)
     except Exception as error:
         raise ProfilingError(
             f"{name} cannot be run on fake tensors, so its memory is not known ({error!r:.200}). "
@@ -130,10 +133,48 @@ def with_optimizer(
 def _present_bytes(optimizer: torch.optim.Optimizer, device: str) -> int:
     """Bytes of the optimizer's state as it is now, without what it shares with its parameters and their gradients."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    theirs = here([*parameters, *(p.grad for p in parameters if p.grad is not None)])
+    gradients = [gradient for p in parameters if (gradient := gradient_of(p)) is not None]
+    theirs = here([*parameters, *gradients])
     shared, own = _storage_sizes(theirs), _storage_sizes(state_tensors(optimizer, device))
     allocated = device_for(torch.device(device)).allocated_bytes
     return sum(allocated(size) for key, size in own.items() if key not in shared)
+
+
+def _untrained(optimizer: torch.optim.Optimizer, model: torch.nn.Module, profile: Profile) -> set[int]:
+    """`id` of the parameters that got no gradient so far: those of a teacher in the model, or of an unused head.
+
+    An optimizer that has stepped has no state for these. A module that the step did not call counts as trained if one
+    beside it of the same class is: an expert that no token has chosen yet, a layer that was dropped.
+
+    Args:
+        profile: of a step; it names the gradients that it made.
+    """
+    if not optimizer.state:
+        return set()
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    made = {row.name for row in profile.storage_table if row.kind == "Gradient"}
+    without = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if gradient_of(parameter) is None and name not in made and not optimizer.state.get(parameter)
+    }
+
+    def places(name: str) -> set[tuple[str, type]]:
+        return {(above.rpartition(".")[0], type(modules[above])) for above in _modules_above(name)}
+
+    trained = set[tuple[str, type]]().union(*map(places, parameters.keys() - without.keys()))
+    called = {call.fqn for call in profile.calls}
+    return {
+        id(parameter)
+        for name, parameter in without.items()
+        if name.rpartition(".")[0] in called or trained.isdisjoint(places(name))
+    }
+
+
+def _modules_above(name: str) -> Iterator[str]:
+    """Names of the modules that a parameter is in, without the model's own."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _storage_sizes(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -158,10 +199,13 @@ def _survive(storage: Storage, end: int, new_end: int) -> Storage:
     return replace(storage, free=new_end) if storage.free == end else storage
 
 
-def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> _FakeSteps:
+def _fake_steps(
+    optimizer: torch.optim.Optimizer, here: str, device: str, untrained: Collection[int] = ()
+) -> _FakeSteps:
     """Steps of a copy of the optimizer, whose state is empty, on fake tensors.
 
     Args:
+        untrained: `id` of parameters that get no gradients, though they require some.
         here: the type of device that the parameters are on.
         device: the type that they are to be on. Fake CUDA tensors need no CUDA: gradients are off.
     """
@@ -184,7 +228,9 @@ def _fake_steps(optimizer: torch.optim.Optimizer, here: str, device: str) -> _Fa
         fake = copy.copy(optimizer)
         groups = [
             {
-                name: _fake_parameters(value, here, device, optimizer.state) if name == "params" else value
+                name: _fake_parameters(value, here, device, optimizer.state, untrained)
+                if name == "params"
+                else value
                 for name, value in group.items()
             }
             for group in optimizer.param_groups
@@ -323,7 +369,11 @@ def _workspaces(steps: _FakeSteps, device: torch.device) -> dict[Signature, int]
 
 
 def _fake_parameters(
-    parameters: list[torch.Tensor], here: str, device: str, states: Mapping[torch.Tensor, Any]
+    parameters: list[torch.Tensor],
+    here: str,
+    device: str,
+    states: Mapping[torch.Tensor, Any],
+    untrained: Collection[int],
 ) -> list[torch.Tensor]:
     """Fake parameters, with gradients if trained; one with optimizer state counts as trained even if frozen now."""
     fakes = []
@@ -332,7 +382,7 @@ def _fake_parameters(
         moves = real.is_meta or (real.device.type == here and here != device)
         place = torch.device(device) if moves else real.device
         empty = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=place)
-        is_trained = whole.requires_grad or bool(states.get(whole))
+        is_trained = (whole.requires_grad and id(whole) not in untrained) or bool(states.get(whole))
         fake = torch.nn.Parameter(empty, requires_grad=is_trained)
         if is_trained:
             fake.grad = torch.empty_like(empty)

@@ -19,6 +19,7 @@ from autoac.progress import Tell, part
 from autoac.record.buffers import Buffers
 from autoac.record.guard import Guard, next_guard
 from autoac.record.notes import (
+    is_loss_sized_by_values,
     note_if_unsteady,
     note_on_device,
     notes_if_calls_differ,
@@ -57,6 +58,7 @@ from autoac_solver.plan.parts import with_parts
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import (
     GRAPH_OF_BACKWARD,
+    LOSS_SIZED_BY_VALUES,
     OWN_CHECKPOINTING,
     SIZED_BY_VALUES,
     VARYING,
@@ -236,6 +238,7 @@ def facts_of(tape: Tape, checkpointed: Sequence[str], runs: Runs | None = None) 
         OWN_CHECKPOINTING: checkpointed,
         VARYING: runs is not None and runs.varies,
         SIZED_BY_VALUES: by_values,
+        LOSS_SIZED_BY_VALUES: is_loss_sized_by_values(tape),
         GRAPH_OF_BACKWARD: tape.calls.graph_of_backward.is_made,
     }
     return tuple(fact for fact, is_so in found.items() if is_so)

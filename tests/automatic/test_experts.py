@@ -107,6 +107,38 @@ def test_a_larger_step_is_told(budget: int):
     assert handle.measured_peak_bytes > budget  # of the second measured step
 
 
+def trained_on_few(shares: list[float], budget: int, **options: str | bool) -> Auto:
+    """A loop whose loss leaves out rows; with one step for each share of them that is left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(mlp(4 * WIDTH) for _ in range(3)))
+    head = torch.randn(WIDTH, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = autoac.auto(model, budget, **options)  # type: ignore[arg-type]
+    for share in shares:
+        labels = torch.where(torch.arange(TOKENS) < share * TOKENS, 3, -100)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="sizes of tensors depend on values")
+            output = model(torch.randn(TOKENS, WIDTH))
+            rows = (labels >= 0).nonzero().flatten()
+            logits = output.index_select(0, rows) @ head
+            nn.functional.cross_entropy(logits, labels[rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return handle
+
+
+def test_a_loss_that_leaves_out_rows_is_measured_again():
+    large = trained_on_few([1.0] * 3, 10**9, measure=True).measured_peak_bytes
+    assert large is not None
+    budget = int(0.95 * large)
+    handle = trained_on_few([0.1, *[1.0] * 9], budget, measure=True, on_larger="replan")
+    assert handle.plan is not None
+    assert any("outside of the model's modules" in note for note in handle.plan.record.profile.notes)
+    assert handle.measured_peak_bytes is not None
+    assert handle.measured_peak_bytes <= budget
+    assert handle.plan.predicted_overhead > 0
+
+
 class Dropping(nn.Module):
     """Keeps as many rows as a number says that it draws."""
 

@@ -123,6 +123,7 @@ class Tape(DispatchMode):
         self.view_times: list[float] = []
         self.for_shards: Any = None  # the op on sharded tensors whose local op is still to come
         self.casts_shards = False  # whether that is a cast that autocast caches
+        self.sized_by_values = set[int]()  # storages, made outside of modules, and masks
         self.gloo: list[Path] = []  # the threads that may still hold tensors of collectives that are over
         self.replays: weakref.WeakSet[ReplayCall] = weakref.WeakSet()
         self.clock = Clock()
@@ -251,6 +252,9 @@ class Tape(DispatchMode):
             self.storages.stand_in(result, for_tensor=args[0])
             writes = reads[:1]
         creates = self.storages.made(tensors_in(result), tick)
+        if not self.calls.stack and not in_backward() and info.sized_by_values(args):
+            masks = tensors_in(args[1]) if info.name == "aten.index.Tensor" else ()
+            self.sized_by_values.update((*creates, *self.storages.indices_of(masks)))
         if not is_collective(info.name):
             self.for_shards = None
         self.formulas.note_scalar(info, args)

@@ -7,7 +7,11 @@ tensors refer to each other by index.
 On disk a profile is JSON in columns, with a schema version. Loading a file runs no code from it.
 """
 
-from autoac_solver.records.profile.any_order import IN_ITS_ORDER, has_unequal_calls_at_once
+from autoac_solver.records.profile.any_order import (
+    IN_ITS_ORDER,
+    has_unequal_calls_at_once,
+    is_sized_by_values,
+)
 from autoac_solver.records.profile.profile import PROFILE, EngineCosts, Profile
 from autoac_solver.records.profile.rows import (
     BUCKETS,
@@ -19,6 +23,7 @@ from autoac_solver.records.profile.rows import (
     IN_EVAL,
     INFERENCE,
     KINDS,
+    LOSS_SIZED_BY_VALUES,
     NEVER,
     NO_AUTOCAST_IN_BACKWARD,
     OPTIMIZER_STEP,
@@ -61,6 +66,7 @@ __all__ = [
     "PROFILE",
     "SCALAR_BYTES",
     "SHARDED",
+    "LOSS_SIZED_BY_VALUES",
     "SIZED_BY_VALUES",
     "STREAMS",
     "UNPACKED_TWICE",
@@ -78,4 +84,5 @@ __all__ = [
     "Storage",
     "Unpack",
     "has_unequal_calls_at_once",
+    "is_sized_by_values",
 ]

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autoac_solver.records.profile.rows import ModuleCall, Storage
+from autoac_solver.records.profile.rows import LOSS_SIZED_BY_VALUES, SIZED_BY_VALUES, ModuleCall, Storage
 
 if TYPE_CHECKING:
     from autoac_solver.records.profile.profile import Profile
@@ -39,6 +39,11 @@ def in_any_order(profile: Profile) -> Profile:
     found += _inputs(profile, roots)
     notes = tuple(note.replace(IN_ITS_ORDER, _IN_ANY_ORDER) for note in profile.notes)
     return replace(profile, storage_table=tuple(found), notes=notes, any_order=True)
+
+
+def is_sized_by_values(profile: Profile) -> bool:
+    """Whether shapes in the step depend on the values of its batch."""
+    return not {SIZED_BY_VALUES, LOSS_SIZED_BY_VALUES}.isdisjoint(profile.facts)
 
 
 def has_unequal_calls_at_once(profile: Profile) -> bool:

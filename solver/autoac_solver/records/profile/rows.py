@@ -33,15 +33,24 @@ FACTS = (
     "no autocast in backward",
     "sized by values",
     "graph of backward",
+    "loss sized by values",
 )
 """Facts about a recorded step, for code; the profile's notes say them to readers. In this order: the step was the
 loop's own, with the tensors that the loop still held; the model was in eval mode; it recomputes by its own
 checkpointing; the step does not run the same ops every time; its backward ran without the autocast of its forward;
-shapes in it depend on the values of its batch; its backward made a graph of its own (`create_graph`)."""
+shapes in its modules depend on the values of its batch; its backward made a graph of its own (`create_graph`); shapes
+of what is saved outside of the modules depend on values."""
 
-OWN_LOOP, IN_EVAL, OWN_CHECKPOINTING, VARYING, NO_AUTOCAST_IN_BACKWARD, SIZED_BY_VALUES, GRAPH_OF_BACKWARD = (
-    FACTS
-)
+(
+    OWN_LOOP,
+    IN_EVAL,
+    OWN_CHECKPOINTING,
+    VARYING,
+    NO_AUTOCAST_IN_BACKWARD,
+    SIZED_BY_VALUES,
+    GRAPH_OF_BACKWARD,
+    LOSS_SIZED_BY_VALUES,
+) = FACTS
 
 INFERENCE = "inference mode"
 CACHED = "cached parametrizations"

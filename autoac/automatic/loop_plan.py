@@ -36,7 +36,7 @@ from autoac.step.uncompiled import compiled_modules
 from autoac_solver.plan.recorded.transfer import outcome_of
 from autoac_solver.records.engines import compiles
 from autoac_solver.records.errors import AutoacError, InfeasibleBudgetError, ProfilingError
-from autoac_solver.records.profile import Profile
+from autoac_solver.records.profile import COMPILED_FUNCTIONS, Profile
 
 _COVERED = (
     "other code has replaced the forward of a planned module, so the plan stays on, and steps that it was not made for "
@@ -272,9 +272,10 @@ class LoopPlan:
         self._put_plan_on(plan, verb)
 
     def _runs_compiled(self, plan: Plan) -> bool:
-        """Whether modules that the user has compiled run compiled under the plan, in one process."""
-        stay_compiled = ENGINES[plan.engine].is_policy and bool(compiled_modules(self._given))
-        return stay_compiled and not self._across.several
+        """Whether modules or functions that the user has compiled run compiled under the plan, in one process."""
+        modules = ENGINES[plan.engine].is_policy and bool(compiled_modules(self._given))
+        functions = not compiles(plan.engine) and COMPILED_FUNCTIONS in plan.record.profile.facts
+        return (modules or functions) and not self._across.several
 
     def _put_plan_on(self, plan: Plan, verb: str) -> None:
         if self._compiling is not None:

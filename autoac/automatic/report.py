@@ -110,7 +110,7 @@ def words_over_budget(
     peak = peak_in_a_line(plan, measured_bytes)
     profile = plan.record.profile
     if runs_compiled:
-        why = "Compiled modules take more than their ops would one by one"
+        why = "Compiled code takes more than its ops would one by one"
     elif has_unequal_calls_at_once(profile):
         why = "Calls of different sizes come before one backward in this loop's steps"
     else:

@@ -57,6 +57,7 @@ from autoac_solver.build.losses.cross_entropy import losses_in_modules
 from autoac_solver.plan.parts import with_parts
 from autoac_solver.records.errors import ProfilingError
 from autoac_solver.records.profile import (
+    COMPILED_FUNCTIONS,
     GRAPH_OF_BACKWARD,
     LOSS_SIZED_BY_VALUES,
     OWN_CHECKPOINTING,
@@ -238,6 +239,7 @@ def facts_of(tape: Tape, checkpointed: Sequence[str], runs: Runs | None = None) 
         OWN_CHECKPOINTING: checkpointed,
         VARYING: runs is not None and runs.varies,
         SIZED_BY_VALUES: by_values,
+        COMPILED_FUNCTIONS: tape.calls.with_compiled_code(),
         LOSS_SIZED_BY_VALUES: is_loss_sized_by_values(tape),
         GRAPH_OF_BACKWARD: tape.calls.graph_of_backward.is_made,
     }
@@ -275,6 +277,7 @@ def recording(
         below: a context for the step, entered before the tape.
     """
     tape.storages.indices_of(fixed)
+    tape.storages.step_begins()
     held: list[Any] = []
     try:
         with (

@@ -13,7 +13,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import autoac
-from autoac.measure import measure_peak
+from autoac.measure import measure_peak, unique_storage_bytes
 from autoac.plans import Plan
 from autoac.step.modules import select_modules
 from autoac.step.uncompiled import to_uncompile
@@ -316,21 +316,23 @@ def test_a_module_compiled_anew_under_a_plan_stays_so(capfd):
 
 
 @quiet
-def test_a_compiled_function_is_noted_and_may_call_the_model(capfd):
+def test_a_compiled_function_is_noted_and_may_call_the_model(capfd, monkeypatch):
     model = nn.Sequential(Mlp(), Mlp())
     step = torch.compile(lambda: model(SAMPLE).square().mean(), backend="aot_eager")
-    activation = torch.compile(F.gelu, backend="aot_eager")
     step().backward()
     model.zero_grad(set_to_none=True)
     capfd.readouterr()
     profile = autoac.profile(model, lambda: step().backward())
     assert {call.fqn for call in profile.calls} >= {"0", "1"}
     assert "ignored" not in capfd.readouterr().err
-    model[1] = Calls(activation)
-    noted = autoac.profile(model, SAMPLE).notes[0]
-    assert noted.startswith(
+    model[1] = Calls(torch.compile(F.gelu))  # its kernels run no ops that a mode sees
+    monkeypatch.setattr("autoac.record.tape.storages._OWN_FROZEN", 10**9)  # the tests freeze objects
+    profile = autoac.profile(model, SAMPLE)
+    assert profile.notes[0].startswith(
         "functions compiled by torch.compile run in '1': what they keep and take is not seen"
     )
+    # What compiled code has made in the step was not there before it.
+    assert profile.resident_bytes == unique_storage_bytes([*model.parameters(), SAMPLE])
     torch._dynamo.reset()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 
 from autoac.device import device_for
+from autoac.measure import present_storages
 from autoac.record.tape.before import BeforeStep
 from autoac.record.tape.calls import sequence_of
 from autoac.record.tape.clock import Clock
@@ -26,6 +29,9 @@ from autoac.torch_private import (
     storage_users,
 )
 from autoac_solver.records.profile import NEVER
+
+_OWN_FROZEN = 1000
+"""More objects than the interpreter itself freezes when it starts."""
 
 
 class _HostMemory:
@@ -102,6 +108,10 @@ class Storages:
         self.gathered: set[int] = set()  # rows of storages between two manual resizes
         # Rows of memory of other libraries, such as numpy's, that the step has met.
         self.borrowed: set[int] = set()
+        self._present: dict[int, weakref.ref[torch.UntypedStorage]] | None = None  # when the step began
+        self._first_seen: dict[
+            int, int
+        ] = {}  # storage taken for older than the step -> tick; not if it was present
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
 
     # -- lookup ------------------------------------------------------------------------------------------------
@@ -127,11 +137,30 @@ class Storages:
             )
         if tensor.is_leaf and tensor.requires_grad:
             self.before.keep_gradient(tensor)
-        return self._register(local, NEVER)
+        index = self._register(local, NEVER)
+        if self._present is not None and index not in self.borrowed:
+            present = self._present.get(storage_key(local))
+            if present is None or present() is None:
+                self._first_seen[index] = self.clock.tick
+        return index
 
     def indices_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Indices of the storages of these, in order."""
         return [index for index in map(self.index_of, tensors) if index is not None]
+
+    def step_begins(self) -> None:
+        """Note which storages there are when the step begins, see `made_by_compiled_code`."""
+        # Objects that `gc.freeze` was called on are not found.
+        if "torch._dynamo" in sys.modules and gc.get_freeze_count() < _OWN_FROZEN:
+            self._present = {key_of_storage(s): weakref.ref(s) for s in present_storages(self.device)}
+
+    def made_by_compiled_code(self) -> None:
+        """Have storages that were not there when the step began be made when they were first seen.
+
+        What the kernels of compiled functions make is seen when an op reads it, or autograd saves it.
+        """
+        for index, tick in self._first_seen.items():
+            self.rows[index]["alloc"] = tick
 
     def was_before(self, index: int) -> bool:
         """Whether the storage is older than the step."""

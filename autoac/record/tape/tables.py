@@ -36,6 +36,8 @@ def finish(
         workspace: bytes by signature.
         times: by signature.
     """
+    if tape.calls.with_compiled_code():
+        tape.storages.made_by_compiled_code()
     end = _close(tape)
     gathered = tape.storages.gathered
     kept = [index for index, row in enumerate(tape.saved.rows) if row["storage"] not in gathered]

@@ -16,6 +16,7 @@ from autoac_solver.records.profile.profile import PROFILE, EngineCosts, Profile
 from autoac_solver.records.profile.rows import (
     BUCKETS,
     CACHED,
+    COMPILED_FUNCTIONS,
     FACTS,
     FOREIGN,
     GATHERED,
@@ -66,6 +67,7 @@ __all__ = [
     "PROFILE",
     "SCALAR_BYTES",
     "SHARDED",
+    "COMPILED_FUNCTIONS",
     "LOSS_SIZED_BY_VALUES",
     "SIZED_BY_VALUES",
     "STREAMS",

@@ -34,12 +34,13 @@ FACTS = (
     "sized by values",
     "graph of backward",
     "loss sized by values",
+    "compiled functions",
 )
 """Facts about a recorded step, for code; the profile's notes say them to readers. In this order: the step was the
 loop's own, with the tensors that the loop still held; the model was in eval mode; it recomputes by its own
 checkpointing; the step does not run the same ops every time; its backward ran without the autocast of its forward;
 shapes in its modules depend on the values of its batch; its backward made a graph of its own (`create_graph`); shapes
-of what is saved outside of the modules depend on values."""
+of what is saved outside of the modules depend on values; functions that torch.compile has compiled ran in it."""
 
 (
     OWN_LOOP,
@@ -50,6 +51,7 @@ of what is saved outside of the modules depend on values."""
     SIZED_BY_VALUES,
     GRAPH_OF_BACKWARD,
     LOSS_SIZED_BY_VALUES,
+    COMPILED_FUNCTIONS,
 ) = FACTS
 
 INFERENCE = "inference mode"

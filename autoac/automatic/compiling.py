@@ -4,6 +4,7 @@ NOTE [ Compiled regions of a loop ]
   1. The first recorded step tells which calls to compile. The next step is recorded as well, and the arguments of these
      calls are copied, one copy for alike calls: so nothing of the model is called for it, however the loop calls it.
   2. Before the step after that, the regions are compiled and measured on the copies, and the plan is put on.
+     If a step is recorded for another plan later (a larger batch), the calls of the plan before are caught in it.
      If that step is smaller than an earlier one, or has calls that no step before it had, further steps are recorded,
      up to `_MOST_CAUGHT`. What was not caught until then is left to engine replay.
   3. The second step under the plan whose calls are like the recorded ones is measured; in the first one the compiler
@@ -62,6 +63,7 @@ class Compiling:
         self._caught = self._corrections = 0
         self._most = 0  # elements that a recorded step was called with
         self._of_most: dict[Call, Hashable] = {}  # its calls
+        self._planned: dict[Call, Hashable] = {}  # calls that the plan was made for
         self._varies = False  # whether a step may call fewer modules than the planned one
         # Of the recorded steps the one with the most calls, and the parameters that it trained.
         self._fullest: tuple[Profile, str] | None = None
@@ -80,6 +82,8 @@ class Compiling:
 
     def recording_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Catch the regions' calls in the step that begins with this call of the model, if they are known."""
+        if self._catcher is None and self._planned:
+            self._catcher = Catcher(self._model, self._planned)
         if self._catcher is not None:
             self._catcher.put_on()
             self._catcher.called(args, kwargs)
@@ -98,7 +102,7 @@ class Compiling:
         """Forget all that is known of the loop's steps, as other parameters are trained from now on."""
         self.forget()
         self._caught = self._corrections = self._most = 0
-        self._of_most, self._fullest, self.best = {}, None, None
+        self._of_most, self._planned, self._fullest, self.best = {}, {}, None, None
 
     def is_ready(self, profile: Profile) -> bool:
         """Whether all calls of this recorded step were caught, and it is the largest so far.
@@ -144,7 +148,7 @@ class Compiling:
             (*profile.facts, *profile.notes)
         )
         profile = self._to_plan_for(profile)
-        wanted = self._wanted(profile)
+        wanted = self._planned = self._wanted(profile)
         found = self._caught_of(wanted)
         caught = {call for _, calls in found for call in calls}
         uncaught = {call: kind for call, kind in wanted.items() if call not in caught}

@@ -292,14 +292,54 @@ def test_another_path_in_blocks_under_the_same_inputs_is_planned_for(
         for index in range(15):
             step(index)
     assert "a region was compiled anew for the same inputs" in caplog.text
-    assert [plan is None for plan in plans[:9]] == [True, True, False, False, False, False, False, True, True]
-    assert plans[9] is not None
+    # The calls of the plan before are caught in the one step that is recorded.
+    assert [plan is None for plan in plans[:9]] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
     assert handle.measured_peak_bytes is not None
     assert plans[6].predicted_peak_bytes < handle.measured_peak_bytes <= 16_000_000
     assert handle.measured_peak_bytes == pytest.approx(plans[-1].predicted_peak_bytes, rel=0.01)
     for index in range(15, 24):
         step(index)
     assert plans[-1] is plans[14]
+
+
+@pytest.mark.slow
+def test_a_larger_batch_in_every_fourth_step_is_planned_for_once() -> None:
+    torch._dynamo.reset()
+    model, plans = make(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle = autoac.auto(model, "100MB", engine="compile", on_larger="replan")
+    for index in range(14):
+        rows = ROWS + 64 * (index > PLANNED_AT and index % 4 == 0)
+        model(torch.ones(rows, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plans.append(handle.plan)
+    planned_rows = [plan and int(plan.record.profile.sample.split("[")[1].split(",")[0]) for plan in plans]
+    assert planned_rows == [None] * PLANNED_AT + [ROWS] * 3 + [ROWS + 64] * 9
+
+
+@pytest.mark.slow
+def test_blocks_that_a_compiled_method_calls() -> None:
+    """The compiler leaves our hooks on them out of the method's graphs."""
+    torch._dynamo.reset()
+    model, plain = make(), make()
+    model.forward = torch.compile(model.forward, backend="eager")
+    handle = autoac.auto(model, "100MB", engine="compile")
+    train(model, steps=4)
+    train(plain, steps=4)
+    assert handle.plan is not None
+    assert_close(model, plain)
+    handle.remove()
 
 
 class Broken(Block):

@@ -44,10 +44,10 @@ def test_verify(engine: str):
 
 
 def test_their_parts_count():
-    model = nn.Sequential(*(Adapted() for _ in range(4)))
+    model = nn.Sequential(*(adapted := [Adapted() for _ in range(4)]))
     profile = autoac.profile(model, X)
     assert profile.resident_bytes == unique_storage_bytes([*model.parameters(), X])
-    weight = model[0].frozen.weight
+    weight = adapted[0].frozen.weight
     assert unique_storage_bytes([weight]) == 32 * 32 + 32 * 4
 
 
@@ -72,7 +72,7 @@ class RoundedLayer(nn.Module):
         self.weight = nn.Parameter(torch.eye(32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(Rounded.apply(torch.tanh(x), self.weight))  # type: ignore[arg-type]
+        return torch.sin(Rounded.apply(torch.tanh(x), self.weight))
 
 
 @pytest.mark.parametrize("engine", ["replay", "sac"])

@@ -39,9 +39,10 @@ def test_in_compiled_call():
     """There, what a compiled function's end restores is restored after all that is done."""
     found = []
 
-    @torch.compiler.disable
-    def looks() -> None:
+    def look() -> None:
         found.append(torch_private.in_compiled_call())
+
+    looks: Any = torch.compiler.disable(look)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         x = x.sin()

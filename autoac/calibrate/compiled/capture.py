@@ -205,10 +205,11 @@ class Catcher:
         for name in {name for name, _ in self._kinds}:
             hook = functools.partial(self._catch, name)
             module = self._model.get_submodule(name)
-            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            self._hooks.append(module.register_forward_pre_hook(_outside_of_graphs(hook), with_kwargs=True))
         for name, child in {(n, child) for (n, _), kind in self._kinds.items() for child in _children(kind)}:
             module = self._model.get_submodule(name).get_submodule(child)
-            self._hooks.append(module.register_forward_hook(functools.partial(self._catch_result, child)))
+            hook = _outside_of_graphs(functools.partial(self._catch_result, child))
+            self._hooks.append(module.register_forward_hook(hook))
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is being called: its hooks have run before `put_on`."""
@@ -312,6 +313,10 @@ class Catcher:
 class _UntilComplete(Catcher):
     def when_complete(self) -> None:
         raise _Enough
+
+
+def _outside_of_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return disable_dynamo(hook, "autoac catches what a block is called with")
 
 
 def _children(kind: Hashable) -> tuple[str, ...]:

@@ -142,6 +142,7 @@ def test_where_a_recorded_step_fails_the_plan_from_before_stays():
     assert handle.plan is plan
     train(model, optimizer, 5, 4 * BATCH)
     train(model, optimizer, 6)
+    assert handle.plan is not None
     assert handle.plan.record.profile.sample != plan.record.profile.sample  # planned for, once it runs
 
 

@@ -128,7 +128,7 @@ class SavedTensors:
     @untraced
     def unpack(self, watched: _Watched | Apart) -> torch.Tensor:
         """The unpack hook."""
-        if type(watched) is Apart:
+        if isinstance(watched, Apart):
             return watched.put_together(map(self.unpack, watched.parts))
         if self.unseen is not None and in_backward():
             self.unseen.backward_begins()

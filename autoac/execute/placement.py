@@ -29,7 +29,14 @@ from autoac.step.model import (
     trained_parameters,
     unwrapped,
 )
-from autoac.step.uncompiled import compiled_modules, recompile, to_uncompile, uncompile, uncompiled_by
+from autoac.step.uncompiled import (
+    compiled_around,
+    compiled_modules,
+    recompile,
+    to_uncompile,
+    uncompile,
+    uncompiled_by,
+)
 from autoac.step.units import own_name
 from autoac.torch_private import note_untried
 from autoac.warned import warn
@@ -99,6 +106,9 @@ class Placement:
         self.prepare(model)
         inner = unwrapped(model)
         self.attach(inner)
+        if ENGINES[self.record.engine].eager_only and self._programs.of_modules:
+            for wrapper in compiled_around(model):
+                uncompile(wrapper, self.plan_id)
         self._unwatch(inner)  # a plan that recomputes nothing leaves no other trace
         if self._programs.of_modules:
             watch_following(inner, self._programs.following)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autoac.step.model import unwrapped
 from autoac.step.restore import Restorer
 from autoac.torch_private import compiled_attribute, is_compiled_wrapper, put_compiled_back, wrapped_module
 
@@ -37,6 +38,15 @@ class _Compiled:
 def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The compiled modules by name; the model itself is not looked for inside of a wrapper of it."""
     return {name: module for name, module in model.named_modules() if compiled_attribute(module)}
+
+
+def compiled_around(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The wrappers of `torch.compile` around the model that `unwrapped` finds."""
+    inner: Any = unwrapped(model)
+    while model is not inner:
+        if is_compiled_wrapper(model):
+            yield model
+        model = wrapped_module(model) if is_compiled_wrapper(model) else model.module  # of DDP
 
 
 def to_uncompile(compiled: Iterable[str], regions: Iterable[str], *, eager_only: bool) -> list[str]:

@@ -336,6 +336,39 @@ def test_a_compiled_function_is_noted_and_may_call_the_model(capfd, monkeypatch)
     torch._dynamo.reset()
 
 
+class Masked(nn.Module):
+    """Gives its blocks a mask while it is being compiled, as transformers' decoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones_like(x) if torch.compiler.is_compiling() else None
+        for block in self.blocks:
+            x = block(x) if mask is None else block(x * mask)
+        return x
+
+
+@quiet
+def test_a_plan_for_eager_ops_finds_them_in_a_compiled_model():
+    """The recorded step ran uncompiled, and so do those under the plan, all of the model."""
+    model = Masked()
+    compiled: Any = torch.compile(model, backend="eager")
+    expected = gradients(model)
+    profile = autoac.profile(compiled, SAMPLE)
+    plan = autoac.solve(profile, least_bytes(profile, "replay"), engine="replay")
+    with plan.applied(compiled):
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(compiled), expected))
+        assert not plan.is_not_followed
+    seen: list[bool] = []
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.compiler.is_compiling()))
+    compiled(SAMPLE)
+    assert seen == [True]
+    torch._dynamo.reset()
+
+
 @quiet
 def test_in_a_compiled_method_the_compiler_traces_no_code_of_ours(engine):
     """It would trace each frame below a method that it could not compile: our dispatch modes and hooks."""

@@ -402,8 +402,9 @@ def present_storages(device: torch.device) -> list[torch.UntypedStorage]:
         if tensor.device.type == device.type:
             try:
                 storages |= {key_of_storage(s): s for s in _storages(tensor) if s.device.type == device.type}
-            except (ValueError, RuntimeError, NotImplementedError):
-                continue  # an opaque subclass without a storage of its own
+            # An opaque subclass without a storage of its own; one whose own code fails, as it is not made in full yet.
+            except Exception:
+                continue
     return list(storages.values())
 
 

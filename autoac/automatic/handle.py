@@ -102,6 +102,7 @@ class Auto(LoopPlan):
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call of the model."""
+        self._recording.end_if_stopped()
         if not self._counts:
             return self._on_top.run(args, kwargs)
         was_on = self._recording.is_on
@@ -250,7 +251,8 @@ class Auto(LoopPlan):
         may_be_counted = self._was_saved or optimizer in self._replacing
         if self._plan is not None:
             self._watch.step_is_over()
-        if self._plan is not None and may_be_counted and optimizer not in self._stepped:
+        is_new = may_be_counted and optimizer not in self._stepped
+        if (self._optimizers.keeps_more(optimizer) or is_new) and self._plan is not None:
             self._stepped.add(optimizer)  # it has its state now
             self._watch.uncounted |= not counts_optimizer(self._plan.record.profile, optimizer)
         if self._measured.step.is_running and self._cycle.is_over:

@@ -113,6 +113,7 @@ class LoopPlan:
         Between the first step and the second it is provisional: that for the first step as it was recorded; None with
         engine compile, and if no plan fits, which the second step says.
         """
+        self._recording.end_if_stopped()
         stays = self._kept if self._kept_for_less else None
         has_none = self._compiling is not None or self._recording.is_late or self.known_plan is not None
         if not (has_none or stays) and (recorded := self._recording.profile) is not None:
@@ -439,7 +440,8 @@ def _settle_with(loop: LoopPlan, meeting: Meeting, args: Any, kwargs: Any) -> No
         loop._take(plan, args, kwargs, save=meeting.is_first)
     else:
         loop._take(plan, args, kwargs, save=False, verb=_LEAST)
-    loop._watch.fits_too(fits_too)
+    if fits_too:
+        loop._watch.fits_too(fits_too)
 
 
 def _remove_for(error: BaseException, loop: LoopPlan) -> None:

@@ -34,6 +34,8 @@ class Optimizers:
         self._model = model
         self._found: list[weakref.ref[Any]] = [] if known is None else [weakref.ref(known)]
         self._in_backward: weakref.WeakSet[Any] = weakref.WeakSet()  # those that step there
+        # After its last step: the number of parameters that an optimizer keeps state for.
+        self._kept_for: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._held: list[Any] = []  # until the recorded step is planned for
         self._warn = warn
 
@@ -81,6 +83,12 @@ class Optimizers:
     def note_step(self, optimizer: Any) -> None:
         """Note whether an optimizer steps in the middle of a backward, with which its state and step are recorded."""
         (self._in_backward.add if in_backward() else self._in_backward.discard)(optimizer)
+
+    def keeps_more(self, optimizer: Any) -> bool:
+        """Whether an optimizer keeps state for more parameters than after its last step: one has got a gradient."""
+        now = len(optimizer.state)
+        before, self._kept_for[optimizer] = self._kept_for.get(optimizer, now), now
+        return now > before
 
     def states_of_backward(self) -> list[tuple[str, torch.Tensor]]:
         """Tensors of the states of the optimizers that step in backward, with their optimizer's name."""

@@ -184,11 +184,7 @@ class StepRecording:
         Returns:
             Whether the recording was given up: nothing came of its calls, and this call begins a step.
         """
-        self._take_off_what_is_left_on()
-        if self._live is None:
-            return False
-        if self._live.has_stopped:
-            self.end()
+        if self.end_if_stopped() or self._live is None:
             return False
         self.pause(False)  # an optimizer's step may have failed
         tape = self._live.tape
@@ -228,7 +224,8 @@ class StepRecording:
             live.tape.clock.suspended += 1
             return
         if live.must_stay_on:
-            live.stop(self._optimizers.states_of_backward())
+            if not live.has_stopped:
+                live.stop(self._optimizers.states_of_backward())
             return
         self._live = None
         self.skipped, self._given_up = self._given_up, 0
@@ -271,6 +268,14 @@ class StepRecording:
         elif live is not None:
             with self._on_top.aside():
                 live.give_up()
+
+    def end_if_stopped(self) -> bool:
+        """End what could not end within a compiled optimizer's step; returns whether that is a recording."""
+        self._take_off_what_is_left_on()
+        if self._live is None or not self._live.has_stopped or self._live.must_stay_on:
+            return False
+        self.end()
+        return True
 
     def _take_off_what_is_left_on(self) -> None:
         """Take off the modes of a step that was given up where they had to stay on."""

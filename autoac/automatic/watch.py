@@ -17,7 +17,7 @@ from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_n
 from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH, GraphOfBackward, before_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
-from autoac.step.inputs import described, elements_in, elements_of, without_autocast
+from autoac.step.inputs import described, elements_of, without_autocast
 from autoac.step.model import has_gradients
 from autoac_solver.records.profile import GRAPH_OF_BACKWARD, VARYING
 
@@ -26,6 +26,8 @@ _MOST_BETWEEN = 64
 """A step that differs from the planned one is expected again as far away as the last one, up to so many steps."""
 _MOST_UNSEEN = 3
 """Steps of one optimizer without a call of the model that are not reported."""
+_MOST_FITTING = 8
+"""Steps with more elements that are recorded to find that they fit under the plan."""
 _LESS_IN_A_ROW = 2
 """Steps with fewer ops than the first one before another one is recorded."""
 _LESS = "a module ran fewer ops than in the first step, which may have set something up"
@@ -123,6 +125,10 @@ class Watch:
         self._is_first = True  # whether the first plan is on, which no plan has followed
         self._began_with = ""  # what the step that runs was called with first
         self._less_in_a_row = 0  # steps with the planned inputs that ran fewer ops
+        self._fit_too: tuple[Plan | None, list[str]] = (
+            None,
+            [],
+        )  # a plan, and samples that fit under it as well
         self._times_later = 0  # so many times, since a step was planned for that has more elements
 
     def put_on(self, plan: Plan) -> None:
@@ -137,6 +143,9 @@ class Watch:
             plan_id=plan.placement.plan_id,
         )
         self._unplanned.carriers = plan.placement.carriers
+        if self._fit_too[0] is not plan:
+            self._fit_too = plan, []
+        self._unplanned.fit_too = self._fit_too[1]
         if self._unplanned.elements > self._most:
             self._most, self._times_later = self._unplanned.elements, 0
         self._due, self.takes_more = None, False
@@ -149,9 +158,9 @@ class Watch:
         self._calls = 0  # of the step that runs
 
     def fits_too(self, sample: str) -> None:
-        """Take a step of this sample for one that the plan was made for."""
-        self._unplanned.elements = max(self._unplanned.elements, elements_in(sample))
-        self._most = max(self._most, self._unplanned.elements)
+        """Take steps of this sample, and those with no longer tensors, for ones that the plan was made for."""
+        self._fit_too = self._plan, [*self._fit_too[1], without_autocast(sample)]
+        self._unplanned.fit_too = self._fit_too[1]
 
     def take_off(self) -> None:
         """Stop checking, when the plan is taken off."""
@@ -335,6 +344,12 @@ class Watch:
             raise Refused(f"{words}, or use on_larger='replan'. Nothing was run.")
         if self._on_larger == "warn":
             return Finding("larger", f"{words}, or use on_larger='replan'.")
+        if begins and len(self._fit_too[1]) >= _MOST_FITTING:
+            return Finding(
+                "larger again",
+                f"{words}. {_MOST_FITTING} steps with more elements were recorded, and fit under this plan: no more "
+                "are recorded. Let the first step have the batch that takes the most memory",
+            )
         if begins:
             log = f"{words}: recording this step to plan anew"
             return Finding("larger", log=log, is_new=True, plan_may_do=True)
@@ -368,9 +383,10 @@ class Watch:
         self.uncounted = False
         return Finding(
             "uncounted",
-            "an optimizer stepped for the first time under the plan, which does not count its state and its step: this "
-            "loop may take more than the budget. Pass it as optimizer= to autoac.auto.",
-            "an optimizer stepped for the first time: recording this step to count it",
+            "an optimizer stepped for the first time under the plan, or trained more parameters, and the plan does not "
+            "count its state and its step: this loop may take more than the budget. Pass it as optimizer= to "
+            "autoac.auto.",
+            "an optimizer stepped for the first time, or trained more parameters: recording this step to count it",
         )
 
     def _micro_batch(self) -> Finding | None:

@@ -84,6 +84,22 @@ def is_longer(called: str, planned: str) -> bool:
     return _pairs_in(called) > _pairs_in(planned)
 
 
+def has_no_longer(called: str, other: str) -> bool:
+    """Whether a call has the tensors of another one, none of them longer in any dimension.
+
+    Args:
+        called, other: descriptions of the calls' tensors.
+    """
+    if _LEFT_OUT in called or _LEFT_OUT in other:
+        return called == other
+    ours, theirs = _shapes_in(called), _shapes_in(other)
+    return list(map(len, ours)) == list(map(len, theirs)) and all(
+        size <= most
+        for shape, limit in zip(ours, theirs, strict=True)
+        for size, most in zip(shape, limit, strict=True)
+    )
+
+
 def _pairs_in(description: str) -> int:
     """Sum over tensors of elements times length."""
     return sum(math.prod(shape) * max(shape[1:], default=1) for shape in _shapes_in(description))

@@ -10,9 +10,10 @@ from torch import nn
 
 import autoac
 from autoac.check.equal import same
+from autoac.execute.replay.held import Apart
 from autoac.measure import unique_storage_bytes
 from autoac.step.restore import values_kept
-from autoac.torch_private import parts_of
+from autoac.torch_private import parts_of, set_version
 from tests.quantized import Quantized
 
 X = torch.linspace(-1, 1, 64 * 32).reshape(64, 32)
@@ -86,6 +87,15 @@ def test_saved_ones(engine: str, share: float):
     report = autoac.solve(profile, budget, engine=engine).verify(model, X)
     assert report.ok, report
     assert report.measured_peak_bytes == report.predicted_peak_bytes
+
+
+def test_writes_of_a_saved_one_are_noticed():
+    packed = Apart.packed(saved := Quantized.of(torch.ones(2, 2)), lambda part: part)
+    assert packed is not None
+    assert isinstance(packed.unpacked(lambda part: part), Quantized)
+    set_version(saved, 1)
+    with pytest.raises(RuntimeError, match="was modified by an in-place operation after it was saved"):
+        packed.unpacked(lambda part: part)
 
 
 def test_same_looks_at_the_parts():

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from autoac.execute.program import Program
-from autoac.execute.replay.held import Apart
+from autoac.execute.replay.held import MODIFIED, Apart
 from autoac.execute.replay.randoms import draw_again
-from autoac.execute.replay.records import MODIFIED, Handle, Record, Slot
+from autoac.execute.replay.records import Handle, Record, Slot
 from autoac.execute.streams import streams_of_call
 from autoac.ops.geometry import with_geometry
 from autoac.ops.info import tensors_in
@@ -55,7 +55,7 @@ def unpack(packed: Any) -> torch.Tensor:
     if type(packed) is Handle:
         return packed.unpack()
     if type(packed) is Apart:
-        return packed.put_together(map(unpack, packed.parts))
+        return packed.unpacked(unpack)
     tensor, version, call = packed
     if call.pending or call.is_another_backward():
         call.replay(backward_keeps_graph())

@@ -8,7 +8,19 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from autoac.torch_private import base_of, detach_unseen, is_sharded_type, key_of_storage, taken_apart
+from autoac.torch_private import (
+    base_of,
+    detach_unseen,
+    is_sharded_type,
+    key_of_storage,
+    taken_apart,
+    version_of,
+)
+
+MODIFIED = (
+    "a tensor that backward needs in {where} was modified by an in-place operation after it was saved. "
+    "Without a plan autograd refuses this too; use an out-of-place operation there."
+)
 
 
 def key_of(tensor: torch.Tensor) -> int:
@@ -39,15 +51,33 @@ class Apart:
     """Stands in, in autograd's graph, for a wrapper subclass (float8): its parts, each packed by itself.
 
     Args:
+        tensor: the wrapper. Ops that write it count at its own version, not at those of its parts.
         parts: the packed ones.
         put_together: makes the tensor of the unpacked ones.
     """
 
-    __slots__ = ("parts", "put_together")
+    __slots__ = ("_alias", "_put_together", "_version", "parts")
 
-    def __init__(self, parts: list[Any], put_together: Callable[[Iterable[torch.Tensor]], torch.Tensor]):
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        parts: list[Any],
+        put_together: Callable[[Iterable[torch.Tensor]], torch.Tensor],
+    ):
         self.parts = parts
-        self.put_together = put_together
+        self._put_together = put_together
+        # Without the wrapper's own dispatch: a plain tensor that has the version, and holds no part.
+        self._alias, self._version = detach_unseen(tensor), version_of(tensor)
+
+    def unpacked(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """The tensor, of unpacked parts.
+
+        Args:
+            unpack: unpacks a part.
+        """
+        if version_of(self._alias) != self._version:
+            raise RuntimeError(MODIFIED.format(where="a module that makes it"))
+        return self._put_together(map(unpack, self.parts))
 
     @classmethod
     def packed(cls, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Apart | None:
@@ -61,7 +91,7 @@ class Apart:
         if is_one or (tensor.is_leaf and tensor.requires_grad):
             return None
         found = taken_apart(tensor)
-        return None if found is None else cls([pack(part) for part in found[0]], found[1])
+        return None if found is None else cls(tensor, [pack(part) for part in found[0]], found[1])
 
 
 def detach_foreign_too(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoac.execute.replay.held import key_of
+from autoac.execute.replay.held import MODIFIED, key_of
 from autoac.execute.replay.randoms import Stash
 from autoac.ops.geometry import Geometry, certainly_disjoint, clone_with_geometry, geometry_of, with_geometry
 from autoac.torch_private import backward_keeps_graph, in_compiled_autograd, version_of
@@ -26,12 +26,6 @@ from autoac.torch_private.kernel_flags import KernelFlags
 
 if TYPE_CHECKING:
     from autoac.execute.replay.call import ReplayCall
-
-MODIFIED = (
-    "a tensor that backward needs in {where} was modified by an in-place operation after it was saved. "
-    "Without a plan autograd refuses this too; use an out-of-place operation there."
-)
-
 
 Marks = tuple[bool, int, list["weakref.ref[Handle]"]]
 """Whether a slot is written, its version, and the handles that autograd would not refuse."""

@@ -21,6 +21,7 @@ from autoac.step.inputs import (
     described,
     elements_in,
     elements_of,
+    has_no_longer,
     is_longer,
     under_autocast,
     without_autocast,
@@ -88,6 +89,7 @@ class UnplannedCalls:
             None  # of the model's own checkpointing, from the first call on
         )
         self.elements = max(map(elements_in, self.fitting))
+        self.fit_too: list[str] = []  # steps that were recorded since, and fit under the plan
         self.earlier = EarlierCall()
         self.told: set[str] = set()  # reasons that were warned of
         self._register()
@@ -109,8 +111,11 @@ class UnplannedCalls:
         )
 
     def is_larger(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call's tensors have more elements than planned for."""
-        return self.elements > 0 and elements_of(args, kwargs) > self.elements
+        """Whether a call's tensors have more elements than planned for, and it is none of those that fit as well."""
+        if not (self.elements > 0 and elements_of(args, kwargs) > self.elements):
+            return False
+        called = without_autocast(described(args, kwargs))
+        return not any(has_no_longer(called, sample) for sample in self.fit_too)
 
     def words(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """The warning about such a call."""
@@ -194,6 +199,8 @@ class UnplannedCalls:
             return ""
         elements = elements_of(args, kwargs)
         if any(elements <= elements_in(fits) and not is_longer(called, fits) for fits in self.fitting):
+            return ""
+        if any(has_no_longer(called, sample) for sample in self.fit_too):
             return ""
         return (
             f"the model is called with {called}, and its plan was made for {self.sample}: with no more elements, but "

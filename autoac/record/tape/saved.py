@@ -129,7 +129,7 @@ class SavedTensors:
     def unpack(self, watched: _Watched | Apart) -> torch.Tensor:
         """The unpack hook."""
         if isinstance(watched, Apart):
-            return watched.put_together(map(self.unpack, watched.parts))
+            return watched.unpacked(self.unpack)
         if self.unseen is not None and in_backward():
             self.unseen.backward_begins()
         row = None if watched.saved is None else self.rows[watched.index]

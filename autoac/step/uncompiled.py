@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,11 +42,13 @@ def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 def compiled_around(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The wrappers of `torch.compile` around the model that `unwrapped` finds."""
-    inner: Any = unwrapped(model)
-    while model is not inner:
-        if is_compiled_wrapper(model):
-            yield model
-        model = wrapped_module(model) if is_compiled_wrapper(model) else model.module  # of DDP
+    inner, around = unwrapped(model), model
+    while around is not inner:
+        if is_compiled_wrapper(around):
+            yield around
+            around = wrapped_module(around)
+        else:
+            around = cast("torch.nn.Module", around.module)  # of DDP
 
 
 def to_uncompile(compiled: Iterable[str], regions: Iterable[str], *, eager_only: bool) -> list[str]:

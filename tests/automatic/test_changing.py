@@ -21,7 +21,7 @@ import autoac
 from autoac.measure import OneAtATime, measure_peak, unique_storage_bytes
 from autoac.torch_private import top_dispatch_mode
 from autoac_solver.records.profile import GRAPH_OF_BACKWARD
-from tests.small_models import BATCH, WIDTH, Blocks, make
+from tests.small_models import BATCH, WIDTH, Block, Blocks, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -909,3 +909,78 @@ def test_what_modules_keep_until_their_next_call_counts_once(in_dictionary: bool
         optimizer.zero_grad()
     assert handle.plan is not None
     assert handle.measured_peak_bytes == handle.plan.predicted_peak_bytes
+
+
+class Taught(torch.nn.Module):
+    """Has its teacher in it, which the optimizer is given as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = (
+            torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))) for _ in "st"
+        )
+        self.trains_both = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        taught = self.teacher(x)
+        return (self.student(x) - (taught if self.trains_both else taught.detach())).square().mean()
+
+
+def test_parameters_without_gradients_have_no_state_until_they_get_some(caplog: pytest.LogCaptureFixture):
+    model = Taught()
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.ones(8, 64)
+    handle = autoac.auto(model, ENOUGH)
+
+    def step() -> int:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert handle.plan is not None
+        return sum(row.bytes for row in handle.plan.record.profile.storage_table if row.kind == "Optstate")
+
+    def state_bytes() -> int:
+        return unique_storage_bytes(v for entry in optimizer.state.values() for v in entry.values())
+
+    found = [step() for _ in range(3)]
+    assert found[-1] == state_bytes()
+    model.trains_both = True
+    with caplog.at_level("INFO", "autoac"):
+        for _ in range(3):
+            step()
+    assert "or trained more parameters: recording this step" in caplog.text
+    assert step() == state_bytes() > found[-1]
+
+
+class Chosen(torch.nn.Module):
+    """Reads the rows that it is told to, and no more of the other indices than their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.Sequential(*(Block(0.0) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x[rows]).square().mean() + 0 * others.sum()
+
+
+def test_a_step_with_more_elements_that_takes_less_leaves_the_plan():
+    """As in I-JEPA: fewer tokens of context, and more targets."""
+
+    def run(budget: int) -> tuple[Any, list[Any]]:
+        torch.manual_seed(0)
+        model = Chosen()
+        handle = autoac.auto(model, budget, on_larger="replan", measure=True)
+        optimizer, plans = torch.optim.SGD(model.parameters(), lr=0.01), []
+        for index in range(12):
+            rows, others = (32, 2000) if index in (4, 8) else (128, 10)
+            data = torch.randn(128, WIDTH), torch.arange(rows), torch.ones(others)
+            model(*data).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            plans.append(handle.plan)
+        return handle, plans
+
+    _, plans = run(ENOUGH)
+    budget = int(0.8 * plans[-1].predicted_peak_bytes)
+    handle, plans = run(budget)
+    assert all(plan is plans[2] for plan in plans[2:])
+    assert handle.measured_peak_bytes <= budget

@@ -56,7 +56,7 @@ class Apart:
         put_together: makes the tensor of the unpacked ones.
     """
 
-    __slots__ = ("_alias", "_put_together", "_version", "parts")
+    __slots__ = ("_alias", "_put_together", "_saved_version", "parts")
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Apart:
         self.parts = parts
         self._put_together = put_together
         # Without the wrapper's own dispatch: a plain tensor that has the version, and holds no part.
-        self._alias, self._version = detach_unseen(tensor), version_of(tensor)
+        self._alias, self._saved_version = detach_unseen(tensor), version_of(tensor)
 
     def unpacked(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """The tensor, of unpacked parts.
@@ -75,7 +75,7 @@ class Apart:
         Args:
             unpack: unpacks a part.
         """
-        if version_of(self._alias) != self._version:
+        if version_of(self._alias) != self._saved_version:
             raise RuntimeError(MODIFIED.format(where="a module that makes it"))
         return self._put_together(map(unpack, self.parts))
 
@@ -83,12 +83,14 @@ class Apart:
     def packed(cls, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Apart | None:
         """What autograd is to hold of this tensor; None if it is to be packed as one, as sharded and plain ones are.
 
+        So is one that was written: its own dispatch writes its parts, which their recomputation would not know of.
+
         Args:
             pack: packs a part.
         """
         kind = type(tensor)
         is_one = not is_foreign(kind) or is_sharded_type(kind) or tensor.layout is not torch.strided
-        if is_one or (tensor.is_leaf and tensor.requires_grad):
+        if is_one or (tensor.is_leaf and tensor.requires_grad) or version_of(tensor):
             return None
         found = taken_apart(tensor)
         return None if found is None else cls(tensor, [pack(part) for part in found[0]], found[1])

@@ -39,6 +39,7 @@ from autoac.torch_private import (
     key_of_storage,
     local_part,
     on_fake_tensors,
+    parts_of,
     sharded_like,
     untraced,
     version_of,
@@ -146,8 +147,12 @@ class Recording(UnwrappedDispatchMode):
         written: tuple[Slot, ...] = ()
         if info.writes:
             targets = written_tensors(info, args, kwargs)
+            is_foreign_write = any(map(is_foreign, types))
+            if is_foreign_write:
+                targets = [part for target in targets for part in parts_of(target)]
             written = tuple({slot for slot in map(self.slot_of, targets) if slot is not None})
-            if written and not (info.replayable and len(written) == len({key_of(t) for t in targets})):
+            is_whole = info.replayable and len(written) == len({key_of(t) for t in targets})
+            if written and (is_foreign_write or not is_whole):
                 for target in targets:  # earlier values can be recomputed, this op's result is kept
                     self.slots.pop(key_of(target), None)
                 written = ()

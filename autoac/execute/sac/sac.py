@@ -24,7 +24,7 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -55,10 +55,12 @@ from autoac.torch_private import (
     detach_sharing_version,
     disable_dispatch_modes,
     is_sharded_type,
+    is_wrapper_type,
     local_part,
     noting_failures,
     on_fake_tensors,
     on_local_parts,
+    parts_of,
     reads_cached_parametrizations,
     storage_key,
     storage_ref,
@@ -416,6 +418,11 @@ class _Input:
     version: int
 
 
+def _parts_of_wrappers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What wrapper subclasses (quantized) among these keep their values in; their own dispatch writes that."""
+    return [part for tensor in tensors if is_wrapper_type(type(tensor)) for part in parts_of(tensor)]
+
+
 class SacPolicy:
     """`policy_fn(ctx, op, *args, **kwargs)` for one call of a region; make a new one for each call.
 
@@ -472,10 +479,11 @@ class SacPolicy:
             decision = SAVE
         if info.writes:
             decision = self._written(info, args, kwargs)
-        if info.writes_lists:  # below torch's mode these are not counted, see `counted_writes`
-            self.writes_lists = True
             written = written_tensors(info, args, kwargs)
-            torch.autograd.graph.increment_version([t for t in written if version_of(t) >= 0])
+            # Below torch's mode these are not counted, see `counted_writes`.
+            self.writes_lists |= info.writes_lists
+            uncounted = written if info.writes_lists else _parts_of_wrappers(written)
+            torch.autograd.graph.increment_version([t for t in uncounted if version_of(t) >= 0])
         if info.random and info.draws_random(args):
             own = info.generator(args, kwargs) is not None
             decision = self._random(func, decision, own, in_place=bool(info.writes))
@@ -490,6 +498,7 @@ class SacPolicy:
     def _written(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:
         """An in-place op is decided as the op that made the storage; writes outside the region are saved."""
         written = written_tensors(info, args, kwargs)
+        written = _parts_of_wrappers(written) or written
         again = [tensor in self.recomputed for tensor in written]
         # A collective must run as often as the other ranks expect.
         if any(again) and not info.replayable:

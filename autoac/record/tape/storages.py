@@ -131,12 +131,13 @@ class Storages:
         known = self.known(local)
         if known is not None:
             return known
-        if is_wrapper_type(type(local)):  # its own storage has a size, but no memory
-            return max(
-                self.indices_of(parts_of(local)), key=lambda index: self.rows[index]["bytes"], default=None
-            )
-        if tensor.is_leaf and tensor.requires_grad:
+        is_wrapper = is_wrapper_type(type(local))
+        is_new = not is_wrapper or any(self.known(part) is None for part in parts_of(local))
+        if is_new and tensor.is_leaf and tensor.requires_grad:
             self.before.keep_gradient(tensor)
+        if is_wrapper:  # its own storage has a size, but no memory
+            indices = self.indices_of(parts_of(local))
+            return max(indices, key=lambda index: self.rows[index]["bytes"], default=None)
         index = self._register(local, NEVER)
         if self._present is not None and index not in self.borrowed:
             present = self._present.get(storage_key(local))

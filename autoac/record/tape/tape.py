@@ -60,8 +60,8 @@ from autoac.torch_private import (
     is_fake,
     is_fake_type,
     is_sharded_type,
-    local_part,
     on_fake_tensors,
+    parts_of,
     storage_key,
     wait_for_gloo,
 )
@@ -327,17 +327,18 @@ class Tape(DispatchMode):
         return state.nbytes
 
     def _before_write(self, tensor: torch.Tensor) -> None:
-        index = self.storages.index_of(tensor)
-        if index is None or index in self.storages.gathered:
-            return
-        key = storage_key(local_part(tensor))
-        with Suspended(self.clock), disable_dispatch_modes():
-            for call in self.replays:
-                if call.holds(key):
-                    call.preserve(key)
-            if self.storages.was_before(index) and not is_fake(tensor):
-                self.before.keep_values(index, tensor)
-                self.before.keep_graph(tensor)
+        for part in parts_of(tensor):
+            index = self.storages.index_of(part)
+            if index is None or index in self.storages.gathered:
+                continue
+            key = storage_key(part)
+            with Suspended(self.clock), disable_dispatch_modes():
+                for call in self.replays:
+                    if call.holds(key):
+                        call.preserve(key)
+                if self.storages.was_before(index) and not is_fake(part):
+                    self.before.keep_values(index, part)
+                    self.before.keep_graph(tensor)
 
     # -- modules -----------------------------------------------------------------------------------------------
 

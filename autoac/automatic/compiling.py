@@ -82,7 +82,8 @@ class Compiling:
 
     def recording_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Catch the regions' calls in the step that begins with this call of the model, if they are known."""
-        if self._catcher is None and self._planned:
+        there = dict(self._model.named_modules())
+        if self._catcher is None and self._planned and all(name in there for name, _ in self._planned):
             self._catcher = Catcher(self._model, self._planned)
         if self._catcher is not None:
             self._catcher.put_on()

@@ -60,10 +60,7 @@ class Auto(LoopPlan):
         self._trains = ""  # fingerprint of the parameters that the step that runs trains
         self._ahead = Ahead(model, self._about_to_be_called)
         self._ahead.put_on()
-        before, after = weakref.WeakMethod(self._before_step), weakref.WeakMethod(self._after_step)
-        self._hooks = around_steps(
-            lambda *a: f(*a) if (f := before()) else None, lambda *a: f(*a) if (f := after()) else None
-        )
+        self._hooks = around_steps(_weakly(self._before_step), _weakly(self._after_step))
         weakref.finalize(self, _remove, self._hooks)
         self._on_top.put_on()
 
@@ -367,6 +364,12 @@ def _with_after(
         return result
 
     return run
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that calls a method as long as its object is there."""
+    known = weakref.WeakMethod(method)
+    return lambda *args: found(*args) if (found := known()) else None
 
 
 def _remove(hooks: list[Any]) -> None:

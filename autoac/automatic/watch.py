@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,20 @@ _LESS_IN_A_ROW = 2
 """Steps with fewer ops than the first one before another one is recorded."""
 _LESS = "a module ran fewer ops than in the first step, which may have set something up"
 _GRADIENTS = "a step begins with gradients, and the recorded one began without, so this one may take more"
+
+
+def _newcomers(names: Sequence[str], recordings: int) -> Finding:
+    """A step called these modules, which none of the recorded steps has called."""
+    words = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return Finding(
+        "newcomers",
+        f"the steps of this loop vary: {words} {'was' if len(names) == 1 else 'were'} called, and in none of "
+        f"{recordings} recorded steps with the others. Their memory is not planned for, so a step may take more "
+        "than the budget: plan beforehand with autoac.plan. Where random numbers skip layers, it plans for a step "
+        "that calls them all; else pass it a function that runs a step of each kind as the sample.",
+        f"the step before called {words}, which the recorded one had not: recording this step",
+        plan_may_do=True,
+    )
 
 
 def _by_place(plan: Plan) -> tuple[int, ...]:
@@ -366,17 +381,8 @@ class Watch:
     def _new_modules(self, recordings: int) -> Finding:
         """The previous step called modules that the recorded step did not call, as with layer drop."""
         names = outermost(self._newcomers)
-        words = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         self._newcomers.clear()
-        return Finding(
-            "newcomers",
-            f"the steps of this loop vary: {words} {'was' if len(names) == 1 else 'were'} called, and in none of "
-            f"{recordings} recorded steps with the others. Their memory is not planned for, so a step may take more "
-            "than the budget: plan beforehand with autoac.plan. Where random numbers skip layers, it plans for a step "
-            "that calls them all; else pass it a function that runs a step of each kind as the sample.",
-            f"the step before called {words}, which the recorded one had not: recording this step",
-            plan_may_do=True,
-        )
+        return _newcomers(names, recordings)
 
     def _new_optimizer(self) -> Finding:
         """An optimizer stepped for the first time under the plan, which does not count its state."""

@@ -29,14 +29,7 @@ from autoac.step.model import (
     trained_parameters,
     unwrapped,
 )
-from autoac.step.uncompiled import (
-    compiled_around,
-    compiled_modules,
-    recompile,
-    to_uncompile,
-    uncompile,
-    uncompiled_by,
-)
+from autoac.step.uncompiled import compiled_modules, recompile_all, to_uncompile, uncompile, uncompile_around
 from autoac.step.units import own_name
 from autoac.torch_private import note_untried
 from autoac.warned import warn
@@ -107,8 +100,7 @@ class Placement:
         inner = unwrapped(model)
         self.attach(inner)
         if ENGINES[self.record.engine].eager_only and self._programs.of_modules:
-            for wrapper in compiled_around(model):
-                uncompile(wrapper, self.plan_id)
+            uncompile_around(model, self.plan_id)
         self._unwatch(inner)  # a plan that recomputes nothing leaves no other trace
         if self._programs.of_modules:
             watch_following(inner, self._programs.following)
@@ -204,7 +196,7 @@ class Placement:
         self._on = _WeakModel()
         for module in carriers:
             detach(module)
-        self._recompile(inner)
+        recompile_all(inner, self.plan_id)
 
     def take_off(self, model: torch.nn.Module) -> None:
         """Take the plan off the model, restoring it exactly.
@@ -345,12 +337,6 @@ class Placement:
                 "so this plan's loss is computed as a whole: its peak may lie above the prediction. Plan with "
                 'policies=[autoac.Policy("MUST_SAVE", op="aten._log_softmax*")] instead.',
             )
-
-    def _recompile(self, model: torch.nn.Module) -> None:
-        """Undo `uncompile` on the modules that this plan has uncompiled."""
-        for module in model.modules():
-            if uncompiled_by(module) == self.plan_id:
-                recompile(module)
 
     def unlooked(self) -> contextlib.AbstractContextManager[None]:
         """Context in which planned steps do not check recomputed values, because the caller checks the whole step."""

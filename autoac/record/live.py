@@ -268,7 +268,7 @@ class LiveStep:
         tape.storages.note_others(here([*fixed, *others]))
         for tensor in fixed:
             tape.storages.index_of(tensor)
-        tape.storages.step_begins()
+        tape.storages.first_seen.step_begins(self.device)
         self.gradients = {tape.storages.index_of(gradient) for gradient in gradients}
         with contextlib.ExitStack() as stack:
             stack.callback(tape.restore)

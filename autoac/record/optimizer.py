@@ -143,8 +143,9 @@ def _present_bytes(optimizer: torch.optim.Optimizer, device: str) -> int:
 def _untrained(optimizer: torch.optim.Optimizer, model: torch.nn.Module, profile: Profile) -> set[int]:
     """`id` of the parameters that got no gradient so far: those of a teacher in the model, or of an unused head.
 
-    An optimizer that has stepped has no state for these. A module that the step did not call counts as trained if one
-    beside it of the same class is: an expert that no token has chosen yet, a layer that was dropped.
+    An optimizer that has stepped has no state for these. Others may be trained in a later step, and count as trained:
+    those of modules that the step called with gradients on (of several heads, only one gives the loss), and of modules
+    that it did not call beside one of the same class that is trained (experts, dropped layers).
 
     Args:
         profile: of a step; it names the gradients that it made.
@@ -163,11 +164,12 @@ def _untrained(optimizer: torch.optim.Optimizer, model: torch.nn.Module, profile
         return {(above.rpartition(".")[0], type(modules[above])) for above in _modules_above(name)}
 
     trained = set[tuple[str, type]]().union(*map(places, parameters.keys() - without.keys()))
-    called = {call.fqn for call in profile.calls}
+    called, called_at_all = profile.called, {call.fqn for call in profile.calls}
     return {
         id(parameter)
         for name, parameter in without.items()
-        if name.rpartition(".")[0] in called or trained.isdisjoint(places(name))
+        if (owner := name.rpartition(".")[0]) not in called
+        and (owner in called_at_all or trained.isdisjoint(places(name)))
     }
 
 

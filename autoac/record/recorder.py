@@ -277,7 +277,7 @@ def recording(
         below: a context for the step, entered before the tape.
     """
     tape.storages.indices_of(fixed)
-    tape.storages.step_begins()
+    tape.storages.first_seen.step_begins(tape.device)
     held: list[Any] = []
     try:
         with (

@@ -40,17 +40,6 @@ def compiled_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in model.named_modules() if compiled_attribute(module)}
 
 
-def compiled_around(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The wrappers of `torch.compile` around the model that `unwrapped` finds."""
-    inner, around = unwrapped(model), model
-    while around is not inner:
-        if is_compiled_wrapper(around):
-            yield around
-            around = wrapped_module(around)
-        else:
-            around = cast("torch.nn.Module", around.module)  # of DDP
-
-
 def to_uncompile(compiled: Iterable[str], regions: Iterable[str], *, eager_only: bool) -> list[str]:
     """Names of the compiled modules that have to run uncompiled for a plan to hold.
 
@@ -82,6 +71,24 @@ def uncompile(module: torch.nn.Module, plan_id: str = "") -> None:
     module.__dict__[_KEY] = _Compiled(module.__dict__.pop(attribute), plan_id)
     if is_compiled_wrapper(module):
         module.__dict__["forward"] = wrapped_module(module)
+
+
+def uncompile_around(model: torch.nn.Module, plan_id: str) -> None:
+    """Make the wrappers of `torch.compile` around a model run uncompiled, until `recompile_all`."""
+    inner = unwrapped(model)
+    while model is not inner:
+        if is_compiled_wrapper(model):
+            uncompile(model, plan_id)
+            model = wrapped_module(model)
+        else:
+            model = cast("torch.nn.Module", model.module)  # of DDP
+
+
+def recompile_all(model: torch.nn.Module, plan_id: str) -> None:
+    """Undo `uncompile` on all modules that were uncompiled with this `plan_id`."""
+    for module in model.modules():
+        if uncompiled_by(module) == plan_id:
+            recompile(module)
 
 
 def recompile(module: torch.nn.Module) -> None:

@@ -912,18 +912,22 @@ def test_what_modules_keep_until_their_next_call_counts_once(in_dictionary: bool
 
 
 class Taught(torch.nn.Module):
-    """Has its teacher in it, which the optimizer is given as well."""
+    """Has its teacher in it, which the optimizer is given as well, and a layer that is used later."""
 
     def __init__(self) -> None:
         super().__init__()
         self.student, self.teacher = (
             torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))) for _ in "st"
         )
-        self.trains_both = False
+        self.unused = torch.nn.Linear(64, 64)
+        self.uses_all = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        taught = self.teacher(x)
-        return (self.student(x) - (taught if self.trains_both else taught.detach())).square().mean()
+        with torch.no_grad():
+            taught = self.teacher(x)
+        if self.uses_all:
+            x = F.linear(x, self.unused.weight, self.unused.bias)
+        return (self.student(x) - taught).square().mean()
 
 
 def test_parameters_without_gradients_have_no_state_until_they_get_some(caplog: pytest.LogCaptureFixture):
@@ -942,13 +946,37 @@ def test_parameters_without_gradients_have_no_state_until_they_get_some(caplog: 
         return unique_storage_bytes(v for entry in optimizer.state.values() for v in entry.values())
 
     found = [step() for _ in range(3)]
-    assert found[-1] == state_bytes()
-    model.trains_both = True
+    assert found[-1] == state_bytes() == 3 * (2 * (64 * 64 + 64) * 4 + 2 * 4)
+    model.uses_all = True
     with caplog.at_level("INFO", "autoac"):
         for _ in range(3):
             step()
     assert "or trained more parameters: recording this step" in caplog.text
     assert step() == state_bytes() > found[-1]
+
+
+class Heads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [head(x) for head in self.heads]
+
+
+def test_heads_whose_losses_take_turns_have_state_from_the_start():
+    model = Heads()
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.ones(8, 64)
+    handle = autoac.auto(model, ENOUGH)
+    plans = []
+    for index in range(6):
+        model(x)[index % 2].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plans.append(handle.plan)
+    assert plans[1] is not None
+    state = sum(row.bytes for row in plans[1].record.profile.storage_table if row.kind == "Optstate")
+    assert state == unique_storage_bytes(v for entry in optimizer.state.values() for v in entry.values())
 
 
 class Chosen(torch.nn.Module):

@@ -67,6 +67,35 @@ class _HostMemory:
 host_memory = _HostMemory()
 
 
+class _FirstSeen:
+    """When storages were seen first that are taken for older than the step, and were not there when it began.
+
+    What the kernels of compiled functions make is seen when an op reads it, or autograd saves it.
+    """
+
+    def __init__(self) -> None:
+        self._present: dict[int, weakref.ref[torch.UntypedStorage]] | None = None  # None if that is not known
+        self._ticks: dict[int, int] = {}
+
+    def step_begins(self, device: torch.device) -> None:
+        """Note which storages there are."""
+        # Objects that `gc.freeze` was called on are not found.
+        if "torch._dynamo" in sys.modules and gc.get_freeze_count() < _OWN_FROZEN:
+            self._present = {key_of_storage(s): weakref.ref(s) for s in present_storages(device)}
+
+    def note(self, index: int, tensor: torch.Tensor, tick: int) -> None:
+        """A tensor's storage is met for the first time."""
+        if self._present is not None:
+            present = self._present.get(storage_key(tensor))
+            if present is None or present() is None:
+                self._ticks[index] = tick
+
+    def were_made_then(self, rows: list[dict[str, Any]]) -> None:
+        """Have them be made when they were seen first, as compiled code ran in the step."""
+        for index, tick in self._ticks.items():
+            rows[index]["alloc"] = tick
+
+
 class Storages:
     """The table of storages, identified by address while they are alive.
 
@@ -108,10 +137,7 @@ class Storages:
         self.gathered: set[int] = set()  # rows of storages between two manual resizes
         # Rows of memory of other libraries, such as numpy's, that the step has met.
         self.borrowed: set[int] = set()
-        self._present: dict[int, weakref.ref[torch.UntypedStorage]] | None = None  # when the step began
-        self._first_seen: dict[
-            int, int
-        ] = {}  # storage taken for older than the step -> tick; not if it was present
+        self.first_seen = _FirstSeen()
         self._born_in: dict[int, int] = {}  # storage -> sequence number of the backward node that made it
 
     # -- lookup ------------------------------------------------------------------------------------------------
@@ -139,29 +165,13 @@ class Storages:
             indices = self.indices_of(parts_of(local))
             return max(indices, key=lambda index: self.rows[index]["bytes"], default=None)
         index = self._register(local, NEVER)
-        if self._present is not None and index not in self.borrowed:
-            present = self._present.get(storage_key(local))
-            if present is None or present() is None:
-                self._first_seen[index] = self.clock.tick
+        if index not in self.borrowed:
+            self.first_seen.note(index, local, self.clock.tick)
         return index
 
     def indices_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Indices of the storages of these, in order."""
         return [index for index in map(self.index_of, tensors) if index is not None]
-
-    def step_begins(self) -> None:
-        """Note which storages there are when the step begins, see `made_by_compiled_code`."""
-        # Objects that `gc.freeze` was called on are not found.
-        if "torch._dynamo" in sys.modules and gc.get_freeze_count() < _OWN_FROZEN:
-            self._present = {key_of_storage(s): weakref.ref(s) for s in present_storages(self.device)}
-
-    def made_by_compiled_code(self) -> None:
-        """Have storages that were not there when the step began be made when they were first seen.
-
-        What the kernels of compiled functions make is seen when an op reads it, or autograd saves it.
-        """
-        for index, tick in self._first_seen.items():
-            self.rows[index]["alloc"] = tick
 
     def was_before(self, index: int) -> bool:
         """Whether the storage is older than the step."""

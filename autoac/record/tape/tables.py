@@ -37,7 +37,7 @@ def finish(
         times: by signature.
     """
     if tape.calls.with_compiled_code():
-        tape.storages.made_by_compiled_code()
+        tape.storages.first_seen.were_made_then(tape.storages.rows)
     end = _close(tape)
     gathered = tape.storages.gathered
     kept = [index for index, row in enumerate(tape.saved.rows) if row["storage"] not in gathered]

@@ -4,7 +4,8 @@ NOTE [ Compiled regions of a loop ]
   1. The first recorded step tells which calls to compile. The next step is recorded as well, and the arguments of these
      calls are copied, one copy for alike calls: so nothing of the model is called for it, however the loop calls it.
   2. Before the step after that, the regions are compiled and measured on the copies, and the plan is put on.
-     If a step is recorded for another plan later (a larger batch), the calls of the plan before are caught in it.
+     If a step is recorded for another plan later (a larger batch), the calls of the plan before are caught in it, in
+     one process.
      If that step is smaller than an earlier one, or has calls that no step before it had, further steps are recorded,
      up to `_MOST_CAUGHT`. What was not caught until then is left to engine replay.
   3. The second step under the plan whose calls are like the recorded ones is measured; in the first one the compiler
@@ -80,11 +81,15 @@ class Compiling:
         self.best: Plan | None = None  # of those that were measured to be within the budget
         self.known: Profile | None = None  # with what a measured step under the plan has shown
 
-    def recording_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Catch the regions' calls in the step that begins with this call of the model, if they are known."""
+    def recording_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool) -> None:
+        """Catch the regions' calls in the step that begins with this call of the model, if they are known.
+
+        Args:
+            alone: whether no other ranks record with this one: those count the steps that they catch together.
+        """
         there = dict(self._model.named_modules())
-        if self._catcher is None and self._planned and all(name in there for name, _ in self._planned):
-            self._catcher = Catcher(self._model, self._planned)
+        if alone and self._catcher is None and all(name in there for name, _ in self._planned):
+            self._catcher = Catcher(self._model, self._planned) if self._planned else None
         if self._catcher is not None:
             self._catcher.put_on()
             self._catcher.called(args, kwargs)

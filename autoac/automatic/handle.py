@@ -309,7 +309,7 @@ class Auto(LoopPlan):
         """Record the step that begins."""
         if self._recording.begin(args, kwargs, self._cycle.ends_with_optimizer):
             if self._compiling is not None:
-                self._compiling.recording_begins(args, kwargs)
+                self._compiling.recording_begins(args, kwargs, alone=not self._across.several)
                 self._compiling.recorded(args, kwargs, begins=True)
             _RECORDING[self] = threading.get_ident()
             self._was_saved = False

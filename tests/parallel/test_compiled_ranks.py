@@ -163,4 +163,6 @@ def test_all_record_again_for_a_larger_batch_of_one(told: Any):
     for first, second in zip(*of(told, "loop_with_a_larger_batch"), strict=True):
         for step in (3, -1):
             assert first[step] == second[step] is not None
-        assert first[6:8] == second[6:8] == [None, None]
+        # While two steps are recorded, the rank that has met it tells of the plan before, which may stay.
+        assert first[6:8] == [None, None]
+        assert set(second[6:8]) <= {None, second[3]}

@@ -140,10 +140,8 @@ class Watch:
         self._is_first = True  # whether the first plan is on, which no plan has followed
         self._began_with = ""  # what the step that runs was called with first
         self._less_in_a_row = 0  # steps with the planned inputs that ran fewer ops
-        self._fit_too: tuple[Plan | None, list[str]] = (
-            None,
-            [],
-        )  # a plan, and samples that fit under it as well
+        # A plan, and samples that fit under it as well.
+        self._fit_too: tuple[Plan | None, list[str]] = None, []
         self._times_later = 0  # so many times, since a step was planned for that has more elements
 
     def put_on(self, plan: Plan) -> None:

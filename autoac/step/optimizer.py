@@ -28,21 +28,14 @@ By name: neither library is imported here.
 def around_steps(before: Hook, after: Hook | None = None) -> list[Any]:
     """Put hooks before and after the `step()` of all optimizers; returns the handles that take them off.
 
-    A compiled step (`torch.compile(optimizer.step)`) calls them, too, outside of its graphs.
+    A compiled step (`torch.compile(optimizer.step)`) calls them, too, outside of its graphs: no bound methods, which
+    take no attributes.
     """
-    hooks = [register_optimizer_step_pre_hook(_outside_of_graphs(before))]
+    reason = "autoac looks at the optimizer before and after its step"
+    hooks = [register_optimizer_step_pre_hook(disable_dynamo(before, reason))]
     if after is not None:
-        hooks.append(register_optimizer_step_post_hook(_outside_of_graphs(after)))
+        hooks.append(register_optimizer_step_post_hook(disable_dynamo(after, reason)))
     return hooks
-
-
-def _outside_of_graphs(hook: Hook) -> Hook:
-    def run(
-        *args: Any,
-    ) -> Any:  # a function, which takes the attributes that the compiler sets, unlike a method
-        return hook(*args)
-
-    return disable_dynamo(run, "autoac looks at the optimizer before and after its step")
 
 
 def real_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -93,7 +93,7 @@ class OptimizerStates:
         return {name: (v, copy.deepcopy(v) if name in copied else v) for name, v in values.items()}
 
     def __enter__(self) -> None:
-        self._hooks = around_steps(self._steps)
+        self._hooks = around_steps(functools.partial(self._steps))
 
     def __exit__(self, *_: Any) -> None:
         """Remove new state, and restore the earlier one."""

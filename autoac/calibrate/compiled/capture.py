@@ -158,6 +158,9 @@ Caught = list[tuple[Captured, list[Call]]]
 """Groups of alike calls, each with the arguments of its first call."""
 
 
+_CATCHES = "autoac catches what a block is called with"
+
+
 class Catcher:
     """Catches the arguments of calls of some modules, in one step or in several.
 
@@ -205,10 +208,12 @@ class Catcher:
         for name in {name for name, _ in self._kinds}:
             hook = functools.partial(self._catch, name)
             module = self._model.get_submodule(name)
-            self._hooks.append(module.register_forward_pre_hook(_outside_of_graphs(hook), with_kwargs=True))
+            self._hooks.append(
+                module.register_forward_pre_hook(disable_dynamo(hook, _CATCHES), with_kwargs=True)
+            )
         for name, child in {(n, child) for (n, _), kind in self._kinds.items() for child in _children(kind)}:
             module = self._model.get_submodule(name).get_submodule(child)
-            hook = _outside_of_graphs(functools.partial(self._catch_result, child))
+            hook = disable_dynamo(functools.partial(self._catch_result, child), _CATCHES)
             self._hooks.append(module.register_forward_hook(hook))
 
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -313,10 +318,6 @@ class Catcher:
 class _UntilComplete(Catcher):
     def when_complete(self) -> None:
         raise _Enough
-
-
-def _outside_of_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
-    return disable_dynamo(hook, "autoac catches what a block is called with")
 
 
 def _children(kind: Hashable) -> tuple[str, ...]:

@@ -60,8 +60,8 @@ class Auto(LoopPlan):
         self._trains = ""  # fingerprint of the parameters that the step that runs trains
         self._ahead = Ahead(model, self._about_to_be_called)
         self._ahead.put_on()
-        self._hooks = around_steps(_weakly(self._before_step), _weakly(self._after_step))
-        weakref.finalize(self, _remove, self._hooks)
+        self._leave_steps = around_steps(_weakly(self._before_step), _weakly(self._after_step))
+        weakref.finalize(self, self._leave_steps)
         self._on_top.put_on()
 
     # For the user.
@@ -72,7 +72,7 @@ class Auto(LoopPlan):
             super().remove()
         finally:
             self._ahead.take_off()
-            _remove(self._hooks)
+            self._leave_steps()
             while self.on_removed:
                 self.on_removed.pop()()
 
@@ -370,8 +370,3 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that calls a method as long as its object is there."""
     known = weakref.WeakMethod(method)
     return lambda *args: found(*args) if (found := known()) else None
-
-
-def _remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()

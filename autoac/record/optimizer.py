@@ -73,12 +73,11 @@ def states_made() -> Iterator[list[torch.optim.Optimizer]]:
         if optimizer.state and any(known is optimizer for known in without):
             found.append(optimizer)
 
-    hooks = around_steps(before, after)
+    take_off = around_steps(before, after)
     try:
         yield found
     finally:
-        for hook in hooks:
-            hook.remove()
+        take_off()
 
 
 def with_optimizer(

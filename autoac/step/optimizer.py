@@ -1,8 +1,10 @@
-"""Unwraps an optimizer that another library has wrapped."""
+"""Hooks around the steps of all optimizers; the optimizer inside of another library's wrapper."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,17 +27,63 @@ By name: neither library is imported here.
 """
 
 
-def around_steps(before: Hook, after: Hook | None = None) -> list[Any]:
-    """Put hooks before and after the `step()` of all optimizers; returns the handles that take them off.
+class _Hooks:
+    """Hooks of ours at one side of the steps of all optimizers, in the order in which they were put there.
 
-    A compiled step (`torch.compile(optimizer.step)`) calls them, too, outside of its graphs: no bound methods, which
-    take no attributes.
+    Torch iterates over its global hooks while it calls them, and ours may take long (a plan is made in one). If one was
+    put there or taken off meanwhile, the step of another thread's optimizer would fail. So torch has one for all of
+    ours, from the first on, and for good.
+
+    A compiled step (`torch.compile(optimizer.step)`) calls ours outside of its graphs, which do not break without any.
     """
-    reason = "autoac looks at the optimizer before and after its step"
-    hooks = [register_optimizer_step_pre_hook(disable_dynamo(before, reason))]
+
+    def __init__(self, register: Callable[[Hook], Any]) -> None:
+        self._register = register
+        self._is_registered = False
+        self._lock = threading.Lock()
+        self._hooks: dict[object, Hook] = {}
+
+    def put_on(self, hook: Hook) -> Callable[[], Any]:
+        """Returns what takes it off; it may be called again, by the garbage collector too (so it takes no lock)."""
+        key = object()
+        self._hooks[key] = hook
+        with self._lock:
+            if not self._is_registered:
+                self._register(self._for_torch())
+                self._is_registered = True
+        return functools.partial(self._hooks.pop, key, None)
+
+    def _for_torch(self) -> Hook:
+        call = disable_dynamo(
+            functools.partial(self._call), "autoac looks at the optimizer before and after its step"
+        )
+        return lambda *args: call(*args) if self._hooks else None
+
+    def _call(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Call all; those before a step may change its arguments, as torch allows it."""
+        changed = None
+        for hook in list(self._hooks.values()):
+            result = hook(optimizer, args, kwargs)
+            if result is not None:
+                args, kwargs = changed = result
+        return changed
+
+
+_BEFORE = _Hooks(register_optimizer_step_pre_hook)
+_AFTER = _Hooks(register_optimizer_step_post_hook)
+
+
+def around_steps(before: Hook, after: Hook | None = None) -> Callable[[], None]:
+    """Put hooks before and after the `step()` of all optimizers; returns what takes them off."""
+    put = [_BEFORE.put_on(before)]
     if after is not None:
-        hooks.append(register_optimizer_step_post_hook(disable_dynamo(after, reason)))
-    return hooks
+        put.append(_AFTER.put_on(after))
+
+    def take_off() -> None:
+        for hook in put:
+            hook()
+
+    return take_off
 
 
 def real_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -93,12 +93,11 @@ class OptimizerStates:
         return {name: (v, copy.deepcopy(v) if name in copied else v) for name, v in values.items()}
 
     def __enter__(self) -> None:
-        self._hooks = around_steps(functools.partial(self._steps))
+        self._leave_steps = around_steps(self._steps)
 
     def __exit__(self, *_: Any) -> None:
         """Remove new state, and restore the earlier one."""
-        for hook in self._hooks:
-            hook.remove()
+        self._leave_steps()
         put_back(functools.partial(_restore, *known) for known in self._known)
 
 

@@ -21,7 +21,7 @@ class AutoACCallback(Callback):
     go to the trainer's loggers as `autoac/...`.
 
     Args:
-        budget and the others: as for `autoac.auto`.
+        budget and the others: as for `autoac.auto`, but peaks are measured unless `measure=False`.
     """
 
     def __init__(self, budget: int | str, **options: Any):

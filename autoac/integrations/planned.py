@@ -41,6 +41,7 @@ class Planned:
         on_larger: Literal["warn", "replan", "error"] = "warn",
         verify: bool = False,
         path: Any = None,
+        measure: bool = True,
         budget_of: str = "allocated",
     ):
         check_options(budget, engine, headroom, on_larger, path)
@@ -55,6 +56,7 @@ class Planned:
             "on_larger": on_larger,
             "verify": verify,
             "path": path,
+            "measure": measure,
             "budget_of": budget_of,
         }
         self.handle: Auto | None = None
@@ -76,15 +78,18 @@ class Planned:
         """Metrics for the trainer's loggers, once for each plan of a run, after its first step; else empty."""
         if self.handle is None:
             return {}
-        measured, plan = self.handle.measured_peak_bytes, self.handle.measured_plan
-        if measured is None or plan is None or plan is self._told:
+        is_measured = self.options["measure"] or self.options["verify"]
+        plan = self.handle.measured_plan if is_measured else self.handle.known_plan
+        if plan is None or plan is self._told:
             return {}
         self._told = plan
-        return {
+        found = {
             "autoac/budget_bytes": plan.budget_bytes,
             "autoac/predicted_peak_bytes": plan.predicted_peak_bytes,
-            "autoac/measured_peak_bytes": measured,
         }
+        if (measured := self.handle.measured_peak_bytes) is not None:
+            found["autoac/measured_peak_bytes"] = measured
+        return found
 
     def start(self, model: torch.nn.Module) -> None:
         """Start with this model; takes off the plan of an earlier run, which may have failed."""
@@ -97,7 +102,7 @@ class Planned:
         ]
         try:
             turned_off = turn_checkpointing_off(inner)
-            self.handle = auto(model, self.budget, **self.options, measure=True)
+            self.handle = auto(model, self.budget, **self.options)
         except BaseException:
             _put_back(switches)
             raise

@@ -23,6 +23,12 @@ def test_what_an_op_or_compiled_code_takes_has_other_remedies(is_compiled: bool,
     assert advice in report.suggestions(holders, False, is_compiled=is_compiled)[-1]
 
 
+def test_what_the_optimizer_takes_has_its_own_remedy():
+    holders = [("Temp", "", 900), ("Parameter", "", 100)]
+    (advice,) = report.suggestions(holders, False, "optimizer.step, after backward", is_compiled=True)
+    assert "fused=True, or foreach=False" in advice
+
+
 def test_layers_side_by_side_are_to_be_grouped():
     layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)]
     flat = nn.Sequential(*(layer for group in layers for layer in group))

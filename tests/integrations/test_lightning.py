@@ -159,6 +159,14 @@ def test_trains_as_without_within_the_budget(setting: str):
     assert "forward" not in task.__dict__
 
 
+def test_a_run_that_is_not_measured_tells_its_prediction():
+    callback, logger = AutoACCallback(ENOUGH, measure=False), Told()
+    trained("fp32", callback, logger=logger)
+    assert callback.plan is not None
+    assert callback.measured_peak_bytes is None
+    assert [sorted(told) for told in logger.plans] == [["autoac/budget_bytes", "autoac/predicted_peak_bytes"]]
+
+
 def test_a_run_that_resumes_measures_a_step_that_begins_as_the_recorded_one(tmp_path: Path):
     """Lightning clears gradients within the step, after forward. The first step of a run has none to begin with."""
     callback = AutoACCallback(ENOUGH)

@@ -251,10 +251,11 @@ def suggestions(
         by_kind[kind] = by_kind.get(kind, 0) + size
     total = max(1, sum(by_kind.values()))
     found = []
-    if where.startswith(OPTIMIZER_STEP) and by_kind.get("Temp", 0) > 0.1 * total:
+    steps = where.startswith(OPTIMIZER_STEP)
+    if steps and by_kind.get("Temp", 0) > 0.1 * total:
         found.append(
             f"the optimizer's step holds {format_bytes(by_kind['Temp'])} of temporaries: fused=True, or foreach=False, "
-            "makes it work on little at a time"
+            "makes it work on little at a time, if it has these options"
         )
     elif by_kind.get("Activation", 0) + by_kind.get("Temp", 0) > 0.3 * total:
         found.append("a smaller batch or shorter sequences: activations and temporaries shrink with them")
@@ -266,7 +267,7 @@ def suggestions(
             "dtype or optimizer state"
         )
     largest = next(((k, m, s) for k, m, s in holders if k in ("Activation", "Temp")), None)
-    if largest is not None and largest[2] > 0.25 * total:
+    if largest is not None and largest[2] > 0.25 * total and not steps:
         outside = "code outside of the model's parts (its own forward, or the loss)"
         is_workspace = largest[0] == "Temp"  # has no module
         if is_workspace:

@@ -628,6 +628,11 @@ def test_where_nothing_can_be_compiled_it_says_so(folder: Path):
         model.blocks[i] = Breaking(0.1)
     with pytest.raises(autoac.ProfilingError, match=r"no region of the model can be compiled.*graph_break"):
         autoac.plan(model, batch(), "1GB", loss=loss, engine="compile")
+    model = make()
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="eager")  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(autoac.ProfilingError, match=r"compile the module with module\.compile\(\) or not"):
+        autoac.plan(model, batch(), "1GB", loss=loss, engine="compile")
     with pytest.raises(autoac.ProfilingError, match="no block that holds a twentieth"):
         table.with_compiled_regions(
             autoac.profile(nn.Linear(4, 4), torch.ones(2, 4)),

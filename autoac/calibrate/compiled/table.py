@@ -302,6 +302,13 @@ def _never(profile: Profile, calls: Sequence[int]) -> frozenset[str]:
     )
 
 
+def _why_not_given(forward: Any) -> str:
+    """Why a module whose instance was given a forward is no region to compile."""
+    if hasattr(forward, "get_compiler_config"):
+        return "its forward was replaced by a compiled one: compile the module with module.compile() or not at all"
+    return "some library has given the module a forward of its own"
+
+
 def _region(
     region: Captured,
     calls: tuple[int, ...],
@@ -317,7 +324,7 @@ def _region(
         most: points to compile.
     """
     if "forward" in region.module.__dict__:
-        return CompiledRegion(calls, (), (), "some library has given the module a forward of its own")
+        return CompiledRegion(calls, (), (), _why_not_given(region.module.__dict__["forward"]))
     # Their hooks would gather parameters in every run, on each rank in as many as it measures.
     if units_inside(region.module, region.children):
         return CompiledRegion(calls, (), (), "it calls units of FSDP2")

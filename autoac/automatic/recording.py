@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -411,6 +411,7 @@ def _tensors_in(value: Any, depth: int, result: int) -> Iterator[torch.Tensor]:
         return
     if isinstance(value, list) and id(value) != result:
         return
+    inside: Collection[Any]
     if isinstance(value, Mapping):
         inside = value.values()
     elif isinstance(value, (list, tuple)):
@@ -423,6 +424,13 @@ def _tensors_in(value: Any, depth: int, result: int) -> Iterator[torch.Tensor]:
         return
     # A tuple, and the result itself, are replaced with all that is in them.
     is_whole = isinstance(value, tuple) or id(value) == result
-    if depth and len(inside) <= _MOST_ITEMS:
-        for item in list(inside):
-            yield from _tensors_in(item, depth - 1, id(item) if is_whole else result)
+    for item in _items_of(inside) if depth else ():
+        yield from _tensors_in(item, depth - 1, id(item) if is_whole else result)
+
+
+def _items_of(values: Collection[Any]) -> list[Any]:
+    """The items, unless there are many of them."""
+    try:
+        return list(values) if len(values) <= _MOST_ITEMS else []
+    except Exception:
+        return []  # an error of the object's own code (e3nn's tuples have no length), which the loop may never run

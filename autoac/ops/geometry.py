@@ -43,28 +43,39 @@ def clone_with_geometry(tensor: torch.Tensor) -> torch.Tensor:
 def certainly_disjoint(a: Geometry, b: Geometry) -> bool:
     """Whether two tensors on one storage provably have no element in common; conservative and cheap.
 
-    It is for parts of one tensor, which have equal strides. With the strides as a positional number system, the digits
-    of an element's offset in the storage are its indices, and parts are boxes of indices.
+    It is for parts of one tensor, some of which lack dimensions of it (`x[..., 0]`). With the strides as a positional
+    number system, the digits of an element's offset in the storage are its indices, and parts are boxes of indices.
     """
-    if a[1] != b[1] or a[3] is not b[3]:
+    if a[3] is not b[3]:
         return False
-    dims = sorted((stride, d) for d, stride in enumerate(a[1]) if max(a[0][d], b[0][d]) > 1)
-    rest_a, first_a = _digits(a[2], dims)
-    rest_b, first_b = _digits(b[2], dims)
+    sizes_a, sizes_b = _sizes(a), _sizes(b)
+    if sizes_a is None or sizes_b is None:
+        return False
+    strides = sorted({*sizes_a, *sizes_b})
+    rest_a, first_a = _digits(a[2], strides)
+    rest_b, first_b = _digits(b[2], strides)
     apart = rest_a != rest_b
     reach = max(rest_a, rest_b)  # the largest offset within the smaller strides
-    for stride, d in dims:
+    for stride in strides:
         if reach >= stride:
             return False  # no number system: some offset has several representations
-        last_a, last_b = first_a[d] + a[0][d] - 1, first_b[d] + b[0][d] - 1
-        apart = apart or last_a < first_b[d] or last_b < first_a[d]
+        last_a = first_a[stride] + sizes_a.get(stride, 1) - 1
+        last_b = first_b[stride] + sizes_b.get(stride, 1) - 1
+        apart = apart or last_a < first_b[stride] or last_b < first_a[stride]
         reach += max(last_a, last_b) * stride
     return apart
 
 
-def _digits(offset: int, dims: Sequence[tuple[int, int]]) -> tuple[int, dict[int, int]]:
-    """The offset in digits of the strides: the remainder, and the index along each dimension."""
+def _sizes(geometry: Geometry) -> dict[int, int] | None:
+    """The size of each dimension with several elements, by stride; None if two have the same."""
+    dims = [(stride, size) for size, stride in zip(*geometry[:2], strict=True) if size > 1 and stride]
+    sizes = dict(dims)
+    return sizes if len(sizes) == len(dims) else None
+
+
+def _digits(offset: int, strides: Sequence[int]) -> tuple[int, dict[int, int]]:
+    """The offset in digits of the strides: the remainder, and the index along each."""
     digits = {}
-    for stride, d in reversed(dims):
-        digits[d], offset = divmod(offset, stride) if stride else (0, offset)
+    for stride in reversed(strides):
+        digits[stride], offset = divmod(offset, stride)
     return offset, digits

@@ -255,7 +255,7 @@ def test_recorded_profiles_can_be_planned_from(path: Path) -> None:
     recorded = Profile.load(path)
     ample = autoac.solve(recorded, "1TB")
     less = 6 * ample.predicted_peak_bytes // 10
-    plan = autoac.solve(recorded, less)
+    plan = autoac.solve(recorded, less, time_limit_s=10.0)
     assert 0 < plan.predicted_overhead < 0.5
     assert plan.predicted_peak_bytes <= less
 

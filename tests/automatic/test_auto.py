@@ -362,6 +362,25 @@ class Several(torch.nn.Module):
         return self.kind([self.net(x), x.sin()])
 
 
+class Unmeasured(tuple[Any, ...]):
+    """As e3nn's `Irreps`: a tuple that has no length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_tuple_without_a_length_in_the_model_and_in_the_loop():
+    kinds = Unmeasured((1, 2))
+
+    def step(model: Blocks, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+        model.kinds = mine = kinds  # type: ignore[assignment]
+        bare(model, optimizer, x, y)
+        assert mine is model.kinds
+
+    run = Run(step, ENOUGH)
+    assert run.measured_peak_bytes == run.plan.predicted_peak_bytes
+
+
 def test_a_list_that_the_model_returns_is_replaced_by_its_next_result():
     predicted = []
     for kind in (list, tuple):

@@ -630,7 +630,7 @@ def test_where_nothing_can_be_compiled_it_says_so(folder: Path):
         autoac.plan(model, batch(), "1GB", loss=loss, engine="compile")
     model = make()
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, backend="eager")  # pyright: ignore[reportAttributeAccessIssue]
+        block.forward = torch.compile(block.forward, backend="eager")
     with pytest.raises(autoac.ProfilingError, match=r"compile the module with module\.compile\(\) or not"):
         autoac.plan(model, batch(), "1GB", loss=loss, engine="compile")
     with pytest.raises(autoac.ProfilingError, match="no block that holds a twentieth"):

@@ -92,7 +92,8 @@ def test_budgets_by_themselves_go_from_the_least_to_the_peak() -> None:
 def test_a_recorded_curve(path: Path, engine: str) -> None:
     profile, gap = Profile.load(path), 1e-3
     points = 5 if engine == "replay" else 3  # sac's problems are harder
-    curve = plan_budgets(profile, points=points, engine=engine, gap=gap)
+    limit_s = 10.0  # some of a GPU's problems stay open for long
+    curve = plan_budgets(profile, points=points, engine=engine, gap=gap, time_limit_s=limit_s)
     frame = curve.frame
     assert len(frame) == points
     assert frame["extra_s"].is_monotonic_decreasing
@@ -112,7 +113,11 @@ def test_a_recorded_curve(path: Path, engine: str) -> None:
         plan = curve.plans[row]
         assert plan.predicted_peak_bytes == frame["peak_bytes"][row]
         assert plan.predicted_extra_s == frame["extra_s"][row]
-        alone = plan_profile(profile, int(frame["budget_bytes"][row]), engine=engine, gap=gap)
+        if frame["status"][row] != "optimal":
+            continue
+        alone = plan_profile(
+            profile, int(frame["budget_bytes"][row]), engine=engine, gap=gap, time_limit_s=limit_s
+        )
         assert alone.predicted_extra_s == pytest.approx(plan.predicted_extra_s, abs=2 * gap * profile.step_s)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoac.automatic.ahead import Ahead
-from autoac.automatic.loop_plan import LoopPlan, keep_for_its_phase
+from autoac.automatic.loop_plan import LoopPlan, keep_for_its_phase, make_room
 from autoac.automatic.optimizers import counts_optimizer, is_frozen, trained_in
 from autoac.automatic.recording import MOST_RECORDINGS
 from autoac.automatic.wanted import Wanted
@@ -23,6 +23,8 @@ from autoac.step.model import has_gradients
 from autoac.step.optimizer import around_steps
 from autoac.torch_private import in_backward
 
+_FIRST_STEPS = 24
+"""A budget that no plan fits is an error in so many steps, and a warning later, after a warm-up."""
 _MOST_SHORT = 12
 """At most so many recordings are dropped in search of a step in which all optimizers step."""
 
@@ -203,14 +205,14 @@ class Auto(LoopPlan):
             if self._corrected is not None:
                 self._across.ask()
             if self._plan is not None and self._measured.exceeded is not None:
-                self._make_room()
+                make_room(self)
         elif begins:
             if self._recording.profile is not None:
                 self._settle(args, kwargs)
             if self._plan is None and self._recording.profile is None:
                 self._take_up_saved(args, kwargs)
             if self._plan is not None and self._measured.exceeded is not None:
-                self._make_room()
+                make_room(self)
             if self._plan is not None and self._corrected is not None:
                 self._plan_again(args, kwargs)
         if self._plan is not None:
@@ -279,7 +281,8 @@ class Auto(LoopPlan):
     def _begin_cycle(self) -> None:
         """Begin a step; if its optimizer steps differ from the recorded ones, record again."""
         if self._cycle.begins():
-            self._record_again(is_new=True, keeps=False)  # the plan was for a part of a step
+            # The plan was for a part of a step, or, if that is late, for a warm-up that trains a part of the model.
+            self._record_again(is_new=True, keeps=self._watch.steps > _FIRST_STEPS)
             LOGGER.info("the loop's steps end with several optimizers: recording them as one")
         if self._cycle.is_too_long:
             self._warn("too long", _TOO_LONG)

@@ -310,6 +310,7 @@ class LoopPlan:
         if found.by_outcome and (self._compiling is not None or self._across.several):
             return
         self._recording.count -= found.is_free
+        self._measured.go_on(found.varies)
         if found.log and self._record_again(found.is_new, keeps=not found.plan_is_gone):
             LOGGER.info("%s", found.log)
             self._kept_for_less, self._kept_by_outcome = found.plan_may_do, found.by_outcome
@@ -337,17 +338,6 @@ class LoopPlan:
             return
         self._warn("over budget", words_over_budget(plan, peak, compiles=is_corrected))
 
-    def _make_room(self) -> None:
-        """React to a step that took more than the budget, as steps like the recorded one may."""
-        exceeded = self._measured.exceeded
-        if self._record_again():
-            self._measured.exceeded = exceeded
-            LOGGER.info("a step took more than the budget: recording another one")
-        elif self._across.several:  # whose plans have the same headroom
-            _stay_over_budget(self, self._plan)
-        else:
-            self._corrected = self._measured.with_room()
-
 
 def _note_refusal(
     error: InfeasibleBudgetError, profile: Profile, recording: StepRecording
@@ -358,6 +348,18 @@ def _note_refusal(
         error = min(before[1], error, key=lambda refusal: refusal.minimum_bytes)
     recording.refused = profile.op_fingerprint, error
     return error
+
+
+def make_room(loop: LoopPlan) -> None:
+    """React to a step that took more than the budget, as steps like the recorded one may."""
+    exceeded = loop._measured.exceeded
+    if loop._record_again(is_new=loop._watch.may_find_more_calls()):
+        loop._measured.exceeded = exceeded
+        LOGGER.info("a step took more than the budget: recording another one")
+    elif loop._across.several:  # whose plans have the same headroom
+        _stay_over_budget(loop, loop._plan)
+    else:
+        loop._corrected = loop._measured.with_room()
 
 
 def _stay_over_budget(loop: LoopPlan, plan: Plan | None) -> None:

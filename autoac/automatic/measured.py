@@ -49,7 +49,7 @@ class StepPeak:
     ):
         self._model = model
         self._gradients = gradients
-        self._is_wanted = wanted
+        self._measures = self._is_wanted = wanted
         self._skipped = skipped
         self._between = 0 if wanted and again else None  # steps between the last measured one and the next
         self._running: tuple[Callable[[], object], Taken] | None = None
@@ -57,6 +57,11 @@ class StepPeak:
     def want(self) -> None:
         """Measure a step, also if one was measured before."""
         self._is_wanted = True
+
+    def go_on(self) -> None:
+        """Measure later steps, too, if any is measured."""
+        if self._measures and self._between is None:
+            self._is_wanted, self._between = True, 0
 
     def begin(self) -> None:
         """Start measuring, if that was not done before and is possible."""
@@ -111,8 +116,8 @@ class StepPeak:
 class Measured:
     """Measured steps under the plans of a loop.
 
-    After a step that exceeded the budget because of values in it another one is recorded, and the larger of the two is
-    planned for. If that was done too often, the next plan leaves room for the difference.
+    After a step that exceeded the budget another one is recorded, and the larger of the two is planned for. If that was
+    done too often, the next plan leaves room for the difference.
 
     Under *sac*, modules that the user has compiled stay compiled, and what their code takes is not known before it is
     measured: the plan after a step that exceeded the budget leaves room for the difference.
@@ -123,8 +128,8 @@ class Measured:
     Attributes:
         peak_bytes, plan: see `Auto.measured_peak_bytes` and `Auto.measured_plan`.
         step: measures the step that runs.
-        exceeded: the plan under which a step took more than the budget because of values; None if there is none, or
-            another plan was made since.
+        exceeded: the plan under which a step took more than the budget, if it is to be planned for again; None if
+            there is none, or another plan was made since.
     """
 
     def __init__(self, model: torch.nn.Module, wanted: Wanted):
@@ -136,6 +141,7 @@ class Measured:
         self._wanted = wanted
         self._corrections = 0
         self._runs_compiled = False
+        self._varies = False  # steps differ in what they call, or one took more than the budget
 
     def begin(self, plan: Plan, is_first: bool, runs_compiled: bool) -> None:
         """Measure steps under a new plan, if that is wanted, or modules are compiled.
@@ -148,11 +154,17 @@ class Measured:
         self._runs_compiled = runs_compiled
         # In the first step the compiler may run; in the second one of a loop DDP makes its buckets anew.
         skipped = 1 + is_first if compiles(plan.engine) or runs_compiled else 0
-        again = not compiles(plan.engine) and may_take_more(plan)
+        again = not compiles(plan.engine) and (self._varies or may_take_more(plan))
         table = plan.record.profile.storage_table
         gradients = any(s.is_gradient_before or (s.kind == "Gradient" and s.alloc == 0) for s in table)
         is_wanted = self._wanted.measure or runs_compiled
         self.step = StepPeak(self._model, is_wanted, skipped, again, gradients)
+
+    def go_on(self, varies: bool = True) -> None:
+        """If the loop's steps differ, measure later ones as well, under this plan and those after it."""
+        self._varies |= varies
+        if varies:
+            self.step.go_on()
 
     def no_more(self) -> None:
         """Measure no step from here on."""
@@ -168,8 +180,9 @@ class Measured:
 
     def note_excess(self, plan: Plan) -> bool:
         """Note that a step under this plan took more than the budget; returns whether a new plan is to be made."""
-        if self._wanted.on_larger == "replan" and may_take_more(plan):
+        if self._wanted.on_larger == "replan" and not self._runs_compiled:
             self.exceeded = plan
+            self.go_on()
         return self.exceeded is not None
 
     def corrected(self, plan: Plan) -> tuple[Profile, Wanted] | None:

@@ -14,7 +14,7 @@ import torch
 from autoac.automatic.recording import MOST_RECORDINGS, StepRecording
 from autoac.automatic.report import may_take_more
 from autoac.execute.attach import put_on_again
-from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_newcomers
+from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_more_calls, watch_newcomers
 from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH, GraphOfBackward, before_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
@@ -29,6 +29,8 @@ _MOST_UNSEEN = 3
 """Steps of one optimizer without a call of the model that are not reported."""
 _MOST_FITTING = 8
 """Steps with more elements that are recorded to find that they fit under the plan."""
+_MOST_FOR_CALLS = 16
+"""Steps that are recorded, under on_larger="replan", to find one that calls a module as often as an earlier one."""
 _LESS_IN_A_ROW = 2
 """Steps with fewer ops than the first one before another one is recorded."""
 _LESS = "a module ran fewer ops than in the first step, which may have set something up"
@@ -46,6 +48,22 @@ def _newcomers(names: Sequence[str], recordings: int) -> Finding:
         "that calls them all; else pass it a function that runs a step of each kind as the sample.",
         f"the step before called {words}, which the recorded one had not: recording this step",
         plan_may_do=True,
+        varies=True,
+    )
+
+
+def _more_often(words: str, is_new: bool) -> Finding:
+    """A step called a module more often than the recorded one did."""
+    return Finding(
+        "more often",
+        f"the steps of this loop vary: {words}. The memory of the further calls is not planned for, so a step may take "
+        "more than the budget: plan beforehand with autoac.plan, with a function that runs a step of the most calls "
+        "as the sample, or leave headroom (headroom=). With measure=True and on_larger='replan' later steps are "
+        "measured, and planned for.",
+        f"{words}: recording this step",
+        is_new=is_new,
+        plan_may_do=True,
+        varies=True,
     )
 
 
@@ -69,6 +87,7 @@ class Finding:
         plan_may_do: keep the plan if the recorded step needs no more; with `by_outcome` if it fits under that plan.
         plan_is_gone: do not keep the plan if no other one fits.
         is_free: do not count the recording.
+        varies: the loop's steps differ in what they call.
     """
 
     key: str
@@ -79,6 +98,7 @@ class Finding:
     by_outcome: bool = False
     plan_is_gone: bool = False
     is_free: bool = False
+    varies: bool = False
 
 
 class _Graph:
@@ -142,6 +162,7 @@ class Watch:
         self._less_in_a_row = 0  # steps with the planned inputs that ran fewer ops
         # A plan, and samples that fit under it as well.
         self._fit_too: tuple[Plan | None, list[str]] = None, []
+        self._times_more = 0  # times that a step called modules more often
         self._times_later = 0  # so many times, since a step was planned for that has more elements
 
     def put_on(self, plan: Plan) -> None:
@@ -165,6 +186,8 @@ class Watch:
         self._began_with, self._less_in_a_row = "", 0
         # Modules called since, and not in the recorded step.
         self._newcomers = watch_newcomers(self._model, profile.called)
+        room_bytes = plan.budget_bytes - plan.predicted_peak_bytes
+        self._more = watch_more_calls(self._model, plan.record.step.most_calls, room_bytes)
         self._by_place = _by_place(plan)
         self._graph_of_backward.is_made = self._graph_of_backward.is_kept = False
         self._planned_calls = sum(not call.fqn and call.grad for call in profile.calls)
@@ -259,11 +282,11 @@ class Watch:
 
     def _unlike_the_plan(self, recordings: int) -> Finding | None:
         """What the step before had that the planned one had not; several things of one step count once."""
-        larger, calls_others, takes_more = self._larger_later, bool(self._newcomers), self.takes_more
+        larger, takes_more = self._larger_later, self.takes_more
         makes_graph, keeps_graph = self._graph_of_backward.is_made, self._graph_of_backward.is_kept
         self._larger_later = self._graph_of_backward.is_made = self.takes_more = False
         self._graph_of_backward.is_kept = False
-        others = self._new_modules(recordings) if calls_others else None
+        others = self._other_calls(recordings)
         if larger:
             words = "a later micro-batch of a step was larger than planned for: recording this step"
             return Finding("larger later", log=words, is_new=True, plan_may_do=True)
@@ -376,11 +399,18 @@ class Watch:
         self._larger_later = True
         return Finding("larger later", f"{words}: the next step is recorded for that.")
 
-    def _new_modules(self, recordings: int) -> Finding:
-        """The previous step called modules that the recorded step did not call, as with layer drop."""
-        names = outermost(self._newcomers)
+    def _other_calls(self, recordings: int) -> Finding | None:
+        """The previous step called modules that the recorded step did not call, as with layer drop, or not as often."""
+        names, words = outermost(self._newcomers), self._more.taken()
         self._newcomers.clear()
-        return _newcomers(names, recordings)
+        if names:
+            return _newcomers(names, recordings)
+        return _more_often(words, self.may_find_more_calls()) if words else None
+
+    def may_find_more_calls(self) -> bool:
+        """Whether a step called a module more often than planned for, and another one like it is to be recorded."""
+        self._times_more += bool(self._more.found)
+        return bool(self._more.found) and self._on_larger == "replan" and self._times_more <= _MOST_FOR_CALLS
 
     def _new_optimizer(self) -> Finding:
         """An optimizer stepped for the first time under the plan, which does not count its state."""

@@ -49,16 +49,27 @@ class PlannedRegion:
         return PlannedRegion, (self.programs, self.engine, self.forward, self.plan_id)
 
     def next_program(self) -> Program:
-        """The program for this call. Calls with gradients enabled are counted per thread, modulo the calls per step."""
+        """The program for this call. Calls with gradients enabled are counted per thread.
+
+        A step that calls the module more often than was planned for has the program that recomputes most for the
+        further calls. Without a `Root` that tells where steps begin, they are counted modulo the planned ones.
+        """
         if len(self.programs) == 1:
             return self.programs[0]
         index = getattr(self.calls, "index", 0)
-        self.calls.index = (index + 1) % len(self.programs)
+        if index >= len(self.programs):
+            return max(self.programs, key=_recomputed_ops)
+        is_told = getattr(self.calls, "is_told", False)
+        self.calls.index = index + 1 if is_told else (index + 1) % len(self.programs)
         return self.programs[index]
 
     def restart(self, index: int) -> None:
         """Make the module's next call in this thread count as the step's call number `index`."""
-        self.calls.index = index
+        self.calls.index, self.calls.is_told = index, True
+
+
+def _recomputed_ops(program: Program) -> int:
+    return sum(recompute for _, recompute in program.names) if program.wrapped else -1
 
 
 @planned_forward

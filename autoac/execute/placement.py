@@ -19,7 +19,7 @@ from autoac.execute.engines import ENGINES, check_runnable
 from autoac.execute.on_top import owned_with
 from autoac.execute.plan_programs import PlanPrograms
 from autoac.execute.watch.following import Following, unwatch_following, watch_following
-from autoac.execute.watch.newcomers import unwatch_newcomers, watch_newcomers
+from autoac.execute.watch.newcomers import unwatch_newcomers, watch_more_calls, watch_newcomers
 from autoac.execute.watch.unplanned_backward import unwatch_backward, watch_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
 from autoac.step.carried import planned
@@ -108,6 +108,9 @@ class Placement:
         self.watch_backward(inner)
         if not self.record.others and {VARYING, SIZED_BY_VALUES}.isdisjoint(self.record.step.facts):
             watch_newcomers(inner, self.record.step.called, warns=self._unplanned.may_take_more)
+        if not self.record.others:
+            room_bytes = self.record.budget_bytes - self.record.predicted_peak_bytes
+            watch_more_calls(inner, self.record.step.most_calls, room_bytes, self._unplanned.may_take_more)
 
     def prepare(self, model: torch.nn.Module) -> None:
         """The part of `put_on` that does not touch the model: checks, kernel tests, re-arming the warnings.

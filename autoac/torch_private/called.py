@@ -45,8 +45,8 @@ def called_module(bound: torch.nn.Module) -> torch.nn.Module:
     return caller if copied else bound
 
 
-def remove_forward_pre_hooks(module: torch.nn.Module, kind: type) -> None:
-    """Remove the forward pre-hooks of a class.
+def remove_forward_pre_hooks(module: torch.nn.Module, kind: type | tuple[type, ...]) -> None:
+    """Remove the forward pre-hooks of a class, or of several.
 
     They are found on the module, because its copies have the hooks as well, but no handles for them. Source:
     `Module.register_forward_pre_hook` (torch/nn/modules/module.py).

@@ -177,7 +177,8 @@ def test_a_larger_budget_asked_for_by_itself_has_no_slower_plan(name: str, engin
     recorded = Profile.load(PROFILES / f"{name}-cpu.json")
     low, high = least(recorded, engine), autoac.solve(recorded, "1TB", engine=engine).predicted_peak_bytes
     plans = [
-        autoac.solve(recorded, low + (high - low) * part // 10, engine=engine, gap=1e-3) for part in range(11)
+        autoac.solve(recorded, low + (high - low) * part // 10, engine=engine, gap=1e-3)
+        for part in range(0, 11, 2)
     ]
     overheads = [plan.predicted_overhead for plan in plans]
     for smaller, larger in itertools.pairwise(overheads):

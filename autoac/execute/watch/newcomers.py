@@ -1,13 +1,19 @@
-"""Modules that a later step calls and the planned step did not: skipped layers, experts without a token."""
+"""Modules that a later step calls and the planned step did not, or not as often.
+
+Skipped layers, experts without a token, a block that is called a drawn number of times.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
-from autoac.torch_private import is_compiled_wrapper, remove_forward_pre_hooks
+from autoac.step.uncompiled import compiled_modules, is_inside
+from autoac.torch_private import in_backward, is_compiled_wrapper, remove_forward_pre_hooks
 from autoac.warned import warn
 
 
@@ -91,6 +97,109 @@ def watch_newcomers(model: torch.nn.Module, known: Collection[str], warns: str =
     return called
 
 
+class CallCounts:
+    """Forward pre-hook of the model: counts calls of its modules within each call of it, one with gradients on.
+
+    Args:
+        planned: module -> calls planned for, and the bytes that each saves, see `StepFacts.most_calls`.
+        room_bytes: what the step may take more than planned.
+        warns: as for `watch_newcomers`.
+
+    Attributes:
+        more: module -> its most calls, where that is more than planned for and has no room; forgotten by `taken`.
+        found: there was one since the plan was put on.
+    """
+
+    compiled_code_may_skip = True
+
+    def __init__(self, planned: Mapping[str, tuple[int, int]], room_bytes: int, warns: str = ""):
+        self._planned = planned
+        self._room_bytes = room_bytes
+        self._warns = warns
+        self._counts = threading.local()
+        self.more: dict[str, int] = {}
+        self.found = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallCounts:
+        return memo.setdefault(id(self), CallCounts(self._planned, self._room_bytes, self._warns))
+
+    def __reduce__(self) -> Any:
+        return CallCounts, (self._planned, self._room_bytes, self._warns)
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """A call of the model begins."""
+        self._counts.of_call = Counter[str]() if module.training and torch.is_grad_enabled() else None
+
+    def count(self, name: str) -> None:
+        """A module is called, with gradients on."""
+        if not hasattr(self._counts, "of_call"):  # put there within the model's call
+            self._counts.of_call = Counter[str]()
+        counts: Counter[str] | None = self._counts.of_call
+        if counts is None:
+            return
+        counts[name] += 1
+        planned, size = self._planned[name]
+        if (counts[name] - planned) * size > max(0, self._room_bytes):
+            if self._warns and not self.more:
+                warn(
+                    f"{module_is_called(name, counts[name], planned)}, so this step {self._warns}. Plan a step that "
+                    "calls it as often as any: autoac.plan(model, step, ...) with a function that runs it, or leave "
+                    "headroom (headroom=)."
+                )
+            self.more[name] = max(counts[name], self.more.get(name, 0))
+            self.found = True
+
+    def taken(self) -> str:
+        """What is to say of the first module that was called more often, "" if there is none; forgets them."""
+        more, self.more = self.more, {}
+        return next(
+            (module_is_called(name, more[name], self._planned[name][0]) for name in outermost(more)), ""
+        )
+
+
+def module_is_called(name: str, times: int, planned: int) -> str:
+    """The beginning of a sentence."""
+    before = "once" if planned == 1 else f"{planned} times"
+    return (
+        f"module {name!r} is called {times} times in one call of the model, and {before} in the planned step"
+    )
+
+
+class Counted:
+    """A forward pre-hook of a module that the planned step called."""
+
+    compiled_code_may_skip = True
+
+    def __init__(self, name: str, counts: CallCounts):
+        self.name = name
+        self.counts = counts
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """Count the call of a training step; not the second one of the model's own checkpoint."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not in_backward():
+            self.counts.count(self.name)
+
+
+def watch_more_calls(
+    model: torch.nn.Module, planned: Mapping[str, tuple[int, int]], room_bytes: int, warns: str = ""
+) -> CallCounts:
+    """Count the calls of these modules, until `unwatch_newcomers`.
+
+    Compiled code does not count: modules in it are left out.
+
+    Args: as for `CallCounts`.
+    """
+    counts = CallCounts(planned, room_bytes, warns)
+    compiled = list(compiled_modules(model))
+    modules = dict(model.named_modules())
+    watched = [n for n in planned if n in modules and not any(is_inside(n, other) for other in compiled)]
+    for name in watched:
+        modules[name].register_forward_pre_hook(Counted(name, counts))
+    if watched:
+        model.register_forward_pre_hook(counts)
+    return counts
+
+
 def outermost(names: Collection[str]) -> list[str]:
     """The names without those of modules nested in others."""
     return sorted(name for name in names if not any(name.startswith(f"{other}.") for other in names))
@@ -99,4 +208,4 @@ def outermost(names: Collection[str]) -> list[str]:
 def unwatch_newcomers(model: torch.nn.Module) -> None:
     """Remove the hooks, if they are there."""
     for module in model.modules():
-        remove_forward_pre_hooks(module, Newcomer)
+        remove_forward_pre_hooks(module, (Newcomer, CallCounts, Counted))

@@ -28,7 +28,7 @@ from autoac_solver.records.policies import APPLIED_POLICY, AppliedPolicy
 from autoac_solver.records.profile import PROFILE, Profile
 
 SCHEMA = "autoac.plan"
-SCHEMA_VERSION = 18  # 17, 18: the profile's thirteenth and fourteenth version
+SCHEMA_VERSION = 19  # 17, 18: the profile's thirteenth and fourteenth version; 19: `StepFacts.most_calls`
 
 Steps = tuple[tuple[str, bool], ...]
 
@@ -93,6 +93,8 @@ class StepFacts:
         sample, facts: as in the profile.
         one_call: the step calls the root module once and begins without gradients.
         called: names of the modules that it calls, the root module included.
+        most_calls: module -> its most calls within one call of the root module, and the bytes that each saves; of
+            those modules that save much.
         compared: the engine recomputes as profiling did, which compared every recomputed value with the first one.
         log_softmax_dtypes: dtypes of the log-softmaxes computed in it.
     """
@@ -101,6 +103,7 @@ class StepFacts:
     facts: tuple[str, ...]
     one_call: bool
     called: tuple[str, ...] = field(repr=False)
+    most_calls: Mapping[str, tuple[Size, Size]] = field(repr=False)
     compared: bool
     log_softmax_dtypes: tuple[str, ...]
 

@@ -14,6 +14,7 @@ from autoac_solver.build.losses.cross_entropy import LOG_SOFTMAX, chunkable_loss
 from autoac_solver.build.regions import Region, cut_calls
 from autoac_solver.build.step import Step
 from autoac_solver.plan.partitions import before_tail
+from autoac_solver.plan.recorded.repeats import most_calls
 from autoac_solver.problem.problem import RECOMPUTE, SAVE
 from autoac_solver.records.compiled import EAGER
 from autoac_solver.records.errors import ProfileError
@@ -77,6 +78,7 @@ def step_facts(profile: Profile, engine: str) -> StepFacts:
         facts=profile.facts,
         one_call=profile.is_one_call,
         called=tuple(dict.fromkeys(call.fqn for call in profile.calls)),
+        most_calls=most_calls(profile),
         compared=profile.mode != "fake" and not engine_model(engine).runs_code_twice,
         log_softmax_dtypes=tuple(sorted({op.dtype for op in profile.tape if op.name == LOG_SOFTMAX})),
     )

@@ -113,7 +113,7 @@ class Auto(LoopPlan):
                 self._recording.began_late()
         self._running = True
         try:
-            result = self._on_top.run(args, kwargs)
+            result = self._on_top.run(args, kwargs, uncompiled=self._recording.is_on)
             self._recording.returned = id(result)
             if self._plan is not None:
                 self._watch.returned(result)

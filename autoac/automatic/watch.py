@@ -123,6 +123,49 @@ class _Graph:
         self._seen(gradients)
 
 
+class OtherCalls:
+    """Calls of modules that the recorded step did not make: of others, as with layer drop, or more of the same.
+
+    Args:
+        model, on_larger: as for `Watch`.
+    """
+
+    def __init__(self, model: torch.nn.Module, on_larger: str) -> None:
+        self._model = model
+        self._goes_on = on_larger == "replan"
+        self._times = 0  # times that a step called modules more often
+
+    def put_on(self, plan: Plan) -> None:
+        """Start noting calls, after a plan was put on the model."""
+        step = plan.record.step
+        unwatch_newcomers(self._model)
+        self._newcomers = watch_newcomers(self._model, plan.record.profile.called)
+        self._counts = watch_more_calls(
+            self._model, step.most_calls, plan.budget_bytes - plan.predicted_peak_bytes
+        )
+
+    def begins(self) -> None:
+        """A call of the model begins."""
+        self._counts.begins(is_of_step=True)
+
+    def take_off(self) -> None:
+        """Stop noting calls."""
+        unwatch_newcomers(self._model)
+
+    def found(self, recordings: int) -> Finding | None:
+        """What was noted since the last time."""
+        names, words = outermost(self._newcomers), self._counts.taken()
+        self._newcomers.clear()
+        if names:
+            return _newcomers(names, recordings)
+        return _more_often(words, self.is_to_be_found()) if words else None
+
+    def is_to_be_found(self) -> bool:
+        """Whether modules were called more often under the plan, and a step like that is to be recorded at last."""
+        self._times += self._counts.found
+        return self._counts.found and self._goes_on and self._times <= _MOST_FOR_CALLS
+
+
 class Refused(ValueError):
     """A call was larger than planned for, and was not run."""
 
@@ -136,6 +179,7 @@ class Watch:
 
     Attributes:
         uncounted: an optimizer has stepped for the first time under the plan.
+        others: calls of modules that the planned step had not.
         takes_more: a step has taken more than was planned for, since the compiler ran again.
         steps: number of the step that runs.
 
@@ -146,6 +190,7 @@ class Watch:
 
     def __init__(self, model: torch.nn.Module, on_larger: str):
         self.uncounted = self.takes_more = False
+        self.others = OtherCalls(model, on_larger)
         self._model = model
         self._on_larger = on_larger
         self._most = 0  # most elements planned for, by this plan or an earlier one
@@ -162,14 +207,12 @@ class Watch:
         self._less_in_a_row = 0  # steps with the planned inputs that ran fewer ops
         # A plan, and samples that fit under it as well.
         self._fit_too: tuple[Plan | None, list[str]] = None, []
-        self._times_more = 0  # times that a step called modules more often
         self._times_later = 0  # so many times, since a step was planned for that has more elements
 
     def put_on(self, plan: Plan) -> None:
         """Start checking, after a plan was put on the model."""
         profile = plan.record.profile
-        unwatch_calls(self._model)  # checked here instead, as are newcomers
-        unwatch_newcomers(self._model)
+        unwatch_calls(self._model)  # checked here instead
         self._plan = plan
         self._unplanned = UnplannedCalls(
             *(profile.sample, plan.predicted_peak_bytes, plan.budget_bytes),
@@ -184,10 +227,7 @@ class Watch:
             self._most, self._times_later = self._unplanned.elements, 0
         self._due, self.takes_more = None, False
         self._began_with, self._less_in_a_row = "", 0
-        # Modules called since, and not in the recorded step.
-        self._newcomers = watch_newcomers(self._model, profile.called)
-        room_bytes = plan.budget_bytes - plan.predicted_peak_bytes
-        self._more = watch_more_calls(self._model, plan.record.step.most_calls, room_bytes)
+        self.others.put_on(plan)
         self._by_place = _by_place(plan)
         self._graph_of_backward.is_made = self._graph_of_backward.is_kept = False
         self._planned_calls = sum(not call.fqn and call.grad for call in profile.calls)
@@ -200,7 +240,7 @@ class Watch:
 
     def take_off(self) -> None:
         """Stop checking, when the plan is taken off."""
-        unwatch_newcomers(self._model)
+        self.others.take_off()
 
     def found(
         self, args: Any, kwargs: Any, begins: bool, is_told: bool, recording: StepRecording, checks: bool
@@ -217,6 +257,7 @@ class Watch:
             Refused: the call is larger than planned for, and `on_larger` is "error".
         """
         self._stepped.clear()
+        self.others.begins()
         if not checks:
             return None
         self._calls = 1 if begins else self._calls + 1
@@ -286,7 +327,7 @@ class Watch:
         makes_graph, keeps_graph = self._graph_of_backward.is_made, self._graph_of_backward.is_kept
         self._larger_later = self._graph_of_backward.is_made = self.takes_more = False
         self._graph_of_backward.is_kept = False
-        others = self._other_calls(recordings)
+        others = self.others.found(recordings)
         if larger:
             words = "a later micro-batch of a step was larger than planned for: recording this step"
             return Finding("larger later", log=words, is_new=True, plan_may_do=True)
@@ -398,19 +439,6 @@ class Watch:
             )
         self._larger_later = True
         return Finding("larger later", f"{words}: the next step is recorded for that.")
-
-    def _other_calls(self, recordings: int) -> Finding | None:
-        """The previous step called modules that the recorded step did not call, as with layer drop, or not as often."""
-        names, words = outermost(self._newcomers), self._more.taken()
-        self._newcomers.clear()
-        if names:
-            return _newcomers(names, recordings)
-        return _more_often(words, self.may_find_more_calls()) if words else None
-
-    def may_find_more_calls(self) -> bool:
-        """Whether a step called a module more often than planned for, and another one like it is to be recorded."""
-        self._times_more += bool(self._more.found)
-        return bool(self._more.found) and self._on_larger == "replan" and self._times_more <= _MOST_FOR_CALLS
 
     def _new_optimizer(self) -> Finding:
         """An optimizer stepped for the first time under the plan, which does not count its state."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autoac.torch_private import is_compiled_wrapper, wrapped_module
 from autoac.torch_private.called import called_module
 
 _KEY = "_autoac_on_top"
@@ -139,8 +140,15 @@ class OnTop:
     def _is_covered(self) -> bool:
         return getattr(self.model.__dict__.get("forward"), "func", None) is not on_top_forward
 
-    def run(self, args: Any, kwargs: Any) -> Any:
-        """Call the model's forward below ours."""
+    def run(self, args: Any, kwargs: Any, uncompiled: bool = False) -> Any:
+        """Call the model's forward below ours.
+
+        Args:
+            uncompiled: call the module in a wrapper of `torch.compile` instead, which with `fullgraph=True` refuses to
+                run where nothing can be compiled, as in a recorded step.
+        """
+        if uncompiled and is_compiled_wrapper(self.model):
+            return wrapped_module(self.model)(*args, **kwargs)
         carried: _Carried | None = self.model.__dict__.get(_KEY)
         below = self.model.__dict__.get("forward") if carried is None else carried.below
         return (below or functools.partial(type(self.model).forward, self.model))(*args, **kwargs)

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 
 from autoac.step.uncompiled import compiled_modules, is_inside
-from autoac.torch_private import in_backward, is_compiled_wrapper, remove_forward_pre_hooks
+from autoac.torch_private import in_backward, is_compiled_wrapper, remove_forward_pre_hooks, untraced
 from autoac.warned import warn
+
+_MOST_TIMES = 16
+"""Calls are not counted where there is room for so many times those that were planned for."""
 
 
 class Newcomer:
@@ -98,7 +101,7 @@ def watch_newcomers(model: torch.nn.Module, known: Collection[str], warns: str =
 
 
 class CallCounts:
-    """Forward pre-hook of the model: counts calls of its modules within each call of it, one with gradients on.
+    """Counts calls of the model's modules within each call of it. A forward pre-hook of the model; see `begins`.
 
     Args:
         planned: module -> calls planned for, and the bytes that each saves, see `StepFacts.most_calls`.
@@ -126,15 +129,19 @@ class CallCounts:
     def __reduce__(self) -> Any:
         return CallCounts, (self._planned, self._room_bytes, self._warns)
 
+    @untraced
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """A call of the model begins."""
-        self._counts.of_call = Counter[str]() if module.training and torch.is_grad_enabled() else None
+        """The model is called."""
+        if not torch.compiler.is_compiling():
+            self.begins(module.training and torch.is_grad_enabled())
+
+    def begins(self, is_of_step: bool) -> None:
+        """A call of the model begins in this thread, perhaps one of a training step."""
+        self._counts.of_call = Counter[str]() if is_of_step else None
 
     def count(self, name: str) -> None:
         """A module is called, with gradients on."""
-        if not hasattr(self._counts, "of_call"):  # put there within the model's call
-            self._counts.of_call = Counter[str]()
-        counts: Counter[str] | None = self._counts.of_call
+        counts: Counter[str] | None = getattr(self._counts, "of_call", None)
         if counts is None:
             return
         counts[name] += 1
@@ -174,6 +181,7 @@ class Counted:
         self.name = name
         self.counts = counts
 
+    @untraced
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """Count the call of a training step; not the second one of the model's own checkpoint."""
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not in_backward():
@@ -183,19 +191,22 @@ class Counted:
 def watch_more_calls(
     model: torch.nn.Module, planned: Mapping[str, tuple[int, int]], room_bytes: int, warns: str = ""
 ) -> CallCounts:
-    """Count the calls of these modules, until `unwatch_newcomers`.
+    """Count the calls of these modules, until `unwatch_newcomers`. Who does not have it `warns` tells `begins`.
 
-    Compiled code does not count: modules in it are left out.
+    Compiled code does not count: modules in it are left out, as are those for which there is ample room.
 
     Args: as for `CallCounts`.
     """
     counts = CallCounts(planned, room_bytes, warns)
     compiled = list(compiled_modules(model))
+    planned = {
+        n: (times, size) for n, (times, size) in planned.items() if room_bytes < _MOST_TIMES * times * size
+    }
     modules = dict(model.named_modules())
     watched = [n for n in planned if n in modules and not any(is_inside(n, other) for other in compiled)]
     for name in watched:
         modules[name].register_forward_pre_hook(Counted(name, counts))
-    if watched:
+    if watched and warns:
         model.register_forward_pre_hook(counts)
     return counts
 

@@ -92,10 +92,8 @@ class Auto(LoopPlan):
         return self._measured.plan
 
     def __repr__(self) -> str:
-        return f"Auto({type(self._model).__name__}, {self._plan or self._state()})"
-
-    def _state(self) -> str:
-        return "recording a step" if self._recording.is_on else "waiting for the first training step"
+        state = "recording a step" if self._recording.is_on else "waiting for the first training step"
+        return f"Auto({type(self._model).__name__}, {self._plan or state})"
 
     # The loop's events.
 
@@ -335,6 +333,8 @@ class Auto(LoopPlan):
                 self._measured.step.begin()
             elif self._compiling.step_begins(self._plan, args, kwargs):
                 self._measured.step.want()
+                self._measured.step.begin()
+            elif self._compiling.is_judged:
                 self._measured.step.begin()
         elif self._plan is not None and self._compiling is not None:
             self._compiling.step_goes_on(args, kwargs)

@@ -20,6 +20,7 @@ from autoac.automatic.report import (
     Once,
     doubts,
     in_a_line,
+    may_take_more,
     refusal,
     verified,
     words_on_no_plan_since,
@@ -214,15 +215,17 @@ class LoopPlan:
         try:
             plan = wanted.plan(self._given, profile, is_corrected=True)
         except InfeasibleBudgetError as error:
-            if self._compiling is None:
+            is_for_room = self._compiling is None or wanted is not self._wanted
+            if self._plan is not None and not (is_for_room or self._wanted.is_kept_to_by(self._plan)):
+                return  # which was told
+            best = None if self._compiling is None else self._compiling.best
+            if is_for_room or (best is None and self._plan is not None and may_take_more(self._plan)):
                 _stay_over_budget(self, self._plan)
                 return
-            if self._plan is not None and not self._wanted.is_kept_to_by(self._plan):
-                return  # which was told
-            if self._compiling.best is None:
+            if best is None:
                 _remove_for(error, self)
                 raise
-            plan = self._compiling.best
+            plan = best
         self._take_plan_off()
         # A plan with more headroom than asked for would not be taken up by a restart.
         save = wanted is self._wanted
@@ -322,7 +325,8 @@ class LoopPlan:
         if above_start_bytes is None or plan is None:
             return
         peak, is_corrected = self._measured.note(plan, above_start_bytes), False
-        if self._compiling is not None:
+        is_settled = self._compiling is None or (self._compiling.is_judged and not self._across.several)
+        if self._compiling is not None and not self._compiling.is_judged:
             better = self._compiling.better_known(plan, peak)
             self._corrected = None if better is None else (better, self._wanted)
             if self._corrected is not None or self._compiling.may_have_compiled:
@@ -331,7 +335,7 @@ class LoopPlan:
                 self._watch.takes_more = True
                 return
             is_corrected = not self._compiling.is_unlike
-        if peak <= plan.budget_bytes or (self._compiling is None and self._measured.note_excess(plan)):
+        if peak <= plan.budget_bytes or (is_settled and self._measured.note_excess(plan)):
             return
         if self._compiling is None and (corrected := self._measured.corrected(plan)) is not None:
             self._corrected = corrected

@@ -154,7 +154,7 @@ class Measured:
         self._runs_compiled = runs_compiled
         # In the first step the compiler may run; in the second one of a loop DDP makes its buckets anew.
         skipped = 1 + is_first if compiles(plan.engine) or runs_compiled else 0
-        again = not compiles(plan.engine) and (self._varies or may_take_more(plan))
+        again = self._varies or may_take_more(plan)
         table = plan.record.profile.storage_table
         gradients = any(s.is_gradient_before or (s.kind == "Gradient" and s.alloc == 0) for s in table)
         is_wanted = self._wanted.measure or runs_compiled

@@ -209,6 +209,8 @@ class UnseenWrites:
         for tensor in tensors:
             if tensor.layout is not torch.strided or type(tensor) not in _WITH_BYTES or tensor.is_meta:
                 continue
+            if not tensor.numel():
+                continue
             if (index := storages.index_of(tensor)) is None or index in seen or is_zero_tensor(tensor):
                 continue
             if index in storages.gathered or (

@@ -59,7 +59,8 @@ def check_model(model: torch.nn.Module) -> None:
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ProfilingError(
-            "no parameter of this model requires grad, so a training step has nothing to do."
+            "no parameter of this model requires grad, so a training step has nothing to do. If its layers call "
+            "modules outside of it that train (adapters that replace forwards), give one that holds both and calls it."
         )
     devices = {used_on(p) for p in model.parameters() if p.requires_grad}
     if len(devices) > 1:

@@ -29,6 +29,26 @@ def test_what_the_optimizer_takes_has_its_own_remedy():
     assert "fused=True, or foreach=False" in advice
 
 
+def test_gradients_that_are_cleared_late_are_named():
+    """By a loop that clears those of the step before when forward is over, as Lightning does."""
+
+    def steps(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            x = torch.ones(4, 512)
+            loss = model(x).square().mean() + x.repeat(2000, 1).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU())
+    autoac.auto(model, 1)
+    with pytest.raises(autoac.InfeasibleBudgetError) as caught:
+        steps(model)
+    (advice,) = (text for text in caught.value.suggestions if "gradients of the step before" in text)
+    assert advice.endswith("are there until the loop clears them: do so before forward")
+
+
 def test_layers_side_by_side_are_to_be_grouped():
     layers = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)]
     flat = nn.Sequential(*(layer for group in layers for layer in group))

@@ -15,6 +15,7 @@ from autoac_solver.plan.partitions import partitions
 from autoac_solver.plan.recorded.report import (
     about_caches,
     about_flat_containers,
+    about_old_gradients,
     about_torchs_loss,
     describe_position,
     holders_at,
@@ -290,6 +291,7 @@ class Choices:
         named = len(self._all_calls) == 1 and list(self._all_calls) != partitions(profile, self.engine)
         error.suggestions = suggestions(error.holders, named, error.where, is_compiled=bool(built.points))
         abouts = (
+            about_old_gradients(profile, built, error.peak_position),
             about_caches(profile, self.engine),
             about_torchs_loss(profile, error.where),
             "" if self._further else about_flat_containers(profile),

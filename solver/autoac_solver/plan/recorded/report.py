@@ -236,6 +236,16 @@ def left_bytes(profile: Profile) -> int:
     return max(0, survive - replaced)
 
 
+def about_old_gradients(profile: Profile, built: Built, position: int) -> str:
+    """The suggestion to clear gradients before forward, if those of the step before are there at the peak; else ""."""
+    tick = profile.tape[built.problem.position_op[position]].tick
+    held = [s for s in profile.storage_table if s.kind == "Gradient" and s.alloc == 0 and s.free > tick]
+    if not held:
+        return ""
+    size = format_bytes(sum(storage.bytes for storage in held))
+    return f"the gradients of the step before ({size}) are there until the loop clears them: do so before forward"
+
+
 def suggestions(
     holders: Sequence[tuple[str, str, int]], finer_regions: bool, where: str = "", is_compiled: bool = False
 ) -> tuple[str, ...]:

@@ -544,6 +544,52 @@ def test_only_steps_of_the_planned_sizes_correct_the_plan() -> None:
     assert peaks[-1] == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.01)
 
 
+class MaskedLoss:
+    """Steps whose loss leaves out rows; from the fifth one on, fewer."""
+
+    def __init__(self, budget: int, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(make(), nn.Linear(10, 512))
+        self.handle = autoac.auto(self.model, budget, engine="compile", measure=True, **options)
+
+    def train(self, steps: int = 10) -> None:
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+        for step in range(steps):
+            x, y = batch(step)
+            kept = torch.arange(ROWS) < (ROWS // 2 if step < 5 else ROWS)
+            F.cross_entropy(self.model(x)[kept], y[kept]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_later_steps_are_measured_where_values_decide_on_sizes() -> None:
+    """And where none fits, training goes on, at the least budget too."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(autoac.InfeasibleBudgetError) as least:
+            MaskedLoss(1000).train()
+        loop = MaskedLoss(least.value.minimum_bytes)
+        loop.train()
+    assert loop.handle.measured_peak_bytes is not None
+    assert loop.handle.measured_peak_bytes > 1.05 * least.value.minimum_bytes
+    assert sum("a step under the plan took more than the budget" in str(one.message) for one in told) == 1
+
+
+def test_a_step_that_takes_more_is_planned_for_where_values_decide_on_sizes() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        ample = MaskedLoss(10**9)
+        ample.train(5)
+        assert ample.handle.plan is not None
+        budget = ample.handle.plan.predicted_peak_bytes
+        ample.handle.remove()
+        loop = MaskedLoss(budget, on_larger="replan")
+        loop.train(12)
+    assert loop.handle.plan is not None
+    assert loop.handle.measured_peak_bytes is not None
+    assert loop.handle.measured_peak_bytes <= budget
+
+
 def test_what_was_caught_in_a_step_that_failed_is_not_used() -> None:
     """It was larger than the recorded one."""
     model, rows = make(), (32, 64, 32, 32, 32)

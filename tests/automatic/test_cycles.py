@@ -88,6 +88,35 @@ def test_all_steps_are_planned_for_as_one(loop: str):
     handle.remove()
 
 
+def test_a_warm_up_of_one_optimizer_does_not_end_in_an_error():
+    """A budget that was right for its steps: those of both take more under any plan, and training goes on."""
+
+    def warmed_up(budget: int) -> Auto:
+        torch.manual_seed(0)
+        model = Adversarial().train()
+        critic = torch.optim.SGD(model.critic.parameters(), lr=0.1)
+        generator = torch.optim.Adam(model.generator.parameters())
+        handle = autoac.auto(model, budget)
+        for step in range(34):
+            real, noise = torch.randn(2, BATCH, WIDTH)
+            for optimizer in (critic,) if step < 26 else (critic, generator):
+                optimizer.zero_grad()
+                model(real, noise, optimizer is critic).backward()
+                optimizer.step()
+            if step == 4 and budget == ENOUGH:
+                break
+        return handle
+
+    ample = warmed_up(ENOUGH)
+    assert ample.plan is not None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        handle = warmed_up(least_budget_bytes(ample.plan.record.profile, "replay"))
+    assert handle.plan is not None
+    assert handle.plan.budget_bytes > least_budget_bytes(ample.plan.record.profile, "replay")
+    assert [str(one.message).partition(" unlike")[0] for one in told] == ["a step of this loop"]
+
+
 class Parts(nn.Module):
     """Called for one of its parts at a time, with batches of different sizes."""
 

@@ -370,6 +370,31 @@ def test_a_plan_for_eager_ops_finds_them_in_a_compiled_model():
 
 
 @quiet
+def test_a_loop_of_a_model_that_is_compiled_without_graph_breaks(engine):
+    """With `fullgraph=True` a compiled model refuses to run uncompiled, as the recorded step does."""
+
+    def trained(budget: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        inner = nn.Sequential(
+            *(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+        )
+        model: Any = torch.compile(inner, backend="aot_eager", fullgraph=True)
+        optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+        handle = None if budget is None else autoac.auto(model, budget, engine=engine)
+        for step in range(4):
+            model(torch.full((32, 16), float(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            assert handle.plan is not None
+            handle.remove()
+        torch._dynamo.reset()
+        return [*inner.parameters()]
+
+    assert all(map(torch.equal, trained(10**9), trained(None)))
+
+
+@quiet
 def test_in_a_compiled_method_the_compiler_traces_no_code_of_ours(engine):
     """It would trace each frame below a method that it could not compile: our dispatch modes and hooks."""
     from torch._dynamo import convert_frame

@@ -100,9 +100,9 @@ class Auto(LoopPlan):
     def called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call of the model."""
         self._recording.end_if_stopped()
-        if not self._counts:
-            return self._on_top.run(args, kwargs)
         was_on = self._recording.is_on
+        if not self._counts:
+            return self._on_top.run(args, kwargs, uncompiled=was_on)
         if not self._ahead.is_on:
             self._begins(args, kwargs, self._cycle.may_begin(has_gradients(self._model)))
         if self._ahead.is_late:

@@ -94,6 +94,12 @@ def auto(
     policies = listed(policies)
     check_engine_options(engine, asked=asked_for(policies, budget_of=budget_of))
     check_model(unwrapped(model))
+    has_no_forward = type(model).forward is torch.nn.Module.forward and "forward" not in vars(model)
+    if has_no_forward and isinstance(model, torch.nn.ModuleList | torch.nn.ModuleDict):
+        raise ProfilingError(
+            f"a {type(model).__name__} is not called as a whole, so no step of it is seen: give the module that calls "
+            "its parts, or write one whose forward does."
+        )
     check_budget_of(budget_of, str(device_of(unwrapped(model))))
     if owner_of(model) is not None:
         raise ProfilingError(

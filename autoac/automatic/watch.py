@@ -146,7 +146,11 @@ class OtherCalls:
 
     def begins(self) -> None:
         """A call of the model begins."""
-        self._counts.begins(is_of_step=True)
+        self._counts.begins()
+
+    def ends(self) -> None:
+        """The call is over."""
+        self._counts.ends()
 
     def take_off(self) -> None:
         """Stop noting calls."""
@@ -399,6 +403,7 @@ class Watch:
 
     def returned(self, result: Any) -> None:
         """A call of the model has returned."""
+        self.others.ends()
         graph = _Graph(self._graph_of_backward)
         before_backward(result, graph)  # whose nodes keep it alive
         self._graphs.append(weakref.ref(graph))

@@ -38,11 +38,6 @@ def check_model(model: torch.nn.Module) -> None:
             raise ProfilingError(
                 f"the name {name!r} in this model is no text (half of a surrogate pair): rename it."
             )
-    if isinstance(model, torch.nn.ModuleList | torch.nn.ModuleDict) and not can_be_called(model):
-        raise ProfilingError(
-            f"a {type(model).__name__} is not called as a whole, so that no step of it is seen: give the module that "
-            "calls its parts, or write one whose forward does."
-        )
     if any(planned(module) for module in model.modules()):
         raise ProfilingError(
             "this model has a plan applied: call plan.remove(model) before profiling it again (or remove() on the "
@@ -67,11 +62,6 @@ def check_model(model: torch.nn.Module) -> None:
         raise ProfilingError(
             f"the model's parameters are on {sorted(map(str, devices))}; one device is supported."
         )
-
-
-def can_be_called(model: torch.nn.Module) -> bool:
-    """Whether it has a `forward`, of its class or its own."""
-    return "forward" in vars(model) or type(model).forward is not torch.nn.Module.forward
 
 
 def is_unicode(name: str) -> bool:

@@ -1058,6 +1058,8 @@ def test_arguments_are_refused_at_once():
     model = make()
     with pytest.raises(ValueError, match="on_larger"):
         autoac.auto(model, ENOUGH, on_larger="stop")  # type: ignore[arg-type]
+    with pytest.raises(autoac.ProfilingError, match="a ModuleList is not called as a whole"):
+        autoac.auto(torch.nn.ModuleList([model]), ENOUGH)
     with pytest.raises(autoac.ProfilingError, match="no parameter of this model"):
         autoac.auto(model, ENOUGH, optimizer=torch.optim.SGD(make().parameters(), lr=1))
     handle = autoac.auto(model, ENOUGH)

@@ -150,7 +150,7 @@ def test_a_plan_that_is_applied_warns_once(budget: int, copied: Any):
         model.times = 6
         model(x)
     with pytest.warns(
-        UserWarning, match="'block' is called 3 times in one call of the model, and 2 times in the plan"
+        UserWarning, match="'block' is called 6 times in one call of the model, and 2 times in the plan"
     ):
         model(x).sum().backward()
     model.zero_grad()

@@ -501,7 +501,6 @@ MODEL_OF_STEP = make()
     [
         (mean_square, batch(), {}, "model is a function, not a torch.nn.Module"),
         (surrogate(), batch(), {}, r"the name 'part\\ud800' in this model is no text"),
-        (nn.ModuleList([make()]), batch(), {}, "a ModuleList is not called as a whole"),
         (frozen(), batch(), {}, "no parameter of this model requires grad"),
         (nn.LazyLinear(3), batch(), {}, "lazy parameters or buffers that are not initialised: run it once first"),
         (

@@ -35,6 +35,7 @@ from autoac.torch_private import (
     UnwrappedDispatchMode,
     counted_writes,
     detach_sharing_version,
+    disable_dispatch_modes,
     is_sharded_type,
     key_of_storage,
     local_part,
@@ -103,11 +104,15 @@ class Recording(UnwrappedDispatchMode):
             slot.version = max(slot.version, version_of(tensor) + 1)
 
     def _preserve(self, tensor: torch.Tensor) -> None:
-        """Keep what records of this part or an earlier one hold of a tensor that is about to be written."""
+        """Keep what records of this part or an earlier one hold of a tensor that is about to be written.
+
+        In a step that is profiled, the copies are no ops of the step.
+        """
         key = key_of(tensor)
         for call in (*self.earlier, self.call):
             if call.holds(key):
-                call.preserve(key)
+                with disable_dispatch_modes():
+                    call.preserve(key)
 
     def _out_of_step(self, func: Any, info: OpInfo, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op that is not the profile's next one."""

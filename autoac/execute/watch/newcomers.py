@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from autoac.step.uncompiled import compiled_modules, is_inside
-from autoac.torch_private import in_backward, is_compiled_wrapper, remove_forward_pre_hooks, untraced
+from autoac.torch_private import (
+    in_backward,
+    is_compiled_wrapper,
+    remove_forward_hooks,
+    remove_forward_pre_hooks,
+    untraced,
+)
 from autoac.warned import warn
 
 _MOST_TIMES = 16
@@ -101,7 +107,7 @@ def watch_newcomers(model: torch.nn.Module, known: Collection[str], warns: str =
 
 
 class CallCounts:
-    """Counts calls of the model's modules within each call of it. A forward pre-hook of the model; see `begins`.
+    """Counts calls of the model's modules within each call of it, from `begins` to `ends`.
 
     Args:
         planned: module -> calls planned for, and the bytes that each saves, see `StepFacts.most_calls`.
@@ -109,18 +115,17 @@ class CallCounts:
         warns: as for `watch_newcomers`.
 
     Attributes:
-        more: module -> its most calls, where that is more than planned for and has no room; forgotten by `taken`.
+        words: the beginning of a sentence on a module called more often than there is room for; "" if none was, since
+            the plan was put on or they were `taken`.
         found: there was one since the plan was put on.
     """
-
-    compiled_code_may_skip = True
 
     def __init__(self, planned: Mapping[str, tuple[int, int]], room_bytes: int, warns: str = ""):
         self._planned = planned
         self._room_bytes = room_bytes
         self._warns = warns
         self._counts = threading.local()
-        self.more: dict[str, int] = {}
+        self.words = ""
         self.found = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallCounts:
@@ -129,47 +134,60 @@ class CallCounts:
     def __reduce__(self) -> Any:
         return CallCounts, (self._planned, self._room_bytes, self._warns)
 
-    @untraced
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """The model is called."""
-        if not torch.compiler.is_compiling():
-            self.begins(module.training and torch.is_grad_enabled())
-
-    def begins(self, is_of_step: bool) -> None:
-        """A call of the model begins in this thread, perhaps one of a training step."""
-        self._counts.of_call = Counter[str]() if is_of_step else None
+    def begins(self) -> None:
+        """A call of the model begins in this thread."""
+        self._counts.of_call = Counter[str]()
 
     def count(self, name: str) -> None:
         """A module is called, with gradients on."""
         counts: Counter[str] | None = getattr(self._counts, "of_call", None)
-        if counts is None:
+        if counts is not None:
+            counts[name] += 1
+
+    def ends(self) -> None:
+        """The call of the model is over: calls of modules from here on are not part of it."""
+        counts: Counter[str] = getattr(self._counts, "of_call", None) or Counter()
+        self._counts.of_call = None
+        more = outermost([name for name, times in counts.items() if times > self._planned[name][0]])
+        further_bytes = sum((counts[name] - self._planned[name][0]) * self._planned[name][1] for name in more)
+        if further_bytes <= max(0, self._room_bytes):
             return
-        counts[name] += 1
-        planned, size = self._planned[name]
-        if (counts[name] - planned) * size > max(0, self._room_bytes):
-            if self._warns and not self.more:
-                warn(
-                    f"{module_is_called(name, counts[name], planned)}, so this step {self._warns}. Plan a step that "
-                    "calls it as often as any: autoac.plan(model, step, ...) with a function that runs it, or leave "
-                    "headroom (headroom=)."
-                )
-            self.more[name] = max(counts[name], self.more.get(name, 0))
-            self.found = True
+        planned = self._planned[more[0]][0]
+        self.words = (
+            f"module {more[0]!r} is called {counts[more[0]]} times in one call of the model, and "
+            f"{'once' if planned == 1 else f'{planned} times'} in the planned step"
+        )
+        if self._warns and not self.found:
+            warn(
+                f"{self.words}, so this step {self._warns}. Plan a step that calls it as often as any: "
+                "autoac.plan(model, step, ...) with a function that runs it, or leave headroom (headroom=)."
+            )
+        self.found = True
 
     def taken(self) -> str:
-        """What is to say of the first module that was called more often, "" if there is none; forgets them."""
-        more, self.more = self.more, {}
-        return next(
-            (module_is_called(name, more[name], self._planned[name][0]) for name in outermost(more)), ""
-        )
+        """The words, which are forgotten."""
+        words, self.words = self.words, ""
+        return words
 
 
-def module_is_called(name: str, times: int, planned: int) -> str:
-    """The beginning of a sentence."""
-    before = "once" if planned == 1 else f"{planned} times"
-    return (
-        f"module {name!r} is called {times} times in one call of the model, and {before} in the planned step"
-    )
+class Counting:
+    """A forward pre-hook of the model, and with `ends` a forward hook: begins or ends counting."""
+
+    compiled_code_may_skip = True
+
+    def __init__(self, counts: CallCounts, ends: bool = False):
+        self.counts = counts
+        self.ends = ends
+
+    @untraced
+    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+        """A call of the model begins or is over."""
+        if torch.compiler.is_compiling():
+            return
+        if self.ends:
+            self.counts.ends()
+        elif module.training and torch.is_grad_enabled():
+            self.counts.begins()
 
 
 class Counted:
@@ -191,9 +209,11 @@ class Counted:
 def watch_more_calls(
     model: torch.nn.Module, planned: Mapping[str, tuple[int, int]], room_bytes: int, warns: str = ""
 ) -> CallCounts:
-    """Count the calls of these modules, until `unwatch_newcomers`. Who does not have it `warns` tells `begins`.
+    """Count the calls of these modules, until `unwatch_newcomers`.
 
-    Compiled code does not count: modules in it are left out, as are those for which there is ample room.
+    With `warns` hooks of the model begin and end the counting, else the caller does.
+
+    Compiled code does not count: modules in it are left out, and all are where there is ample room.
 
     Args: as for `CallCounts`.
     """
@@ -207,7 +227,8 @@ def watch_more_calls(
     for name in watched:
         modules[name].register_forward_pre_hook(Counted(name, counts))
     if watched and warns:
-        model.register_forward_pre_hook(counts)
+        model.register_forward_pre_hook(Counting(counts))
+        model.register_forward_hook(Counting(counts, ends=True))
     return counts
 
 
@@ -219,4 +240,5 @@ def outermost(names: Collection[str]) -> list[str]:
 def unwatch_newcomers(model: torch.nn.Module) -> None:
     """Remove the hooks, if they are there."""
     for module in model.modules():
-        remove_forward_pre_hooks(module, (Newcomer, CallCounts, Counted))
+        remove_forward_pre_hooks(module, (Newcomer, Counted, Counting))
+        remove_forward_hooks(module, Counting)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from autoac_solver.records.profile import ModuleCall, Profile
 
-_LEAST_SHARE = 0.05
+_LEAST_SHARE = 0.01
 """Modules count whose calls save at least this share of the step's activations."""
 
 

@@ -357,7 +357,9 @@ def _note_refusal(
 def make_room(loop: LoopPlan) -> None:
     """React to a step that took more than the budget, as steps like the recorded one may."""
     exceeded = loop._measured.exceeded
-    if loop._record_again(is_new=loop._watch.others.is_to_be_found()):
+    if loop._watch.others.will_be_recorded:
+        loop._measured.exceeded = None
+    elif loop._record_again():
         loop._measured.exceeded = exceeded
         LOGGER.info("a step took more than the budget: recording another one")
     elif loop._across.several:  # whose plans have the same headroom

@@ -43,7 +43,11 @@ class Once:
 def doubts(plan: Plan) -> Iterator[tuple[str, str]]:
     """Warnings for the owner of a loop when this plan is put on, each with a key."""
     profile = plan.record.profile
-    if is_sized_by_values(profile) and any(region.wrapped for region in plan.regions):
+    activations = plan.predicted_peak_bytes - plan.resident_bytes
+    may_exceed = (
+        plan.predicted_peak_bytes + activations > plan.budget_bytes
+    )  # by a step of twice the activations
+    if is_sized_by_values(profile) and may_exceed:
         yield (
             SIZED_BY_VALUES,
             "sizes of tensors depend on values in this loop's steps, as where tokens choose experts, or a loss leaves "
@@ -79,11 +83,14 @@ def in_a_line(verb: str, plan: Plan) -> str:
 def may_take_more(plan: Plan) -> bool:
     """Whether a later step like the recorded one may take more.
 
-    Values decide on sizes, or a number that was drawn may (how many tokens a step drops; mostly it decides on nothing
-    of the kind, so it is not warned of), or calls of different sizes come before one backward.
+    Values decide on sizes, or a number that was drawn may (how many tokens a step drops), or one that forward reads
+    from a tensor (mostly these decide on nothing of the kind, so they are not warned of), or calls of different sizes
+    come before one backward.
     """
     profile = plan.record.profile
-    return is_sized_by_values(profile) or ONE_DRAW in profile.notes or has_unequal_calls_at_once(profile)
+    reads = any(op.read_on_host and not op.backward and op.module >= 0 for op in profile.tape)
+    varies = is_sized_by_values(profile) or ONE_DRAW in profile.notes or reads
+    return varies or has_unequal_calls_at_once(profile)
 
 
 def words_on_no_plan_since(error: Exception) -> str:
@@ -114,7 +121,7 @@ def words_over_budget(
     elif has_unequal_calls_at_once(profile):
         why = "Calls of different sizes come before one backward in this loop's steps"
     else:
-        by = "values" if is_sized_by_values(profile) else "a number that is drawn, it seems,"
+        by = "values" if is_sized_by_values(profile) else "a number that is drawn or read, it seems,"
         why = f"Sizes of tensors depend on {by} in this loop's steps"
     if compiles:
         return (

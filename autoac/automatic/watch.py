@@ -34,6 +34,11 @@ _MOST_FOR_CALLS = 16
 _LESS_IN_A_ROW = 2
 """Steps with fewer ops than the first one before another one is recorded."""
 _LESS = "a module ran fewer ops than in the first step, which may have set something up"
+_MICRO_BATCHES = (
+    "the model is called again before its gradients are cleared, and the recorded step called it once: these gradients "
+    "are not planned for, and this step may take more than the budget. Let the first step have as many micro-batches "
+    "as any other."
+)
 _GRADIENTS = "a step begins with gradients, and the recorded one began without, so this one may take more"
 
 
@@ -135,18 +140,15 @@ class OtherCalls:
         self._goes_on = on_larger == "replan"
         self._times = 0  # times that a step called modules more often
 
-    def put_on(self, plan: Plan) -> None:
+    def put_on(self, plan: Plan, unplanned: UnplannedCalls) -> None:
         """Start noting calls, after a plan was put on the model."""
-        step = plan.record.step
         unwatch_newcomers(self._model)
         self._newcomers = watch_newcomers(self._model, plan.record.profile.called)
-        self._counts = watch_more_calls(
-            self._model, step.most_calls, plan.budget_bytes - plan.predicted_peak_bytes
-        )
+        self._counts = watch_more_calls(self._model, plan.record.step.most_calls, unplanned)
 
-    def begins(self) -> None:
+    def begins(self, args: Any, kwargs: Any) -> None:
         """A call of the model begins."""
-        self._counts.begins()
+        self._counts.begins(args, kwargs)
 
     def ends(self) -> None:
         """The call is over."""
@@ -162,12 +164,17 @@ class OtherCalls:
         self._newcomers.clear()
         if names:
             return _newcomers(names, recordings)
-        return _more_often(words, self.is_to_be_found()) if words else None
+        is_new, self._times = self._is_to_be_recorded, self._times + bool(words)
+        return _more_often(words, is_new) if words else None
 
-    def is_to_be_found(self) -> bool:
-        """Whether modules were called more often under the plan, and a step like that is to be recorded at last."""
-        self._times += self._counts.found
-        return self._counts.found and self._goes_on and self._times <= _MOST_FOR_CALLS
+    @property
+    def will_be_recorded(self) -> bool:
+        """Whether a step was noted that called modules more often, and one like it is to be recorded in its turn."""
+        return bool(self._counts.words) and self._is_to_be_recorded
+
+    @property
+    def _is_to_be_recorded(self) -> bool:
+        return self._goes_on and self._times < _MOST_FOR_CALLS
 
 
 class Refused(ValueError):
@@ -204,6 +211,7 @@ class Watch:
         # A step to record, in which the like is expected, and why.
         self._due: tuple[int, Finding] | None = None
         self._larger_later = False  # a later call of a planned step was larger
+        self._micro_batches = False  # a step has called the model again, and the recorded one called it once
         self._graph_of_backward = GraphOfBackward()
         self._stepped: Counter[int] = Counter()  # steps of each optimizer since the last call
         self._is_first = True  # whether the first plan is on, which no plan has followed
@@ -231,7 +239,7 @@ class Watch:
             self._most, self._times_later = self._unplanned.elements, 0
         self._due, self.takes_more = None, False
         self._began_with, self._less_in_a_row = "", 0
-        self.others.put_on(plan)
+        self.others.put_on(plan, self._unplanned)
         self._by_place = _by_place(plan)
         self._graph_of_backward.is_made = self._graph_of_backward.is_kept = False
         self._planned_calls = sum(not call.fqn and call.grad for call in profile.calls)
@@ -261,7 +269,7 @@ class Watch:
             Refused: the call is larger than planned for, and `on_larger` is "error".
         """
         self._stepped.clear()
-        self.others.begins()
+        self.others.begins(args, kwargs)
         if not checks:
             return None
         self._calls = 1 if begins else self._calls + 1
@@ -287,7 +295,8 @@ class Watch:
             return self._larger_call(self._unplanned.words(args, kwargs), begins)
         if not begins:
             more = self._more_calls()
-            return more or (self._micro_batch() if self._unplanned.one_call else None)
+            self._micro_batches |= self._unplanned.one_call and has_gradients(self._model)
+            return more
         if recording.count and recording.began_otherwise and has_gradients(self._model):
             return Finding("gradients", _GRADIENTS, f"{_GRADIENTS}: recording this step")
         if self._due is not None and self.steps >= self._due[0]:
@@ -327,14 +336,18 @@ class Watch:
 
     def _unlike_the_plan(self, recordings: int) -> Finding | None:
         """What the step before had that the planned one had not; several things of one step count once."""
-        larger, takes_more = self._larger_later, self.takes_more
+        larger, takes_more, micro_batches = self._larger_later, self.takes_more, self._micro_batches
         makes_graph, keeps_graph = self._graph_of_backward.is_made, self._graph_of_backward.is_kept
         self._larger_later = self._graph_of_backward.is_made = self.takes_more = False
-        self._graph_of_backward.is_kept = False
+        self._graph_of_backward.is_kept = self._micro_batches = False
         others = self.others.found(recordings)
         if larger:
             words = "a later micro-batch of a step was larger than planned for: recording this step"
             return Finding("larger later", log=words, is_new=True, plan_may_do=True)
+        if micro_batches:
+            return Finding(
+                "micro-batches", _MICRO_BATCHES, "the step before had micro-batches: recording this step"
+            )
         if makes_graph and GRAPH_OF_BACKWARD not in self._plan.record.profile.facts:
             words = f"the step before {WITH_A_GRAPH}: recording this step"
             return Finding("graph", log=words, plan_may_do=True)
@@ -454,15 +467,4 @@ class Watch:
             "count its state and its step: this loop may take more than the budget. Pass it as optimizer= to "
             "autoac.auto.",
             "an optimizer stepped for the first time, or trained more parameters: recording this step to count it",
-        )
-
-    def _micro_batch(self) -> Finding | None:
-        """The model is called again in a step, but the recorded step called it once."""
-        if not has_gradients(self._model):
-            return None
-        return Finding(
-            "micro-batches",
-            "the model is called again before its gradients are cleared, and the recorded step called it once: "
-            "these gradients are not planned for, and this step may take more than the budget. Let the first step "
-            "have as many micro-batches as any other.",
         )

@@ -41,6 +41,7 @@ class PlannedRegion:
         self.forward = forward
         self.plan_id = plan_id
         self.calls = threading.local()
+        self._of_further_calls = max(self.programs, key=_recomputed_ops)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedRegion:
         return PlannedRegion(self.programs, self.engine, copy.deepcopy(self.forward, memo), self.plan_id)
@@ -58,7 +59,7 @@ class PlannedRegion:
             return self.programs[0]
         index = getattr(self.calls, "index", 0)
         if index >= len(self.programs):
-            return max(self.programs, key=_recomputed_ops)
+            return self._of_further_calls
         is_told = getattr(self.calls, "is_told", False)
         self.calls.index = index + 1 if is_told else (index + 1) % len(self.programs)
         return self.programs[index]

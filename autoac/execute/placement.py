@@ -109,8 +109,7 @@ class Placement:
         if not self.record.others and {VARYING, SIZED_BY_VALUES}.isdisjoint(self.record.step.facts):
             watch_newcomers(inner, self.record.step.called, warns=self._unplanned.may_take_more)
         if not self.record.others:
-            room_bytes = self.record.budget_bytes - self.record.predicted_peak_bytes
-            watch_more_calls(inner, self.record.step.most_calls, room_bytes, self._unplanned.may_take_more)
+            watch_more_calls(inner, self.record.step.most_calls, self._unplanned, warns=True)
 
     def prepare(self, model: torch.nn.Module) -> None:
         """The part of `put_on` that does not touch the model: checks, kernel tests, re-arming the warnings.

@@ -1,4 +1,4 @@
-"""Hooks around the steps of all optimizers; the optimizer inside of another library's wrapper."""
+"""Optimizers: hooks around the steps of all of them; the one inside of another library's wrapper."""
 
 from __future__ import annotations
 

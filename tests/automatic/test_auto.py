@@ -1497,16 +1497,38 @@ def test_more_micro_batches_than_recorded_keep_to_the_budget(engine: Any):
     assert max(found) <= plan.budget_bytes
 
 
-def test_one_micro_batch_recorded_and_more_later_is_told():
-    model, x = make(dropout=0.0).train(), torch.randn(BATCH, WIDTH)
-    handle = autoac.auto(model, ENOUGH)
-    for _ in range(2):
-        model(x).mean().backward()
-        model.zero_grad(set_to_none=True)
-    model(x).mean().backward()
-    with pytest.warns(UserWarning, match="as many micro-batches as any other"):
-        model(x).mean().backward()
-    handle.remove()
+@pytest.mark.parametrize("budget", [ENOUGH, 1.0])
+def test_more_micro_batches_than_in_the_recorded_step_are_planned_for(budget: float):
+    """As in loops that step where `step % n == 0`, so at the first batch already."""
+
+    def trained(budget: int | None) -> tuple[Blocks, Auto | None, int]:
+        model = make(dropout=0.0).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = None if budget is None else autoac.auto(model, budget)
+        parts = list(batches(9))
+
+        def step(last: int) -> None:
+            for x, y in parts[max(0, last - 1) : last + 1]:
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for last in (0, 2, 4, 6):
+            step(last)
+        return model, handle, measure_peak(lambda: step(8)).peak_above_start_bytes
+
+    without, _, _ = trained(None)
+    if budget != ENOUGH:
+        _, ample, _ = trained(ENOUGH)
+        assert ample is not None
+        assert ample.plan is not None
+        budget = budget_of(ample.plan, 0.9)
+    model, handle, peak = trained(int(budget))
+    assert all(map(torch.equal, model.parameters(), without.parameters()))
+    assert handle is not None
+    assert handle.plan is not None
+    assert sum(not call.fqn for call in handle.plan.record.profile.calls) == 2
+    assert handle.plan.resident_bytes + peak == handle.plan.predicted_peak_bytes
 
 
 def test_a_larger_later_micro_batch_is_planned_for():

@@ -169,7 +169,7 @@ def test_a_larger_step_by_a_number_that_was_drawn_is_told():
     budget = handle.plan.predicted_peak_bytes + 4000
     handle.remove()
     handle = autoac.auto(model, budget, measure=True)
-    with pytest.warns(UserWarning, match="depend on a number that is drawn, it seems"):
+    with pytest.warns(UserWarning, match="depend on a number that is drawn or read, it seems"):
         steps([few, few, few, many, many, many])
     assert handle.measured_peak_bytes is not None
     assert handle.measured_peak_bytes > budget

@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 
+from autoac.execute.watch.unplanned_calls import UnplannedCalls
 from autoac.step.uncompiled import compiled_modules, is_inside
 from autoac.torch_private import (
-    in_backward,
     is_compiled_wrapper,
     remove_forward_hooks,
     remove_forward_pre_hooks,
     untraced,
 )
 from autoac.warned import warn
+
+MostCalls = Mapping[str, tuple[int, int]]
+"""As `StepFacts.most_calls`."""
 
 _MOST_TIMES = 16
 """Calls are not counted where there is room for so many times those that were planned for."""
@@ -111,32 +114,32 @@ class CallCounts:
 
     Args:
         planned: module -> calls planned for, and the bytes that each saves, see `StepFacts.most_calls`.
-        room_bytes: what the step may take more than planned.
-        warns: as for `watch_newcomers`.
+        unplanned: knows what is planned for.
+        warns: warn of the first call of the model that has more of them.
 
     Attributes:
         words: the beginning of a sentence on a module called more often than there is room for; "" if none was, since
             the plan was put on or they were `taken`.
-        found: there was one since the plan was put on.
     """
 
-    def __init__(self, planned: Mapping[str, tuple[int, int]], room_bytes: int, warns: str = ""):
+    def __init__(self, planned: MostCalls, unplanned: UnplannedCalls, warns: bool):
         self._planned = planned
-        self._room_bytes = room_bytes
+        self._unplanned = unplanned
         self._warns = warns
         self._counts = threading.local()
         self.words = ""
-        self.found = False
+        self._is_told = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallCounts:
-        return memo.setdefault(id(self), CallCounts(self._planned, self._room_bytes, self._warns))
+        return memo.setdefault(id(self), CallCounts(self._planned, self._unplanned, self._warns))
 
     def __reduce__(self) -> Any:
-        return CallCounts, (self._planned, self._room_bytes, self._warns)
+        return CallCounts, (self._planned, self._unplanned, self._warns)
 
-    def begins(self) -> None:
-        """A call of the model begins in this thread."""
-        self._counts.of_call = Counter[str]()
+    def begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A call of the model begins in this thread. One that is larger than planned for has other warnings."""
+        is_larger = self._unplanned.is_larger(args, kwargs)
+        self._counts.of_call = None if is_larger else Counter[str]()
 
     def count(self, name: str) -> None:
         """A module is called, with gradients on."""
@@ -150,19 +153,19 @@ class CallCounts:
         self._counts.of_call = None
         more = outermost([name for name, times in counts.items() if times > self._planned[name][0]])
         further_bytes = sum((counts[name] - self._planned[name][0]) * self._planned[name][1] for name in more)
-        if further_bytes <= max(0, self._room_bytes):
+        if further_bytes <= self._unplanned.room_bytes:
             return
         planned = self._planned[more[0]][0]
         self.words = (
             f"module {more[0]!r} is called {counts[more[0]]} times in one call of the model, and "
             f"{'once' if planned == 1 else f'{planned} times'} in the planned step"
         )
-        if self._warns and not self.found:
+        if self._warns and not self._is_told:
             warn(
-                f"{self.words}, so this step {self._warns}. Plan a step that calls it as often as any: "
-                "autoac.plan(model, step, ...) with a function that runs it, or leave headroom (headroom=)."
+                f"{self.words}, so this step {self._unplanned.may_take_more}. Plan a step that calls it as often as "
+                "any: autoac.plan(model, step, ...) with a function that runs it, or leave headroom (headroom=)."
             )
-        self.found = True
+            self._is_told = True
 
     def taken(self) -> str:
         """The words, which are forgotten."""
@@ -180,14 +183,16 @@ class Counting:
         self.ends = ends
 
     @untraced
-    def __call__(self, module: torch.nn.Module, *_: Any) -> None:
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *_: Any
+    ) -> None:
         """A call of the model begins or is over."""
         if torch.compiler.is_compiling():
             return
         if self.ends:
             self.counts.ends()
         elif module.training and torch.is_grad_enabled():
-            self.counts.begins()
+            self.counts.begins(args, kwargs)
 
 
 class Counted:
@@ -201,34 +206,33 @@ class Counted:
 
     @untraced
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """Count the call of a training step; not the second one of the model's own checkpoint."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and not in_backward():
+        """Count the call."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self.counts.count(self.name)
 
 
 def watch_more_calls(
-    model: torch.nn.Module, planned: Mapping[str, tuple[int, int]], room_bytes: int, warns: str = ""
+    model: torch.nn.Module, planned: MostCalls, unplanned: UnplannedCalls, warns: bool = False
 ) -> CallCounts:
     """Count the calls of these modules, until `unwatch_newcomers`.
 
     With `warns` hooks of the model begin and end the counting, else the caller does.
-
     Compiled code does not count: modules in it are left out, and all are where there is ample room.
 
     Args: as for `CallCounts`.
     """
-    counts = CallCounts(planned, room_bytes, warns)
+    counts = CallCounts(planned, unplanned, warns)
     compiled = list(compiled_modules(model))
-    planned = {
-        n: (times, size) for n, (times, size) in planned.items() if room_bytes < _MOST_TIMES * times * size
-    }
+    all_bytes = sum(times * size for times, size in map(planned.__getitem__, outermost(planned)))
+    if unplanned.room_bytes >= _MOST_TIMES * all_bytes:
+        return counts
     modules = dict(model.named_modules())
     watched = [n for n in planned if n in modules and not any(is_inside(n, other) for other in compiled)]
     for name in watched:
         modules[name].register_forward_pre_hook(Counted(name, counts))
     if watched and warns:
-        model.register_forward_pre_hook(Counting(counts))
-        model.register_forward_hook(Counting(counts, ends=True))
+        model.register_forward_pre_hook(Counting(counts), with_kwargs=True)
+        model.register_forward_hook(Counting(counts, ends=True), with_kwargs=True)
     return counts
 
 

@@ -103,6 +103,11 @@ class UnplannedCalls:
         _WATCHES[self.key] = self
 
     @property
+    def room_bytes(self) -> int:
+        """What a step may take more than planned."""
+        return max(0, self.budget_bytes - self.peak_bytes)
+
+    @property
     def may_take_more(self) -> str:
         """The end of a sentence on a step: what it may take, and the budget."""
         return (

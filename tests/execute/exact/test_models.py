@@ -148,6 +148,7 @@ def test_module_called_several_times(engine):
     assert any(len({region.wrapped for region in plan.regions}) == 2 for plan in made.values())
 
 
+@pytest.mark.filterwarnings("ignore:module 'block' is called 4 times in one call of the model")
 def test_other_number_of_calls_than_profiled(engine):
     """Another step may call it more often or less; and what a call leaves undone does not disturb the next step."""
 

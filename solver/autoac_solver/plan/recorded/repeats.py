@@ -17,7 +17,12 @@ def most_calls(profile: Profile) -> dict[str, tuple[int, int]]:
 
     Without the model itself, modules that are called outside of its calls too, and those whose calls save little.
     """
-    roots = [call for call in profile.calls if not call.fqn and call.grad]
+    roots: list[ModuleCall] = []
+    for call in profile.calls:
+        if (
+            not call.fqn and call.grad and (not roots or call.start >= roots[-1].end)
+        ):  # none of a forward that recurs
+            roots.append(call)
     table = profile.storage_table
     starts = [root.start for root in roots]
     counts: dict[str, Counter[int]] = {}

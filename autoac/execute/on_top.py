@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autoac.step.uncompiled import uncompiled_below
 from autoac.torch_private import is_compiled_wrapper, wrapped_module
 from autoac.torch_private.called import called_module
 
@@ -144,11 +145,13 @@ class OnTop:
         """Call the model's forward below ours.
 
         Args:
-            uncompiled: call the module in a wrapper of `torch.compile` instead, which with `fullgraph=True` refuses to
-                run where nothing can be compiled, as in a recorded step.
+            uncompiled: call what is in a wrapper of `torch.compile` instead, which with `fullgraph=True` refuses to run
+                where nothing can be compiled, as in a recorded step.
         """
-        if uncompiled and is_compiled_wrapper(self.model):
-            return wrapped_module(self.model)(*args, **kwargs)
+        if uncompiled:
+            with uncompiled_below(self.model):
+                is_wrapper = is_compiled_wrapper(self.model)
+                return wrapped_module(self.model)(*args, **kwargs) if is_wrapper else self.run(args, kwargs)
         carried: _Carried | None = self.model.__dict__.get(_KEY)
         below = self.model.__dict__.get("forward") if carried is None else carried.below
         return (below or functools.partial(type(self.model).forward, self.model))(*args, **kwargs)

@@ -84,6 +84,21 @@ def uncompile_around(model: torch.nn.Module, plan_id: str) -> None:
             model = cast("torch.nn.Module", model.module)  # of DDP
 
 
+@contextlib.contextmanager
+def uncompiled_below(model: torch.nn.Module) -> Iterator[None]:
+    """Context in which the wrappers of `torch.compile` that other wrappers of a model (DDP) hold run uncompiled."""
+    inner = unwrapped(model)
+    with Restorer() as restorer:
+        while model is not inner:
+            model = cast(
+                "torch.nn.Module", wrapped_module(model) if is_compiled_wrapper(model) else model.module
+            )
+            if is_compiled_wrapper(model):
+                restorer.later(_recompile_if_uncompiled, model)
+                uncompile(model)
+        yield
+
+
 def recompile_all(model: torch.nn.Module, plan_id: str) -> None:
     """Undo `uncompile` on all modules that were uncompiled with this `plan_id`."""
     for module in model.modules():

@@ -471,6 +471,26 @@ def test_buckets_that_ddp_makes_anew_within_the_recorded_step_are_counted_once()
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_model_compiled_without_graph_breaks_inside_of_ddp():
+    """With `fullgraph=True` it refuses to run uncompiled, as a recorded step does."""
+    model = make(2)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    ddp = nn.parallel.DistributedDataParallel(compiled)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = autoac.auto(ddp, 10**9)
+    forward = compiled.forward
+    for _ in range(3):
+        ddp(batch()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.plan is not None
+    handle.remove()
+    assert compiled.forward is forward
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("around", [nn.Sequential, nn.ModuleList], ids=["stage", "list of stages"])
 def test_a_pipeline_may_get_its_plan_before_its_first_step(around: type[nn.Module]):
     """As in a job that is started again: the schedule's setup calls each region once more than a step does."""

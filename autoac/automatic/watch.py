@@ -14,7 +14,7 @@ import torch
 from autoac.automatic.recording import MOST_RECORDINGS, StepRecording
 from autoac.automatic.report import may_take_more
 from autoac.execute.attach import put_on_again
-from autoac.execute.watch.newcomers import outermost, unwatch_newcomers, watch_more_calls, watch_newcomers
+from autoac.execute.watch.other_calls import outermost, unwatch_other_calls, watch_more_calls, watch_newcomers
 from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH, GraphOfBackward, before_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
@@ -142,7 +142,7 @@ class OtherCalls:
 
     def put_on(self, plan: Plan, unplanned: UnplannedCalls) -> None:
         """Start noting calls, after a plan was put on the model."""
-        unwatch_newcomers(self._model)
+        unwatch_other_calls(self._model)
         self._newcomers = watch_newcomers(self._model, plan.record.profile.called)
         self._counts = watch_more_calls(self._model, plan.record.step.most_calls, unplanned)
 
@@ -156,7 +156,7 @@ class OtherCalls:
 
     def take_off(self) -> None:
         """Stop noting calls."""
-        unwatch_newcomers(self._model)
+        unwatch_other_calls(self._model)
 
     def found(self, recordings: int) -> Finding | None:
         """What was noted since the last time."""

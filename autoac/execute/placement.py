@@ -19,7 +19,7 @@ from autoac.execute.engines import ENGINES, check_runnable
 from autoac.execute.on_top import owned_with
 from autoac.execute.plan_programs import PlanPrograms
 from autoac.execute.watch.following import Following, unwatch_following, watch_following
-from autoac.execute.watch.newcomers import unwatch_newcomers, watch_more_calls, watch_newcomers
+from autoac.execute.watch.other_calls import unwatch_other_calls, watch_more_calls, watch_newcomers
 from autoac.execute.watch.unplanned_backward import unwatch_backward, watch_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls, watch_calls
 from autoac.step.carried import planned
@@ -227,7 +227,7 @@ class Placement:
             unwatch_calls(module)
             unwatch_following(module)
             unwatch_backward(module)
-        unwatch_newcomers(model)
+        unwatch_other_calls(model)
 
     def _carriers(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """The modules that carry this plan, by name."""

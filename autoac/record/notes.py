@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from autoac.device import device_for
-from autoac.execute.watch.newcomers import outermost
+from autoac.execute.watch.other_calls import outermost
 from autoac.price.isolated_ops import OnScratch
 from autoac.price.meters import Disturbance, OpTime, unsteady
 from autoac.record.cuda.ops import CudaOps

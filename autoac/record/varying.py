@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoac.execute.watch.newcomers import outermost
+from autoac.execute.watch.other_calls import outermost
 from autoac.record.single_draws import CHANCE, HIGH, LOW
 from autoac.record.tape.tape import Tape
 from autoac_solver.records.errors import ProfilingError

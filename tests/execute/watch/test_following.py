@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autoac
-from autoac.execute.watch.newcomers import unwatch_newcomers, watch_newcomers
+from autoac.execute.watch.other_calls import unwatch_other_calls, watch_newcomers
 from autoac.measure import measure_peak
 from autoac.step.carried import planned
 from autoac.torch_private import TorchDispatchMode
@@ -232,7 +232,7 @@ def test_a_call_of_the_model_itself_is_no_newcomer():
         model, {name for name, _ in model.named_modules() if name not in ("", "blocks.0")}
     )
     step(model)
-    unwatch_newcomers(model)
+    unwatch_other_calls(model)
     assert called == {"blocks.0"}
 
 

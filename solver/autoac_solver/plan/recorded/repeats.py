@@ -19,9 +19,8 @@ def most_calls(profile: Profile) -> dict[str, tuple[int, int]]:
     """
     roots: list[ModuleCall] = []
     for call in profile.calls:
-        if (
-            not call.fqn and call.grad and (not roots or call.start >= roots[-1].end)
-        ):  # none of a forward that recurs
+        is_nested = bool(roots) and call.start < roots[-1].end  # in a forward that calls itself
+        if call.grad and not (call.fqn or is_nested):
             roots.append(call)
     table = profile.storage_table
     starts = [root.start for root in roots]

@@ -82,7 +82,7 @@ class UnplannedModule(Newcomer):
 
 
 def watch_newcomers(model: torch.nn.Module, known: Collection[str], warns: str = "") -> set[str]:
-    """Note the calls of trained modules that are not known, until `unwatch_newcomers`.
+    """Note the calls of trained modules that are not known, until `unwatch_other_calls`.
 
     Args:
         known: names of the modules that the planned step called.
@@ -214,7 +214,7 @@ class Counted:
 def watch_more_calls(
     model: torch.nn.Module, planned: MostCalls, unplanned: UnplannedCalls, warns: bool = False
 ) -> CallCounts:
-    """Count the calls of these modules, until `unwatch_newcomers`.
+    """Count the calls of these modules, until `unwatch_other_calls`.
 
     With `warns` hooks of the model begin and end the counting, else the caller does.
     Compiled code does not count: modules in it are left out, and all are where there is ample room.
@@ -241,7 +241,7 @@ def outermost(names: Collection[str]) -> list[str]:
     return sorted(name for name in names if not any(name.startswith(f"{other}.") for other in names))
 
 
-def unwatch_newcomers(model: torch.nn.Module) -> None:
+def unwatch_other_calls(model: torch.nn.Module) -> None:
     """Remove the hooks, if they are there."""
     for module in model.modules():
         remove_forward_pre_hooks(module, (Newcomer, Counted, Counting))

@@ -201,12 +201,12 @@ def loop(
     budget: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """A user's loop with engine compile; "measured" is the peak of the last step."""
+    """A user's loop with engine compile; "measured" is the peak of the last step, "judged" whether one was measured."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     handle = None
     if budget is not None:
         handle = autoac.auto(model, budget, optimizer=optimizer, engine="compile", **options)
-    ids, peak_bytes = [], 0
+    ids, judged, peak_bytes = [], False, 0
 
     def step(x: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -220,11 +220,12 @@ def loop(
             optimizer.zero_grad()
             peak_bytes = measure_peak(lambda x=x: step(x)).peak_above_start_bytes
         ids.append(None if handle is None or handle.plan is None else handle.plan.program_id)
+        judged |= handle is not None and handle.measured_peak_bytes is not None
     optimizer.zero_grad()
     found: dict[str, Any] = {"weights": [whole(p).detach().clone() for p in model.parameters()], "ids": ids}
     if handle is not None and (plan := handle.plan) is not None:
         found |= {"predicted": plan.predicted_peak_bytes, "measured": plan.resident_bytes + peak_bytes}
-        found |= {"sample": plan.record.profile.sample, "judged": handle.measured_peak_bytes}
+        found |= {"sample": plan.record.profile.sample, "judged": judged}
         found["equal"] = None if handle.report is None else handle.report.equal
         handle.remove()
     return found
@@ -337,7 +338,7 @@ def restart(rank: int) -> Any:
         first = loop(spread(make()), batches, 10**9, path=path)
         dist.barrier()
         again = loop(spread(make()), batches, 10**9, path=path, verify=True)
-        found[name] = first["ids"][-1], again["ids"], again["equal"], again["judged"], again["predicted"]
+        found[name] = first["ids"][-1], again["ids"], again["equal"], again["measured"], again["predicted"]
     return found
 
 

@@ -9,6 +9,12 @@ NOTE [ Several optimizers ]
 
   Training in phases is another thing: an optimizer that steps several times in a row, while other parameters are
   trained than with the first one. There each step is one, with the plan for the parameters that it trains (`Phases`).
+
+NOTE [ Optimizers over copies ]
+  DeepSpeed's ZeRO and Megatron's optimizers step on copies of the parameters, and take the gradients away after each
+  micro-batch. So no optimizer of the model's own is ever seen, and each micro-batch looks like a step. An optimizer of
+  other parameters that steps after several of them, and not after each, tells that they are one; unless it does not
+  step any more.
 """
 
 from __future__ import annotations
@@ -55,6 +61,12 @@ class Cycle:
         self._is_partial = False  # in the rest of the step in which another optimizer first appeared
         self._count = 0  # optimizers' steps since the step began
         self._length: int | None = 1  # number of optimizer steps with which it ends; None while unknown
+        # See NOTE [ Optimizers over copies ].
+        self._without_gradients = (
+            0  # calls without gradients before them, since an optimizer of others stepped
+        )
+        self._most_without = 1  # of them in a step that ends with an optimizer of others
+        self._is_longer = False  # whether this step had more of them than those before
 
     @property
     def is_one(self) -> bool:
@@ -82,13 +94,31 @@ class Cycle:
             return False
         if self._is_several:
             return self.has_stepped and self._last is not None and self._last() is not self._first_one()
-        return self.has_stepped or not (has_gradients or self.ends_with_optimizer)
+        return self.has_stepped or not (has_gradients or self.ends_with_optimizer or self._goes_on_without())
+
+    def may_be_begun(self, has_gradients: bool) -> bool:
+        """Whether a batch that a trainer announces begins a step."""
+        return self.has_stepped or not (has_gradients or self._goes_on_without())
+
+    def _goes_on_without(self) -> bool:
+        """Whether a step goes on with a call before which the model has no gradients; counts these calls."""
+        self._without_gradients += 1
+        if self._without_gradients > 2 * self._most_without:
+            self._most_without = 1
+        return self._most_without > 1 and self._without_gradients > 1
+
+    def count_another(self) -> None:
+        """Count a step of an optimizer of other parameters, which may be copies of the model's."""
+        if self._first_one() is None and self._without_gradients > self._most_without:
+            self._most_without, self._is_longer = self._without_gradients, True
+        self._without_gradients = 0
 
     def begins(self) -> bool:
         """Begin a step; returns whether steps end with another optimizer step than was planned for."""
         count, self._count = self._count, 0
+        is_longer, self._is_longer = self._is_longer, False
         if self.is_one:
-            return False
+            return is_longer
         if self._is_partial:
             self._is_partial = False
             return True

@@ -151,9 +151,8 @@ class Auto(LoopPlan):
             args, kwargs: arguments of the call, which hold the batch.
         """
         self._cycle.is_told = True
-        self._begins(
-            args, kwargs, self._cycle.has_stepped or not has_gradients(self._model), is_announced=True
-        )
+        begins = self._cycle.may_be_begun(has_gradients(self._model))
+        self._begins(args, kwargs, begins, is_announced=True)
         self._cycle.has_stepped = False
 
     def _begins(
@@ -221,6 +220,7 @@ class Auto(LoopPlan):
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Handle an optimizer that is about to step."""
         if not self._optimizers.trains(optimizer):
+            self._cycle.count_another()
             return None
         if self._optimizers.are_joined_by(optimizer):
             if self._optimizers.is_only(optimizer):
@@ -281,7 +281,7 @@ class Auto(LoopPlan):
         if self._cycle.begins():
             # The plan was for a part of a step, or, if that is late, for a warm-up that trains a part of the model.
             self._record_again(is_new=True, keeps=self._watch.steps > _FIRST_STEPS)
-            LOGGER.info("the loop's steps end with several optimizers: recording them as one")
+            LOGGER.info("the loop's steps have more in them than was planned for: recording one as a whole")
         if self._cycle.is_too_long:
             self._warn("too long", _TOO_LONG)
 

@@ -26,7 +26,9 @@ import torch
 
 from autoac.automatic.optimizers import Optimizers
 from autoac.automatic.wanted import is_of_another
+from autoac.execute.checksums import checksum_in_little_memory
 from autoac.plans import Plan
+from autoac.step.model import has_gradients
 
 _MOST = 12
 """Most optimizer steps taken as one: the plan's number of ops grows with it."""
@@ -37,9 +39,15 @@ _MOST_PLANS = 8
 _PHASE = 3
 """An optimizer other than the first steps so many times in a row in a phase; a GAN's generator less often."""
 
+_MOST_BYTES = 1 << 24
+"""Of the parameters whose values are compared."""
+
 
 class Cycle:
     """Divides the loop's events into steps.
+
+    Args:
+        model: without wrappers.
 
     Attributes:
         is_told: a trainer announces where a step begins.
@@ -47,7 +55,9 @@ class Cycle:
         is_too_long: more optimizer steps belong together than are planned for as one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._own_updates = _OwnUpdates(model)
         self.is_told = False
         self.has_stepped = True
         self.is_too_long = False
@@ -88,17 +98,32 @@ class Cycle:
         """Whether fewer optimizers have stepped in an announced step than in an earlier one (every n-th batch more)."""
         return self.is_told and self._length is not None and self._count < self._length
 
-    def may_begin(self, has_gradients: bool) -> bool:
+    def has_gradients(self) -> bool:
+        """Whether the model has gradients of this step, with which the loop has not updated it by itself."""
+        if not has_gradients(self._model):
+            return False
+        return self.ends_with_optimizer or self.has_stepped or not self._own_updates.came()
+
+    def called(self, begins: bool) -> None:
+        """Note a call of the model, and whether a step begins with it."""
+        if not self.is_told:
+            self.has_stepped = False
+        if begins and not self.ends_with_optimizer:
+            self._own_updates.note()
+
+    def may_begin(self) -> bool:
         """Whether a call of the model, not announced by a trainer, begins a step."""
         if self.is_told:
             return False
         if self._is_several:
             return self.has_stepped and self._last is not None and self._last() is not self._first_one()
-        return self.has_stepped or not (has_gradients or self.ends_with_optimizer or self._goes_on_without())
+        if self.has_stepped:
+            return True
+        return not (self.has_gradients() or self.ends_with_optimizer or self._goes_on_without())
 
-    def may_be_begun(self, has_gradients: bool) -> bool:
+    def may_be_begun(self) -> bool:
         """Whether a batch that a trainer announces begins a step."""
-        return self.has_stepped or not (has_gradients or self._goes_on_without())
+        return self.has_stepped or not (self.has_gradients() or self._goes_on_without())
 
     def _goes_on_without(self) -> bool:
         """Whether a step goes on with a call before which the model has no gradients; counts these calls."""
@@ -156,6 +181,40 @@ class Cycle:
 
     def _first_one(self) -> Any:
         return None if self._first is None else self._first()
+
+
+class _OwnUpdates:
+    """Tells whether a loop has updated the parameters without an optimizer of torch, and left their gradients there.
+
+    So do optimizers that are no `torch.optim.Optimizer` (fastai's), and updates by hand: they write to `.data`, which
+    counts as no version, and put zeros into the gradients. So checksums of the smallest parameters are compared.
+
+    Args:
+        model: without wrappers.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._model = model
+        self._before: list[int | None] = []
+
+    def note(self) -> None:
+        """Note the values with which a step begins."""
+        self._before = self._checksums()
+
+    def came(self) -> bool:
+        """Whether they have changed since."""
+        return self._before != self._checksums()
+
+    def _checksums(self) -> list[int | None]:
+        found, left_bytes = list[int | None](), _MOST_BYTES
+        for parameter in sorted(
+            (p for p in self._model.parameters() if p.requires_grad), key=torch.Tensor.numel
+        ):
+            left_bytes -= parameter.numel() * parameter.element_size()
+            if left_bytes < 0:
+                break
+            found.append(checksum_in_little_memory(parameter.detach()))
+        return found
 
 
 class Phases:

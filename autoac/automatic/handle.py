@@ -104,7 +104,7 @@ class Auto(LoopPlan):
         if not self._counts:
             return self._on_top.run(args, kwargs, uncompiled=was_on)
         if not self._ahead.is_on:
-            self._begins(args, kwargs, self._cycle.may_begin(has_gradients(self._model)))
+            self._begins(args, kwargs, self._cycle.may_begin())
         if self._ahead.is_late:
             self._ahead.put_on()
             if self._recording.is_on and not was_on:
@@ -140,7 +140,7 @@ class Auto(LoopPlan):
     def _about_to_be_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle a call of the model before FSDP2 has gathered anything for it; none of those that `verify` makes."""
         if self._counts and owner_of(self._given) is self:
-            self._begins(args, kwargs, self._cycle.may_begin(has_gradients(self._model)))
+            self._begins(args, kwargs, self._cycle.may_begin())
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Announce a step, or a further micro-batch of it, for trainers that do not call the model itself.
@@ -151,8 +151,7 @@ class Auto(LoopPlan):
             args, kwargs: arguments of the call, which hold the batch.
         """
         self._cycle.is_told = True
-        begins = self._cycle.may_be_begun(has_gradients(self._model))
-        self._begins(args, kwargs, begins, is_announced=True)
+        self._begins(args, kwargs, self._cycle.may_be_begun(), is_announced=True)
         self._cycle.has_stepped = False
 
     def _begins(
@@ -167,10 +166,9 @@ class Auto(LoopPlan):
         if begins and self._measured.step.is_running:  # no optimizer has stepped since
             self._tell_peak(self._measured.step.end())
         begins |= self._recording.end_if_over(
-            begins and not (self._cycle.is_one and has_gradients(self._model)), is_announced
+            begins and not (self._cycle.is_one and self._cycle.has_gradients()), is_announced
         )
-        if not self._cycle.is_told:
-            self._cycle.has_stepped = False
+        self._cycle.called(begins)
         meet = begins and self._across.step_begins()  # counts steps, also while one is recorded
         with self._across.beginning(begins, self._abandon_step):
             self._act_on_call(args, kwargs, begins, meet, is_announced)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autoac.automatic.optimizers import trained_in
 from autoac.automatic.recording import MOST_RECORDINGS, StepRecording
 from autoac.automatic.report import may_take_more
 from autoac.execute.attach import put_on_again
@@ -18,7 +19,7 @@ from autoac.execute.watch.other_calls import outermost, unwatch_other_calls, wat
 from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH, GraphOfBackward, before_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
-from autoac.step.inputs import described, elements_of, without_autocast
+from autoac.step.inputs import described, elements_in, elements_of, without_autocast
 from autoac.step.model import has_gradients
 from autoac_solver.records.profile import GRAPH_OF_BACKWARD, VARYING
 
@@ -220,6 +221,7 @@ class Watch:
         # A plan, and samples that fit under it as well.
         self._fit_too: tuple[Plan | None, list[str]] = None, []
         self._times_later = 0  # so many times, since a step was planned for that has more elements
+        self._refused: tuple[int, str] | None = None  # elements that no plan fits, with what is trained then
 
     def put_on(self, plan: Plan) -> None:
         """Start checking, after a plan was put on the model."""
@@ -250,6 +252,15 @@ class Watch:
         self._fit_too = self._plan, [*self._fit_too[1], without_autocast(sample)]
         self._unplanned.fit_too = self._fit_too[1]
 
+    def refuse(self, sample: str) -> None:
+        """Do not record steps with as many elements again, as long as the same is trained: no plan fits this one."""
+        self._refused = elements_in(sample), trained_in(self._model)
+
+    def _is_refused(self, args: Any, kwargs: Any) -> bool:
+        if self._refused is None or elements_of(args, kwargs) < self._refused[0]:
+            return False
+        return self._refused[1] == trained_in(self._model)
+
     def take_off(self) -> None:
         """Stop checking, when the plan is taken off."""
         self.others.take_off()
@@ -278,9 +289,11 @@ class Watch:
             self._note_fewer_ops(described(args, kwargs))
         finding = self._found(args, kwargs, begins, is_told, recording)
         finding = finding or self._larger_in_its_place(args, kwargs, recording.skipped)
-        if finding is None and (words := self._unplanned.words_on_shape(args, kwargs)):
+        if finding is not None or self._is_refused(args, kwargs):
+            return finding
+        if words := self._unplanned.words_on_shape(args, kwargs):
             return Finding("longer", words)
-        return finding
+        return None
 
     def _found(
         self, args: Any, kwargs: Any, begins: bool, is_told: bool, recording: StepRecording
@@ -289,6 +302,8 @@ class Watch:
             words = self._unplanned.words_on_autocast()
             return Finding("autocast", words, f"{words}: recording this step anew")
         if self._unplanned.is_larger(args, kwargs):
+            if self._is_refused(args, kwargs):
+                return None
             if begins and elements_of(args, kwargs) <= self._most:
                 words = "the plan is for a smaller batch than the one before it: recording this larger one"
                 return Finding("as before", log=words, is_free=True)

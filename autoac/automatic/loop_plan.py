@@ -341,7 +341,7 @@ class LoopPlan:
         if self._compiling is None and (corrected := self._measured.corrected(plan)) is not None:
             self._corrected = corrected
             return
-        self._warn("over budget", words_over_budget(plan, peak, compiles=is_corrected))
+        self._warn("over budget", words_over_budget(plan, peak, is_measured=is_corrected))
 
 
 def _note_refusal(

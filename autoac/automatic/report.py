@@ -81,16 +81,22 @@ def in_a_line(verb: str, plan: Plan) -> str:
 
 
 def may_take_more(plan: Plan) -> bool:
-    """Whether a later step like the recorded one may take more.
+    """Whether a later step like the recorded one may take more: its sizes vary, or it reads a number in forward.
 
-    Values decide on sizes, or a number that was drawn may (how many tokens a step drops), or one that forward reads
-    from a tensor (mostly these decide on nothing of the kind, so they are not warned of), or calls of different sizes
+    Mostly such a number decides on nothing, so it is not warned of.
+    """
+    reads = any(op.read_on_host and not op.backward and op.module >= 0 for op in plan.record.profile.tape)
+    return reads or sizes_vary(plan)
+
+
+def sizes_vary(plan: Plan) -> bool:
+    """Whether sizes may differ between steps like the recorded one.
+
+    Values decide on them, or a number that was drawn may (how many tokens a step drops), or calls of different sizes
     come before one backward.
     """
     profile = plan.record.profile
-    reads = any(op.read_on_host and not op.backward and op.module >= 0 for op in profile.tape)
-    varies = is_sized_by_values(profile) or ONE_DRAW in profile.notes or reads
-    return varies or has_unequal_calls_at_once(profile)
+    return is_sized_by_values(profile) or ONE_DRAW in profile.notes or has_unequal_calls_at_once(profile)
 
 
 def words_on_no_plan_since(error: Exception) -> str:
@@ -103,14 +109,14 @@ def words_over_budget(
     plan: Plan,
     measured_bytes: int,
     *,
-    compiles: bool = False,
+    is_measured: bool = False,
     is_least: bool = False,
     runs_compiled: bool = False,
 ) -> str:
     """The warning about a measured step that took more than the budget.
 
     Args:
-        compiles: whether the step was as recorded, and the plan is one of compiled regions.
+        is_measured: whether the plan is one of compiled regions, and others were measured as well.
         is_least: whether no other plan has room for such a step.
         runs_compiled: whether modules that the user has compiled run in it.
     """
@@ -118,12 +124,14 @@ def words_over_budget(
     profile = plan.record.profile
     if runs_compiled:
         why = "Compiled code takes more than its ops would one by one"
+    elif compiles(plan.engine):
+        why = "Its compiled regions take more than was predicted"
     elif has_unequal_calls_at_once(profile):
         why = "Calls of different sizes come before one backward in this loop's steps"
     else:
         by = "values" if is_sized_by_values(profile) else "a number that is drawn or read, it seems,"
         why = f"Sizes of tensors depend on {by} in this loop's steps"
-    if compiles:
+    if is_measured:
         return (
             f"no plan of compiled regions was measured to be within the budget: {peak}. Leave headroom=, or take "
             "engine='replay'."

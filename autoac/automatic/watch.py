@@ -13,7 +13,7 @@ import torch
 
 from autoac.automatic.optimizers import trained_in
 from autoac.automatic.recording import MOST_RECORDINGS, StepRecording
-from autoac.automatic.report import may_take_more
+from autoac.automatic.report import sizes_vary
 from autoac.execute.attach import put_on_again
 from autoac.execute.watch.other_calls import outermost, unwatch_other_calls, watch_more_calls, watch_newcomers
 from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH, GraphOfBackward, before_backward
@@ -347,7 +347,7 @@ class Watch:
         """Whether the first step, for which the plan is, ran ops that none has run since: another one is recorded."""
         if not (self._is_first and recording.began == 1 and self._less_in_a_row >= _LESS_IN_A_ROW):
             return False
-        return VARYING not in self._plan.record.step.facts and not may_take_more(self._plan)
+        return VARYING not in self._plan.record.step.facts and not sizes_vary(self._plan)
 
     def _unlike_the_plan(self, recordings: int) -> Finding | None:
         """What the step before had that the planned one had not; several things of one step count once."""

@@ -829,10 +829,13 @@ def test_the_only_module_with_a_plan_is_replaced():
 class SetUpByData(torch.nn.Module):
     """Sets its scale by its first input, as the layers of normalizing flows do."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: bool) -> None:
         super().__init__()
         self.shift, self.scale = (torch.nn.Parameter(torch.zeros(1, WIDTH)) for _ in range(2))
-        self.is_set_up = False
+        if reads:  # as codebooks that are initialised by k-means do
+            self.register_buffer("is_set_up", torch.tensor(False))
+        else:
+            self.is_set_up = False
         self.mlp = mlp(4 * WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -840,19 +843,20 @@ class SetUpByData(torch.nn.Module):
             with torch.no_grad():
                 self.shift.copy_(-x.mean(0, keepdim=True))
                 self.scale.copy_(-torch.log(x.std(0, keepdim=True) + 1e-6))
-            self.is_set_up = True
+            self.is_set_up |= True
         x = (x + self.shift) * self.scale.exp()
         return x + self.mlp(x)
 
 
+@pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("engine", ["replay", "sac"])
-def test_what_the_first_step_alone_sets_up_is_not_planned_for(engine: Any):
+def test_what_the_first_step_alone_sets_up_is_not_planned_for(engine: Any, reads: bool):
     peak = 0
 
     def trained(budget: int | None) -> tuple[torch.nn.Module, autoac.Auto | None]:
         nonlocal peak
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(SetUpByData() for _ in range(4)), torch.nn.Linear(WIDTH, WIDTH))
+        model = torch.nn.Sequential(*(SetUpByData(reads) for _ in range(4)), torch.nn.Linear(WIDTH, WIDTH))
         handle = None if budget is None else autoac.auto(model, budget, engine=engine)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for seed in range(7):

@@ -879,6 +879,55 @@ def test_what_the_first_step_alone_sets_up_is_not_planned_for(engine: Any, reads
         assert torch.equal(ours, others)
 
 
+class Codebook(torch.nn.Module):
+    """Trained by averages, not by gradients, so it has no parameters."""
+
+    codes: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(8, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = self.codes[torch.cdist(x.detach(), self.codes).argmin(1)]
+        return x.sigmoid() * (codes - x).square()
+
+
+class Quantized(torch.nn.Module):
+    """As a residual vector quantizer, of which a drawn number of codebooks is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = mlp(4 * WIDTH)
+        self.codebooks = torch.nn.ModuleList(Codebook() for _ in range(3))
+        self.used = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.mlp(x)
+        for codebook in list(self.codebooks)[: self.used]:
+            x = x + codebook(x)
+        return x
+
+
+def test_modules_without_parameters_that_later_steps_call():
+    torch.manual_seed(0)
+    model = Quantized()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    handle = autoac.auto(model, ENOUGH, engine="replay")
+    peak_bytes = 0
+    for used in (1, 1, 3, 3, 3):
+        model.used = used
+        x, _ = batch(used, 8 * BATCH)
+        peak_bytes = measure_peak(lambda x=x: model(x).square().mean().backward()).peak_above_start_bytes
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = handle.plan
+    assert plan is not None
+    handle.remove()
+    assert {call.fqn for call in plan.record.profile.calls} >= {f"codebooks.{i}" for i in range(3)}
+    assert plan.resident_bytes + peak_bytes == plan.predicted_peak_bytes
+
+
 class Keeping(torch.nn.Module):
     """Keeps its last output in an attribute, in a dictionary or by itself."""
 

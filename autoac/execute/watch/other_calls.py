@@ -47,8 +47,10 @@ class Newcomer:
         return Newcomer(self.name, set())  # a copy of the model is trained on its own
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        """Note the call of a training step."""
-        if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        """Note the call of a training step, if autograd may record something in it."""
+        if not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if any(t.requires_grad for t in (*args, *module.parameters()) if isinstance(t, torch.Tensor)):
             self.called.add(self.name)
             self.told()
 
@@ -82,7 +84,7 @@ class UnplannedModule(Newcomer):
 
 
 def watch_newcomers(model: torch.nn.Module, known: Collection[str], warns: str = "") -> set[str]:
-    """Note the calls of trained modules that are not known, until `unwatch_other_calls`.
+    """Note the calls of modules that are not known, until `unwatch_other_calls`.
 
     Args:
         known: names of the modules that the planned step called.
@@ -102,10 +104,8 @@ def watch_newcomers(model: torch.nn.Module, known: Collection[str], warns: str =
             or isinstance(module, torch.jit.ScriptModule)
         ):
             continue
-        if any(p.requires_grad for p in module.parameters()):
-            module.register_forward_pre_hook(
-                UnplannedModule(name, called, warns) if warns else Newcomer(name, called)
-            )
+        newcomer = UnplannedModule(name, called, warns) if warns else Newcomer(name, called)
+        module.register_forward_pre_hook(newcomer)
     return called
 
 

@@ -23,12 +23,14 @@ import weakref
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from autoac.automatic.optimizers import Optimizers
 from autoac.automatic.wanted import is_of_another
 from autoac.execute.checksums import checksum_in_little_memory
 from autoac.plans import Plan
 from autoac.step.model import has_gradients
+from autoac.torch_private import in_function_transform
 
 _MOST = 12
 """Most optimizer steps taken as one: the plan's number of ops grows with it."""
@@ -39,8 +41,8 @@ _MOST_PLANS = 8
 _PHASE = 3
 """An optimizer other than the first steps so many times in a row in a phase; a GAN's generator less often."""
 
-_MOST_BYTES = 1 << 24
-"""Of the parameters whose values are compared."""
+_MOST_COMPARED, _MOST_BYTES = 64, 1 << 22
+"""Parameters whose values are compared, and their bytes."""
 
 
 class Cycle:
@@ -195,7 +197,7 @@ class _OwnUpdates:
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
-        self._before: list[int | None] = []
+        self._before: list[int | None] | None = None
 
     def note(self) -> None:
         """Note the values with which a step begins."""
@@ -203,17 +205,19 @@ class _OwnUpdates:
 
     def came(self) -> bool:
         """Whether they have changed since."""
-        return self._before != self._checksums()
+        return self._before is not None and self._checksums() not in (self._before, None)
 
-    def _checksums(self) -> list[int | None]:
+    def _checksums(self) -> list[int | None] | None:
+        """None inside of a transform of `torch.func`, where parameters may be wrapped."""
+        if in_function_transform():
+            return None
+        trained = [p for p in self._model.parameters() if p.requires_grad and not is_lazy(p)]
         found, left_bytes = list[int | None](), _MOST_BYTES
-        for parameter in sorted(
-            (p for p in self._model.parameters() if p.requires_grad), key=torch.Tensor.numel
-        ):
+        for parameter in sorted(trained, key=torch.Tensor.numel)[:_MOST_COMPARED]:
             left_bytes -= parameter.numel() * parameter.element_size()
             if left_bytes < 0:
                 break
-            found.append(checksum_in_little_memory(parameter.detach()))
+            found.append(checksum_in_little_memory(parameter))
         return found
 
 

@@ -21,7 +21,7 @@ from autoac.progress import LOGGER
 from autoac.record.recorder import raise_if_by_torch_func
 from autoac.step.model import has_gradients
 from autoac.step.optimizer import around_steps
-from autoac.torch_private import in_backward
+from autoac.torch_private import in_backward, outside_of_transforms
 
 _FIRST_STEPS = 24
 """A budget that no plan fits is an error in so many steps, and a warning later, after a warm-up."""
@@ -154,6 +154,7 @@ class Auto(LoopPlan):
         self._begins(args, kwargs, self._cycle.may_be_begun(), is_announced=True)
         self._cycle.has_stepped = False
 
+    @outside_of_transforms
     def _begins(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], begins: bool, is_announced: bool = False
     ) -> None:

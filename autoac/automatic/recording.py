@@ -22,7 +22,7 @@ from autoac.record.cuda.cublas import with_workspaces
 from autoac.record.live import InUse, LiveStep, with_leftovers
 from autoac.step.model import number_of_gradients, runs_compiled, unwrapped
 from autoac.step.restore import tensors_of
-from autoac.torch_private import any_autocast, in_backward, local_part, storage_key
+from autoac.torch_private import any_autocast, behind_transforms, in_backward, local_part, storage_key
 from autoac_solver.records.errors import InfeasibleBudgetError, ProfilingError
 from autoac_solver.records.profile import Profile
 
@@ -379,7 +379,7 @@ def storages_of_modules(model: torch.nn.Module) -> dict[int, str]:
 
 def _keys(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     """Keys of the storages of these."""
-    parts = map(local_part, tensors)
+    parts = map(local_part, map(behind_transforms, tensors))
     return frozenset(storage_key(part) for part in parts if part.layout is torch.strided)
 
 

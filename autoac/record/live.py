@@ -64,6 +64,7 @@ from autoac.step.restore import Seen, tensors_of
 from autoac.step.uncompiled import uncompiled
 from autoac.step.units import here, own_name
 from autoac.torch_private import (
+    behind_transforms,
     current_backward,
     in_backward,
     in_compiled_call,
@@ -264,7 +265,9 @@ class LiveStep:
         model, tape = self.model, self.tape
         tape.sample = described(*inputs)
         gradients = [g for p in model.parameters() if (g := gradient_of(p)) is not None]
-        fixed = [*model.parameters(), *gradients, *model.buffers(), *tensors_of(inputs)]
+        # The loop may call the model by `torch.func.vmap` or `jvp`.
+        given = map(behind_transforms, tensors_of(inputs))
+        fixed = [*model.parameters(), *gradients, *model.buffers(), *given]
         tape.storages.note_others(here([*fixed, *others]))
         for tensor in fixed:
             tape.storages.index_of(tensor)

@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def call_below_autograd(function: Callable[..., None], *args: Any) -> None:
@@ -125,6 +129,22 @@ def in_function_transform() -> bool:
     """
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     return forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_of_transforms(function: Function) -> Function:
+    """The function, which runs as if no transform of `torch.func` were on (a plan is made in it, say).
+
+    Source: `temporarily_clear_interpreter_stack` (torch/_functorch/pyfunctorch.py).
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return function(*args, **kwargs)
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

@@ -338,6 +338,24 @@ def test_the_tensor_behind_a_transform():
     assert torch_private.behind_transforms(x) is x
 
 
+def test_a_function_runs_outside_of_transforms():
+    seen: list[bool] = []
+
+    @torch_private.outside_of_transforms
+    def look(x: torch.Tensor) -> int:
+        seen.append(torch_private.in_function_transform())
+        return int((torch.ones(2) * x.shape[0]).sum())  # as of a plan that is made here: plain values
+
+    def mapped(x: torch.Tensor) -> torch.Tensor:
+        assert look(x) == 2 * x.shape[0]
+        seen.append(torch_private.in_function_transform())
+        return x * 2
+
+    assert torch.equal(torch.func.vmap(mapped)(torch.ones(3, 4)), torch.full((3, 4), 2.0))
+    assert look(torch.ones(3)) == 6
+    assert seen == [False, True, False]
+
+
 def test_function_transforms_are_noticed():
     found: list[bool] = []
 

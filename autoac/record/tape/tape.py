@@ -300,7 +300,7 @@ class Tape(DispatchMode):
     def left_lean(self, result: Any) -> None:
         """Called with the result of a lean module."""
         if self.saved.unseen is not None:
-            self.saved.unseen.passes(tensors_of(result))
+            self.saved.unseen.passes(map(behind_transforms, tensors_of(result)))
 
     def _note_scattered(self, tensors: Iterable[torch.Tensor]) -> None:
         """Record the tensor that gloo's reduce-scatter makes without an op; after the wait it is copied out."""

@@ -191,7 +191,7 @@ class LoopPlan:
                 plan = _in_spite_of(error, self, kept, profile)
                 if plan is kept:
                     self._put_plan_on(kept, _STAYS)
-                    self._watch.refuse(profile.sample)
+                    self._watch.too_large.note(profile.sample)
                 else:
                     self._take(plan, args, kwargs, save=False, verb=_LEAST)
             elif self._recording.ended_early and self._record_again():  # of a part?

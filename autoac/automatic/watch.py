@@ -182,6 +182,28 @@ class Refused(ValueError):
     """A call was larger than planned for, and was not run."""
 
 
+class _TooLarge:
+    """Steps that no plan fits, which are not recorded again, as long as the same parameters are trained.
+
+    Args:
+        model: without wrappers.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._model = model
+        self._least: tuple[int, str] | None = None  # elements, and what was trained
+
+    def note(self, sample: str) -> None:
+        """No plan fits a step with this sample."""
+        self._least = elements_in(sample), trained_in(self._model)
+
+    def is_known(self, args: Any, kwargs: Any) -> bool:
+        """Whether no plan fits a step with these inputs: it has as many elements."""
+        if self._least is None or elements_of(args, kwargs) < self._least[0]:
+            return False
+        return self._least[1] == trained_in(self._model)
+
+
 class Watch:
     """Checks each call of a planned model.
 
@@ -193,6 +215,7 @@ class Watch:
         uncounted: an optimizer has stepped for the first time under the plan.
         others: calls of modules that the planned step had not.
         takes_more: a step has taken more than was planned for, since the compiler ran again.
+        too_large: steps that no plan fits.
         steps: number of the step that runs.
 
     Where a step turns out to be none that the plan was made for, a later one is recorded. It is the next one, in the
@@ -221,7 +244,7 @@ class Watch:
         # A plan, and samples that fit under it as well.
         self._fit_too: tuple[Plan | None, list[str]] = None, []
         self._times_later = 0  # so many times, since a step was planned for that has more elements
-        self._refused: tuple[int, str] | None = None  # elements that no plan fits, with what is trained then
+        self.too_large = _TooLarge(model)
 
     def put_on(self, plan: Plan) -> None:
         """Start checking, after a plan was put on the model."""
@@ -252,15 +275,6 @@ class Watch:
         self._fit_too = self._plan, [*self._fit_too[1], without_autocast(sample)]
         self._unplanned.fit_too = self._fit_too[1]
 
-    def refuse(self, sample: str) -> None:
-        """Do not record steps with as many elements again, as long as the same is trained: no plan fits this one."""
-        self._refused = elements_in(sample), trained_in(self._model)
-
-    def _is_refused(self, args: Any, kwargs: Any) -> bool:
-        if self._refused is None or elements_of(args, kwargs) < self._refused[0]:
-            return False
-        return self._refused[1] == trained_in(self._model)
-
     def take_off(self) -> None:
         """Stop checking, when the plan is taken off."""
         self.others.take_off()
@@ -289,7 +303,7 @@ class Watch:
             self._note_fewer_ops(described(args, kwargs))
         finding = self._found(args, kwargs, begins, is_told, recording)
         finding = finding or self._larger_in_its_place(args, kwargs, recording.skipped)
-        if finding is not None or self._is_refused(args, kwargs):
+        if finding is not None or self.too_large.is_known(args, kwargs):
             return finding
         if words := self._unplanned.words_on_shape(args, kwargs):
             return Finding("longer", words)
@@ -302,7 +316,7 @@ class Watch:
             words = self._unplanned.words_on_autocast()
             return Finding("autocast", words, f"{words}: recording this step anew")
         if self._unplanned.is_larger(args, kwargs):
-            if self._is_refused(args, kwargs):
+            if self.too_large.is_known(args, kwargs):
                 return None
             if begins and elements_of(args, kwargs) <= self._most:
                 words = "the plan is for a smaller batch than the one before it: recording this larger one"

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from autoac.automatic.optimizers import Optimizers
 from autoac.automatic.wanted import is_of_another
-from autoac.execute.checksums import checksum_in_little_memory
+from autoac.execute.checksums import checksums_of
 from autoac.plans import Plan
 from autoac.step.model import has_gradients
 from autoac.torch_private import in_function_transform
@@ -43,6 +43,9 @@ _PHASE = 3
 
 _MOST_COMPARED, _MOST_BYTES = 64, 1 << 22
 """Parameters whose values are compared, and their bytes."""
+
+_MOST_NOTED = 8
+"""Steps whose updates are looked for, if none is found."""
 
 
 class Cycle:
@@ -75,7 +78,7 @@ class Cycle:
         self._length: int | None = 1  # number of optimizer steps with which it ends; None while unknown
         # See NOTE [ Optimizers over copies ].
         self._without_gradients = (
-            0  # calls without gradients before them, since an optimizer of others stepped
+            0  # calls before which there were none, since an optimizer of others stepped
         )
         self._most_without = 1  # of them in a step that ends with an optimizer of others
         self._is_longer = False  # whether this step had more of them than those before
@@ -145,7 +148,7 @@ class Cycle:
         count, self._count = self._count, 0
         is_longer, self._is_longer = self._is_longer, False
         if self.is_one:
-            return is_longer
+            return is_longer and not self.ends_with_optimizer
         if self._is_partial:
             self._is_partial = False
             return True
@@ -189,7 +192,7 @@ class _OwnUpdates:
     """Tells whether a loop has updated the parameters without an optimizer of torch, and left their gradients there.
 
     So do optimizers that are no `torch.optim.Optimizer` (fastai's), and updates by hand: they write to `.data`, which
-    counts as no version, and put zeros into the gradients. So checksums of the smallest parameters are compared.
+    counts as no version, and put zeros into the gradients. So values of the smallest parameters are compared.
 
     Args:
         model: without wrappers.
@@ -197,28 +200,35 @@ class _OwnUpdates:
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
-        self._before: list[int | None] | None = None
+        self._before: list[int] | None = None
+        self._noted = 0
+        self._has_come = False
 
     def note(self) -> None:
-        """Note the values with which a step begins."""
-        self._before = self._checksums()
+        """Note the values with which a step begins; no more, if updates have never come."""
+        self._noted += 1
+        is_wanted = self._has_come or self._noted <= _MOST_NOTED
+        self._before = self._values() if is_wanted else None
 
     def came(self) -> bool:
         """Whether they have changed since."""
-        return self._before is not None and self._checksums() not in (self._before, None)
+        if self._before is None:
+            return False
+        has_come = self._values() not in (self._before, None)
+        self._has_come |= has_come
+        return has_come
 
-    def _checksums(self) -> list[int | None] | None:
+    def _values(self) -> list[int] | None:
         """None inside of a transform of `torch.func`, where parameters may be wrapped."""
         if in_function_transform():
             return None
         trained = [p for p in self._model.parameters() if p.requires_grad and not is_lazy(p)]
-        found, left_bytes = list[int | None](), _MOST_BYTES
+        few, left_bytes = list[torch.Tensor](), _MOST_BYTES
         for parameter in sorted(trained, key=torch.Tensor.numel)[:_MOST_COMPARED]:
             left_bytes -= parameter.numel() * parameter.element_size()
-            if left_bytes < 0:
-                break
-            found.append(checksum_in_little_memory(parameter))
-        return found
+            if left_bytes >= 0:
+                few.append(parameter)
+        return checksums_of(few)
 
 
 class Phases:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from autoac.torch_private import disable_dispatch_modes, is_fake, local_part
 
 _WORDS = 1 << 20  # 8-byte words summed at once on a device; takes about 50 MB
 _FEW_WORDS = 1 << 16  # takes about 3 MB, and more time on a GPU: 16 times as many kernels
+_FEW_ELEMENTS = 64
 _PIECES = 64  # number of pieces in which a tensor with gaps is copied
 
 
@@ -45,6 +46,25 @@ def checksum_in_little_memory(tensor: torch.Tensor) -> int | None:
     if tensor.device.type != "cpu" and tensor.layout is torch.strided and not is_gapless(tensor):
         return None
     return checksum_of(tensor, _FEW_WORDS)
+
+
+def checksums_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Numbers that change if these tensors do; on a device if their first elements do, which are copied at once.
+
+    Tensors that cannot be read have none.
+    """
+    found, parts = list[int](), dict[torch.device, list[torch.Tensor]]()
+    with disable_dispatch_modes(), torch.no_grad():
+        for tensor in map(local_part, tensors):
+            if tensor.device.type == "cpu":
+                if (checksum := checksum_of(tensor)) is not None:
+                    found.append(checksum)
+            elif tensor.layout is torch.strided and not is_fake(tensor) and _has_bytes(tensor):
+                first = tensor.reshape(-1)[:_FEW_ELEMENTS].view(torch.uint8)
+                parts.setdefault(tensor.device, []).append(first)
+        for first in parts.values():
+            found += torch.cat(first).tolist()
+    return found
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:

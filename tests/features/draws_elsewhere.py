@@ -1,7 +1,7 @@
 """Random numbers of a device that is not the CPU: `python -m tests.features.draws_elsewhere LIBRARY ENGINE`.
 
 Plans are made on CPU, carried over to the device, and held against a step there without a plan. Last, what a profile of
-that device notes.
+that device notes. Values that a loop's updates change there are compared on the way.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoac.execute.checksums import checksums_of
 from autoac.plans import Plan
 from tests.blocks import X
 from tests.execute.exact.harness import Case, differences, plans, recomputes, run
@@ -57,6 +58,11 @@ def main(library: str, engine: str) -> None:
     for plan in made.values():
         on_device = Plan(dataclasses.replace(plan.record, device=f"{NAME}:0"))
         assert not differences(left_behind(on_device), expected)
+    weight = case.model()[0].linear.weight
+    before = checksums_of([weight])
+    assert before == checksums_of([weight])
+    weight.data.add_(1)
+    assert before != checksums_of([weight])
     print(sum(map(recomputes, made.values())), "plans that recompute")
     print(*(note for note in case.profile().notes if str(case.model()[0].linear.weight.device) in note))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autoac.execute.checksums import checksum_of, on_device
+from autoac.execute.checksums import checksum_of, checksums_of, on_device
 from autoac.record.unseen import bytes_of_storage
 
 CHECKSUMS = pytest.mark.parametrize("checksum", [checksum_of, on_device])
@@ -61,3 +61,13 @@ def test_bytes_of_a_whole_storage():
     for view in (values, values.conj(), values.conj().imag, values[1:2], values.real):
         assert torch.equal(bytes_of_storage(view), expected)
     assert on_device(values.conj()) == on_device(values.conj().clone())
+
+
+def test_of_several_tensors():
+    a, b = torch.ones(3), torch.ones(2, 2)[:, ::2]
+    before = checksums_of([a, torch.ones(2, device="meta"), b])
+    assert len(before) == 2
+    a.data[2] = 2
+    after = checksums_of([a, b])
+    assert after[0] != before[0]
+    assert after[1] == before[1]

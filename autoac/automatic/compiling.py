@@ -238,8 +238,8 @@ class Compiling:
         """Whether the calls of the step that is measured are not like the recorded ones."""
         return self._calls != self._recorded
 
-    def better_known(self, plan: Plan, measured_bytes: int) -> Profile | None:
-        """A profile to plan from again after a step was measured; None if there is nothing to correct."""
+    def better_known(self, plan: Plan, measured_bytes: int) -> Profile | Plan | None:
+        """A profile to plan from again after a step was measured, or the plan to take; None to go on with this one."""
         if failed := plan.placement.not_compiled:
             self.is_judged = True
             self._corrections += 1
@@ -276,4 +276,4 @@ class Compiling:
         if self._corrections <= _MOST_CORRECTIONS:
             return known.record.profile
         is_first = self._corrections == _MOST_CORRECTIONS + 1
-        return self.best.record.profile if is_first and self.best is not None else None
+        return self.best if is_first else None

@@ -83,7 +83,8 @@ class LoopPlan:
         self._measured = Measured(self._model, wanted)
         self._across = Across(model, self._model, wanted)
         self._compiling = Compiling(self._model, wanted.names, on_top) if compiles(wanted.engine) else None
-        self._corrected: tuple[Profile, Wanted] | None = None  # what to plan from next, by a measured step
+        # What to plan from next, or to take, by a measured step.
+        self._corrected: tuple[Profile | Plan, Wanted] | None = None
 
     def remove(self) -> None:
         """Take the plan off the model, restoring it.
@@ -212,9 +213,9 @@ class LoopPlan:
     def _plan_again(self, args: Any, kwargs: Any) -> None:
         """Put on the plan that a measured step has shown to be needed."""
         assert self._corrected is not None
-        (profile, wanted), self._corrected = self._corrected, None
+        (known, wanted), self._corrected = self._corrected, None
         try:
-            plan = wanted.plan(self._given, profile, is_corrected=True)
+            plan = known if isinstance(known, Plan) else wanted.plan(self._given, known, is_corrected=True)
         except InfeasibleBudgetError as error:
             is_for_room = self._compiling is None or wanted is not self._wanted
             if self._plan is not None and not (is_for_room or self._wanted.is_kept_to_by(self._plan)):
@@ -335,7 +336,7 @@ class LoopPlan:
             if not self._across.several and self._compiling.takes_more(plan, peak):
                 self._watch.takes_more = True
                 return
-            is_corrected = not self._compiling.is_unlike
+            is_corrected = not self._compiling.is_unlike and self._compiling.best is None
         if peak <= plan.budget_bytes or (is_settled and self._measured.note_excess(plan)):
             return
         if self._compiling is None and (corrected := self._measured.corrected(plan)) is not None:

@@ -148,6 +148,37 @@ def test_a_plan_that_was_off_is_made_anew(
 
 
 @pytest.mark.slow
+def test_where_corrections_go_astray_a_plan_that_was_measured_to_fit_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here a step within the budget is taken for one that takes 1.5 MB less than it did, so the next plan is over."""
+    budget, fitting = 9_000_000, set[str]()
+
+    def astray(plan: autoac.Plan, measured_bytes: int, with_optimizer: bool) -> autoac.Plan:
+        known = corrected(plan, measured_bytes, with_optimizer)
+        table = known.record.profile.compiled
+        assert table is not None
+        if measured_bytes > budget:
+            return known
+        fitting.add(plan.program_id)
+        less = replace(table, unseen_bytes=table.unseen_bytes - 1_500_000)
+        return known.on(replace(known.record.profile, compiled=less))
+
+    corrected = compiling.corrected
+    monkeypatch.setattr(compiling, "corrected", astray)
+    model, peaks = make(), list[int | None]()
+    handle = autoac.auto(model, budget, engine="compile")
+    with caplog.at_level("INFO", "autoac"):
+        train(model, lambda step: peaks.append(handle.measured_peak_bytes), steps=16)
+    assert caplog.text.count("planned again, from the measured peak,") == compiling._MOST_CORRECTIONS + 1
+    assert max(peak for peak in peaks if peak is not None) > budget
+    assert handle.plan is not None
+    assert handle.plan.program_id in fitting
+    assert handle.measured_peak_bytes is not None
+    assert handle.measured_peak_bytes <= budget
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("more_bytes", "budget"), [(600_000, 7_450_000), (0, 7_050_000)])
 def test_a_budget_just_below_the_predicted_least_is_measured(
     monkeypatch: pytest.MonkeyPatch, more_bytes: int, budget: int

@@ -79,6 +79,7 @@ class Compiling:
         # What the calls of measured steps were given that are not as recorded.
         self._unlike: list[list[str]] = []
         self.best: Plan | None = None  # of those that were measured to be within the budget
+        self._over: set[str] = set()  # those measured to be over it
         self.known: Profile | None = None  # with what a measured step under the plan has shown
 
     def recording_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool) -> None:
@@ -109,6 +110,7 @@ class Compiling:
         self.forget()
         self._caught = self._corrections = self._most = 0
         self._of_most, self._planned, self._fullest, self.best = {}, {}, None, None
+        self._over.clear()
 
     def is_ready(self, profile: Profile) -> bool:
         """Whether all calls of this recorded step were caught, and it is the largest so far.
@@ -161,6 +163,7 @@ class Compiling:
         self.stop()
         self._catcher, self._caught, self._corrections, self._most = None, 0, 0, 0
         self._fullest = self.best = None
+        self._over.clear()
         # The regions enter the autocast of their own calls.
         with (
             forward_autocast() as without,
@@ -266,9 +269,9 @@ class Compiling:
         self.known = known.record.profile
         error = abs(known.predicted_peak_bytes - plan.predicted_peak_bytes)
         fits = measured_bytes <= plan.budget_bytes - plan.record.headroom_bytes
-        if fits and (
-            self.best is None or known.record.predicted_extra_s < self.best.record.predicted_extra_s
-        ):
+        if not fits:
+            self._over.add(plan.program_id)
+        elif self.best is None or known.record.predicted_extra_s < self.best.record.predicted_extra_s:
             self.best = known
         if fits and error <= CLOSE * measured_bytes:
             return None
@@ -277,3 +280,7 @@ class Compiling:
             return known.record.profile
         is_first = self._corrections == _MOST_CORRECTIONS + 1
         return self.best if is_first else None
+
+    def in_place_of(self, plan: Plan) -> Plan:
+        """A newly made plan, or the best one, if that one was measured to be over the budget."""
+        return self.best if self.best is not None and plan.program_id in self._over else plan

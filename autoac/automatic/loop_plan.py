@@ -228,6 +228,8 @@ class LoopPlan:
                 _remove_for(error, self)
                 raise
             plan = best
+        if self._compiling is not None:
+            plan = self._compiling.in_place_of(plan)
         self._take_plan_off()
         # A plan with more headroom than asked for would not be taken up by a restart.
         save = wanted is self._wanted

@@ -170,7 +170,7 @@ def test_where_corrections_go_astray_a_plan_that_was_measured_to_fit_is_taken(
     handle = autoac.auto(model, budget, engine="compile")
     with caplog.at_level("INFO", "autoac"):
         train(model, lambda step: peaks.append(handle.measured_peak_bytes), steps=16)
-    assert caplog.text.count("planned again, from the measured peak,") == compiling._MOST_CORRECTIONS + 1
+    assert 1 < caplog.text.count("planned again, from the measured peak,") <= compiling._MOST_CORRECTIONS + 1
     assert max(peak for peak in peaks if peak is not None) > budget
     assert handle.plan is not None
     assert handle.plan.program_id in fitting

@@ -208,17 +208,17 @@ class _OwnUpdates:
         """Note the values with which a step begins; no more, if updates have never come."""
         self._noted += 1
         is_wanted = self._has_come or self._noted <= _MOST_NOTED
-        self._before = self._values() if is_wanted else None
+        self._before = self._checksums() if is_wanted else None
 
     def came(self) -> bool:
         """Whether they have changed since."""
         if self._before is None:
             return False
-        has_come = self._values() not in (self._before, None)
+        has_come = self._checksums() not in (self._before, None)
         self._has_come |= has_come
         return has_come
 
-    def _values(self) -> list[int] | None:
+    def _checksums(self) -> list[int] | None:
         """None inside of a transform of `torch.func`, where parameters may be wrapped."""
         if in_function_transform():
             return None

@@ -25,6 +25,8 @@ from autoac.warned import warn
 MostCalls = Mapping[str, tuple[int, int]]
 """As `StepFacts.most_calls`."""
 
+_DEEPEST = 32
+"""Modules nested deeper get no hooks: with one, a call takes more of the interpreter's stack."""
 _MOST_TIMES = 16
 """Calls are not counted where there is room for so many times those that were planned for."""
 
@@ -100,6 +102,7 @@ def watch_newcomers(model: torch.nn.Module, known: Collection[str], warns: str =
         if (
             not name
             or name in known
+            or name.count(".") >= _DEEPEST
             or is_compiled_wrapper(module)
             or isinstance(module, torch.jit.ScriptModule)
         ):
@@ -227,7 +230,8 @@ def watch_more_calls(
     if unplanned.room_bytes >= _MOST_TIMES * all_bytes:
         return counts
     modules = dict(model.named_modules())
-    watched = [n for n in planned if n in modules and not any(is_inside(n, other) for other in compiled)]
+    there = (n for n in planned if n in modules and n.count(".") < _DEEPEST)
+    watched = [n for n in there if not any(is_inside(n, other) for other in compiled)]
     for name in watched:
         modules[name].register_forward_pre_hook(Counted(name, counts))
     if watched and warns:

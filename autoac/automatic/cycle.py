@@ -30,7 +30,7 @@ from autoac.automatic.wanted import is_of_another
 from autoac.execute.checksums import checksums_of
 from autoac.plans import Plan
 from autoac.step.model import has_gradients
-from autoac.torch_private import in_function_transform
+from autoac.torch_private import has_other_ranks, in_function_transform
 
 _MOST = 12
 """Most optimizer steps taken as one: the plan's number of ops grows with it."""
@@ -57,6 +57,7 @@ class Cycle:
     Attributes:
         is_told: a trainer announces where a step begins.
         has_stepped: an optimizer has stepped since the model was last called.
+        has_own: an optimizer of the model's parameters has stepped, be it in backward.
         is_too_long: more optimizer steps belong together than are planned for as one.
     """
 
@@ -65,6 +66,7 @@ class Cycle:
         self._own_updates = _OwnUpdates(model)
         self.is_told = False
         self.has_stepped = True
+        self.has_own = False
         self.is_too_long = False
         self._first: weakref.ref[Any] | None = None  # the optimizer that ended the first step
         self._last: weakref.ref[Any] | None = None  # the optimizer that ended the last step
@@ -107,13 +109,13 @@ class Cycle:
         """Whether the model has gradients of this step, with which the loop has not updated it by itself."""
         if not has_gradients(self._model):
             return False
-        return self.ends_with_optimizer or self.has_stepped or not self._own_updates.came()
+        return self.has_own or self.has_stepped or not self._own_updates.came()
 
     def called(self, begins: bool) -> None:
         """Note a call of the model, and whether a step begins with it."""
         if not self.is_told:
             self.has_stepped = False
-        if begins and not self.ends_with_optimizer:
+        if begins and not self.has_own:
             self._own_updates.note()
 
     def may_begin(self) -> bool:
@@ -123,6 +125,7 @@ class Cycle:
         if self._is_several:
             return self.has_stepped and self._last is not None and self._last() is not self._first_one()
         if self.has_stepped:
+            self._without_gradients = 1
             return True
         return not (self.has_gradients() or self.ends_with_optimizer or self._goes_on_without())
 
@@ -135,11 +138,11 @@ class Cycle:
         self._without_gradients += 1
         if self._without_gradients > 2 * self._most_without:
             self._most_without = 1
-        return self._most_without > 1 and self._without_gradients > 1
+        return self._most_without > 1 and self._without_gradients > 1 and not self.has_own
 
     def count_another(self) -> None:
         """Count a step of an optimizer of other parameters, which may be copies of the model's."""
-        if self._first_one() is None and self._without_gradients > self._most_without:
+        if not self.has_own and self._without_gradients > self._most_without:
             self._most_without, self._is_longer = self._without_gradients, True
         self._without_gradients = 0
 
@@ -148,7 +151,7 @@ class Cycle:
         count, self._count = self._count, 0
         is_longer, self._is_longer = self._is_longer, False
         if self.is_one:
-            return is_longer and not self.ends_with_optimizer
+            return is_longer and not self.has_own
         if self._is_partial:
             self._is_partial = False
             return True
@@ -214,13 +217,17 @@ class _OwnUpdates:
         """Whether they have changed since."""
         if self._before is None:
             return False
-        has_come = self._checksums() not in (self._before, None)
+        now = self._checksums()
+        has_come = now is not None and len(now) == len(self._before) and now != self._before
         self._has_come |= has_come
         return has_come
 
     def _checksums(self) -> list[int] | None:
-        """None inside of a transform of `torch.func`, where parameters may be wrapped."""
-        if in_function_transform():
+        """None inside of a transform of `torch.func`, where parameters may be wrapped, and on one of several ranks.
+
+        What changes may differ from rank to rank (rows of an embedding), and all have to begin a step at once.
+        """
+        if in_function_transform() or has_other_ranks():
             return None
         trained = [p for p in self._model.parameters() if p.requires_grad and not is_lazy(p)]
         few, left_bytes = list[torch.Tensor](), _MOST_BYTES

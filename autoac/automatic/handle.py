@@ -221,6 +221,7 @@ class Auto(LoopPlan):
         if not self._optimizers.trains(optimizer):
             self._cycle.count_another()
             return None
+        self._cycle.has_own = True
         if self._optimizers.are_joined_by(optimizer):
             if self._optimizers.is_only(optimizer):
                 self._replacing.add(optimizer)

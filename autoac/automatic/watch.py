@@ -19,7 +19,7 @@ from autoac.execute.watch.other_calls import outermost, unwatch_other_calls, wat
 from autoac.execute.watch.unplanned_backward import WITH_A_GRAPH, GraphOfBackward, before_backward
 from autoac.execute.watch.unplanned_calls import UnplannedCalls, unwatch_calls
 from autoac.plans import Plan
-from autoac.step.inputs import described, elements_in, elements_of, without_autocast
+from autoac.step.inputs import described, elements_of, without_autocast
 from autoac.step.model import has_gradients
 from autoac_solver.records.profile import GRAPH_OF_BACKWARD, VARYING
 
@@ -191,17 +191,17 @@ class _TooLarge:
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
-        self._least: tuple[int, str] | None = None  # elements, and what was trained
+        self._samples: set[tuple[str, str]] = set()  # with what was trained
 
     def note(self, sample: str) -> None:
         """No plan fits a step with this sample."""
-        self._least = elements_in(sample), trained_in(self._model)
+        self._samples.add((without_autocast(sample), trained_in(self._model)))
 
     def is_known(self, args: Any, kwargs: Any) -> bool:
-        """Whether no plan fits a step with these inputs: it has as many elements."""
-        if self._least is None or elements_of(args, kwargs) < self._least[0]:
+        """Whether no plan fits a step with these inputs."""
+        if not self._samples:
             return False
-        return self._least[1] == trained_in(self._model)
+        return (without_autocast(described(args, kwargs)), trained_in(self._model)) in self._samples
 
 
 class Watch:
@@ -316,8 +316,8 @@ class Watch:
             words = self._unplanned.words_on_autocast()
             return Finding("autocast", words, f"{words}: recording this step anew")
         if self._unplanned.is_larger(args, kwargs):
-            if self.too_large.is_known(args, kwargs):
-                return None
+            if self._on_larger == "replan" and self.too_large.is_known(args, kwargs):
+                return None  # which was told
             if begins and elements_of(args, kwargs) <= self._most:
                 words = "the plan is for a smaller batch than the one before it: recording this larger one"
                 return Finding("as before", log=words, is_free=True)

@@ -60,7 +60,8 @@ def checksums_of(tensors: Iterable[torch.Tensor]) -> list[int]:
                 if (checksum := checksum_of(tensor)) is not None:
                     found.append(checksum)
             elif tensor.layout is torch.strided and not is_fake(tensor) and _has_bytes(tensor):
-                first = tensor.reshape(-1)[:_FEW_ELEMENTS].view(torch.uint8)
+                few = tensor.reshape(-1)[:_FEW_ELEMENTS].contiguous()
+                first = few.resolve_conj().resolve_neg().view(torch.uint8)
                 parts.setdefault(tensor.device, []).append(first)
         for first in parts.values():
             found += torch.cat(first).tolist()

@@ -5,6 +5,7 @@ Skipped layers, experts without a token, a block that is called a drawn number o
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -52,7 +53,8 @@ class Newcomer:
         """Note the call of a training step, if autograd may record something in it."""
         if not module.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        if any(t.requires_grad for t in (*args, *module.parameters()) if isinstance(t, torch.Tensor)):
+        known = itertools.chain(args, module.parameters())
+        if any(t.requires_grad for t in known if isinstance(t, torch.Tensor)):
             self.called.add(self.name)
             self.told()
 
@@ -106,6 +108,9 @@ def watch_newcomers(model: torch.nn.Module, known: Collection[str], warns: str =
             or is_compiled_wrapper(module)
             or isinstance(module, torch.jit.ScriptModule)
         ):
+            continue
+        # Codebooks are trained by averages; what has no tensors of its own mostly saves next to nothing (`Identity`).
+        if not any(p.requires_grad for p in module.parameters()) and not any(True for _ in module.buffers()):
             continue
         newcomer = UnplannedModule(name, called, warns) if warns else Newcomer(name, called)
         module.register_forward_pre_hook(newcomer)

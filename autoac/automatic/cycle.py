@@ -79,9 +79,7 @@ class Cycle:
         self._count = 0  # optimizers' steps since the step began
         self._length: int | None = 1  # number of optimizer steps with which it ends; None while unknown
         # See NOTE [ Optimizers over copies ].
-        self._without_gradients = (
-            0  # calls before which there were none, since an optimizer of others stepped
-        )
+        self._without_gradients = 0  # calls without gradients before, since an optimizer of others stepped
         self._most_without = 1  # of them in a step that ends with an optimizer of others
         self._is_longer = False  # whether this step had more of them than those before
 
@@ -129,7 +127,7 @@ class Cycle:
             return True
         return not (self.has_gradients() or self.ends_with_optimizer or self._goes_on_without())
 
-    def may_be_begun(self) -> bool:
+    def announced_may_begin(self) -> bool:
         """Whether a batch that a trainer announces begins a step."""
         return self.has_stepped or not (self.has_gradients() or self._goes_on_without())
 

@@ -151,7 +151,7 @@ class Auto(LoopPlan):
             args, kwargs: arguments of the call, which hold the batch.
         """
         self._cycle.is_told = True
-        self._begins(args, kwargs, self._cycle.may_be_begun(), is_announced=True)
+        self._begins(args, kwargs, self._cycle.announced_may_begin(), is_announced=True)
         self._cycle.has_stepped = False
 
     @outside_of_transforms

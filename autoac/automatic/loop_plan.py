@@ -73,7 +73,7 @@ class LoopPlan:
         self._trained = ""  # fingerprint of the parameters trained in the recorded step
         self._kept: Plan | None = None  # put on again if no plan fits the next recorded step
         self._kept_for_less = self._kept_by_outcome = False  # or if that needs no more, or fits under it
-        self._cycle = Cycle(model)
+        self._cycle = Cycle(self._model)
         self._on_top = on_top
         self._warn = Once()
         self._optimizers = Optimizers(self._model, optimizer, self._warn)

@@ -1,7 +1,8 @@
-"""Optimizers over copies of the parameters, which take the gradients away after each micro-batch (ZeRO, Megatron)."""
+"""Loops whose optimizer is none of torch's (fastai's), or steps on copies of the parameters (ZeRO's, Megatron's)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import autoac
+from autoac.automatic import cycle
 from autoac.measure import measure_peak
 
 WIDTH, BATCH = 32, 512
@@ -17,6 +19,27 @@ WIDTH, BATCH = 32, 512
 def make() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
+
+
+class WithZeros:
+    """As fastai's: no `torch.optim.Optimizer`, writes to `.data`, and leaves gradients of zeros."""
+
+    def __init__(self, model: nn.Module):
+        self.params = list(model.parameters())
+
+    def step(self) -> None:
+        for p in self.params:
+            assert p.grad is not None
+            p.data.add_(p.grad.data, alpha=-0.1)
+            p.grad.detach_()
+            p.grad.zero_()
+
+
+class WithoutGradients(WithZeros):
+    def step(self) -> None:
+        super().step()
+        for p in self.params:
+            p.grad = None
 
 
 class OverCopies:
@@ -46,10 +69,12 @@ class OverCopies:
         self.copy.grad.zero_()
 
 
-def loop(micro_batches: list[int], budget: int | None = None) -> tuple[nn.Module, Any, list[int]]:
-    """Steps of so many micro-batches each; returns the model, the plan and the steps' peaks above their starts."""
+def loop(
+    make_optimizer: Callable[[nn.Module], Any], micro_batches: list[int], budget: int | None = None
+) -> tuple[nn.Module, Any, int]:
+    """Steps of so many micro-batches each; returns the model, the plan and the last step's peak above its start."""
     model = make()
-    optimizer = OverCopies(model)
+    optimizer = make_optimizer(model)
     handle = None if budget is None else autoac.auto(model, budget, engine="replay")
     generator = torch.Generator().manual_seed(1)
 
@@ -58,27 +83,51 @@ def loop(micro_batches: list[int], budget: int | None = None) -> tuple[nn.Module
             model(x).square().mean().backward()
         optimizer.step()
 
+    peak_bytes = 0
     steps = [[torch.randn(BATCH, WIDTH, generator=generator) for _ in range(n)] for n in micro_batches]
-    peaks = [measure_peak(lambda of=of: step(of)).peak_above_start_bytes for of in steps]
+    for batches in steps:
+        peak_bytes = measure_peak(lambda of=batches: step(of)).peak_above_start_bytes
     plan = None
     if handle is not None:
         plan = handle.plan
         handle.remove()
-    return model, plan, peaks
+    return model, plan, peak_bytes
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "calls"),
-    [([2] * 7, 2), ([1] * 6, 1), ([1, 1, 1, 3, 3, 3, 3, 3], 3), ([3, 3, 3, 3, 3, 3, 1, 3], 3)],
+    ("make_optimizer", "micro_batches", "calls"),
+    [
+        (WithZeros, [1] * 8, 1),
+        (WithZeros, [2] * 8, 2),
+        (WithoutGradients, [1] * 8, 1),
+        (WithoutGradients, [2] * 8, 2),
+        (OverCopies, [1] * 6, 1),
+        (OverCopies, [2] * 7, 2),
+        (OverCopies, [1, 1, 1, 3, 3, 3, 3, 3], 3),
+        (OverCopies, [3, 3, 3, 3, 3, 3, 1, 3], 3),
+    ],
 )
-def test_micro_batches_whose_gradients_are_taken_away_are_one_step(micro_batches: list[int], calls: int):
-    plain, _, _ = loop(micro_batches)
-    _, loose, _ = loop(micro_batches, 10**9)
-    model, plan, peaks = loop(micro_batches, int(0.8 * loose.predicted_peak_bytes))
+def test_where_steps_end(make_optimizer: Any, micro_batches: list[int], calls: int):
+    plain, _, _ = loop(make_optimizer, micro_batches)
+    _, loose, _ = loop(make_optimizer, micro_batches, 10**9)
+    model, plan, peak_bytes = loop(make_optimizer, micro_batches, int(0.8 * loose.predicted_peak_bytes))
     assert plan.record.profile.n_root_calls == calls
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(own, other)
-    assert plan.resident_bytes + peaks[-1] <= plan.predicted_peak_bytes <= plan.budget_bytes
+    assert plan.resident_bytes + peak_bytes == plan.predicted_peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_on_several_ranks_updates_by_hand_are_not_looked_for(several: bool, monkeypatch: pytest.MonkeyPatch):
+    """One rank's parameters may change and another's not, and all begin their steps at once."""
+    monkeypatch.setattr(cycle, "has_other_ranks", lambda: several)
+    model = make()
+    steps = cycle.Cycle(model)
+    steps.called(begins=True)
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert steps.has_gradients()
+    WithZeros(model).step()
+    assert steps.has_gradients() == several
 
 
 def test_another_models_optimizer_that_steps_no_more_is_forgotten():
